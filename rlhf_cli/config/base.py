@@ -1,0 +1,9 @@
+"""What every settings group has in common."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Group(BaseModel):
+    """Base of every settings group: immutable, no unknown keys, docstrings are help texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False)

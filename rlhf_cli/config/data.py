@@ -1,0 +1,70 @@
+"""What is read, and how rows become conversations."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_cli.config.base import Group
+
+
+class TextConfig(Group):
+    """How text of a row is rendered: shared by offline data and prompts."""
+
+    input_key: str | None = None
+    """Column with the prompt or the messages; found by its name if not given."""
+    apply_chat_template: bool = True
+    """Render rows with the tokenizer's chat template."""
+    input_template: str | None = None
+    """Text around a prompt without a chat template, `{}` standing for it: 'User: {}\\nAssistant: '."""
+    system_prompt: str | None = None
+    """System message put before conversations that have none."""
+    max_len: int = Field(2048, gt=1)
+    """Longest sequence in tokens, prompt and response together."""
+
+    @model_validator(mode="after")
+    def _template_has_a_place_for_the_prompt(self) -> "TextConfig":
+        if self.input_template is not None and "{}" not in self.input_template:
+            raise ValueError(f"input_template {self.input_template!r} has no {{}} for the prompt")
+        return self
+
+
+class DataConfig(TextConfig):
+    """Data"""
+
+    dataset: str
+    """Training data: file, folder or Hub name, with @split if needed; several separated by commas."""
+    dataset_probs: str | None = None
+    """Probability of each of several data sets, separated by commas."""
+    dataset_split: str = "train"
+    """Split read where the name gives none."""
+    eval_dataset: str | None = None
+    """Data to evaluate on."""
+    eval_split: str = "train"
+    """Split of the evaluation data read where the name gives none."""
+    data_format: Literal["auto", "prompt_response", "messages", "sharegpt", "text"] = "auto"
+    """How rows are read; auto decides by the columns."""
+    output_key: str | None = None
+    """Column with the response; found by its name if not given."""
+    pretrain_mode: bool = False
+    """Train on every token, not only on the assistant's."""
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """What to do with rows longer than max_len; the number of them is always reported."""
+    max_samples: int = Field(100_000_000, gt=0)
+    """Rows read at most."""
+
+
+class PromptConfig(TextConfig):
+    """Prompts"""
+
+    prompt_data: str
+    """Prompts: file, folder or Hub name, with @split if needed; several separated by commas."""
+    prompt_data_probs: str | None = None
+    """Probability of each of several prompt sets, separated by commas."""
+    prompt_split: str = "train"
+    """Split read where the name gives none."""
+    label_key: str | None = None
+    """Column with the ground truth; found by its name if not given."""
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """What to do with prompts that leave no room for max_new_tokens; the number is always reported."""
+    max_samples: int = Field(100_000_000, gt=0)
+    """Rows read at most."""

@@ -1,0 +1,139 @@
+"""Rollouts, rewards, placement and the policy objective of online training."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_cli.config.base import Group
+from rlhf_cli.config.train import OptimConfig
+
+
+class RolloutConfig(Group):
+    """Rollout"""
+
+    rollout_backend: Literal["auto", "vllm", "transformers"] = "auto"
+    """Engine that generates; auto takes vLLM where it is installed."""
+    rollout_batch_size: int = Field(1024, gt=0)
+    """Prompts per iteration."""
+    n_samples_per_prompt: int = Field(1, gt=0)
+    """Responses sampled for each prompt."""
+    num_episodes: int = Field(1, gt=0)
+    """Passes over the prompts."""
+    max_iterations: int | None = Field(None, gt=0)
+    """Stop after this many iterations."""
+    max_new_tokens: int = Field(1024, gt=0)
+    """Tokens generated per response at most."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; all log-probs are of logits divided by it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this probability."""
+    vllm_num_engines: int = Field(1, gt=0)
+    """Rollout engines."""
+    vllm_tensor_parallel_size: int = Field(1, gt=0)
+    """GPUs that share one engine."""
+    vllm_gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
+    """Share of a GPU's memory an engine may take (weights and KV cache)."""
+    vllm_enable_sleep: bool = False
+    """Engines free their GPU memory while models train."""
+    vllm_sync_backend: Literal["auto", "nccl", "ipc", "shm"] = "auto"
+    """How weights reach the engines: nccl between GPUs, ipc on a shared GPU, shm in host memory."""
+    enable_prefix_caching: bool = False
+    """Keep the KV cache of prompts for their further samples."""
+    enforce_eager: bool = False
+    """No CUDA graphs in the engine: starts faster, generates slower."""
+
+
+class RewardConfig(Group):
+    """Reward"""
+
+    reward_funcs: list[str] = []
+    """Built-in verifiers, added up: gsm8k (#### n), exact (whole answer), boxed (number in \\boxed{})."""
+    reward_weights: list[float] = []
+    """Weight of each of reward_funcs; 1 by default."""
+    reward_func: str | None = None
+    """Python file with reward_func(queries, prompts, labels) -> list of floats; plain or async."""
+    reward_clip_range: tuple[float, float] = (-10.0, 10.0)
+    """Scores are clipped to this before anything else is done with them."""
+    reward_timeout: float = Field(30.0, gt=0)
+    """Seconds a call of a reward may take before it is killed and counts as failed."""
+    reward_retries: int = Field(1, ge=0)
+    """Further attempts for a reward that failed."""
+    reward_max_failures: float = Field(0.1, ge=0, le=1)
+    """Share of an iteration's rewards that may fail; above it the run stops."""
+
+    @model_validator(mode="after")
+    def _there_is_a_reward(self) -> "RewardConfig":
+        if not self.reward_funcs and self.reward_func is None:
+            raise ValueError("no reward: give --reward_funcs (gsm8k, exact, boxed) or --reward_func FILE.py")
+        if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward_funcs"
+            )
+        return self
+
+
+class PlacementConfig(Group):
+    """Placement"""
+
+    actor_num_nodes: int = Field(1, gt=0)
+    """Nodes of the actor."""
+    actor_num_gpus_per_node: int = Field(1, gt=0)
+    """Actor ranks per node: GPUs, or processes where there is none."""
+    critic_num_nodes: int = Field(1, gt=0)
+    """Nodes of the critic."""
+    critic_num_gpus_per_node: int = Field(1, gt=0)
+    """Critic ranks per node."""
+    ref_num_nodes: int = Field(1, gt=0)
+    """Nodes of the reference model."""
+    ref_num_gpus_per_node: int = Field(1, gt=0)
+    """Reference ranks per node."""
+    colocate_all_models: bool = False
+    """Actor, critic, reference and engines share the same GPUs and take turns."""
+    colocate_actor_ref: bool = False
+    """Actor and reference share GPUs."""
+    colocate_critic_reward: bool = False
+    """Critic and reward model share GPUs."""
+    deepspeed_enable_sleep: bool = False
+    """Move weights, gradients and optimizer states of idle trainers to host memory."""
+
+
+class PolicyConfig(Group):
+    """Policy objective"""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""
+    lambd: float = Field(1.0, ge=0, le=1)
+    """GAE's lambda: 1 is Monte Carlo, 0 one-step."""
+    eps_clip: float = Field(0.2, gt=0)
+    """PPO's clip of the probability ratio to [1 - eps, 1 + eps]."""
+    eps_clip_low_high: tuple[float, float] | None = None
+    """Different clip below and above 1; replaces eps_clip."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound on the loss of negative advantages, in ratios; off by default."""
+    value_clip: float = Field(0.5, gt=0)
+    """Clip of the change of a value per iteration."""
+    init_kl_coef: float = Field(0.01, ge=0)
+    """Weight of the KL divergence from the reference in the reward; 0 loads no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL divergence per token (Schulman)."""
+    kl_target: float | None = Field(None, gt=0)
+    """KL per response in nats that an adaptive coefficient steers to; fixed coefficient by default."""
+    kl_horizon: int = Field(10_000, gt=0)
+    """Samples over which the adaptive coefficient reacts."""
+    entropy_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    rollout_correction: Literal["token_clip", "token_mask", "seq_mask", "off"] = "token_clip"
+    """What corrects for engine and trainer disagreeing on probabilities."""
+    rollout_correction_range: tuple[float, float] = (0.5, 5.0)
+    """Ratios kept by token_mask and seq_mask."""
+    rollout_correction_cap: float = Field(2.0, gt=0)
+    """Largest ratio under token_clip."""
+
+
+class ActorCriticOptimConfig(OptimConfig):
+    """Optimizer"""
+
+    actor_learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate of the actor."""
+    critic_learning_rate: float = Field(9e-6, gt=0)
+    """Peak learning rate of the critic."""

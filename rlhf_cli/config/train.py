@@ -1,0 +1,116 @@
+"""Optimisation, distribution, checkpoints and tracking."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_cli.config.base import Group
+
+
+class BatchConfig(Group):
+    """Batches"""
+
+    train_batch_size: int = Field(128, gt=0)
+    """Sequences in one optimizer step, over all ranks."""
+    train_max_tokens_per_gpu: int = Field(16_192, gt=0)
+    """Tokens in one packed micro-batch at most: the bound on activation memory."""
+    micro_train_batch_size: int | None = Field(None, gt=0)
+    """Sequences in one packed micro-batch at most; by default only the token bound counts."""
+    max_epochs: int = Field(1, gt=0)
+    """Passes over the data."""
+    max_steps: int | None = Field(None, gt=0)
+    """Stop after this many optimizer steps."""
+    seed: int = 42
+    """Seed of every random choice of the run."""
+
+
+class OptimConfig(Group):
+    """Optimizer"""
+
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    l2: float = Field(0.0, ge=0)
+    """Decoupled weight decay; not applied to biases and norms."""
+    max_norm: float = Field(1.0, ge=0)
+    """Clip the global gradient norm to this; 0 turns clipping off."""
+    lr_scheduler: Literal[
+        "cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial"
+    ] = "cosine_with_min_lr"
+    """Course of the learning rate after warm-up."""
+    lr_warmup_ratio: float = Field(0.03, ge=0, le=1)
+    """Share of all steps in which the learning rate rises linearly."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Final learning rate of cosine_with_min_lr as a share of the peak."""
+
+
+class SingleOptimConfig(OptimConfig):
+    """Optimizer"""
+
+    learning_rate: float = Field(5e-6, gt=0)
+    """Peak learning rate."""
+
+
+class DeepSpeedConfig(Group):
+    """DeepSpeed"""
+
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What ZeRO partitions over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and weights."""
+    zpg: int = Field(1, gt=0)
+    """ZeRO++ secondary partition size of stage 3 (GPUs of one node)."""
+    adam_offload: bool = False
+    """Keep optimizer states in host memory and step there (DeepSpeed CPU Adam)."""
+    grad_accum_dtype: Literal["bf16", "fp32"] = "fp32"
+    """Type in which gradients of micro-batches are added up."""
+    overlap_comm: bool = False
+    """Overlap gradient reduction with the backward pass."""
+
+
+class LaunchConfig(Group):
+    """Launch"""
+
+    num_processes: int = Field(1, gt=0)
+    """Ranks on this machine; more than one starts the deepspeed launcher. Leave at 1 under a launcher."""
+
+
+class CheckpointConfig(Group):
+    """Output"""
+
+    output: str
+    """Run directory: settings, metrics, samples, logs, report, checkpoints and the model."""
+    save_path: str | None = None
+    """Where the trained model is saved in Hugging Face format; <output>/model by default."""
+    ckpt_path: str | None = None
+    """Where checkpoints are kept; <output>/checkpoints by default."""
+    save_steps: int = Field(-1, ge=-1)
+    """Steps (online: iterations) between checkpoints; -1 only when interrupted."""
+    max_ckpt_num: int = Field(3, gt=0)
+    """Checkpoints kept; older ones are removed after a newer one is complete."""
+    load_checkpoint: bool = False
+    """Continue from the newest complete checkpoint; starts fresh where there is none."""
+    overwrite: bool = False
+    """Replace what an earlier run left in the run directory."""
+
+    @model_validator(mode="after")
+    def _continue_or_replace(self) -> "CheckpointConfig":
+        if self.load_checkpoint and self.overwrite:
+            raise ValueError("load_checkpoint continues a run and overwrite replaces it: give one of them")
+        return self
+
+
+class TrackingConfig(Group):
+    """Tracking"""
+
+    logging_steps: int = Field(1, gt=0)
+    """Steps between lines of the terminal output; metrics.jsonl always has every step."""
+    use_tensorboard: bool = True
+    """Write TensorBoard events to <output>/tensorboard."""
+    use_wandb: bool = False
+    """Log to Weights & Biases (extra `wandb`, key in WANDB_API_KEY)."""
+    wandb_project: str = "rlhf-cli"
+    """Weights & Biases project."""
+    wandb_org: str | None = None
+    """Weights & Biases entity."""
+    wandb_group: str | None = None
+    """Weights & Biases group."""
+    wandb_run_name: str | None = None
+    """Weights & Biases run name; the run directory's name by default."""

@@ -1,0 +1,37 @@
+"""Records of generation: what is asked of a rollout engine and what comes back."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How responses are sampled. Log-probs that come back are of the distribution after temperature and top-p."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    greedy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One response to sample. The same request gives the same response from the same weights."""
+
+    prompt_ids: list[int]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sampled response.
+
+    `token_ids` are exactly what the engine sampled, the end-of-sequence token included where it was sampled;
+    `logprobs` (nats, same length) are the sampler's own; `finish_reason` is "stop" for an end-of-sequence token
+    and "length" for a response cut at the limit; `weight_version` counts weight pushes, 0 for the initial weights.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+    weight_version: int
