@@ -1,0 +1,265 @@
+"""Flat packs of token sequences, and the plan that deals sequences to micro-batches and ranks.
+
+There is no padding and no padded form here; which sequences form an optimizer step is decided in `sampling`.
+"""
+
+import collections.abc
+from bisect import bisect_left, insort
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from rlhf_cli.errors import UsageError
+
+EXACT_SEARCH_SEQUENCES = 32
+"""Largest number of sequences for which the fewest micro-batches are searched exactly when heuristics need more."""
+EXACT_SEARCH_NODES = 20_000
+"""Placements tried by that search, about 20 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One tokenised sequence: `token_ids` int32 [L], `loss_mask` bool [L], true where the token is a training target.
+
+    The first token has nothing before it that could predict it, so it is never a target.
+    """
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+
+    def __post_init__(self) -> None:
+        assert self.token_ids.shape == self.loss_mask.shape, "token_ids and loss_mask differ in length"
+        assert self.token_ids.size > 0, "a sequence has at least one token"
+        assert not self.loss_mask[0], "the first token of a sequence is not a target"
+
+    def __len__(self) -> int:
+        return self.token_ids.size
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that are training targets."""
+        return int(np.count_nonzero(self.loss_mask))
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One micro-batch: B sequences end to end, T tokens, K of them training targets.
+
+    `trained_K` are the positions of the targets in the pack, `cu_trained` [B + 1] bounds them per sequence.
+    An idle pack (`num_sequences` 0) has one dummy token in `input_ids_T` and `cu_seqlens`, for attention kernels
+    that need one, and no target: `cu_trained` is [0].
+    """
+
+    input_ids_T: torch.Tensor
+    position_ids_T: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    trained_K: torch.Tensor
+    cu_trained: torch.Tensor
+
+    @property
+    def targets_K(self) -> torch.Tensor:
+        """Token ids to be predicted."""
+        return self.input_ids_T[self.trained_K]
+
+    @property
+    def rows_K(self) -> torch.Tensor:
+        """Positions of the hidden states that predict the targets."""
+        return self.trained_K - 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the pack, 0 for an idle one."""
+        return self.cu_trained.numel() - 1
+
+    def to(self, device: torch.device | str) -> "Pack":
+        """The same pack on another device."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "max_seqlen"}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return Pack(max_seqlen=self.max_seqlen, **moved)
+
+
+def pack(sequences: list[Sequence]) -> Pack:
+    """The sequences end to end in the order given; an empty list gives the idle pack.
+
+    A rank without work runs the idle pack so that it takes part in collectives.
+    """
+    lengths = np.array([len(sequence) for sequence in sequences] or [1], dtype=np.int64)
+    token_ids = [sequence.token_ids for sequence in sequences] or [np.zeros(1)]
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    trained = [np.flatnonzero(s.loss_mask) + start for s, start in zip(sequences, bounds[:-1], strict=False)]
+    cu_trained = np.cumsum([0] + [positions.size for positions in trained])
+    return Pack(
+        input_ids_T=torch.from_numpy(np.concatenate(token_ids).astype(np.int64)),
+        position_ids_T=torch.from_numpy(np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)),
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+        max_seqlen=int(lengths.max()),
+        trained_K=torch.from_numpy(np.concatenate(trained or [np.zeros(0)]).astype(np.int64)),
+        cu_trained=torch.from_numpy(cu_trained.astype(np.int64)),
+    )
+
+
+def plan_packs(
+    lengths: collections.abc.Sequence[int],
+    *,
+    max_tokens: int,
+    num_ranks: int,
+    max_sequences: int | None = None,
+    quadratic_cost: float = 0.0,
+) -> list[list[list[int]]]:
+    """Indices of the sequences by rank and micro-batch: `plan[rank][micro_batch]`.
+
+    Every index occurs exactly once. No micro-batch has more than `max_tokens` tokens or `max_sequences` sequences.
+    All ranks have the same number of micro-batches, the fewest found; where there are fewer sequences than
+    micro-batches, some are empty (idle). The cost of a sequence, `L + quadratic_cost * L^2`, is balanced between
+    the micro-batches that ranks run at the same time and over the ranks' sums; the costliest come first, so that
+    a lack of memory shows at once. The plan depends on nothing but the arguments.
+
+    Raises UsageError if a sequence alone exceeds the token bound.
+    """
+    lengths_B = np.asarray(lengths, dtype=np.int64)
+    if lengths_B.size == 0:
+        return [[] for _ in range(num_ranks)]
+    if lengths_B.max() > max_tokens:
+        raise UsageError(
+            f"a sequence of {lengths_B.max()} tokens does not fit into a micro-batch of {max_tokens}: "
+            f"raise train_max_tokens_per_gpu to {lengths_B.max()} or more, or lower max_len"
+        )
+    costs_B = lengths_B + quadratic_cost * lengths_B.astype(np.float64) ** 2
+    bins = _fewest_bins(lengths_B, costs_B, _Bounds(max_tokens, max_sequences or lengths_B.size), num_ranks)
+    return _deal(bins, costs_B, num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    tokens: int
+    sequences: int
+
+
+def _fewest_bins(lengths_B: np.ndarray, costs_B: np.ndarray, bounds: _Bounds, num_ranks: int) -> list[list[int]]:
+    """Balanced bins, a multiple of `num_ranks`, as few as the heuristics and the bounded search find."""
+    num_bins = -(-_least_bins(lengths_B, bounds) // num_ranks) * num_ranks
+    order = np.lexsort((np.arange(lengths_B.size), -lengths_B))
+    while True:
+        bins = _fill_balanced(order, lengths_B, costs_B, bounds, num_bins)
+        if bins is not None:
+            return bins
+        tight = _fill_tight(order, lengths_B, bounds, num_bins) or _search(order, lengths_B, bounds, num_bins)
+        if tight is not None:
+            return _rebalance(tight, lengths_B, costs_B, bounds)
+        num_bins += num_ranks
+
+
+def _least_bins(lengths_B: np.ndarray, bounds: _Bounds) -> int:
+    """A lower bound on the number of bins: L2 of Martello and Toth (Knapsack Problems, 1990, section 8.3)."""
+    ascending = np.sort(lengths_B)
+    sums = np.concatenate([[0], np.cumsum(ascending)])
+    thresholds = np.concatenate([[0], np.unique(ascending[2 * ascending <= bounds.tokens])])
+    half = np.searchsorted(ascending, bounds.tokens // 2, side="right")
+    first_large = np.maximum(np.searchsorted(ascending, bounds.tokens - thresholds, side="right"), half)
+    first_small = np.searchsorted(ascending, thresholds, side="left")
+    room_beside_mid = (first_large - half) * bounds.tokens - (sums[first_large] - sums[half])
+    overflow = np.maximum(sums[half] - sums[first_small] - room_beside_mid, 0)
+    by_tokens = ascending.size - half + -(-overflow // bounds.tokens)
+    return int(max(by_tokens.max(), -(-ascending.size // bounds.sequences)))
+
+
+def _fill_balanced(
+    order: np.ndarray, lengths_B: np.ndarray, costs_B: np.ndarray, bounds: _Bounds, num_bins: int
+) -> list[list[int]] | None:
+    """Longest first, each into the cheapest bin with room; None if one finds no room."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    bin_costs = np.zeros(num_bins)
+    room = np.full(num_bins, bounds.tokens)
+    for index in order:
+        length = lengths_B[index]
+        chosen = int(np.where(room >= length, bin_costs, np.inf).argmin())
+        if room[chosen] < length:
+            return None
+        bins[chosen].append(int(index))
+        bin_costs[chosen] += costs_B[index]
+        room[chosen] -= length
+        if len(bins[chosen]) == bounds.sequences:
+            room[chosen] = -1
+    return bins
+
+
+def _fill_tight(order: np.ndarray, lengths_B: np.ndarray, bounds: _Bounds, num_bins: int) -> list[list[int]] | None:
+    """Best-fit decreasing: longest first, each where the least room stays; None if one finds no room."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    open_bins = [(bounds.tokens, number) for number in range(num_bins)]
+    for index, length in zip(order.tolist(), lengths_B[order].tolist(), strict=True):
+        place = bisect_left(open_bins, (length, -1))
+        if place == len(open_bins):
+            return None
+        room, number = open_bins.pop(place)
+        bins[number].append(index)
+        if len(bins[number]) < bounds.sequences:
+            insort(open_bins, (room - length, number))
+    return bins
+
+
+def _search(order: np.ndarray, lengths_B: np.ndarray, bounds: _Bounds, num_bins: int) -> list[list[int]] | None:
+    """Depth-first search for any filling of `num_bins` bins; None if there is none or the search grows too large."""
+    if order.size > EXACT_SEARCH_SEQUENCES:
+        return None
+    rooms = [bounds.tokens] * num_bins
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    nodes = 0
+
+    def place(depth: int) -> bool:
+        nonlocal nodes
+        if depth == order.size:
+            return True
+        index, length = int(order[depth]), int(lengths_B[order[depth]])
+        tried = set()
+        for number, room in enumerate(rooms):
+            alike = (room, len(bins[number]))
+            if room < length or alike[1] == bounds.sequences or alike in tried or nodes > EXACT_SEARCH_NODES:
+                continue
+            tried.add(alike)
+            nodes += 1
+            rooms[number] -= length
+            bins[number].append(index)
+            if place(depth + 1):
+                return True
+            rooms[number] += length
+            bins[number].pop()
+        return False
+
+    return bins if place(0) else None
+
+
+def _rebalance(bins: list[list[int]], lengths_B: np.ndarray, costs_B: np.ndarray, bounds: _Bounds) -> list[list[int]]:
+    """Move sequences from the costliest to the cheapest bin while that narrows the gap; fills empty bins first."""
+    bin_costs = np.array([costs_B[members].sum() for members in bins])
+    for _ in range(2 * len(bins)):
+        low, high = int(bin_costs.argmin()), int(bin_costs.argmax())
+        if not bins[low]:
+            high = max(range(len(bins)), key=lambda number: (len(bins[number]) > 1, bin_costs[number]))
+        room = bounds.tokens - lengths_B[bins[low]].sum()
+        gap = bin_costs[high] - bin_costs[low]
+        movable = [i for i in bins[high] if lengths_B[i] <= room and costs_B[i] < gap]
+        if not movable or len(bins[low]) == bounds.sequences:
+            break
+        moved = min(movable, key=lambda i: (abs(gap / 2 - costs_B[i]), i))
+        bins[high].remove(moved)
+        bins[low].append(moved)
+        bin_costs[high] -= costs_B[moved]
+        bin_costs[low] += costs_B[moved]
+    return bins
+
+
+def _deal(bins: list[list[int]], costs_B: np.ndarray, num_ranks: int) -> list[list[list[int]]]:
+    """Bins by rank: bins of like cost run at the same time, the costliest goes to the rank with the least so far."""
+    bin_costs = [float(costs_B[members].sum()) for members in bins]
+    by_cost = sorted(range(len(bins)), key=lambda number: (-bin_costs[number], number))
+    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    rank_costs = [0.0] * num_ranks
+    for start in range(0, len(bins), num_ranks):
+        ranks = sorted(range(num_ranks), key=lambda rank: (rank_costs[rank], rank))
+        for rank, number in zip(ranks, by_cost[start : start + num_ranks], strict=True):
+            plan[rank].append(sorted(bins[number]))
+            rank_costs[rank] += bin_costs[number]
+    return plan
