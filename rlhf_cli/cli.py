@@ -1,0 +1,174 @@
+"""The `rlhf` program: its commands, and what the person at the terminal sees when something goes wrong.
+
+A command's module is imported when that command is called or asked for its help, never for `rlhf --help`. Leaves out
+the commands themselves (commands/) and how settings become flags (options.py).
+"""
+
+import functools
+import importlib
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand
+
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.help_page import HelpPageGroup
+from rlhf_cli.version import __version__
+
+OFFLINE, ONLINE, USE, HELP = "Train offline", "Train online", "Use models", "Help"
+
+
+class Entry(NamedTuple):
+    """Where a command is: `function` of rlhf_cli.commands.`module` takes its config."""
+
+    module: str
+    panel: str
+    summary: str
+
+    @property
+    def function(self) -> str:
+        return self.module
+
+
+COMMANDS = {
+    "sft": Entry("sft", OFFLINE, "Fine-tune on examples: prompts with responses, conversations, or plain text."),
+    "ppo": Entry("ppo", ONLINE, "Train a policy and a critic on sampled and scored responses (PPO with GAE)."),
+    "eval": Entry("eval", USE, "Answer prompts with a model and count what a verifier finds right."),
+    "scratch": Entry("scratch", USE, "Make a small untrained model and tokenizer, to try things offline."),
+    "quickstart": Entry(
+        "quickstart", HELP, "Train a tiny model to add numbers in minutes, by sft and ppo, on this machine."
+    ),
+}
+
+
+class CommandGroup(HelpPageGroup):
+    """The commands of a table, each imported when it is called."""
+
+    table: dict[str, Entry] = COMMANDS
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, entry in self.table.items():
+            self.add_command(TyperCommand(name, short_help=entry.summary, rich_help_panel=entry.panel))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, load_command(name, self.table[name]) if name else None, rest
+
+
+def command_function(entry: Entry) -> Callable[[Any], None]:
+    """The function of a command: takes its config, and says in its docstring what it does."""
+    return getattr(importlib.import_module(f"rlhf_cli.commands.{entry.module}"), entry.function)
+
+
+def load_command(name: str, entry: Entry) -> Any:
+    """The Typer command of a table entry; imports its module."""
+    from rlhf_cli.options import typer_command  # brings pydantic, which `rlhf --help` does without
+
+    return typer_command(name, _with_trace(command_function(entry)))
+
+
+app = typer.Typer(cls=CommandGroup, invoke_without_command=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rlhf-cli {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+    local_rank: Annotated[int | None, typer.Option("--local_rank", hidden=True)] = None,
+) -> None:
+    """Post-train language models: supervised fine-tuning and reinforcement learning, from a laptop to a cluster.
+
+    Settings are flags, or lines of a YAML file given with --config; `rlhf COMMAND --help` lists them.
+    """
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the program; the exit status: 0 done, 1 failure, 2 wrong usage, 130 interrupted."""
+    words = list(sys.argv[1:] if args is None else args)
+    try:
+        outcome = typer.main.get_command(app).main(words, prog_name="rlhf", standalone_mode=False)
+        if outcome == 130:
+            _tell(words, "interrupted")
+        return outcome if isinstance(outcome, int) else 0
+    except UsageError as error:
+        _tell(words, str(error))
+        return 2
+    except RunError as error:
+        _tell(words, str(error))
+        return 1
+    except (typer.TyperException, typer.Abort) as error:
+        _tell(words, str(error) or "aborted")
+        return getattr(error, "exit_code", 1)
+    except Exception as error:
+        _tell(words, _unexpected(error, None))
+        return 1
+
+
+def _tell(words: Sequence[str], message: str) -> None:
+    command = next((f" {word}" for word in words if word in COMMANDS), "")
+    sys.stderr.write(f"rlhf{command}: {'; '.join(line.strip() for line in message.splitlines() if line.strip())}\n")
+
+
+def _with_trace(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`run`, but an exception that is not a plain sentence leaves its trace in the run directory."""
+
+    @functools.wraps(run)
+    def guarded(config: Any) -> None:
+        try:
+            run(config)
+        except UsageError:
+            raise
+        except RunError as error:
+            if error.__cause__ is None:
+                raise
+            raise RunError(f"{error} (trace in {_write_trace(error, _run_directory(config))})") from error
+        except Exception as error:
+            raise RunError(_unexpected(error, _run_directory(config))) from error
+
+    return guarded
+
+
+def _run_directory(config: Any) -> Path | None:
+    """The run directory of a config, if it has one and it exists."""
+    output = next((value.output for _, value in config if hasattr(value, "output")), None)
+    return Path(output) if output and Path(output).is_dir() else None
+
+
+def _unexpected(error: Exception, directory: Path | None) -> str:
+    said = next(iter(str(error).strip().splitlines()), "")
+    return f"unexpected {type(error).__name__}: {said[:300]} (trace in {_write_trace(error, directory)})"
+
+
+def _write_trace(error: Exception, directory: Path | None) -> Path:
+    """The file the full trace was added to: of this rank, in the run directory or else a temporary one."""
+    text = f"{time.strftime('%F %T')} rlhf {' '.join(sys.argv[1:])}\n{''.join(traceback.format_exception(error))}\n"
+    rank = os.environ.get("RANK", "0")
+    if directory is not None:
+        path = directory / ("error.log" if rank == "0" else f"error_rank{rank}.log")
+        try:
+            with path.open("a", encoding="utf-8") as log:
+                log.write(text)
+            return path
+        except OSError:  # the disk may be what failed
+            pass
+    with tempfile.NamedTemporaryFile("w", prefix="rlhf-", suffix=".log", delete=False, encoding="utf-8") as temporary:
+        temporary.write(text)
+    return Path(temporary.name)
