@@ -1,0 +1,35 @@
+"""Advantages of response tokens.
+
+Only response tokens that are trained are present, so tool output and other text a model did not write leaves no
+hole: the value and advantage of the next trained token are the "next" ones. Where rewards come from is elsewhere.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.algorithms.ragged import shift_left, suffix_scan
+
+WHITEN_EPS = 1e-8
+
+
+def gae(
+    rewards_N: Tensor, values_N: Tensor, cu: Tensor, *, gamma: float, lambd: float, bootstrap_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantages and returns, both `[N]` in the type of `values_N`.
+
+    `d_t = r_t + gamma V_{t+1} - V_t`, `A_t = d_t + gamma lambd A_{t+1}`, returns `A + V` (arXiv 1506.02438, eq. 16).
+    `V` after the last token is `bootstrap_B`: the value of the state a response was cut at, 0 for a finished one and
+    for all if not given.
+    """
+    values = values_N.double()
+    deltas_N = rewards_N.double() + gamma * shift_left(values, cu, last_B=bootstrap_B) - values
+    advantages_N = suffix_scan(deltas_N, cu, gamma * lambd)
+    return advantages_N.to(values_N.dtype), (advantages_N + values).to(values_N.dtype)
+
+
+def whiten(x_N: Tensor) -> Tensor:
+    """`(x - mean) / sqrt(var + 1e-8)` with the unbiased variance over all tokens given; one token alone becomes 0."""
+    if x_N.numel() < 2:
+        return torch.zeros_like(x_N)
+    variance, mean = torch.var_mean(x_N.double(), correction=1)
+    return ((x_N.double() - mean) / torch.sqrt(variance + WHITEN_EPS)).to(x_N.dtype)

@@ -1,0 +1,55 @@
+"""How per-token values of one micro-batch add up to a mean over the whole optimizer step.
+
+Every function returns a *part*: the sum of the parts of all micro-batches of all ranks is the global mean. So the
+loss and its gradient do not depend on how the step was cut up. A trainer whose gradients are averaged over ranks
+multiplies the part by the number of ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Metrics = dict[str, Tensor]
+
+MAX_SUFFIX = "_max"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Size of one optimizer step over all micro-batches and ranks: trained tokens and sequences."""
+
+    num_tokens: int
+    num_sequences: int
+
+
+def token_mean(values_K: Tensor, totals: StepTotals) -> Tensor:
+    """Part of the mean over all trained tokens of the step, `sum(x) / N`. Zero, still with a graph, where K is 0."""
+    return values_K.sum() / max(totals.num_tokens, 1)
+
+
+def sequence_mean(values_B: Tensor, totals: StepTotals) -> Tensor:
+    """Part of the mean over all sequences of the step, `sum(x) / S`."""
+    return values_B.sum() / max(totals.num_sequences, 1)
+
+
+def maximum(values_K: Tensor) -> Tensor:
+    """Largest of values that are never negative; 0 where there is none. Such metrics are named `..._max`."""
+    return values_K.max() if values_K.numel() else values_K.new_zeros(())
+
+
+def combine_metrics(parts: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Metrics:
+    """Metrics of two micro-batches (or ranks) as one: sums of parts, the larger one of those named `..._max`.
+
+    A metric that only one side has is kept.
+    """
+    combined = dict(parts)
+    for name, value in other.items():
+        if name not in combined:
+            combined[name] = value
+        elif name.endswith(MAX_SUFFIX):
+            combined[name] = torch.maximum(combined[name], value)
+        else:
+            combined[name] = combined[name] + value
+    return combined

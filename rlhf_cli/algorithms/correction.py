@@ -1,0 +1,71 @@
+"""What corrects for the rollout engine and the trainer disagreeing on probabilities, and how much they disagree.
+
+`old` are the trainer's log-probs of the sampled tokens under the weights that sampled them, `rollout` the engine's
+own. They differ by kernels, precision and sampling truncation. Weights carry no gradient.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.algorithms.policy_loss import log_ratio
+from rlhf_cli.algorithms.ragged import segment_ids, segment_mean
+
+RolloutCorrection = Literal["token_clip", "token_mask", "seq_mask", "off"]
+
+
+def correction_weights(
+    old_K: Tensor,
+    rollout_K: Tensor,
+    cu: Tensor,
+    *,
+    kind: RolloutCorrection,
+    cap: float,
+    keep_range: tuple[float, float],
+) -> tuple[Tensor, Tensor]:
+    """(weight of each token's loss, 1 where the weight was capped or set to zero), both `[K]`.
+
+    With `w = exp(old - rollout)`: token_clip `min(w, cap)` (truncated importance sampling); token_mask `w` inside
+    `keep_range`, 0 outside (IcePop, arXiv 2510.18855); seq_mask the same with the sequence's `exp(mean(old - rollout))`
+    for all its tokens; off 1. Tokens of weight 0 still count in the number of tokens a loss is divided by.
+    """
+    log_weight_K = log_ratio(old_K.detach(), rollout_K)
+    if kind == "off":
+        return torch.ones_like(log_weight_K), torch.zeros_like(log_weight_K)
+    if kind == "token_clip":
+        weight_K = log_weight_K.exp()
+        return weight_K.clamp(max=cap), (weight_K > cap).float()
+    if kind == "seq_mask":
+        log_weight_K = segment_mean(log_weight_K, cu)[segment_ids(cu)]
+    elif kind != "token_mask":
+        raise ValueError(f"rollout_correction must be token_clip, token_mask, seq_mask or off, not {kind!r}")
+    weight_K = log_weight_K.exp()
+    outside_K = (weight_K < keep_range[0]) | (weight_K > keep_range[1])
+    return weight_K.masked_fill(outside_K, 0.0), outside_K.float()
+
+
+def mismatch(old_K: Tensor, rollout_K: Tensor) -> dict[str, Tensor]:
+    """Per-token disagreement `[K]`: `k3` estimate of KL(rollout || old), `diff` = |old - rollout|, and the
+    probabilities `old_prob` and `rollout_prob`, float64 for the moments of their correlation."""
+    old_K = old_K.detach()
+    log_weight_K = log_ratio(old_K, rollout_K)
+    return {
+        "k3": torch.expm1(log_weight_K) - log_weight_K,
+        "diff": (old_K - rollout_K).abs(),
+        "old_prob": old_K.double().exp(),
+        "rollout_prob": rollout_K.double().exp(),
+    }
+
+
+def correlation(*, x_mean: float, y_mean: float, xx_mean: float, yy_mean: float, xy_mean: float) -> float:
+    """Pearson correlation from global means of `x, y, x^2, y^2, xy`; 1 where neither varies, else 0 where one does not.
+
+    Equal constants agree as well as can be, which is what a greedy model gives.
+    """
+    x_variance, y_variance = xx_mean - x_mean**2, yy_mean - y_mean**2
+    tiny = 1e-14
+    if x_variance <= tiny or y_variance <= tiny:
+        return 1.0 if x_variance <= tiny and y_variance <= tiny else 0.0
+    return (xy_mean - x_mean * y_mean) / math.sqrt(x_variance * y_variance)

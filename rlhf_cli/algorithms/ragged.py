@@ -1,0 +1,94 @@
+"""Reductions and scans over segments of a flat tensor, vectorised.
+
+`x_N` holds the tokens of all sequences end to end; `cu` (int64 `[B+1]`, from 0 to N) bounds the segments, which may
+be empty. There is no padded form. Everything is computed in float64 and comes back in the type that went in.
+"""
+
+import torch
+from torch import Tensor
+
+# Tokens per row of the scan. Shorter rows mean more levels, longer ones more arithmetic and, for short responses, more
+# padding. Of 8 to 128, 16 and 32 were the fastest for responses of 20 to 20,000 tokens.
+SCAN_ROW = 32
+
+
+def segment_lengths(cu: Tensor) -> Tensor:
+    """Tokens in each segment, int64 `[B]`."""
+    return cu[1:] - cu[:-1]
+
+
+def segment_ids(cu: Tensor) -> Tensor:
+    """Number of the segment each token belongs to, int64 `[N]`."""
+    lengths_B = segment_lengths(cu)
+    return torch.repeat_interleave(torch.arange(len(lengths_B), device=cu.device), lengths_B)
+
+
+def last_index(cu: Tensor) -> tuple[Tensor, Tensor]:
+    """(segments that have a token, position of the last token of each of them), both int64."""
+    occupied = torch.nonzero(segment_lengths(cu)).squeeze(1)
+    return occupied, cu[occupied + 1] - 1
+
+
+def segment_sum(x_N: Tensor, cu: Tensor) -> Tensor:
+    """Sum of each segment `[B]`; 0 for an empty one."""
+    sums_B = torch.segment_reduce(x_N.double(), "sum", offsets=cu, initial=0.0)
+    return sums_B.to(x_N.dtype)
+
+
+def segment_mean(x_N: Tensor, cu: Tensor) -> Tensor:
+    """Mean of each segment `[B]`; 0 for an empty one."""
+    sums_B = segment_sum(x_N.double(), cu)
+    return (sums_B / segment_lengths(cu).clamp(min=1)).to(x_N.dtype)
+
+
+def shift_left(x_N: Tensor, cu: Tensor, *, last_B: Tensor | None = None) -> Tensor:
+    """`x_{t+1}` at token t inside each segment; at the last token `last_B` of the segment, 0 without it."""
+    shifted_N = torch.roll(x_N, -1)
+    occupied, ends = last_index(cu)
+    shifted_N[ends] = 0 if last_B is None else last_B[occupied].to(x_N.dtype)
+    return shifted_N
+
+
+def suffix_scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
+    """`y_t = x_t + decay * y_{t+1}` inside each segment `[N]`, for 0 <= decay <= 1.
+
+    Segments are cut into rows of SCAN_ROW tokens. Inside a row the scan is a product with the triangular matrix of
+    powers of `decay`; what a row takes over from the one after it is the same scan over the rows' first values, with
+    `decay ** SCAN_ROW`. So the work is N * SCAN_ROW multiplications in one matrix product and the depth is
+    log(longest segment) / log(SCAN_ROW), with no loop over tokens.
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"decay of a suffix scan must be between 0 and 1, not {decay}")
+    if x_N.numel() == 0:
+        return x_N.clone()
+    return _scan(x_N.double(), cu, float(decay)).to(x_N.dtype)
+
+
+def _scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
+    lengths_B = segment_lengths(cu)
+    longest = int(lengths_B.max())
+    width = min(SCAN_ROW, longest)
+    cu_rows = torch.nn.functional.pad(torch.cumsum((lengths_B + width - 1) // width, 0), (1, 0))
+    # Token t of segment b sits at slot t - cu[b] of the rows that begin at cu_rows[b].
+    slot_N = torch.arange(len(x_N), device=cu.device)
+    slot_N += torch.repeat_interleave(cu_rows[:-1] * width - cu[:-1], lengths_B)
+    rows = x_N.new_zeros(int(cu_rows[-1]) * width)
+    rows[slot_N] = x_N
+    within = rows.view(-1, width) @ _decay_matrix(width, decay, device=x_N.device)
+    if longest > width:
+        heads = _scan(within[:, 0], cu_rows, decay**width)
+        within += _powers(width, decay, device=x_N.device) * shift_left(heads, cu_rows).unsqueeze(1)
+    return within.view(-1)[slot_N]
+
+
+def _decay_matrix(width: int, decay: float, *, device: torch.device) -> Tensor:
+    """`M[s, t] = decay ** (s - t)` for s >= t, else 0."""
+    steps = torch.arange(width, device=device, dtype=torch.float64)
+    distance = steps.unsqueeze(1) - steps.unsqueeze(0)
+    return torch.pow(torch.tensor(decay, dtype=torch.float64, device=device), distance.clamp(min=0)).tril()
+
+
+def _powers(width: int, decay: float, *, device: torch.device) -> Tensor:
+    """`decay ** (width - t)` for token t of a row: its distance from the first token of the next row."""
+    distance = torch.arange(width, 0, -1, device=device, dtype=torch.float64)
+    return torch.pow(torch.tensor(decay, dtype=torch.float64, device=device), distance)

@@ -1,0 +1,159 @@
+"""GAE, whitening, token rewards, KL and its controller, and the table that joins them."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rlhf_cli.algorithms.advantages import gae, whiten
+from rlhf_cli.algorithms.kl import kl_estimate, next_kl_coef
+from rlhf_cli.algorithms.shaping import clip_scores, shaped_rewards, token_rewards
+from rlhf_cli.algorithms.table import ALGORITHMS, Experience, compute_advantages
+from rlhf_cli.config.online import PolicyConfig
+
+
+def slow_gae(rewards, values, cu, gamma, lambd, bootstrap):
+    advantages = [0.0] * len(rewards)
+    for b, (start, end) in enumerate(pairwise(cu)):
+        next_value, next_advantage = bootstrap[b], 0.0
+        for t in range(end - 1, start - 1, -1):
+            next_advantage = rewards[t] + gamma * next_value - values[t] + gamma * lambd * next_advantage
+            next_value, advantages[t] = values[t], next_advantage
+    return advantages
+
+
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (1.0, 0.0), (0.0, 1.0)])
+def test_gae_equals_the_loop(gamma: float, lambd: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, 300, (40,), generator=generator)
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    rewards_N, values_N = torch.randn(2, int(cu[-1]), generator=generator)
+    bootstrap_B = torch.randn(40, generator=generator)
+    advantages_N, returns_N = gae(rewards_N, values_N, cu, gamma=gamma, lambd=lambd, bootstrap_B=bootstrap_B)
+    slow = slow_gae(rewards_N.tolist(), values_N.tolist(), cu.tolist(), gamma, lambd, bootstrap_B.tolist())
+    torch.testing.assert_close(advantages_N, torch.tensor(slow), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(returns_N, advantages_N + values_N, rtol=1e-5, atol=1e-5)
+
+
+def test_gae_by_hand() -> None:
+    # d = [0 + .5*2 - 1, 1 + .5*0 - 2] = [0, -1]; A = [0 + .5*.5*-1, -1]; then a segment of its own: 3 - 1.
+    advantages_N, returns_N = gae(
+        torch.tensor([0.0, 1.0, 3.0]), torch.tensor([1.0, 2.0, 1.0]), torch.tensor([0, 2, 3]), gamma=0.5, lambd=0.5
+    )
+    assert advantages_N.tolist() == [-0.25, -1.0, 2.0]
+    assert returns_N.tolist() == [0.75, 1.0, 3.0]
+
+
+def test_a_finished_response_is_worth_nothing_after_its_end_and_a_cut_one_its_bootstrap() -> None:
+    rewards_N, values_N, cu = torch.tensor([1.0]), torch.tensor([0.25]), torch.tensor([0, 1])
+    assert gae(rewards_N, values_N, cu, gamma=1.0, lambd=1.0)[1].tolist() == [1.0]
+    cut = gae(rewards_N, values_N, cu, gamma=0.5, lambd=1.0, bootstrap_B=torch.tensor([4.0]))
+    assert cut[1].tolist() == [3.0]
+
+
+def test_undiscounted_monte_carlo_returns_are_the_sums_of_rewards() -> None:
+    rewards_N = torch.tensor([0.5, -1.0, 2.0, 1.0])
+    returns_N = gae(rewards_N, torch.randn(4), torch.tensor([0, 3, 4]), gamma=1.0, lambd=1.0)[1]
+    torch.testing.assert_close(returns_N, torch.tensor([1.5, 1.0, 2.0, 1.0]))
+
+
+def test_tool_output_between_trained_tokens_changes_nothing() -> None:
+    """GAE over a sequence with two tokens of tool output, carried over by hand, equals GAE over the trained ones."""
+    rewards, values, trained = [0.1, 0.2, 9.0, 9.0, 1.0], [0.5, 0.4, 7.0, 7.0, 0.3], [True, True, False, False, True]
+    gamma, lambd = 0.9, 0.8
+    expected, next_value, next_advantage = [], 0.0, 0.0
+    for reward, value, is_trained in zip(reversed(rewards), reversed(values), reversed(trained), strict=True):
+        if is_trained:
+            next_advantage = reward + gamma * next_value - value + gamma * lambd * next_advantage
+            next_value = value
+            expected.append(next_advantage)
+    keep = torch.tensor(trained)
+    flat = gae(torch.tensor(rewards)[keep], torch.tensor(values)[keep], torch.tensor([0, 3]), gamma=gamma, lambd=lambd)
+    torch.testing.assert_close(flat[0], torch.tensor(expected[::-1]))
+
+
+def test_whitened_values_have_mean_zero_and_unbiased_variance_one() -> None:
+    white_N = whiten(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    torch.testing.assert_close(white_N, torch.tensor([-1.5, -0.5, 0.5, 1.5]) / math.sqrt(5 / 3), rtol=1e-6, atol=1e-6)
+
+
+def test_values_that_do_not_vary_are_whitened_to_zero() -> None:
+    assert whiten(torch.full((1000,), 0.1)).abs().max() < 1e-9
+    assert whiten(torch.tensor([3.0])).tolist() == [0.0]
+    assert whiten(torch.zeros(0)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("k1", [0.5, -0.5]), ("k2", [0.125, 0.125]), ("k3", [math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5])],
+)
+def test_kl_estimators_by_hand(kind, expected) -> None:
+    estimate = kl_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.5]), kind)
+    torch.testing.assert_close(estimate, torch.tensor(expected))
+
+
+def test_k1_and_k3_are_unbiased() -> None:
+    policy, reference = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.4, 0.4, 0.2])
+    exact = (policy * (policy / reference).log()).sum()
+    for kind in ("k1", "k3"):
+        torch.testing.assert_close((policy * kl_estimate(policy.log(), reference.log(), kind)).sum(), exact)
+
+
+def test_k3_of_a_token_the_reference_never_says_is_finite() -> None:
+    assert torch.isfinite(kl_estimate(torch.tensor([-200.0]), torch.tensor([0.0]), "k3")).all()
+
+
+def test_an_unknown_kl_estimator_is_named() -> None:
+    with pytest.raises(ValueError, match="k1, k2 or k3, not 'k4'"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(12.0, 1.02), (100.0, 1.02), (11.0, 1.01), (10.0, 1.0), (-5.0, 0.98)])
+def test_adaptive_coefficient_follows_the_clipped_error(kl: float, factor: float) -> None:
+    coef = next_kl_coef(0.5, kl=kl, target=10.0, horizon=1000, num_sequences=100)
+    assert coef == pytest.approx(0.5 * factor)
+
+
+def test_without_a_target_the_coefficient_is_fixed_and_a_huge_batch_cannot_make_it_negative() -> None:
+    assert next_kl_coef(0.5, kl=99.0, target=None, horizon=1, num_sequences=100) == 0.5
+    assert next_kl_coef(0.5, kl=0.0, target=1.0, horizon=1, num_sequences=100) == 0.0
+
+
+def test_the_score_lands_on_the_last_token_and_the_penalty_on_each() -> None:
+    rewards_N = token_rewards(
+        torch.tensor([2.0, 5.0, -1.0]), torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 2, 3]), kl_coef=0.5
+    )
+    assert rewards_N.tolist() == [-0.5, 1.0, -3.0]
+
+
+def test_without_a_reference_only_the_score_is_left() -> None:
+    scores_B = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    assert token_rewards(scores_B, None, torch.tensor([0, 2, 3]), kl_coef=0.5).tolist() == [0.0, 2.0, 1.0]
+
+
+def test_the_raw_score_is_clipped_not_the_penalised_one() -> None:
+    assert clip_scores(torch.tensor([-99.0, 3.0, 99.0]), (-10.0, 10.0)).tolist() == [-10.0, 3.0, 10.0]
+    rewards_N = shaped_rewards(
+        torch.tensor([99.0]), torch.tensor([0.0, 30.0]), torch.tensor([0, 2]), clip_range=(-10.0, 10.0), kl_coef=1.0
+    )
+    assert rewards_N.tolist() == [0.0, -20.0]
+
+
+def test_ppo_row_whitens_gae_and_keeps_raw_returns() -> None:
+    row = ALGORITHMS["ppo"]
+    assert (row.critic, row.kl_in, row.min_group) == (True, "reward", 1)
+    experience = Experience(
+        rewards_N=torch.tensor([0.0, 1.0, 3.0]),
+        values_N=torch.tensor([1.0, 2.0, 1.0]),
+        cu=torch.tensor([0, 2, 3]),
+        groups_B=torch.tensor([0, 1]),
+    )
+    advantages_N, returns_N = compute_advantages(row, experience, settings=PolicyConfig(gamma=0.5, lambd=0.5))
+    torch.testing.assert_close(advantages_N, whiten(torch.tensor([-0.25, -1.0, 2.0])))
+    assert returns_N is not None
+    assert returns_N.tolist() == [0.75, 1.0, 3.0]
+
+
+def test_rows_are_filed_under_their_names() -> None:
+    assert all(name == row.name for name, row in ALGORITHMS.items())

@@ -1,0 +1,295 @@
+"""Policy and value losses, rollout correction, and the objectives that join them."""
+
+import math
+
+import pytest
+import torch
+
+from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, combine_metrics
+from rlhf_cli.algorithms.correction import correction_weights, correlation
+from rlhf_cli.algorithms.objective import (
+    finish_policy_metrics,
+    finish_value_metrics,
+    policy_objective,
+    value_objective,
+)
+from rlhf_cli.algorithms.policy_loss import ppo_clip
+from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
+from rlhf_cli.config.online import PolicyConfig
+
+
+def clip_loss_of_ratio(ratio: float, advantage: float, **kwargs) -> tuple[float, float]:
+    """Loss of one token and its derivative by the log-prob."""
+    logprob = torch.tensor([math.log(ratio)], requires_grad=True)
+    settings = {"eps_low": 0.2, "eps_high": 0.3} | kwargs
+    loss_K, _ = ppo_clip(logprob, torch.zeros(1), torch.tensor([advantage]), **settings)
+    loss_K.sum().backward()
+    assert logprob.grad is not None
+    return loss_K.item(), logprob.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.25, 2.0, -2.5, -2.5),  # inside the higher clip
+        (1.5, 2.0, -2.6, 0.0),
+        (0.5, 2.0, -1.0, -1.0),  # a good token that became rare is always pulled back
+        (0.5, -2.0, 1.6, 0.0),
+        (0.9, -2.0, 1.8, 1.8),
+        (1.5, -2.0, 3.0, 3.0),
+    ],
+)
+def test_clipped_surrogate_by_hand(ratio, advantage, loss, gradient) -> None:
+    assert clip_loss_of_ratio(ratio, advantage) == pytest.approx((loss, gradient), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [(5.0, -2.0, 6.0, 0.0), (2.0, -2.0, 4.0, 4.0), (5.0, 2.0, -2.6, 0.0), (0.1, -2.0, 1.6, 0.0)],
+)
+def test_dual_clip_bounds_negative_advantages_only(ratio, advantage, loss, gradient) -> None:
+    assert clip_loss_of_ratio(ratio, advantage, dual_clip=3.0) == pytest.approx((loss, gradient), abs=1e-5)
+
+
+def test_clip_flags_say_which_tokens_have_no_gradient() -> None:
+    logprobs_K = torch.tensor([1.5, 1.5, 0.5, 0.5, 9.0, 1.0]).log().requires_grad_()
+    advantages_K = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
+    loss_K, flags = ppo_clip(logprobs_K, torch.zeros(6), advantages_K, eps_low=0.2, eps_high=0.2, dual_clip=3.0)
+    loss_K.sum().backward()
+    assert flags["clip_high"].tolist() == [1, 0, 0, 0, 0, 0]
+    assert flags["clip_low"].tolist() == [0, 0, 0, 1, 0, 0]
+    assert flags["clip_dual"].tolist() == [0, 0, 0, 0, 1, 0]
+    held = flags["clip_high"] + flags["clip_low"] + flags["clip_dual"]
+    assert logprobs_K.grad is not None
+    assert ((logprobs_K.grad == 0) == held.bool()).all()
+
+
+def test_an_exploded_ratio_stays_finite() -> None:
+    loss_K, _ = ppo_clip(torch.tensor([0.0]), torch.tensor([-200.0]), torch.tensor([-1.0]), eps_low=0.2, eps_high=0.2)
+    assert float(loss_K) == pytest.approx(math.exp(20), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "gradient", "clipped"),
+    [
+        (1.0, 1.0, 3.0, 2.0, -2.0, 0.0),
+        (2.0, 1.0, 3.0, 1.125, 0.0, 1.0),  # moved 1.0 towards the return, 0.5 allowed
+        (0.0, 1.0, 3.0, 4.5, -3.0, 0.0),  # moved away: not excused
+        (1.25, 1.0, 3.0, 1.53125, -1.75, 0.0),
+    ],
+)
+def test_value_loss_by_hand(value, old, target, loss, gradient, clipped) -> None:
+    values_K = torch.tensor([value], requires_grad=True)
+    loss_K, clipped_K = clipped_value_loss(values_K, torch.tensor([old]), torch.tensor([target]), value_clip=0.5)
+    loss_K.sum().backward()
+    assert values_K.grad is not None
+    assert (loss_K.item(), values_K.grad.item(), clipped_K.item()) == pytest.approx((loss, gradient, clipped))
+
+
+def weights(kind, diffs: list[float], cu: list[int]) -> tuple[list[float], list[float]]:
+    diff_K = torch.tensor(diffs).log()
+    weight_K, corrected_K = correction_weights(
+        diff_K, torch.zeros_like(diff_K), torch.tensor(cu), kind=kind, cap=2.0, keep_range=(0.5, 5.0)
+    )
+    return [round(w, 5) for w in weight_K.tolist()], corrected_K.tolist()
+
+
+def test_corrections_by_hand() -> None:
+    ratios, cu = [0.25, 1.0, 4.0, 8.0], [0, 2, 4]
+    assert weights("off", ratios, cu) == ([1, 1, 1, 1], [0, 0, 0, 0])
+    assert weights("token_clip", ratios, cu) == ([0.25, 1, 2, 2], [0, 0, 1, 1])
+    assert weights("token_mask", ratios, cu) == ([0, 1, 4, 0], [1, 0, 0, 1])
+    # Geometric means: sqrt(0.25) = 0.5, kept; sqrt(32) = 5.66, masked.
+    assert weights("seq_mask", [0.26, 1.0, 4.0, 8.0], cu) == ([0.5099, 0.5099, 0, 0], [0, 0, 1, 1])
+
+
+def test_an_unknown_correction_is_named() -> None:
+    with pytest.raises(ValueError, match="seq_mask or off, not 'tis'"):
+        weights("tis", [1.0], [0, 1])
+
+
+def test_corrections_of_nothing_are_empty() -> None:
+    for kind in ("off", "token_clip", "token_mask", "seq_mask"):
+        assert weights(kind, [], [0]) == ([], [])
+
+
+def make_columns(num_sequences: int = 12) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 9, (num_sequences,), generator=generator)
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    num_tokens = int(cu[-1])
+    old_K = -torch.rand(num_tokens, generator=generator) * 3
+    return {
+        "cu": cu,
+        "old_K": old_K,
+        "rollout_K": old_K + 0.4 * torch.randn(num_tokens, generator=generator),
+        "logprobs_K": old_K + 0.3 * torch.randn(num_tokens, generator=generator),
+        "entropy_K": torch.rand(num_tokens, generator=generator),
+        "advantages_K": torch.randn(num_tokens, generator=generator),
+        "values_K": torch.randn(num_tokens, generator=generator),
+        "old_values_K": torch.randn(num_tokens, generator=generator),
+        "returns_K": torch.randn(num_tokens, generator=generator),
+    }
+
+
+def run_policy(columns, first: int, last: int, settings: PolicyConfig):
+    """Objective of the sequences first..last of the step, with the gradient by all log-probs and entropies."""
+    cu = columns["cu"]
+    rows = slice(int(cu[first]), int(cu[last]))
+    logprobs_K, entropy_K = (columns[name].clone().requires_grad_() for name in ("logprobs_K", "entropy_K"))
+    loss, metrics = policy_objective(
+        logprobs_K[rows],
+        entropy_K[rows],
+        old_K=columns["old_K"][rows],
+        rollout_K=columns["rollout_K"][rows],
+        advantages_K=columns["advantages_K"][rows],
+        cu_trained=cu[first : last + 1] - cu[first],
+        settings=settings,
+        totals=StepTotals(num_tokens=int(cu[-1]), num_sequences=len(cu) - 1),
+    )
+    loss.backward()
+    return loss.detach(), torch.stack([logprobs_K.grad, entropy_K.grad]), metrics
+
+
+@pytest.mark.parametrize("correction", ["token_clip", "token_mask", "seq_mask", "off"])
+def test_policy_objective_of_one_batch_equals_the_sum_of_its_micro_batches(correction) -> None:
+    columns = make_columns()
+    settings = PolicyConfig(rollout_correction=correction, entropy_loss_coef=0.1, dual_clip=2.0)
+    whole, whole_gradient, whole_metrics = run_policy(columns, 0, 12, settings)
+    loss, gradient, metrics = torch.zeros(()), torch.zeros_like(whole_gradient), Metrics()
+    for first, last in [(0, 1), (1, 8), (8, 8), (8, 12)]:  # one of them idle
+        part, part_gradient, part_metrics = run_policy(columns, first, last, settings)
+        loss, gradient, metrics = loss + part, gradient + part_gradient, combine_metrics(metrics, part_metrics)
+    torch.testing.assert_close(loss, whole)
+    torch.testing.assert_close(gradient, whole_gradient)
+    torch.testing.assert_close(metrics, whole_metrics)
+
+
+def test_policy_objective_equals_a_loop_over_tokens() -> None:
+    columns = make_columns()
+    settings = PolicyConfig(eps_clip_low_high=(0.1, 0.25), entropy_loss_coef=0.1, rollout_correction="token_clip")
+    loss, _, metrics = run_policy(columns, 0, 12, settings)
+    total, num_tokens = 0.0, int(columns["cu"][-1])
+    for t in range(num_tokens):
+        logprob, old, rollout, advantage, entropy = (
+            float(columns[name][t]) for name in ("logprobs_K", "old_K", "rollout_K", "advantages_K", "entropy_K")
+        )
+        ratio = math.exp(logprob - old)
+        surrogate = min(ratio * advantage, min(max(ratio, 0.9), 1.25) * advantage)
+        total += -surrogate * min(math.exp(old - rollout), 2.0) - 0.1 * entropy
+    assert float(loss) == pytest.approx(total / num_tokens, rel=1e-5)
+    assert float(metrics["approx_kl"]) == pytest.approx(float((columns["old_K"] - columns["logprobs_K"]).mean()))
+    ratio_K = (columns["logprobs_K"] - columns["old_K"]).exp()
+    assert float(metrics["ratio_max"]) == pytest.approx(float(ratio_K.max()))
+    assert float(metrics["approx_k3"]) == pytest.approx(float((ratio_K - 1 - ratio_K.log()).mean()), rel=1e-4)
+    assert float(metrics["rollout_diff_max"]) == pytest.approx(
+        float((columns["old_K"] - columns["rollout_K"]).abs().max())
+    )
+
+
+def test_on_policy_the_ratio_is_one_and_the_gradient_that_of_reinforce() -> None:
+    logprobs_K = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
+    advantages_K = torch.tensor([1.0, -2.0, 3.0])
+    rollout_K = torch.tensor([-0.5, -1.0 - math.log(1.5), -2.0 - math.log(4.0)])
+    loss, metrics = policy_objective(
+        logprobs_K,
+        None,
+        old_K=None,
+        rollout_K=rollout_K,
+        advantages_K=advantages_K,
+        cu_trained=torch.tensor([0, 2, 3]),
+        settings=PolicyConfig(),
+        totals=StepTotals(num_tokens=3, num_sequences=2),
+    )
+    loss.backward()
+    assert float(metrics["ratio_mean"]) == 1.0
+    assert float(metrics["ratio_max"]) == 1.0
+    assert float(metrics["clip_low"] + metrics["clip_high"]) == 0.0
+    expected = -advantages_K * torch.tensor([1.0, 1.5, 2.0]) / 3
+    torch.testing.assert_close(logprobs_K.grad, expected)
+    assert float(metrics["rollout_corrected"]) == pytest.approx(1 / 3)
+
+
+def test_an_idle_micro_batch_gives_zero_with_a_graph() -> None:
+    parameter = torch.ones(3, requires_grad=True)
+    empty = parameter[:0]
+    loss, metrics = policy_objective(
+        empty,
+        empty,
+        old_K=None,
+        rollout_K=torch.zeros(0),
+        advantages_K=torch.zeros(0),
+        cu_trained=torch.tensor([0]),
+        settings=PolicyConfig(entropy_loss_coef=0.1),
+        totals=StepTotals(num_tokens=0, num_sequences=0),
+    )
+    loss.backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [0.0, 0.0, 0.0]
+    assert all(float(value) == 0.0 for value in metrics.values())
+
+
+def test_an_entropy_bonus_without_entropies_is_refused() -> None:
+    column = torch.zeros(1)
+    with pytest.raises(ValueError, match="entropy_loss_coef"):
+        policy_objective(
+            column,
+            None,
+            old_K=None,
+            rollout_K=column,
+            advantages_K=column,
+            cu_trained=torch.tensor([0, 1]),
+            settings=PolicyConfig(entropy_loss_coef=0.1),
+            totals=StepTotals(num_tokens=1, num_sequences=1),
+        )
+
+
+def test_probability_correlation_from_parts_equals_the_direct_one() -> None:
+    columns = make_columns()
+    metrics: dict[str, torch.Tensor] = {}
+    for first, last in [(0, 5), (5, 12)]:
+        metrics = combine_metrics(metrics, run_policy(columns, first, last, PolicyConfig())[2])
+    direct = torch.corrcoef(torch.stack([columns["old_K"].exp(), columns["rollout_K"].exp()]).double())[0, 1]
+    finished = finish_policy_metrics(metrics)
+    assert finished["rollout_prob_correlation"] == pytest.approx(float(direct), rel=1e-6)
+    assert not any(name.startswith("moment") for name in finished)
+
+
+def test_equal_constants_correlate_and_one_constant_does_not() -> None:
+    assert correlation(x_mean=1, y_mean=1, xx_mean=1, yy_mean=1, xy_mean=1) == 1.0
+    assert correlation(x_mean=1, y_mean=1, xx_mean=1, yy_mean=2, xy_mean=1) == 0.0
+
+
+def test_value_objective_and_explained_variance_add_up_over_micro_batches() -> None:
+    columns = make_columns()
+    num_tokens = int(columns["cu"][-1])
+    totals = StepTotals(num_tokens=num_tokens, num_sequences=12)
+    values_K = columns["values_K"].clone().requires_grad_()
+    loss, metrics = torch.zeros(()), Metrics()
+    for first, last in [(0, 3), (3, 3), (3, num_tokens)]:
+        part, part_metrics = value_objective(
+            values_K[first:last],
+            old_values_K=columns["old_values_K"][first:last],
+            returns_K=columns["returns_K"][first:last],
+            settings=PolicyConfig(value_clip=0.2),
+            totals=totals,
+        )
+        loss, metrics = loss + part, combine_metrics(metrics, part_metrics)
+    loss.backward()
+    values, returns, old = columns["values_K"], columns["returns_K"], columns["old_values_K"]
+    clipped = old + (values - old).clamp(-0.2, 0.2)
+    expected = 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2).mean()
+    torch.testing.assert_close(loss.detach(), expected)
+    finished = finish_value_metrics(metrics)
+    assert finished["explained_variance"] == pytest.approx(
+        float(1 - (returns - values).double().var() / returns.double().var()), rel=1e-5
+    )
+    assert finished["value_clip"] == pytest.approx(
+        float(((clipped - returns) ** 2 > (values - returns) ** 2).float().mean())
+    )
+
+
+def test_explained_variance_of_a_perfect_critic_is_one_and_of_constant_returns_zero() -> None:
+    assert explained_variance(return_mean=1, return_square=3, error_mean=0, error_square=0) == 1.0
+    assert explained_variance(return_mean=2, return_square=4, error_mean=1, error_square=5) == 0.0
