@@ -1,0 +1,291 @@
+"""Models and tokenizers from folders or the Hub, and back to folders that transformers loads.
+
+What a model computes on a pack is in `policy`; engines and sharding are in the backends.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.attention import attention_needs, resolve_attention
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+VALUE_HEAD_STD = 1e-3
+"""Spread of a fresh scalar head: values start near zero, yet every weight gets its own gradient."""
+
+
+def resolve_model_path(pretrain: str) -> str:
+    """Folder with a model, or a Hub name. A run directory of this program stands for the model it trained.
+
+    UsageError for a path that is no model, naming what is missing.
+    """
+    path = Path(pretrain).expanduser()
+    if path.is_dir():
+        return str(_model_folder(path))
+    if path.exists():
+        raise UsageError(f"pretrain {pretrain!r} is a file: give the folder of a model, or a Hub name")
+    if pretrain.startswith((".", "/", "~")) or pretrain.endswith("/") or pretrain.count("/") > 1:
+        raise UsageError(f"pretrain {pretrain!r}: there is no such folder")
+    return pretrain
+
+
+def _model_folder(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        if (path / "model" / "config.json").is_file():
+            path = path / "model"
+        elif (path / "config.yaml").is_file():
+            raise UsageError(
+                f"pretrain {str(path)!r} is a run directory without a finished model/: finish that run first"
+            )
+        else:
+            raise UsageError(f"pretrain {str(path)!r} is no model: it has no config.json")
+    if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
+        raise UsageError(f"pretrain {str(path)!r} has a config.json but no weights (model.safetensors)")
+    return path
+
+
+@contextlib.contextmanager
+def _naming_the_model(path: str, what: str) -> Iterator[None]:
+    """Turns transformers' errors about files and names into one sentence."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        if not Path(path).is_dir():
+            reason = f"not a local folder, and the Hub gave none ({reason})"
+        raise UsageError(f"pretrain {path!r}: {what} cannot be loaded: {reason}") from error
+
+
+def load_config(config: ModelConfig) -> PretrainedConfig:
+    """Hugging Face configuration of the model."""
+    path = resolve_model_path(config.pretrain)
+    with _naming_the_model(path, "the configuration"):
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the chat template of the settings if there is one.
+
+    No padding token is made up: training never pads, and one equal to the end of sequence would hide that token.
+    """
+    path = resolve_model_path(config.pretrain)
+    with _naming_the_model(path, "the tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    if config.tokenizer_chat_template is not None:
+        tokenizer.chat_template = _chat_template(config.tokenizer_chat_template)
+    return tokenizer
+
+
+def _chat_template(source: str) -> str:
+    if "{" in source:
+        return source
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise UsageError(f"tokenizer_chat_template {source!r} is neither a file nor a Jinja template")
+    return path.read_text(encoding="utf-8")
+
+
+def load_causal_lm(
+    config: ModelConfig,
+    *,
+    device_map: str | dict[str, Any] | None = None,
+    zero3_config: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Causal language model in evaluation mode, attention and gradient checkpointing set.
+
+    With `zero3_config`, a DeepSpeed configuration of stage 3, weights are partitioned over ranks while they are loaded.
+    """
+    return _load(AutoModelForCausalLM, config, device_map=device_map, zero3_config=zero3_config)
+
+
+def load_value_backbone(
+    config: ModelConfig,
+    *,
+    device_map: str | dict[str, Any] | None = None,
+    zero3_config: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """The model with a scalar head `score`; a head that the folder does not have starts near zero, always the same."""
+    return _load(
+        AutoModelForSequenceClassification, config, device_map=device_map, zero3_config=zero3_config, num_labels=1
+    )
+
+
+def _load(
+    auto_class: Any,
+    config: ModelConfig,
+    *,
+    device_map: str | dict[str, Any] | None,
+    zero3_config: dict[str, Any] | None,
+    **options: Any,
+) -> PreTrainedModel:
+    path = resolve_model_path(config.pretrain)
+    dtype = DTYPES[config.param_dtype]
+    attention = resolve_attention(
+        config.attn_implementation,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        dtype=dtype,
+        needs=attention_needs(load_config(config)),
+    )
+    with _partitioned(zero3_config), _naming_the_model(path, "the model"):
+        model, report = auto_class.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code,
+            device_map=device_map,
+            output_loading_info=True,
+            **options,
+        )
+    if "score.weight" in report["missing_keys"]:
+        _reset_value_head(model.score)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+@contextlib.contextmanager
+def _partitioned(zero3_config: dict[str, Any] | None) -> Iterator[None]:
+    """transformers looks for a live HfDeepSpeedConfig while it builds and fills a model."""
+    if zero3_config is None:
+        yield
+        return
+    from transformers.integrations import HfDeepSpeedConfig
+
+    alive = HfDeepSpeedConfig(zero3_config)
+    yield
+    del alive
+
+
+def _reset_value_head(score: nn.Linear) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        score.weight.copy_(torch.randn(score.weight.shape, generator=generator) * VALUE_HEAD_STD)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Parameters of the whole model, each counted once, also where ZeRO-3 has partitioned them."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+
+
+def quadratic_cost(config: PretrainedConfig) -> float:
+    """q such that a sequence of L tokens costs in proportion to L + q L^2 (multiplications of a forward pass).
+
+    A token takes one multiplication per weight of the projections, MLP and head; causal attention L^2 / 2 times
+    2 multiplications per layer and dimension of the query heads.
+    """
+    text = config.get_text_config()
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    head_size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+    query = text.num_attention_heads * head_size
+    key_value = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_size
+    intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
+    weights = layers * (2 * hidden * query + 2 * hidden * key_value + 3 * hidden * intermediate)
+    return layers * query / (weights + hidden * text.vocab_size)
+
+
+def save_hf(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | Path,
+    *,
+    state_dict: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Writes model, tokenizer, chat template and generation settings to `path`, whole or not at all.
+
+    `state_dict` (Hugging Face names) replaces the model's own weights, where those are partitioned. What was at `path`
+    stays until the new folder is complete and on disk.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    shutil.rmtree(written, ignore_errors=True)
+    try:
+        _make_generation_valid(model, tokenizer)
+        model.save_pretrained(written, state_dict=None if state_dict is None else dict(state_dict))
+        tokenizer.save_pretrained(written)
+        _flush_folder(written)
+        _put_in_place(written, path)
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+
+
+def _make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Generation stops at the tokenizer's end of sequence, pads with something, and has no contradicting settings."""
+    generation: GenerationConfig | None = getattr(model, "generation_config", None)
+    if generation is None:
+        return
+    ends = generation.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
+        ends = [tokenizer.eos_token_id, *ends]
+    if ends:
+        generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+    if generation.pad_token_id is None:
+        generation.pad_token_id = (
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        )
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        # Published models carry a temperature without sampling, which transformers refuses to save.
+        generation.do_sample = True
+
+
+def _flush_folder(folder: Path) -> None:
+    for entry in (*(p for p in folder.rglob("*") if p.is_file()), folder):
+        descriptor = os.open(entry, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _put_in_place(written: Path, path: Path) -> None:
+    """Renames `written` to `path`; a folder already there changes places with it, so one is there at any moment."""
+    if path.is_dir():
+        _exchange(written, path)
+    else:
+        os.rename(written, path)
+    _flush_folder_entry(path.parent)
+
+
+def _flush_folder_entry(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    at_cwd, exchange = -100, 2
+    libc = ctypes.CDLL(None, use_errno=True)
+    renamed = libc.renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange)
+    if renamed != 0:
+        # Some network file systems have no exchange: two renames, with the older folder beside in between.
+        aside = second.with_name(f".{second.name}.old-{os.getpid()}")
+        os.rename(second, aside)
+        os.rename(first, second)
+        shutil.rmtree(aside)

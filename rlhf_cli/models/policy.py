@@ -1,0 +1,142 @@
+"""Models as the trainers use them: a flat pack goes in, one number per trained token comes out.
+
+State dict: the Hugging Face model is the attribute `model`, so every key is `model.` + the Hugging Face name.
+Losses are no business of this module, and neither is generation.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.logprobs import LogitTransform, token_logprobs
+
+
+class PackLike(Protocol):
+    """What is read of a pack: T tokens of B sequences end to end, K of them targets."""
+
+    @property
+    def input_ids_T(self) -> torch.Tensor: ...
+    @property
+    def position_ids_T(self) -> torch.Tensor: ...
+    @property
+    def cu_seqlens(self) -> torch.Tensor: ...
+    @property
+    def max_seqlen(self) -> int: ...
+    @property
+    def rows_K(self) -> torch.Tensor: ...
+    @property
+    def targets_K(self) -> torch.Tensor: ...
+
+
+def run_decoder(decoder: nn.Module, pack: PackLike) -> torch.Tensor:
+    """Hidden states [T, D] after the last norm, before any head."""
+    output = decoder(
+        input_ids=pack.input_ids_T[None],
+        position_ids=pack.position_ids_T[None],
+        use_cache=False,
+        cu_seq_lens_q=pack.cu_seqlens,
+        cu_seq_lens_k=pack.cu_seqlens,
+        max_length_q=pack.max_seqlen,
+        max_length_k=pack.max_seqlen,
+    )
+    return output.last_hidden_state[0]
+
+
+def logit_transform(config: PretrainedConfig) -> LogitTransform:
+    """What models of this configuration do to the head's output."""
+    text = config.get_text_config()
+    divisor = getattr(text, "logits_scaling", None)
+    scale = getattr(text, "logit_scale", None)
+    return LogitTransform(
+        scale=(1.0 if scale is None else float(scale)) / (1.0 if divisor is None else float(divisor)),
+        softcap=getattr(text, "final_logit_softcapping", None),
+    )
+
+
+class TokenHead(nn.Module):
+    """Log-probabilities and entropies from hidden states with the head's weight, which stays where it is.
+
+    A module of its own because ZeRO-3 gathers weights per module: the head's weight is used outside the head, so it has
+    to be registered as external parameter of this module (`PolicyModel.external_parameters`).
+    """
+
+    def __init__(self, head: nn.Module, transform: LogitTransform) -> None:
+        super().__init__()
+        # In a tuple, so that the weight does not appear under a second name in the state dict.
+        self._head = (head,)
+        self._transform = transform
+
+    def parameters_used(self) -> list[nn.Parameter]:
+        """The head's own parameters, in use during forward and backward of this module."""
+        return list(self._head[0].parameters(recurse=False))
+
+    def forward(
+        self, hidden_KD: torch.Tensor, targets_K: torch.Tensor, *, temperature: float, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        head = self._head[0]
+        return token_logprobs(
+            hidden_KD,
+            head.weight,
+            targets_K,
+            bias_V=head.bias,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            transform=self._transform,
+        )
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that gives log-probabilities of the trained tokens of a pack."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise UsageError(f"{type(model).__name__} has no linear language-model head: it cannot be a policy")
+        self.model = model
+        self.head = TokenHead(head, logit_transform(model.config))
+
+    def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
+        """Pairs (module, parameter) for `deepspeed.zero.register_external_parameter`."""
+        return [(self.head, parameter) for parameter in self.head.parameters_used()]
+
+    def forward(
+        self, pack: PackLike, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities float32 [K] of the pack's targets, and entropies [K] if asked for.
+
+        Only hidden states that predict a target are projected. Without targets the results are empty, and a backward
+        pass from them gives every parameter a gradient of zero.
+        """
+        hidden_TD = run_decoder(self.model.get_decoder(), pack)
+        hidden_KD = hidden_TD.index_select(0, pack.rows_K)
+        return self.head(hidden_KD, pack.targets_K, temperature=temperature, with_entropy=with_entropy)
+
+
+class ValueModel(nn.Module):
+    """A decoder with a scalar head that gives the value of the state before each trained token of a pack."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        if not isinstance(getattr(model, "score", None), nn.Linear):
+            raise UsageError(f"{type(model).__name__} has no linear `score` head: it cannot be trained as a critic")
+        self.model = model
+
+    def forward(self, pack: PackLike) -> torch.Tensor:
+        """Values float32 [K]."""
+        hidden_TD = run_decoder(self.model.get_decoder(), pack)
+        hidden_KD = hidden_TD.index_select(0, pack.rows_K)
+        return self.model.score(hidden_KD).squeeze(-1).float()
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Trainable parameters as two optimizer groups: matrices with `weight_decay`, vectors (norms, biases) without."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Under ZeRO-3 the parameter itself is flat and empty; its own shape is in ds_shape.
+    matrices = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) > 1]
+    vectors = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

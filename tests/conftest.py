@@ -1,0 +1,78 @@
+"""Tiny models with tokenizers, made on the spot: nothing is fetched."""
+
+from pathlib import Path
+
+import pytest
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_tokenizer():
+    """Byte-level tokenizer of 260 tokens: 256 bytes, <|endoftext|> (pad), <|im_start|>, <|im_end|> (end), one merge."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate([*alphabet, "th"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _save(model, tokenizer, folder: Path) -> str:
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def _shape(tokenizer) -> dict[str, object]:
+    return {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random float32 Qwen2 of 2 layers with tied embeddings and grouped heads, tokenizer, chat template."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = make_tiny_tokenizer()
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**_shape(tokenizer), tie_word_embeddings=True))
+    return _save(model, tokenizer, tmp_path_factory.mktemp("tiny-qwen2"))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random float32 Llama of 2 layers whose head is not tied to its embeddings."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = make_tiny_tokenizer()
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**_shape(tokenizer), tie_word_embeddings=False))
+    return _save(model, tokenizer, tmp_path_factory.mktemp("tiny-llama"))
