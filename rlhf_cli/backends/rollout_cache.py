@@ -1,0 +1,80 @@
+"""A key-value cache that is written in place, for decoding with a transformers model.
+
+transformers' DynamicCache copies the whole cache for every token, its StaticCache attends over the full length.
+Leaves out models with other than full attention layers: they get transformers' own DynamicCache.
+"""
+
+import torch
+from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+
+class InPlaceLayer(DynamicLayer):
+    """Keys and values [rows, heads, capacity, head size]; `update` writes behind what is there and returns views."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = self._room(key_states)
+        self.values = self._room(value_states)
+        self.is_initialized = True
+
+    def _room(self, states: torch.Tensor) -> torch.Tensor:
+        rows, heads, _, size = states.shape
+        return states.new_empty(rows, heads, self._capacity, size)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self._length + key_states.shape[-2]
+        self.keys[:, :, self._length : end] = key_states
+        self.values[:, :, self._length : end] = value_states
+        self._length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Makes row i the former row indices[i]; rows may be repeated or left out."""
+        self.keys = self._selected(self.keys, indices)
+        self.values = self._selected(self.values, indices)
+
+    def _selected(self, states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        selected = states.new_empty(len(indices), *states.shape[1:])
+        torch.index_select(states[:, :, : self._length], 0, indices, out=selected[:, :, : self._length])
+        return selected
+
+
+def has_only_full_attention(config: PretrainedConfig) -> bool:
+    """Whether every layer attends to the whole sequence."""
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    return set(layer_types) == {"full_attention"} and not (
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    )
+
+
+def decoding_cache(config: PretrainedConfig, *, capacity: int) -> Cache:
+    """An empty cache for sequences of up to `capacity` tokens."""
+    if not has_only_full_attention(config):
+        return DynamicCache(config=config)
+    return Cache(layers=[InPlaceLayer(capacity) for _ in range(config.num_hidden_layers)])
+
+
+def select_rows(cache: Cache, indices: torch.Tensor) -> None:
+    """Keeps, drops or repeats the rows of a cache, in place."""
+    for layer in cache.layers:
+        layer.batch_select_indices(indices)
+
+
+def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes that one token of one sequence takes in the cache."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_size * dtype.itemsize

@@ -1,0 +1,70 @@
+"""What both rollout engines share: their settings, what ends a response and the error of a dead engine.
+
+Leaves out the engines themselves (rollout_vllm, rollout_transformers), Ray and placement.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.errors import RunError, UsageError
+
+SyncBackend = Literal["nccl", "ipc", "shm"]
+
+
+class EngineDead(RunError):
+    """A process of a rollout engine has ended; the engine cannot be used any more and has to be started again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How a rollout engine is built; the same for both engines.
+
+    `max_model_len` bounds prompt plus response in tokens. `num_threads` are CPU threads of one worker (None: all
+    cores this process may use). `kv_cache_gib` bounds the KV cache where there is no GPU, whose share is
+    `gpu_memory_utilization` instead; it is fixed rather than measured, so that the schedule of a batch, and with it
+    every rounding, is the same in every process.
+    """
+
+    max_model_len: int
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    seed: int = 0
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.6
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = False
+    enable_sleep: bool = False
+    sync_backend: SyncBackend = "shm"
+    trust_remote_code: bool = False
+    num_threads: int | None = None
+    max_num_seqs: int = 256
+    kv_cache_gib: int = 1
+
+
+def eos_token_ids(model_path: str | Path) -> list[int]:
+    """Token ids that end a response: those of the model's generation config, else of its config; sorted."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        if file.exists():
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if found is not None:
+                return sorted({found} if isinstance(found, int) else set(found))
+    raise UsageError(
+        f"{model_path}: neither generation_config.json nor config.json names an eos_token_id, "
+        "so that no response would ever end"
+    )
+
+
+def check_lengths(requests: list[GenerationRequest], sampling: SamplingParams, *, max_model_len: int) -> None:
+    """Raises UsageError where a prompt is empty or leaves no room for `max_new_tokens`."""
+    for index, request in enumerate(requests):
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise UsageError(f"prompt {index} has no tokens")
+        if length + sampling.max_new_tokens > max_model_len:
+            raise UsageError(
+                f"prompt {index} has {length} tokens; with max_new_tokens {sampling.max_new_tokens} that is more "
+                f"than the {max_model_len} tokens the engine was built for"
+            )

@@ -1,0 +1,285 @@
+"""A rollout engine on vLLM's AsyncLLM: token in, token out, reproducible, with weight pushes and sleep.
+
+Leaves out Ray and placement: the class is plain, so that an actor can wrap it and evaluation can use it in-process.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlhf_cli.backends.rollout_engine import EngineDead, EngineSettings, check_lengths, eos_token_ids
+from rlhf_cli.backends.rollout_processes import end_processes, process_tree
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.errors import RunError
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_WORKER_MODULE = "rlhf_cli.backends.weight_vllm_worker"
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_POLL_SECONDS = 0.25  # between looks at whether the engine's processes still live
+_DEAD = "a vLLM engine process ended unexpectedly; the engine's log has its last words"
+_SHUTDOWN_SECONDS = 2.0
+
+Result = TypeVar("Result")
+
+
+def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
+    """Variables the engine's processes need when they start."""
+    variables = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if settings.enforce_eager:
+        variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles for 5-19 s all the same
+    if settings.sync_backend == "ipc":
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA handles are pickled between our own processes
+    if on_cpu:
+        threads = settings.num_threads or len(os.sched_getaffinity(0))
+        variables |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
+            # vLLM's own binding keeps a core for its scheduler: on two cores, one is left to compute
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(threads),
+        }
+    return variables
+
+
+@contextmanager
+def _engine_environment(settings: EngineSettings, *, on_cpu: bool) -> Iterator[None]:
+    """Sets the variables while the engine starts; vLLM's own additions (LD_PRELOAD) are taken back as well."""
+    before = dict(os.environ)
+    os.environ.update(_environment(settings, on_cpu=on_cpu))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class VllmEngine:
+    """One vLLM engine. Calls of `generate` are served one after the other, each as one batch.
+
+    The schedule of a batch depends on nothing but its requests: the scheduler is halted until all of them are
+    queued, the prefix cache is emptied before, and the KV cache has a fixed size. On a CPU that makes tokens and
+    log-probs bit-identical in every process.
+    """
+
+    def __init__(self, model_path: str, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._eos = eos_token_ids(model_path)
+        self._lock = asyncio.Lock()
+        self._version = 0
+        self._num_requests = 0
+        self._asleep = False
+        self._updating = False
+        self._weights_lost = False
+        with _cpu_probe() as on_cpu, _engine_environment(settings, on_cpu=on_cpu):
+            self._on_cpu = on_cpu
+            self._llm = _start(model_path, settings, on_cpu=on_cpu)
+        self._processes = process_tree(os.getpid())
+
+    async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        """One response per request, in their order.
+
+        Raises EngineDead within a second of the death of one of the engine's processes, RunError while asleep.
+        """
+        if self._asleep or self._updating or self._weights_lost:
+            raise RunError("the rollout engine was asked to generate while asleep or without complete weights")
+        check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
+        if not requests:
+            return []
+        async with self._lock:
+            return await self._while_alive(self._generate(requests, sampling))
+
+    async def _generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        names, queues = [], []
+        try:
+            for request in requests:
+                names.append(f"r{self._num_requests}")
+                self._num_requests += 1
+                params = _vllm_sampling(request, sampling, self._eos)
+                prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_ids}
+                queues.append(await self._llm.add_request(names[-1], prompt, params))
+            await self._llm.resume_generation()
+            outputs = [await queue.get() for queue in queues]
+        except asyncio.CancelledError:
+            if not self._llm.errored:
+                await self._llm.abort(names)
+                await self._llm.resume_generation()
+            raise
+        finally:
+            for queue in queues:
+                queue.close()
+        return [_generation(output, self._version) for output in outputs]
+
+    async def sleep(self, level: int = 2) -> None:
+        """Halts the engine; on a GPU level 1 moves weights to the host and level 2 drops them. Frees the KV cache."""
+        async with self._lock:
+            await self._while_alive(self._llm.sleep(level=level))
+        self._asleep = True
+        self._weights_lost = level >= 2 and not self._on_cpu
+
+    async def wake(self, tags: list[str] | None = None) -> None:
+        """Wakes parts ("weights", "kv_cache") or all; after level 2 weights have to be pushed before generating."""
+        async with self._lock:
+            await self._while_alive(self._llm.wake_up(tags))
+            self._asleep = not self._on_cpu and await self._while_alive(self._llm.is_sleeping())
+
+    async def is_asleep(self) -> bool:
+        """Whether the engine sleeps, fully or in part."""
+        return self._asleep
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Opens the connection to the trainer; blocks until the trainer has come too (nccl)."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._while_alive(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+
+    async def start_weight_update(self) -> None:
+        """Opens an update; until it is finished nothing can be generated."""
+        self._updating = True
+        await self._control(self._llm.start_weight_update())
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receives a push or a part of it: for shm a manifest. RunError says what about it is wrong."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        request = WeightTransferUpdateRequest(update_info=update_info)
+        await self._control(self._llm.update_weights(request))
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Closes the update: responses carry this version from now on."""
+        await self._control(self._llm.finish_weight_update(weight_version=str(version)))
+        self._version = version
+        self._updating = self._weights_lost = False
+
+    async def abort_weight_update(self) -> None:
+        """Closes an update that failed before anything was loaded (shm); the weights are the former ones."""
+        self._updating = False
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the last push; 0 for the weights the engine was built with."""
+        return self._version
+
+    async def weight_checksum(self) -> list[int]:
+        """Checksum of the last push as it arrived in each worker; equal to the sender's. Empty before the first."""
+        found = await self._while_alive(self._llm.collective_rpc("pushed_checksum"))
+        return [checksum for checksum in found if checksum is not None]
+
+    async def shutdown(self) -> None:
+        """Ends the engine and every process it started."""
+        await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
+        await asyncio.to_thread(end_processes, self._processes)
+
+    async def _control(self, call: Awaitable[Result]) -> Result:
+        try:
+            return await self._while_alive(call)
+        except RunError:
+            raise
+        except Exception as error:  # vLLM hands on a worker's exception as text
+            raise RunError(_worker_message(error)) from error
+
+    async def _while_alive(self, call: Awaitable[Result]) -> Result:
+        """The call's result; EngineDead where the engine dies meanwhile, as vLLM leaves some calls waiting forever."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_POLL_SECONDS)
+                if not task.done() and self._llm.errored:
+                    raise EngineDead(
+                        "a vLLM engine process ended unexpectedly; see the engine's log for its last words"
+                    )
+            return task.result()
+        except EngineDeadError as error:
+            raise EngineDead(
+                "a vLLM engine process ended unexpectedly; see the engine's log for its last words"
+            ) from error
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_POLL_SECONDS)
+
+
+@contextmanager
+def _cpu_probe() -> Iterator[bool]:
+    import torch
+
+    yield not torch.cuda.is_available()
+
+
+def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "AsyncLLM":
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments: dict[str, Any] = {}
+    if on_cpu:
+        arguments["enable_chunked_prefill"] = False  # a chunked prefill with per-request seeds kills the CPU engine
+        arguments["max_num_batched_tokens"] = max(8192, settings.max_model_len)
+    else:
+        arguments["enable_sleep_mode"] = settings.enable_sleep
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=model_path,
+            skip_tokenizer_init=True,
+            trust_remote_code=settings.trust_remote_code,
+            dtype=_DTYPES[settings.dtype],  # type: ignore[arg-type]
+            seed=settings.seed,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            enforce_eager=settings.enforce_eager,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # the model's own sampling defaults must not mix into ours
+            disable_log_stats=True,
+            worker_extension_cls=f"{_WORKER_MODULE}.WorkerExtension",
+            weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{settings.sync_backend}"),
+            **arguments,
+        )
+    )
+
+
+def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: list[int]) -> Any:
+    from vllm import SamplingParams as VllmSampling
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmSampling(
+        max_tokens=sampling.max_new_tokens,
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_p=1.0 if sampling.greedy else sampling.top_p,
+        seed=request.seed,
+        logprobs=0,
+        stop_token_ids=eos,
+        ignore_eos=True,  # the list above is complete
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _generation(output: "RequestOutput", version: int) -> Generation:
+    response = output.outputs[0]
+    if response.finish_reason not in ("stop", "length"):
+        raise RunError(f"vLLM ended a response with {response.finish_reason!r}")
+    token_ids = list(response.token_ids)
+    assert response.logprobs is not None
+    logprobs = [step[token].logprob for step, token in zip(response.logprobs, token_ids, strict=True)]
+    return Generation(token_ids, logprobs, response.finish_reason, version)
+
+
+def _worker_message(error: Exception) -> str:
+    """The sentence inside what vLLM wraps around a worker's exception."""
+    text = str(error)
+    start = text.find("weight push")
+    return text[start:].split("', please")[0] if start >= 0 else f"the engine's worker failed: {text}"

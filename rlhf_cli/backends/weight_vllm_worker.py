@@ -1,0 +1,169 @@
+"""What runs inside vLLM's workers: engines that receive pushes and prove what arrived.
+
+Importing this module registers the engines; vLLM imports it in every worker because WorkerExtension is named in
+`worker_extension_cls`. Leaves out the trainer's side.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rlhf_cli.backends.weight_transfer import Ledger, check_tensors, checkpoint_shapes
+from rlhf_cli.backends.weight_transfer_shm import read_verified_push
+
+ENGINE_NAMES = {"shm": "rlhf_shm", "nccl": "rlhf_nccl", "ipc": "rlhf_ipc"}
+TIED_HEAD = frozenset({"lm_head.weight"})
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Pushes are files: nothing to agree on."""
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """A push's manifest."""
+
+    version: int
+    buckets: list[dict[str, Any]]
+    checksum: int
+    num_tensors: int
+
+
+def _optional_names(engine: WeightTransferEngine) -> frozenset[str]:
+    return TIED_HEAD if engine.model_config.hf_config.tie_word_embeddings else frozenset()
+
+
+def _repack_tied_heads(model: torch.nn.Module) -> None:
+    """Packs heads again that share the embedding's weight.
+
+    No tensor of a push carries their name, so the reload leaves them alone; but the CPU build multiplies with a
+    packed copy, which would stay the former weights for good. Does nothing on a GPU.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """Loads pushes from shared memory; a push that is found wrong leaves the weights as they were."""
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+    pushed_checksum: int | None = None
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to do before the push was verified."""
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """As the base class, whose torch.accelerator.synchronize() a CPU build lacks."""
+        assert isinstance(update_info, dict)
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        """Verifies, then loads. The CPU build re-packs linear weights, hence the layerwise reload around it."""
+        expected = checkpoint_shapes(self.model_config.model)
+        optional = _optional_names(self)
+        named_tensors, checksum = read_verified_push(asdict(update_info), expected, optional=optional)
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(named_tensors))
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_heads(self.model)
+        self.pushed_checksum = checksum
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do."""
+
+    def shutdown(self) -> None:
+        """Holds nothing."""
+
+
+class _WatchedModel:
+    """Passes tensors on to a model's load_weights and enters them in a ledger."""
+
+    def __init__(self, model: torch.nn.Module, ledger: Ledger, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._model = model
+        self._ledger = ledger
+        self._shapes = shapes
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        held = list(weights)
+        for name, tensor in held:
+            self._ledger.add(name, tensor)
+            self._shapes[name] = tuple(tensor.shape)
+        return self._model.load_weights(held)
+
+
+class _Watching:
+    """Adds to one of vLLM's engines: what arrived is counted, added up and compared with the checkpoint's names."""
+
+    model: Any
+    pushed_checksum: int | None = None
+    _ledger: Ledger
+    _shapes: dict[str, tuple[int, ...]]
+
+    def start_weight_update(self) -> None:
+        self._ledger, self._shapes = Ledger(), {}
+        super().start_weight_update()  # type: ignore[misc]
+
+    def receive_weights(self, update_info: Any) -> None:
+        model = self.model
+        self.model = _WatchedModel(model, self._ledger, self._shapes)
+        try:
+            super().receive_weights(update_info)  # type: ignore[misc]
+        finally:
+            self.model = model
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()  # type: ignore[misc]
+        self.pushed_checksum = self._ledger.checksum
+        expected = checkpoint_shapes(self.model_config.model)  # type: ignore[attr-defined]
+        if expected:
+            check_tensors(self._shapes, expected, optional=_optional_names(self))  # type: ignore[arg-type]
+
+
+class WatchedNcclEngine(_Watching, NCCLWeightTransferEngine):
+    """vLLM's nccl engine with a ledger."""
+
+
+class WatchedIpcEngine(_Watching, IPCWeightTransferEngine):
+    """vLLM's ipc engine with a ledger."""
+
+
+WeightTransferEngineFactory.register_engine(ENGINE_NAMES["shm"], ShmEngine)
+WeightTransferEngineFactory.register_engine(ENGINE_NAMES["nccl"], WatchedNcclEngine)
+WeightTransferEngineFactory.register_engine(ENGINE_NAMES["ipc"], WatchedIpcEngine)
+
+
+def _ask_for_amx() -> None:
+    """On a processor with AMX, bf16 attention dies on short prompts until the kernel was asked for it."""
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
+_ask_for_amx()
+
+
+class WorkerExtension:
+    """What an engine can ask of its workers besides vLLM's own calls."""
+
+    weight_transfer_engine: Any
+
+    def pushed_checksum(self) -> int | None:
+        """Checksum of the last push as it arrived in this worker, None before the first."""
+        return self.weight_transfer_engine.pushed_checksum
