@@ -1,0 +1,255 @@
+"""Settings: what a flag, a YAML line and a default become, and what a mistake is answered with."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, Field, model_validator
+
+from rlhf_cli.config.base import Group
+from rlhf_cli.errors import UsageError
+from rlhf_cli.options import build_config, flags_of, from_yaml, read_yaml, to_yaml, typer_command
+
+
+class Paint(Group):
+    """Paint"""
+
+    colour: str
+    """Name of the colour."""
+    finish: Literal["matt", "satin", "gloss"] = "matt"
+    """How it shines."""
+    coats: int = Field(2, gt=0)
+    """Layers."""
+    level: Literal[0, 1, 2] = 1
+    """Grade."""
+
+
+class Tools(Group):
+    """Tools"""
+
+    brushes: list[str] = []
+    """Brushes to use."""
+    weights: list[float] = [1.0]
+    """Weight of each."""
+    pair: tuple[float, float] = (0.9, 0.95)
+    """Two numbers."""
+    share: float | None = Field(0.5, ge=0, le=1)
+    """A share."""
+    cover_floor: bool = False
+    """Protect the floor."""
+    clean_up: bool = True
+    """Wash everything."""
+
+    @model_validator(mode="after")
+    def _one_weight_each(self) -> "Tools":
+        if self.brushes and len(self.brushes) != len(self.weights):
+            raise ValueError(f"weights has {len(self.weights)} values for {len(self.brushes)} brushes")
+        return self
+
+
+class JobConfig(BaseModel):
+    paint: Paint
+    tools: Tools = Tools(share=0.25, cover_floor=True)
+
+
+def parse(*args: str) -> JobConfig:
+    """The config that the command line gives."""
+    seen: list[JobConfig] = []
+
+    def job(config: JobConfig) -> None:
+        """Paint a room."""
+        seen.append(config)
+
+    typer_command("job", job).main(list(args), standalone_mode=False)
+    return seen[0]
+
+
+def complaint(*args: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        parse(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "Value error" not in message
+    return message
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "job.yaml").write_text(text)
+    return str(folder / "job.yaml")
+
+
+def test_defaults_of_the_command_win_over_those_of_the_group():
+    config = parse("--colour", "red")
+    assert (config.paint.coats, config.tools.share, config.tools.cover_floor) == (2, 0.25, True)
+
+
+def test_a_given_value_keeps_the_other_defaults_of_the_command():
+    assert parse("--colour", "red", "--pair", "0", "1").tools == Tools(pair=(0, 1), share=0.25, cover_floor=True)
+
+
+def test_flag_beats_yaml_beats_default(tmp_path):
+    file = write(tmp_path, "colour: red\ncoats: 7\nshare: 1e-1\n")
+    config = parse("--config", file, "--coats", "3")
+    assert (config.paint.colour, config.paint.coats, config.tools.share) == ("red", 3, 0.1)
+
+
+def test_hyphens_are_underscores_in_flags_but_not_in_values():
+    config = parse("--colour", "blue-green", "--no-cover-floor", "--no_clean_up")
+    assert (config.paint.colour, config.tools.cover_floor, config.tools.clean_up) == ("blue-green", False, False)
+
+
+def test_a_switch_may_be_turned_on_and_off(tmp_path):
+    file = write(tmp_path, "colour: red\nclean_up: false\ncover_floor: true\n")
+    tools = parse("--config", file, "--clean_up", "--no_cover_floor").tools
+    assert (tools.clean_up, tools.cover_floor) == (True, False)
+
+
+def test_lists_are_comma_separated_and_tuples_take_their_values():
+    tools = parse("--colour=red", "--brushes", "round, flat", "--weights", "1,0.5", "--pair", "-10", "1e3").tools
+    assert (tools.brushes, tools.weights, tools.pair) == (["round", "flat"], [1.0, 0.5], (-10.0, 1000.0))
+
+
+def test_lists_and_tuples_are_lists_in_yaml(tmp_path):
+    file = write(tmp_path, "colour: red\nbrushes: [round, flat]\nweights: [1, 0.5]\npair: [-10, 1000]\n")
+    assert (
+        from_yaml(JobConfig, Path(file)).tools
+        == parse("--colour=red", "--brushes=round,flat", "--weights=1,0.5", "--pair", "-10", "1000").tools
+    )
+
+
+def test_a_list_may_be_written_with_commas_in_yaml_too(tmp_path):
+    config = from_yaml(JobConfig, Path(write(tmp_path, "colour: red\nbrushes: round\n")))
+    assert config.tools.brushes == ["round"]
+
+
+def test_null_clears_an_optional_setting(tmp_path):
+    assert parse("--colour", "red", "--share", "null").tools.share is None
+    assert parse("--config", write(tmp_path, "colour: red\nshare: null\n")).tools.share is None
+
+
+def test_choices_of_numbers_are_read_from_text(tmp_path):
+    assert parse("--colour", "red", "--level", "2").paint.level == 2
+    assert parse("--config", write(tmp_path, "colour: red\nlevel: 2\n")).paint.level == 2
+
+
+def test_missing_settings_are_named_together():
+    assert complaint("--coats", "1") == "missing --colour"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--coats", "0"], "--coats 0: must be an integer > 0"),
+        (["--coats", "2.5"], "--coats 2.5: must be an integer > 0"),
+        (["--coats", "many"], "--coats many: must be an integer > 0"),
+        (["--share", "2"], "--share 2: must be a number from 0 to 1"),
+        (["--share", "nan"], "--share nan: must be a number from 0 to 1"),
+        (["--finish", "shiny"], "--finish shiny: must be matt, satin or gloss"),
+        (["--level", "3"], "--level 3: must be 0, 1 or 2"),
+        (["--pair", "1", "x"], "--pair 1 x: must be 2 numbers"),
+        (["--weights", "1,x"], "--weights 1,x: must be numbers separated by commas"),
+        (["--brushes", "a,b"], "weights has 1 values for 2 brushes"),
+        (["--coat", "3"], "unknown flag --coat (did you mean --coats?)"),
+        (["--no-clean-upp"], "unknown flag --no-clean-upp (did you mean --no_clean_up?)"),
+        (["--zzz=1"], "unknown flag --zzz"),
+        (["--coats", "--finish", "matt"], "--coats needs an integer > 0, but --finish follows"),
+        (["--pair", "1", "--coats", "3"], "--pair needs 2 numbers, but --coats follows"),
+        (["--coats", "1", "--coats", "2"], "--coats is given more than once"),
+        (["--clean_up", "--no_clean_up"], "--clean_up is given more than once"),
+        (["extra"], "unexpected 'extra': settings are given as --NAME VALUE"),
+        (["--clean_up", "false"], "unexpected 'false': a setting is switched on with --NAME and off with --no_NAME"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_what_would_be_right(args, message):
+    assert complaint("--colour", "red", *args) == message
+
+
+def test_several_mistakes_are_told_in_one_line():
+    assert complaint("--coat", "3", "--finish", "shiny", "--coats", "0") == (
+        "unknown flag --coat (did you mean --coats?); missing --colour; "
+        "--finish shiny: must be matt, satin or gloss; --coats 0: must be an integer > 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour: red\ncoat: 1\n", "unknown setting coat in {} (did you mean coats?)"),
+        ("colour: red\ncoats: 0\n", "coats in {} 0: must be an integer > 0"),
+        ("colour: red\ncoats: true\n", "coats in {} true: must be an integer > 0"),
+        ("colour: red\nshare: .nan\n", "share in {} nan: must be a number from 0 to 1"),
+        ("colour: 12\n", "colour in {} 12: must be text"),
+        ("colour: red\nclean_up: maybe\n", "clean_up in {} maybe: must be true or false"),
+        ("colour: red\npair: [1]\n", "pair in {} 1: must be 2 numbers"),
+        ("colour: red\ncoats: null\n", "coats in {} null: must be an integer > 0"),
+        (
+            "paint: {{colour: red}}\n",
+            "unknown setting paint in {}: settings are flat, write what is in it at the top level",
+        ),
+        ("colour: red\ncolour: blue\n", "--config {}, line 2: colour is given more than once"),
+        ("- colour\n", "--config {}: must be lines of `setting: value`, not a list"),
+        ("colour: 'red\n", "--config {}, line 2: found unexpected end of stream"),
+    ],
+)
+def test_a_wrong_line_of_yaml_is_named_with_its_file(tmp_path, text, message):
+    file = write(tmp_path, text.replace("{{", "{").replace("}}", "}"))
+    expected = message.format(file)
+    said = complaint("--config", file)
+    assert said == expected or said == f"{expected}; missing --colour"
+
+
+def test_a_config_file_that_cannot_be_read_is_named(tmp_path):
+    assert complaint("--config", str(tmp_path / "none.yaml")).endswith("none.yaml: no such file or directory")
+    assert complaint("--config", str(tmp_path)).endswith(f"{tmp_path}: is a directory")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in complaint("--config", str(tmp_path / "binary"))
+
+
+def test_an_empty_config_file_changes_nothing(tmp_path):
+    assert read_yaml(Path(write(tmp_path, "# nothing\n"))) == {}
+
+
+def test_yaml_of_a_config_reads_back_to_the_same_config(tmp_path):
+    config = build_config(
+        JobConfig,
+        {"colour": "null\n'ü': {}", "coats": 3, "brushes": ["1", "a b"], "weights": [1e-7, 3], "share": None},
+    )
+    assert from_yaml(JobConfig, Path(write(tmp_path, to_yaml(config)))) == config
+
+
+def test_yaml_names_the_groups_in_comments():
+    text = to_yaml(build_config(JobConfig, {"colour": "red"}))
+    assert text.startswith("# Paint\ncolour: red\n")
+    assert "\n# Tools\nbrushes: []\n" in text
+
+
+def test_a_config_built_in_python_gives_the_messages_of_the_command_line():
+    with pytest.raises(UsageError, match=r"^unknown setting --coat \(did you mean coats\?\); --coats 0: must be"):
+        build_config(JobConfig, {"colour": "red", "coat": 1, "coats": 0})
+
+
+def test_a_name_declared_by_two_groups_is_refused():
+    class More(Group):
+        coats: int = 1
+
+    class Twice(BaseModel):
+        paint: Paint
+        more: More = More()
+
+    with pytest.raises(TypeError, match="--coats of more is already a flag in paint"):
+        flags_of(Twice)
+
+
+def test_a_group_cannot_take_the_name_of_a_flag_every_command_has():
+    class Reserved(Group):
+        config: str = ""
+
+    class Config(BaseModel):
+        reserved: Reserved = Reserved()
+
+    with pytest.raises(TypeError, match="already a flag of every command"):
+        flags_of(Config)
+
+
+def test_a_launcher_may_add_local_rank():
+    assert parse("--local_rank=3", "--colour", "red").paint.colour == "red"
