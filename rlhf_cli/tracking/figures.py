@@ -1,0 +1,114 @@
+"""How metrics are named, ordered and written for people, the same in the terminal and in the report."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+# Keys that differ between two runs of the same thing; everything else is reproducible.
+MEASURED = ("time/", "perf/", "memory/")
+
+# What one looks at first, best first; anything else follows in the order in which it was logged.
+PROMINENT = (
+    "accuracy",
+    "reward",
+    "loss",
+    "policy_loss",
+    "critic/value_loss",
+    "kl",
+    "entropy",
+    "response_length",
+    "truncated",
+    "grad_norm",
+    "lr",
+    "critic/grad_norm",
+    "critic/explained_variance",
+    "approx_kl",
+    "rollout_k3",
+    "kl_coef",
+    "reward_std",
+)
+TITLES = {
+    "lr": "learning rate",
+    "kl": "KL from reference",
+    "approx_kl": "KL of the update (k1)",
+    "approx_k3": "KL of the update (k3)",
+    "kl_coef": "KL coefficient",
+    "rollout_k3": "engine/trainer mismatch (k3)",
+    "truncated": "truncated share",
+    "grad_norm": "gradient norm",
+    "critic/grad_norm": "critic gradient norm",
+    "critic/lr": "critic learning rate",
+    "critic/value_loss": "value loss",
+    "critic/explained_variance": "explained variance",
+    "response_length": "response length",
+    "num_tokens": "tokens",
+    "num_sequences": "sequences",
+    "perf/tokens_per_second": "tokens/s",
+    "memory/host_gib": "host memory, GiB",
+    "memory/gpu_gib": "GPU memory, GiB",
+}
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The metrics of one step as they were logged."""
+
+    step: int
+    metrics: Mapping[str, float]
+    phases: Mapping[str, float]
+
+
+def is_measured(name: str) -> bool:
+    """Whether the metric is about time, speed or memory."""
+    return name.startswith(MEASURED)
+
+
+def prominent(names: Iterable[str]) -> list[str]:
+    """The names in the order in which people look at them; measurements of time and memory are left out."""
+    rank = {name: position for position, name in enumerate(PROMINENT)}
+    kept = [name for name in names if not is_measured(name)]
+    return sorted(kept, key=lambda name: rank.get(name, len(rank)))
+
+
+def title(name: str) -> str:
+    """The metric's name for people."""
+    return TITLES.get(name, name.replace("_", " "))
+
+
+def number(value: float) -> str:
+    """At most four significant digits, at most seven characters for values below 10^9: 0.0312, 12.3k, 1.20e-05."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size < 1e-3:
+        return f"{value:.2e}"
+    if size >= 1e5:
+        return scaled(value)
+    if float(value).is_integer():
+        return str(int(value))
+    decimals = max(0, 3 - max(0, math.floor(math.log10(size))))
+    return f"{value:.{decimals if size >= 1 else 4}f}"
+
+
+def scaled(value: float) -> str:
+    """Three significant digits with k, M, G or T: 12.3k."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            share = value / unit
+            return f"{share:.{2 if share < 10 else 1 if share < 100 else 0}f}{name}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """0.21s, 4.2s, 3:07, 1:02:40."""
+    if seconds < 9.95:
+        return f"{seconds:.2f}s" if seconds < 1 else f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    hours, rest = divmod(whole, 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

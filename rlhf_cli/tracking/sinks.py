@@ -1,0 +1,208 @@
+"""Where metrics and samples are kept: JSON lines in the run directory, TensorBoard, Weights & Biases.
+
+What is shown on the terminal is not here (progress.py), nor what is made of the files afterwards (report.py).
+"""
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_cli.errors import UsageError
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricSink(Protocol):
+    """Anything that takes the numbers of a step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def plain_number(value: Any) -> float | int | bool:
+    """The Python number in a number, NumPy scalar or one-element tensor."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    return value.item()
+
+
+def json_number(value: float | int | bool) -> float | int | bool | str:
+    """The value as JSON can hold it: NaN and infinities become the strings "NaN", "Infinity" and "-Infinity"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; none where there is no file. A last line cut short by a kill is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return
+            yield json.loads(line)
+
+
+def read_metrics(output: Path) -> dict[int, dict[str, float]]:
+    """All metrics of a run by step, in order of steps; what was logged for a step in several lines is merged."""
+    by_step: dict[int, dict[str, float]] = {}
+    for record in read_lines(output / METRICS_FILE):
+        metrics = by_step.setdefault(record.pop("step"), {})
+        metrics |= {key: NON_FINITE[value] if isinstance(value, str) else value for key, value in record.items()}
+    return dict(sorted(by_step.items()))
+
+
+def without_non_finite(value: Any) -> Any:
+    """The same structure with None for every NaN and infinity, which JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {key: without_non_finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class JsonLines:
+    """An append-only file of JSON objects with a "step", one a line, each handed to the system as it is written.
+
+    Lines after `resume_step` are removed first, all of them where it is None, through a temporary file and a rename:
+    the file is complete at every moment. So a resumed run's file ends equal to that of a run never stopped.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        truncate_after(path, resume_step)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Append {"step": step, **fields}. One system call a line: a kill tears the last line at most."""
+        record = {"step": step, **fields}
+        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def truncate_after(path: Path, step: int | None) -> None:
+    """Remove all lines of a JSON-lines file with a larger step (every line if None), and a torn last line."""
+    if not path.exists():
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    with path.open("rb") as lines, temporary.open("wb") as kept:
+        if step is not None:
+            kept.writelines(line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step)
+        kept.flush()
+        os.fsync(kept.fileno())
+    os.replace(temporary, path)
+
+
+class MetricsFile:
+    """metrics.jsonl"""
+
+    def __init__(self, output: Path, *, resume_step: int | None) -> None:
+        self._lines = JsonLines(output / METRICS_FILE, resume_step=resume_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._lines.write(step, {name: json_number(value) for name, value in metrics.items()})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class SamplesFile:
+    """samples.jsonl: what was generated, one sample a line."""
+
+    def __init__(self, output: Path, *, resume_step: int | None) -> None:
+        self._lines = JsonLines(output / SAMPLES_FILE, resume_step=resume_step)
+
+    def log(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        for sample in samples:
+            self._lines.write(step, without_non_finite(sample))
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class TensorBoardSink:
+    """Event files in <output>/tensorboard. On resume the steps that will be run again are hidden from the old files."""
+
+    def __init__(self, output: Path, *, resume_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = output / "tensorboard"
+        if resume_step is None:
+            for stale in folder.glob("events.out.tfevents.*"):
+                stale.unlink()
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run; `wandb` is the package (or something with its `init`)."""
+
+    def __init__(
+        self,
+        wandb: Any,
+        *,
+        output: Path,
+        project: str,
+        entity: str | None,
+        group: str | None,
+        name: str,
+        run_id: str | None,
+    ) -> None:
+        self._run = wandb.init(
+            project=project,
+            entity=entity,
+            group=group,
+            name=name,
+            id=run_id,
+            resume="allow",
+            dir=str(output),
+            save_code=False,
+            # The process's output is a log file already, and wandb would replace descriptors 1 and 2 again.
+            settings=wandb.Settings(console="off"),
+        )
+        # A resumed run logs some steps a second time, which wandb refuses for its own step counter.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    @property
+    def run_id(self) -> str:
+        return str(self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def import_wandb() -> Any:
+    """The wandb package. UsageError where it or a key for it is missing: wandb itself would ask on the terminal."""
+    try:
+        wandb = importlib.import_module("wandb")
+    except ImportError as error:
+        raise UsageError("--use_wandb needs the package wandb: pip install 'rlhf-cli[wandb]'") from error
+    offline = os.environ.get("WANDB_MODE") in ("offline", "disabled")
+    has_key = any(os.environ.get(key) for key in WANDB_KEYS) or (Path.home() / ".netrc").exists()
+    if not offline and not has_key:
+        raise UsageError("--use_wandb needs a key in WANDB_API_KEY (or WANDB_MODE=offline)")
+    return wandb

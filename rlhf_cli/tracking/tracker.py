@@ -1,0 +1,227 @@
+"""The one place a trainer reports to: files, TensorBoard, Weights & Biases and the terminal.
+
+Decides nothing about training. Only rank 0 has a `Tracker`; the others have a `SilentTracker`.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+
+from rlhf_cli.config.train import TrackingConfig
+from rlhf_cli.tracking import memory
+from rlhf_cli.tracking.figures import Reading, duration, number, prominent
+from rlhf_cli.tracking.progress import Pace, PlainView, View
+from rlhf_cli.tracking.sinks import (
+    MetricsFile,
+    MetricSink,
+    SamplesFile,
+    TensorBoardSink,
+    WandbSink,
+    import_wandb,
+    plain_number,
+)
+
+RUN_FILE = "run.json"
+SECONDS_BETWEEN_MEMORY_READINGS = 2.0
+SUMMARY_METRICS = 6
+
+
+def check_tracking(config: TrackingConfig) -> None:
+    """UsageError if something the settings ask for is missing. To be called before anything starts."""
+    if config.use_wandb:
+        import_wandb()
+
+
+class Tracker:
+    """Keeps and shows what a run reports.
+
+    Everything a step reports must be reported before its checkpoint is saved: a run that is resumed at `resume_step`
+    keeps exactly what was reported up to it. With None all files begin anew. `saved` is what `state()` returned when
+    the checkpoint was made.
+
+    Keys under time/, perf/ and memory/ are measured here and differ from run to run; all others are the trainer's,
+    and those of a resumed run equal those of a run never stopped.
+    """
+
+    def __init__(
+        self,
+        config: TrackingConfig,
+        output: Path,
+        *,
+        command: str,
+        total_steps: int,
+        console: Console,
+        resume_step: int | None,
+        unit: str = "step",
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._output = output
+        self._console = console
+        self._facts = {"command": command, "unit": unit, "total_steps": total_steps}
+        self._resume_step = resume_step
+        self._metrics = MetricsFile(output, resume_step=resume_step)
+        self._samples = SamplesFile(output, resume_step=resume_step)
+        self._sinks: list[MetricSink] = [self._metrics]
+        self._wandb: WandbSink | None = None
+        self._add_sinks(config, saved or {})
+        self._pace = Pace(total_steps, start_step=resume_step or 0)
+        self._view: View = PlainView(console, self._pace, unit=unit, every=config.logging_steps)
+        self._last_log = time.perf_counter()
+        self._memory: dict[str, float] = {}
+        self._memory_read = -math.inf
+        self._flagged: set[str] = set()
+        self._last: Mapping[str, float] = {}
+
+    def _add_sinks(self, config: TrackingConfig, saved: Mapping[str, Any]) -> None:
+        if config.use_tensorboard:
+            self._sinks.append(TensorBoardSink(self._output, resume_step=self._resume_step))
+        if config.use_wandb:
+            self._wandb = WandbSink(
+                import_wandb(),
+                output=self._output,
+                project=config.wandb_project,
+                entity=config.wandb_org,
+                group=config.wandb_group,
+                name=config.wandb_run_name or self._output.resolve().name,
+                run_id=saved.get("wandb_run_id"),
+            )
+            self._sinks.append(self._wandb)
+
+    def start(self, facts: Mapping[str, str]) -> None:
+        """Say what is about to run: `facts` are shown in their order, the run directory after them."""
+        self._facts["facts"] = dict(facts)
+        self._write_facts("running")
+        rows = {**facts, "Output": str(self._output)}
+        if self._resume_step is not None:
+            rows["Resumed"] = f"after {self._facts['unit']} {self._resume_step}"
+        self._console.print(f"rlhf {self._facts['command']}", style="bold", markup=False)
+        self._print_rows(rows)
+        self._last_log = time.perf_counter()
+
+    @property
+    def phase(self) -> Callable[[str | None], None]:
+        """What a PhaseTimer tells of the running phase: `PhaseTimer(on_change=tracker.phase)`."""
+        return self._view.phase
+
+    def log(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
+        """Record one step: the trainer's metrics, and the seconds of each of its phases."""
+        now = time.perf_counter()
+        measured = {f"time/{name}": seconds for name, seconds in phases.items()}
+        measured["time/step"], self._last_log = now - self._last_log, now
+        busy = sum(phases.values()) or measured["time/step"]
+        if "num_tokens" in metrics:
+            measured["perf/tokens_per_second"] = metrics["num_tokens"] / busy
+        plain = {name: plain_number(value) for name, value in metrics.items()}
+        full = plain | measured | self._read_memory(now) | {k: v for k, v in plain.items() if k.startswith("memory/")}
+        for sink in self._sinks:
+            sink.log(step, full)
+        self._last = full
+        self._flag(step, full)
+        self._view.step(Reading(step, full, phases))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record an evaluation after a step; names get the prefix eval/ unless they have it."""
+        named = {f"eval/{name.removeprefix('eval/')}": plain_number(value) for name, value in metrics.items()}
+        for sink in self._sinks:
+            sink.log(step, named)
+        self._last = {**self._last, **named}
+        self._flag(step, named)
+        shown = "  ".join(f"{name} {number(named[name])}" for name in prominent(named)[:SUMMARY_METRICS])
+        self._view.message(f"evaluation after {self._facts['unit']} {step}:  {shown}")
+        self._last_log = time.perf_counter()
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record what was generated in a step: prompt, response, reward, label and whatever else the rows hold."""
+        self._samples.log(step, rows)
+
+    def message(self, text: str) -> None:
+        """Show a line that stays on the terminal."""
+        self._view.message(text)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the tracker."""
+        return {} if self._wandb is None else {"wandb_run_id": self._wandb.run_id}
+
+    def close(self, *, outcome: str = "finished", facts: Mapping[str, str] | None = None) -> None:
+        """Close all files and sum up: how it ended, the last metrics, and `facts` such as where the model is."""
+        self._view.close()
+        for sink in self._sinks:
+            sink.close()
+        self._samples.close()
+        self._write_facts(outcome)
+        done = f"{self._pace.step}/{self._pace.total_steps} {self._facts['unit']}s"
+        self._console.print(f"{outcome}: {done} in {duration(self._pace.elapsed)}", style="bold", markup=False)
+        names = prominent(self._last)[:SUMMARY_METRICS]
+        self._print_rows({name: number(self._last[name]) for name in names} | dict(facts or {}))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.close(outcome="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+
+    def _read_memory(self, now: float) -> dict[str, float]:
+        """Memory as last read: reading it for many processes takes longer than a small step may."""
+        if now - self._memory_read >= SECONDS_BETWEEN_MEMORY_READINGS:
+            self._memory_read = now
+            gpu = memory.gpu_gib()
+            self._memory = {"memory/host_gib": memory.host_gib()} | ({} if gpu is None else {"memory/gpu_gib": gpu})
+        return self._memory
+
+    def _flag(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once for each metric that it is no finite number."""
+        broken = [name for name, value in metrics.items() if not math.isfinite(value)]
+        for name in broken:
+            if name not in self._flagged:
+                self._flagged.add(name)
+                self._view.message(f"warning: {name} is {metrics[name]} in {self._facts['unit']} {step}")
+
+    def _print_rows(self, rows: Mapping[str, str]) -> None:
+        width = max((len(name) for name in rows), default=0)
+        for name, text in rows.items():
+            self._console.print(f"  {name:<{width}}  {text}", markup=False)
+
+    def _write_facts(self, outcome: str) -> None:
+        text = json.dumps(self._facts | {"outcome": outcome}, indent=2)
+        (self._output / RUN_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+class SilentTracker:
+    """The tracker of ranks other than 0: takes everything and keeps nothing."""
+
+    def start(self, facts: Mapping[str, str]) -> None:
+        """Nothing."""
+
+    def phase(self, name: str | None) -> None:
+        """Nothing."""
+
+    def log(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing."""
+
+    def message(self, text: str) -> None:
+        """Nothing."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: rank 0 saves it."""
+        return {}
+
+    def close(self, *, outcome: str = "finished", facts: Mapping[str, str] | None = None) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Nothing."""
