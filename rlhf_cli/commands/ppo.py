@@ -9,7 +9,6 @@ from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig, PlacementConfig, PolicyConfig, RewardConfig, RolloutConfig
 from rlhf_cli.config.train import BatchConfig, CheckpointConfig, DeepSpeedConfig, TrackingConfig
-from rlhf_cli.errors import RunError
 
 
 class PPOConfig(BaseModel):
@@ -32,4 +31,9 @@ class PPOConfig(BaseModel):
 
 def ppo(config: PPOConfig) -> None:
     """Train a policy and a critic online: sample responses, score them, update both (PPO with GAE)."""
-    raise RunError(f"training of {config.model.pretrain} is not wired yet")
+    from rlhf_cli.commands.run_directory import check_run_directory
+
+    check_run_directory(config.checkpoint)
+    from rlhf_cli.commands.online import run_online
+
+    run_online(config, "ppo")

@@ -3,19 +3,20 @@
 Leaves out the loop itself (trainers/) and everything heavy: importing this module costs settings only.
 """
 
+import sys
+
 from pydantic import BaseModel, ConfigDict
 
 from rlhf_cli.config.data import DataConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import (
-    BatchConfig,
     CheckpointConfig,
     DeepSpeedConfig,
     LaunchConfig,
+    OfflineBatchConfig,
     SingleOptimConfig,
     TrackingConfig,
 )
-from rlhf_cli.errors import RunError
 
 
 class SFTConfig(BaseModel):
@@ -25,7 +26,7 @@ class SFTConfig(BaseModel):
 
     model: ModelConfig
     data: DataConfig
-    batch: BatchConfig = BatchConfig()
+    batch: OfflineBatchConfig = OfflineBatchConfig(max_epochs=2)
     optim: SingleOptimConfig = SingleOptimConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     launch: LaunchConfig = LaunchConfig()
@@ -35,4 +36,36 @@ class SFTConfig(BaseModel):
 
 def sft(config: SFTConfig) -> None:
     """Fine-tune a language model on examples: prompts with responses, conversations, or plain text."""
-    raise RunError(f"training of {config.model.pretrain} is not wired yet")
+    from rlhf_cli.backends.distributed_env import is_under_launcher
+    from rlhf_cli.commands.run_directory import check_run_directory
+
+    if not is_under_launcher():
+        check_run_directory(config.checkpoint)
+        if config.launch.num_processes > 1:
+            from rlhf_cli.backends.launch import run_ranks
+
+            sys.exit(run_ranks(config.launch.num_processes, sys.argv[1:]))
+
+    from rlhf_cli.commands.offline import OfflineTask, run_offline
+    from rlhf_cli.data.sft_data import load_sft_sequences
+    from rlhf_cli.models.loading import load_causal_lm, load_tokenizer
+    from rlhf_cli.models.policy import PolicyModel
+    from rlhf_cli.trainers.sft import sft_objective
+
+    tokenizer = load_tokenizer(config.model)
+    data, seed = config.data, config.batch.seed
+    train_data = load_sft_sequences(data, tokenizer, dataset=data.dataset, split=data.dataset_split, seed=seed)
+    eval_data = None
+    if data.eval_dataset is not None:
+        eval_data = load_sft_sequences(data, tokenizer, dataset=data.eval_dataset, split=data.eval_split, seed=seed)
+    task = OfflineTask(
+        command="sft",
+        objective=sft_objective,
+        data=train_data,
+        eval_data=eval_data,
+        summary=str(train_data.report),
+        load=lambda zero3: load_causal_lm(config.model, zero3_config=zero3),
+        wrap=PolicyModel,
+        tokenizer=tokenizer,
+    )
+    run_offline(config, task)

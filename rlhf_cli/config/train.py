@@ -17,11 +17,18 @@ class BatchConfig(Group):
     micro_train_batch_size: int | None = Field(None, gt=0)
     """Sequences in one packed micro-batch at most; by default only the token bound counts."""
     max_epochs: int = Field(1, gt=0)
-    """Passes over the data."""
-    max_steps: int | None = Field(None, gt=0)
-    """Stop after this many optimizer steps."""
+    """Passes over the data; online: over the responses of each iteration."""
     seed: int = 42
     """Seed of every random choice of the run."""
+
+
+class OfflineBatchConfig(BatchConfig):
+    """Batches"""
+
+    max_steps: int | None = Field(None, gt=0)
+    """Stop after this many optimizer steps."""
+    eval_steps: int = Field(-1, ge=-1)
+    """Optimizer steps between evaluations; -1 only at the end."""
 
 
 class OptimConfig(Group):

@@ -1,0 +1,265 @@
+"""A model under DeepSpeed: one optimizer step over packed micro-batches, its states on disk and off the device.
+
+The caller's loss is already divided by the global number of tokens (or sequences) of the step, so gradients are
+summed over micro-batches and ranks; DeepSpeed averages over ranks, which is undone here. How a step is cut into
+micro-batches therefore does not change the update.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from torch import nn
+from transformers import get_scheduler
+
+from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
+from rlhf_cli.backends import distributed
+from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
+from rlhf_cli.models.policy import PolicyModel, parameter_groups
+
+ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
+Forward = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def deepspeed_config(settings: DeepSpeedConfig, *, param_dtype: str, max_norm: float) -> dict[str, Any]:
+    """The DeepSpeed configuration of these settings.
+
+    One micro-batch is declared however many there are: the engine sets the accumulation boundary itself, because
+    packing makes their number change from step to step.
+    """
+    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": settings.overlap_comm}
+    if settings.zero_stage == 3:
+        zero |= {"zero_hpz_partition_size": settings.zpg}
+    if settings.adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_norm,
+        "bf16": {"enabled": param_dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": settings.grad_accum_dtype},
+        "zero_optimization": zero,
+        "steps_per_print": 1 << 60,
+    }
+
+
+def make_optimizer(
+    module: nn.Module, *, learning_rate: float, optim: OptimConfig, offload: bool
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters, without weight decay on vectors (biases, norms)."""
+    groups = parameter_groups(module, optim.l2)
+    if offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, lr=learning_rate, betas=optim.adam_betas, adamw_mode=True)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=optim.adam_betas, fused=True)
+
+
+class DeepSpeedEngine:
+    """Owns one rank's share of a trained model, its optimizer and its learning rate schedule."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: DeepSpeedConfig,
+        *,
+        optim: OptimConfig,
+        learning_rate: float,
+        total_steps: int,
+        param_dtype: str,
+    ) -> None:
+        module.to(distributed.device())
+        optimizer = make_optimizer(module, learning_rate=learning_rate, optim=optim, offload=settings.adam_offload)
+        special = {"min_lr_rate": optim.min_lr_ratio} if optim.lr_scheduler == "cosine_with_min_lr" else None
+        scheduler = get_scheduler(
+            optim.lr_scheduler,
+            optimizer,
+            num_warmup_steps=round(total_steps * optim.lr_warmup_ratio),
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=special,
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            config=deepspeed_config(settings, param_dtype=param_dtype, max_norm=optim.max_norm),
+        )
+        self._stage = settings.zero_stage
+        if self._stage == 3:
+            register_external_parameters(module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped model; its forward must go through the engine's methods."""
+        return self._engine.module
+
+    def train_step(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> dict[str, float]:
+        """One optimizer step; returns the metrics of the whole step over all ranks, `grad_norm` and `lr`.
+
+        Args:
+            micro_batches: this rank's share; every rank has the same number.
+            compute_loss: (model, micro-batch) -> (loss, metrics), both as this micro-batch's additive part of the
+                global mean; metrics whose name ends in `_max` are combined as maxima.
+        """
+        self._engine.train()
+        total: Metrics = {}
+        for index, micro_batch in enumerate(micro_batches):
+            self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            loss, metrics = compute_loss(self._engine, micro_batch)
+            self._engine.backward(loss * dist.get_world_size())
+            total = combine_metrics(total, metrics)
+        lr = self._engine.get_lr()[0]
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        reduced = distributed.reduce_metrics({name: float(value) for name, value in total.items()})
+        return reduced | {"grad_norm": float(norm) if norm is not None else float("nan"), "lr": float(lr)}
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> dict[str, float]:
+        """The metrics of `compute_loss` over all micro-batches of all ranks, without training."""
+        self._engine.eval()
+        total: Metrics = {}
+        for micro_batch in micro_batches:
+            total = combine_metrics(total, compute_loss(self._engine, micro_batch)[1])
+        return distributed.reduce_metrics({name: float(value) for name, value in total.items()})
+
+    @torch.no_grad()
+    def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
+        """The results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
+        self._engine.eval()
+        return [forward(self._engine, micro_batch).cpu() for micro_batch in micro_batches]
+
+    def named_weights(self, part: nn.Module, *, bucket_bytes: int = 1 << 28) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights (name, tensor) of a part of the module; every rank must iterate to the end.
+
+        Under ZeRO-3 they are gathered bucket by bucket and valid only until the next one is asked for.
+        """
+        yield from whole_weights(part, gather=self._stage == 3, bucket_bytes=bucket_bytes)
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes that `save` writes over all ranks: weights, and master copy and two moments in float32."""
+        sizes = [(getattr(p, "ds_numel", p.numel()), p.element_size()) for p in self.module.parameters()]
+        return sum(numel * (element_size + 12) for numel, element_size in sizes)
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer, schedule and RNG states of all ranks below `directory`; all ranks call it."""
+        self._engine.save_checkpoint(str(directory), tag="deepspeed", save_latest=False)
+        torch.save(rng_state(), directory / f"rng_rank{dist.get_rank()}.pt")
+        distributed.barrier()
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote, on the same number of ranks."""
+        path, _ = self._engine.load_checkpoint(str(directory), tag="deepspeed")
+        assert path is not None, f"{directory} has no DeepSpeed checkpoint"
+        set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
+
+    def sleep(self) -> None:
+        """Move optimizer states, gradients and weights to host memory; a no-op without an accelerator."""
+        if torch.cuda.is_available() and self._stage > 0:
+            self._engine.offload_states(include=list(OffloadStateTypeEnum))
+            torch.cuda.empty_cache()
+
+    def sleep_optimizer(self) -> None:
+        """Move all but the low-precision weights to host memory; a no-op without an accelerator."""
+        if torch.cuda.is_available() and self._stage > 0:
+            states = [state for state in OffloadStateTypeEnum if state != OffloadStateTypeEnum.lp_params]
+            self._engine.offload_states(include=states)
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` moved away."""
+        if torch.cuda.is_available() and self._stage > 0:
+            self._engine.reload_states()
+
+
+class FrozenEngine:
+    """Owns one rank's share of a model that is only read: partitioned under ZeRO-3, else whole."""
+
+    def __init__(self, module: nn.Module, settings: DeepSpeedConfig, *, param_dtype: str) -> None:
+        self._partitioned = settings.zero_stage == 3
+        module.requires_grad_(False).eval()
+        if self._partitioned:
+            config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=0.0)
+            register_external_parameters(module)
+            module, *_ = deepspeed.initialize(model=module, config=config)
+        else:
+            module.to(distributed.device())
+        self._module = module
+
+    @torch.no_grad()
+    def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
+        """The results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
+        return [forward(self._module, micro_batch).cpu() for micro_batch in micro_batches]
+
+    def sleep(self) -> None:
+        """Move whole weights to host memory; partitioned ones stay, being small on every rank."""
+        if not self._partitioned and torch.cuda.is_available():
+            self._module.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` moved away."""
+        if not self._partitioned:
+            self._module.to(distributed.device())
+
+
+def register_external_parameters(module: nn.Module) -> None:
+    """Tell ZeRO-3 which parameters are used outside the module that owns them."""
+    if isinstance(module, PolicyModel):
+        for user, parameter in module.external_parameters():
+            deepspeed.zero.register_external_parameter(user, parameter)
+
+
+def whole_weights(module: nn.Module, *, gather: bool, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of every parameter and persistent buffer, shared ones once."""
+    parameters = list(module.named_parameters())
+    if not gather:
+        yield from ((name, parameter.detach()) for name, parameter in parameters)
+        return
+    for bucket in _buckets(parameters, bucket_bytes):
+        with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
+            yield from ((name, parameter.detach()) for name, parameter in bucket)
+
+
+def _buckets(parameters: list[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in parameters:
+        num_bytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        if bucket and size + num_bytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+def rng_state() -> dict[str, Any]:
+    """Every random generator's state of this process."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Set what `rng_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every random generator of this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,69 @@
+"""This process's place among the ranks of one training group.
+
+Leaves out how ranks are started: by nobody (one process), by a launcher, or by Ray actors, which set the same
+environment variables.
+"""
+
+import os
+from datetime import timedelta
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from rlhf_cli.backends.distributed_env import free_port
+
+
+def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
+    """Join the ranks announced in the environment, or make a group of one where nothing is announced."""
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+
+
+def leave_process_group() -> None:
+    """Leave the group, so that no rank waits for this one; does nothing outside a group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """The device this rank computes on."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def reduce_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """The same metrics over all ranks: names ending in `_max` as maxima, all others as sums.
+
+    Every rank must call it with the same names in the same order.
+    """
+    if dist.get_world_size() == 1:
+        return metrics
+    values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=device())
+    is_max = torch.tensor([name.endswith("_max") for name in metrics], device=values.device)
+    sums, maxima = values.clone(), values
+    dist.all_reduce(sums, op=dist.ReduceOp.SUM)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    return dict(zip(metrics, torch.where(is_max, maxima, sums).tolist(), strict=True))
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on at least one rank; every rank must call it."""
+    if dist.get_world_size() == 1:
+        return flag
+    votes = torch.tensor(int(flag), device=device())
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return bool(votes.item())
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if dist.get_world_size() > 1:
+        dist.barrier()

@@ -1,0 +1,175 @@
+"""All rollout engines as the loop sees them: requests spread over them, weights pushed, a dead one started again.
+
+Leaves out the engines themselves (rollout_vllm, rollout_transformers) and how weights travel (weight_transfer).
+"""
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from rlhf_cli.backends.role_group import WorkerGroup
+from rlhf_cli.backends.rollout_engine import EngineDead, EngineSettings
+from rlhf_cli.backends.weight_transfer import PushReport
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.errors import RunError
+
+
+def build_engine(backend: str, model_path: str, settings: EngineSettings) -> Any:
+    """The rollout engine of that name, in this process."""
+    if backend == "vllm":
+        from rlhf_cli.backends.rollout_vllm import VllmEngine
+
+        return EngineHost(VllmEngine(model_path, settings))
+    from rlhf_cli.backends.rollout_transformers import TransformersEngine
+
+    return EngineHost(TransformersEngine(model_path, settings))
+
+
+class EngineHost:
+    """Holds an engine in its own process and joins verbs that always follow each other into one call."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    async def take_push(self, manifest: dict[str, Any], version: int) -> None:
+        """Load a push from shared memory."""
+        await self.engine.start_weight_update()
+        await self.engine.update_weights(manifest)
+        await self.engine.finish_weight_update(version)
+
+
+class EngineGroup:
+    """All rollout engines.
+
+    Args:
+        start: begins building the engine of that number; (worker, building call).
+        actor: the ranks whose weights the engines take.
+        takes_turns: whether engines sleep while models train.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int], tuple[Any, Any]],
+        *,
+        num_engines: int,
+        actor: WorkerGroup,
+        takes_turns: bool,
+    ) -> None:
+        self._start = start
+        self._actor = actor
+        self._takes_turns = takes_turns
+        self._version = 0
+        self._restarts = 0
+        started = [start(number) for number in range(num_engines)]
+        self._workers = [worker for worker, _ in started]
+        self._building = [building for _, building in started]
+
+    def wait_until_built(self) -> None:
+        """Return when every engine is ready; raise what kept one from it."""
+        for number, building in enumerate(self._building):
+            try:
+                ray.get(building)
+            except RayTaskError as error:
+                raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
+            except RayActorError as error:
+                raise RunError(f"rollout engine {number} died while it was started: {error}") from error
+
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        """One response per request, in their order; a dead engine is started again once and its share repeated."""
+        shares = _even_shares(requests, len(self._workers))
+        calls = [
+            worker.call.remote("engine.generate", share, sampling)
+            for worker, share in zip(self._workers, shares, strict=True)
+        ]
+        generations: list[Generation] = []
+        for number, call in enumerate(calls):
+            try:
+                generations += ray.get(call)
+            except (RayActorError, RayTaskError) as error:
+                self._heal(number, error)
+                generations += self._ask(number, "engine.generate", shares[number], sampling)
+        return generations
+
+    def wake_cache(self) -> None:
+        """Be ready to generate."""
+        if self._takes_turns:
+            self._all("engine.wake", ["kv_cache"])
+
+    def sleep(self) -> None:
+        """Leave the accelerators to others."""
+        if self._takes_turns:
+            self._all("engine.sleep")
+
+    def receive_weights(self, version: int) -> dict[str, float]:
+        """Take the actor's present weights; size and seconds of the transfer."""
+        begin = time.perf_counter()
+        if self._takes_turns:
+            self._all("engine.wake", ["weights"])
+        report = self._push(version, list(range(len(self._workers))))
+        self._version = version
+        return {
+            "weight_version": float(version),
+            "perf/transfer_gb_per_s": report.num_bytes / 1e9 / (time.perf_counter() - begin),
+        }
+
+    def checksums(self) -> list[int]:
+        """Checksum of the last push as it arrived in each worker of each engine."""
+        return [checksum for found in self._all("engine.weight_checksum") for checksum in found]
+
+    def shutdown(self) -> None:
+        """End all engines and their processes."""
+        for worker in self._workers:
+            try:
+                ray.get(worker.call.remote("engine.shutdown"), timeout=30)
+            except (RayActorError, RayTaskError, ray.exceptions.GetTimeoutError):
+                ray.kill(worker)
+
+    def _push(self, version: int, numbers: list[int]) -> PushReport:
+        report: PushReport = self._actor.all("push_weights", version)[0]
+        calls = [self._workers[number].call.remote("take_push", report.manifest, version) for number in numbers]
+        _get_all(calls)
+        return report
+
+    def _heal(self, number: int, error: Exception) -> None:
+        cause = getattr(error, "cause", None)
+        if isinstance(error, RayTaskError) and not isinstance(cause, EngineDead):
+            raise cause if isinstance(cause, ValueError | RuntimeError) else error
+        self._restarts += 1
+        ray.kill(self._workers[number])
+        self._workers[number], building = self._start(number)
+        try:
+            ray.get(building)
+            if self._version:
+                self._push(self._version, [number])
+        except (RayActorError, RayTaskError) as again:
+            raise RunError(
+                f"rollout engine {number} died and could not be started again ({again}); "
+                "run the same command with --load_checkpoint to continue from the last checkpoint"
+            ) from again
+
+    def _ask(self, number: int, method: str, *args: Any) -> Any:
+        return _get_all([self._workers[number].call.remote(method, *args)])[0]
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return _get_all([worker.call.remote(method, *args) for worker in self._workers])
+
+
+def _get_all(calls: list[Any]) -> list[Any]:
+    try:
+        return list(ray.get(calls))
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
+    except RayActorError as error:
+        raise RunError(
+            f"a rollout engine died ({error}); run the same command with --load_checkpoint to continue"
+        ) from error
+
+
+def _even_shares(requests: list[GenerationRequest], count: int) -> list[list[GenerationRequest]]:
+    """Neighbouring requests together, so that the samples of a prompt reach the same engine where possible."""
+    bounds = [len(requests) * number // count for number in range(count + 1)]
+    return [requests[low:high] for low, high in pairwise(bounds)]

@@ -1,0 +1,152 @@
+"""The roles of online training as the loop sees them: whole batches in, whole results out.
+
+Deals sequences to the ranks of a role as packed micro-batches within the token bound and puts results back in order.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rlhf_cli.algorithms.aggregation import StepTotals
+from rlhf_cli.algorithms.objective import finish_policy_metrics, finish_value_metrics
+from rlhf_cli.backends.role_group import WorkerGroup
+from rlhf_cli.backends.roles import UpdateStep
+from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data.packing import Sequence, plan_packs
+from rlhf_cli.data.samples import Sample
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Cuts batches into packed micro-batches for the ranks of a role."""
+
+    num_ranks: int
+    batch: BatchConfig
+    quadratic_cost: float
+
+    def plan(self, sequences: Seq[Sequence]) -> list[list[list[int]]]:
+        """Indices by rank and micro-batch."""
+        return plan_packs(
+            [len(sequence) for sequence in sequences],
+            max_tokens=self.batch.train_max_tokens_per_gpu,
+            num_ranks=self.num_ranks,
+            max_sequences=self.batch.micro_train_batch_size,
+            quadratic_cost=self.quadratic_cost,
+        )
+
+    def steps(self, samples: Seq[Sample], steps: Seq[np.ndarray]) -> list[list[UpdateStep]]:
+        """Every rank's share of the optimizer steps, `[rank][step]`; a step is an array of sample indices."""
+        shares: list[list[UpdateStep]] = [[] for _ in range(self.num_ranks)]
+        for indices in steps:
+            chosen = [samples[i] for i in indices]
+            num_tokens = sum(sample.sequence.num_trained for sample in chosen)
+            totals = StepTotals(num_tokens=num_tokens, num_sequences=len(chosen))
+            for rank, bins in enumerate(self.plan([sample.sequence for sample in chosen])):
+                shares[rank].append(UpdateStep([[chosen[i] for i in members] for members in bins], totals))
+        return shares
+
+    def forward(self, group: WorkerGroup, method: str, sequences: Seq[Sequence]) -> list[np.ndarray]:
+        """Results of a forward method, float32 [trained tokens] for each sequence, in their order."""
+        plan = self.plan(sequences)
+        work = [([[sequences[i] for i in members] for members in bins],) for bins in plan]
+        results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
+        for bins, arrays in zip(plan, group.wait(group.start_each(method, work)), strict=True):
+            for members, values_K in zip(bins, arrays, strict=True):
+                bounds = np.cumsum([sequences[i].num_trained for i in members])[:-1]
+                for i, values in zip(members, np.split(values_K, bounds) if members else [], strict=True):
+                    results[i] = values
+        return results
+
+
+class TrainedGroup:
+    """All ranks of a role in training: what actor and critic share."""
+
+    def __init__(self, group: WorkerGroup, dealer: Dealer) -> None:
+        self.group = group
+        self.dealer = dealer
+
+    def wake(self) -> None:
+        """Be ready to compute."""
+        self.group.all("role.wake")
+
+    def sleep(self) -> None:
+        """Leave the accelerators to others."""
+        self.group.all("role.sleep")
+
+    def sleep_optimizer(self) -> None:
+        """Keep only the weights on the accelerators."""
+        self.group.all("role.sleep_optimizer")
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint, as an estimate."""
+        return int(self.group.all("role.checkpoint_bytes")[0])
+
+    def save(self, directory: Path) -> None:
+        """Write everything that shapes the future of this role."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.group.all("role.save", directory)
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote."""
+        self.group.all("role.load", directory)
+
+    def save_model(self, directory: Path) -> None:
+        """Write the model in Hugging Face format."""
+        self.group.all("role.save_model", directory)
+
+    def update(self, samples: Seq[Sample], steps: Seq[np.ndarray], *flags: bool) -> list[dict[str, float]]:
+        """Metrics of each optimizer step, over all ranks."""
+        shares = self.dealer.steps(samples, steps)
+        return list(self.group.wait(self.group.start_each("update", [(share, *flags) for share in shares]))[0])
+
+
+class ActorGroup:
+    """The policy in training."""
+
+    def __init__(self, trained: TrainedGroup) -> None:
+        self.trained = trained
+
+    def logprobs(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
+        """Log-probs of each sequence's trained tokens, in nats."""
+        return self.trained.dealer.forward(self.trained.group, "logprobs", sequences)
+
+    def update(self, samples: Seq[Sample], steps: Seq[np.ndarray], *, on_policy: bool) -> list[dict[str, float]]:
+        """Metrics of each optimizer step."""
+        return [finish_policy_metrics(metrics) for metrics in self.trained.update(samples, steps, on_policy)]
+
+
+class CriticGroup:
+    """The value model in training."""
+
+    def __init__(self, trained: TrainedGroup) -> None:
+        self.trained = trained
+
+    def values(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
+        """Values of the states before each sequence's trained tokens."""
+        return self.trained.dealer.forward(self.trained.group, "values", sequences)
+
+    def update(self, samples: Seq[Sample], steps: Seq[np.ndarray]) -> list[dict[str, float]]:
+        """Metrics of each optimizer step."""
+        return [finish_value_metrics(metrics) for metrics in self.trained.update(samples, steps)]
+
+
+class ReferenceGroup:
+    """The frozen policy that the KL divergence is measured from."""
+
+    def __init__(self, group: WorkerGroup, dealer: Dealer) -> None:
+        self._group = group
+        self._dealer = dealer
+
+    def wake(self) -> None:
+        """Be ready to compute."""
+        self._group.all("wake")
+
+    def sleep(self) -> None:
+        """Leave the accelerators to others."""
+        self._group.all("sleep")
+
+    def logprobs(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
+        """Log-probs of each sequence's trained tokens, in nats."""
+        return self._dealer.forward(self._group, "logprobs", sequences)

@@ -1,0 +1,188 @@
+"""Who sits on which GPU: a pure function from settings to a layout, and its printed form.
+
+Leaves out asking Ray for the places: see ray_cluster. "GPU" means one place for one rank; on machines without
+GPUs it is a process.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from rlhf_cli.config.online import PlacementConfig, RolloutConfig
+from rlhf_cli.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Island:
+    """GPUs of one node that are asked for together."""
+
+    node: int
+    num_gpus: int
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank of a role, or one rollout engine, runs."""
+
+    role: str
+    rank: int
+    island: int
+    gpus: tuple[int, ...]  # positions in the island; several for a tensor-parallel engine
+    shared: bool  # whether other roles sit on the same GPUs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of all roles; `nodes` are numbered 0, 1, ... in the order in which they are filled."""
+
+    islands: tuple[Island, ...]
+    seats: tuple[Seat, ...]
+
+    def of(self, role: str) -> list[Seat]:
+        """The seats of a role by rank."""
+        return [seat for seat in self.seats if seat.role == role]
+
+    def users(self, island: int, gpu: int) -> list[str]:
+        """Roles that sit on one GPU."""
+        return [seat.role for seat in self.seats if seat.island == island and gpu in seat.gpus]
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs in all islands."""
+        return sum(island.num_gpus for island in self.islands)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Roles that share the same GPUs."""
+
+    roles: tuple[str, ...]
+    num_nodes: int
+    gpus_per_node: int
+
+
+ENGINE = "engine"
+
+
+def plan_layout(
+    placement: PlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...], node_gpus: list[int]
+) -> Layout:
+    """The places of the trained and frozen roles and of the rollout engines.
+
+    Args:
+        roles: the roles this run has, of "actor", "critic", "ref", "reward".
+        node_gpus: free GPUs of each node, largest first.
+
+    Raises:
+        UsageError: the roles do not fit, or sharing roles differ in size; names what is needed and what there is.
+    """
+    free = list(node_gpus)
+    islands: list[Island] = []
+    seats: list[Seat] = []
+    for pool in _pools(placement, roles):
+        first = len(islands)
+        for _ in range(pool.num_nodes):
+            node = _take(free, pool.gpus_per_node, wanted=pool, total=node_gpus)
+            islands.append(Island(node, pool.gpus_per_node))
+        shared = len(pool.roles) > 1 or placement.colocate_all_models
+        seats += [seat for role in pool.roles for seat in _rank_seats(role, islands, first=first, shared=shared)]
+    if placement.colocate_all_models:
+        seats += _shared_engines(rollout, islands)
+    else:
+        seats += _own_engines(rollout, islands, free, total=node_gpus)
+    return Layout(tuple(islands), tuple(seats))
+
+
+def _pools(placement: PlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:
+    if placement.colocate_all_models:
+        return [_pool(placement, roles, "colocate_all_models")]
+    together = []
+    if placement.colocate_actor_ref:
+        together.append((("actor", "ref"), "colocate_actor_ref"))
+    if placement.colocate_critic_reward:
+        together.append((("critic", "reward"), "colocate_critic_reward"))
+    pools, seated = [], set()
+    for pair, flag in together:
+        members = tuple(role for role in pair if role in roles)
+        if members:
+            pools.append(_pool(placement, members, flag))
+            seated |= set(members)
+    return pools + [_pool(placement, (role,), "") for role in roles if role not in seated]
+
+
+def _pool(placement: PlacementConfig, roles: tuple[str, ...], flag: str) -> _Pool:
+    shapes = {role: _shape(placement, role) for role in roles}
+    if len(set(shapes.values())) > 1:
+        sizes = ", ".join(f"{role} {nodes} x {gpus}" for role, (nodes, gpus) in shapes.items())
+        raise UsageError(f"--{flag} needs the same nodes and GPUs per node for all that share them, got {sizes}")
+    return _Pool(roles, *shapes[roles[0]])
+
+
+def _shape(placement: PlacementConfig, role: str) -> tuple[int, int]:
+    sizes = {
+        "actor": (placement.actor_num_nodes, placement.actor_num_gpus_per_node),
+        "critic": (placement.critic_num_nodes, placement.critic_num_gpus_per_node),
+        "ref": (placement.ref_num_nodes, placement.ref_num_gpus_per_node),
+    }
+    return sizes[role]
+
+
+def _take(free: list[int], num_gpus: int, *, wanted: _Pool, total: list[int]) -> int:
+    """Take GPUs from the node with the least that still suffices, so that large free blocks stay whole."""
+    fitting = [node for node, count in enumerate(free) if count >= num_gpus]
+    if not fitting:
+        raise UsageError(
+            f"{' + '.join(wanted.roles)} needs {wanted.num_nodes} x {wanted.gpus_per_node} GPUs, but "
+            f"{_count(total)} and only {sum(free)} of them are not taken by other roles; "
+            "let roles share GPUs with --colocate_all_models, or lower --*_num_gpus_per_node"
+        )
+    node = min(fitting, key=lambda candidate: (free[candidate], candidate))
+    free[node] -= num_gpus
+    return node
+
+
+def _count(node_gpus: list[int]) -> str:
+    return f"there are {sum(node_gpus)} GPUs on {len(node_gpus)} node{'s' if len(node_gpus) != 1 else ''}"
+
+
+def _rank_seats(role: str, islands: list[Island], *, first: int, shared: bool) -> list[Seat]:
+    places = [(i, gpu) for i in range(first, len(islands)) for gpu in range(islands[i].num_gpus)]
+    return [Seat(role, rank, island, (gpu,), shared) for rank, (island, gpu) in enumerate(places)]
+
+
+def _shared_engines(rollout: RolloutConfig, islands: list[Island]) -> list[Seat]:
+    size, count = rollout.vllm_tensor_parallel_size, rollout.vllm_num_engines
+    num_gpus = sum(island.num_gpus for island in islands)
+    if size * count != num_gpus or any(island.num_gpus % size for island in islands):
+        raise UsageError(
+            f"--colocate_all_models: {count} engines of {size} GPUs do not cover the {num_gpus} GPUs of the actor; "
+            f"give --vllm_num_engines {max(1, num_gpus // size)} with --vllm_tensor_parallel_size {size}"
+        )
+    starts = [(i, gpu) for i, island in enumerate(islands) for gpu in range(0, island.num_gpus, size)]
+    return [Seat(ENGINE, n, i, tuple(range(gpu, gpu + size)), True) for n, (i, gpu) in enumerate(starts)]
+
+
+def _own_engines(rollout: RolloutConfig, islands: list[Island], free: list[int], *, total: list[int]) -> list[Seat]:
+    size = rollout.vllm_tensor_parallel_size
+    wanted = _Pool((f"{rollout.vllm_num_engines} rollout engines",), rollout.vllm_num_engines, size)
+    seats = []
+    for rank in range(rollout.vllm_num_engines):
+        islands.append(Island(_take(free, size, wanted=wanted, total=total), size))
+        seats.append(Seat(ENGINE, rank, len(islands) - 1, tuple(range(size)), False))
+    return seats
+
+
+def describe(layout: Layout, *, unit: str) -> list[str]:
+    """The layout in a line per distinct set of roles and node, for printing before anything starts.
+
+    Args:
+        unit: what a place is on this cluster, "GPU" or "process".
+    """
+    places: dict[tuple[int, tuple[str, ...]], int] = defaultdict(int)
+    for index, island in enumerate(layout.islands):
+        for gpu in range(island.num_gpus):
+            places[island.node, tuple(layout.users(index, gpu))] += 1
+    plural = {1: ""}
+    return [
+        f"node {node}: {count} {unit}{plural.get(count, 'es' if unit.endswith('s') else 's')} for {' + '.join(roles)}"
+        for (node, roles), count in sorted(places.items())
+    ]

@@ -1,0 +1,122 @@
+"""The Ray cluster of a run: started or joined, places reserved, and nothing left behind at the end.
+
+Leaves out who sits where (placement) and what runs there (worker, role_group).
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlhf_cli.backends.placement import Layout, Seat
+from rlhf_cli.errors import RunError, UsageError
+
+RESERVE_SECONDS = 120
+CPU_ONLY_PLACES = 1024
+"""Places offered by a node without GPUs: there a place is a process and the operating system shares the cores."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the nodes of a running Ray cluster offer."""
+
+    node_gpus: list[int]  # largest first
+    num_cpus: float
+    has_gpus: bool
+    is_local: bool  # started by this process
+
+    @property
+    def unit(self) -> str:
+        """What a place on this cluster is."""
+        return "GPU" if self.has_gpus else "process"
+
+
+@contextmanager
+def ray_cluster() -> Iterator[Cluster]:
+    """Join the cluster at RAY_ADDRESS, or start one on this machine; leave it, or stop it, at the end."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(
+            address=address or "local",
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            logging_level="error",
+            runtime_env=None if address else {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
+        )
+    except ConnectionError as error:
+        raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
+    try:
+        yield _describe_cluster(is_local=not address)
+    finally:
+        ray.shutdown()
+
+
+def _describe_cluster(*, is_local: bool) -> Cluster:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = sorted((int(resources.get("GPU", 0)) for resources in nodes), reverse=True)
+    has_gpus = any(gpus)
+    return Cluster(
+        node_gpus=gpus if has_gpus else [CPU_ONLY_PLACES] * len(nodes),
+        num_cpus=sum(resources.get("CPU", 0) for resources in nodes),
+        has_gpus=has_gpus,
+        is_local=is_local,
+    )
+
+
+class Reservation:
+    """Places of a layout, held on the cluster until released."""
+
+    def __init__(self, layout: Layout, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._layout = layout
+        self._cpus = _cpus_per_place(layout, cluster)
+        self._groups = [self._ask(island.num_gpus) for island in layout.islands]
+        self._wait()
+
+    def options(self, seat: Seat) -> dict[str, Any]:
+        """Options of the Ray actor that takes this seat."""
+        group = self._groups[seat.island]
+        users = max(len(self._layout.users(seat.island, gpu)) for gpu in seat.gpus)
+        alone = len(seat.gpus) == 1
+        return {
+            "num_cpus": self._cpus / users,
+            # an engine over several GPUs that others sit on too takes no share: it is told which ones to use
+            "num_gpus": (1 / users if alone else 0) if self._cluster.has_gpus else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=seat.gpus[0], placement_group_capture_child_tasks=False
+            ),
+        }
+
+    def release(self) -> None:
+        """Give all places back; does nothing where the cluster is already gone."""
+        with suppress(ray.exceptions.RaySystemError, ConnectionError):
+            for group in self._groups:
+                remove_placement_group(group)
+
+    def _ask(self, num_places: int) -> PlacementGroup:
+        bundle = {"CPU": self._cpus} | ({"GPU": 1.0} if self._cluster.has_gpus else {})
+        return placement_group([bundle] * num_places, strategy="STRICT_PACK")
+
+    def _wait(self) -> None:
+        _, missing = ray.wait(
+            [group.ready() for group in self._groups], num_returns=len(self._groups), timeout=RESERVE_SECONDS
+        )
+        if missing:
+            self.release()
+            raise RunError(
+                f"the Ray cluster did not give {self._layout.num_gpus} {self._cluster.unit} places within "
+                f"{RESERVE_SECONDS} s: {ray.available_resources()} are available; another job may hold the rest"
+            )
+
+
+def _cpus_per_place(layout: Layout, cluster: Cluster) -> float:
+    """One core for each place, or an even part of what there is, in Ray's steps of 0.0001."""
+    share = min(1.0, 0.9 * cluster.num_cpus / max(1, layout.num_gpus))
+    return int(share * 10_000) / 10_000

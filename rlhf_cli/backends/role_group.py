@@ -1,0 +1,130 @@
+"""All ranks of one role, addressed as one object from the driver.
+
+Leaves out what a rank computes (roles), how work is dealt to ranks (online_roles) and where they sit (placement).
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from rlhf_cli.backends.placement import Layout, Seat
+from rlhf_cli.backends.ray_cluster import Reservation
+from rlhf_cli.backends.worker import AsyncWorker, Worker
+from rlhf_cli.errors import RunError, UsageError
+
+
+class WorkerGroup:
+    """The workers of one role by rank."""
+
+    def __init__(self, role: str, workers: list[Any], log_dir: Path) -> None:
+        self.role = role
+        self._workers = workers
+        self._log_dir = log_dir
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def start(self, method: str, *args: Any) -> list[Any]:
+        """Begin the same call on every rank; `wait` for the results."""
+        return [worker.call.remote(method, *args) for worker in self._workers]
+
+    def start_each(self, method: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Begin a call with its own arguments on every rank."""
+        pairs = zip(self._workers, args_by_rank, strict=True)
+        return [worker.call.remote(method, *args) for worker, args in pairs]
+
+    def wait(self, calls: list[Any]) -> list[Any]:
+        """Results of the calls by rank.
+
+        Raises:
+            UsageError, RunError: as raised in the worker.
+            RunError: a worker died or failed; names the rank, the reason and its log file.
+        """
+        pending = {call: rank for rank, call in enumerate(calls)}
+        while pending:  # one at a time, so that a dead rank is noticed while others still wait for it
+            done, _ = ray.wait(list(pending), num_returns=1)
+            rank = pending.pop(done[0])
+            try:
+                ray.get(done[0])
+            except RayTaskError as error:
+                raise self._failure(rank, error) from error
+            except RayActorError as error:
+                raise RunError(
+                    f"{self.role} rank {rank} died ({_first_line(error)}); its log is {self.log_file(rank)}; "
+                    "run the same command with --load_checkpoint to continue from the last checkpoint"
+                ) from error
+        return list(ray.get(calls))
+
+    def all(self, method: str, *args: Any) -> list[Any]:
+        """Results of the same call on every rank."""
+        return self.wait(self.start(method, *args))
+
+    def log_file(self, rank: int) -> Path:
+        """Where a rank's output goes."""
+        return self._log_dir / f"{self.role}-{rank}.log"
+
+    def _failure(self, rank: int, error: RayTaskError) -> Exception:
+        if isinstance(error.cause, UsageError | RunError):
+            return error.cause
+        with self.log_file(rank).open("a") as log:
+            log.write(f"{error}\n")
+        reason = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
+        return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self.log_file(rank)}")
+
+
+def start_ranks(
+    role: str,
+    layout: Layout,
+    reservation: Reservation,
+    *,
+    log_dir: Path,
+    threads: int,
+    factory: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> tuple[WorkerGroup, list[Any]]:
+    """The ranks of a trained or frozen role, and the calls that build `factory(*args)` in each; `wait` for those.
+
+    Args:
+        threads: CPU threads of each rank.
+    """
+    seats = layout.of(role)
+    workers = [_worker(Worker, seat, reservation, log_dir=log_dir, threads=threads) for seat in seats]
+    group = WorkerGroup(role, workers, log_dir)
+    host, port = group.wait([workers[0].address.remote()])[0]
+    common = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(seats)), "LOCAL_RANK": "0"}
+    local = str(sum(seat.island == seats[0].island for seat in seats))
+    building = [
+        worker.build.remote(common | {"RANK": str(seat.rank), "LOCAL_SIZE": local}, factory, *args)
+        for worker, seat in zip(workers, seats, strict=True)
+    ]
+    return group, building
+
+
+def start_engine(
+    seat: Seat,
+    reservation: Reservation,
+    *,
+    log_dir: Path,
+    threads: int,
+    environment: dict[str, str],
+    factory: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> tuple[Any, Any]:
+    """(worker, building call) of one rollout engine."""
+    worker = _worker(AsyncWorker, seat, reservation, log_dir=log_dir, threads=threads)
+    return worker, worker.build.remote(environment, factory, *args)
+
+
+def _worker(kind: type[Worker], seat: Seat, reservation: Reservation, *, log_dir: Path, threads: int) -> Any:
+    options = reservation.options(seat) | {"max_restarts": 0}
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    log_file = log_dir / f"{seat.role}-{seat.rank}.log"
+    return ray.remote(kind).options(**options).remote(environment=environment, log_file=log_file)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

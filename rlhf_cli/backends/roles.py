@@ -1,0 +1,235 @@
+"""What one rank of each online role holds and can do: actor, critic and reference.
+
+Leaves out how ranks are started and given work (role_group, online_roles). Micro-batches arrive as lists of
+sequences and are packed here, so that only token ids and numbers travel between processes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
+from rlhf_cli.algorithms.objective import policy_objective, value_objective
+from rlhf_cli.backends import distributed
+from rlhf_cli.backends.deepspeed_engine import (
+    ComputeLoss,
+    DeepSpeedEngine,
+    FrozenEngine,
+    deepspeed_config,
+    seed_everything,
+)
+from rlhf_cli.backends.weight_transfer import PushReport, WeightSender
+from rlhf_cli.backends.weight_transfer_shm import ShmTransport
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.online import PolicyConfig
+from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
+from rlhf_cli.data.packing import Sequence, pack
+from rlhf_cli.data.samples import Sample, SamplePack, pack_samples
+from rlhf_cli.models.loading import load_causal_lm, load_tokenizer, load_value_backbone, save_hf
+from rlhf_cli.models.policy import PolicyModel, ValueModel
+
+
+@dataclass(frozen=True)
+class RoleSettings:
+    """What a role needs to be built."""
+
+    model: ModelConfig
+    deepspeed: DeepSpeedConfig
+    optim: OptimConfig
+    learning_rate: float
+    total_steps: int
+    seed: int
+    temperature: float
+    policy: PolicyConfig
+
+    def zero3(self) -> dict[str, Any] | None:
+        """The DeepSpeed configuration under which weights are partitioned while they load, if they are."""
+        if self.deepspeed.zero_stage != 3:
+            return None
+        return deepspeed_config(self.deepspeed, param_dtype=self.model.param_dtype, max_norm=self.optim.max_norm)
+
+
+@dataclass(frozen=True)
+class UpdateStep:
+    """One rank's share of one optimizer step."""
+
+    micro_batches: list[list[Sample]]
+    totals: StepTotals
+
+
+class TrainedRole:
+    """One rank of a role in training: what actor and critic have in common besides their objective."""
+
+    def __init__(self, settings: RoleSettings, hf_model: nn.Module, module: nn.Module) -> None:
+        self.settings = settings
+        self.hf_model = hf_model
+        self.engine = DeepSpeedEngine(
+            module,
+            settings.deepspeed,
+            optim=settings.optim,
+            learning_rate=settings.learning_rate,
+            total_steps=settings.total_steps,
+            param_dtype=settings.model.param_dtype,
+        )
+
+    def sleep(self) -> None:
+        """Leave the accelerator to others."""
+        self.engine.sleep()
+
+    def sleep_optimizer(self) -> None:
+        """Keep only the weights on the accelerator."""
+        self.engine.sleep_optimizer()
+
+    def wake(self) -> None:
+        """Be ready to compute."""
+        self.engine.wake()
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes that `save` writes, over all ranks, as an estimate."""
+        return self.engine.checkpoint_bytes()
+
+    def save(self, directory: Path) -> None:
+        """Write everything that shapes the future of this role."""
+        self.engine.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote."""
+        self.engine.load(directory)
+
+    def save_model(self, directory: Path) -> None:
+        """Write the model in Hugging Face format."""
+        save_whole_model(self.engine, self.hf_model, load_tokenizer(self.settings.model), directory)
+
+
+class Actor:
+    """One rank of the policy in training."""
+
+    COLUMNS = ("old_logprobs", "rollout_logprobs", "advantages")
+
+    def __init__(self, settings: RoleSettings) -> None:
+        hf_model = _join_and_load(settings, load_causal_lm)
+        self.role = TrainedRole(settings, hf_model, PolicyModel(hf_model))
+        self._sender = WeightSender(ShmTransport())
+
+    def logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+        """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
+        return _infer(self.role.engine, micro_batches, _logprobs_at(self.role.settings.temperature))
+
+    def update(self, steps: list[UpdateStep], on_policy: bool) -> list[dict[str, float]]:
+        """Metrics of each optimizer step; on-policy, the model's own log-probs are the anchor."""
+        names = self.COLUMNS[1:] if on_policy else self.COLUMNS
+        return [self.role.engine.train_step(_packs(step, names), self._loss(step.totals)) for step in steps]
+
+    def push_weights(self, version: int) -> PushReport | None:
+        """Write the weights where engines read them; the report on rank 0, None on others."""
+        weights = self.role.engine.named_weights(self.role.hf_model)
+        if dist.get_rank() == 0:
+            return self._sender.send(weights, version)
+        for _ in weights:  # under ZeRO-3 every rank takes part in gathering
+            pass
+        return None
+
+    def _loss(self, totals: StepTotals) -> ComputeLoss:
+        settings = self.role.settings
+
+        def loss(model: nn.Module, batch: SamplePack) -> tuple[torch.Tensor, Metrics]:
+            logprobs_K, entropy_K = model(batch.pack, temperature=settings.temperature, with_entropy=True)
+            return policy_objective(
+                logprobs_K,
+                entropy_K,
+                old_K=batch.columns.get("old_logprobs"),
+                rollout_K=batch.columns["rollout_logprobs"],
+                advantages_K=batch.columns["advantages"],
+                cu_trained=batch.pack.cu_trained,
+                settings=settings.policy,
+                totals=totals,
+            )
+
+        return loss
+
+
+class Critic:
+    """One rank of the value model in training."""
+
+    COLUMNS = ("old_values", "returns")
+
+    def __init__(self, settings: RoleSettings) -> None:
+        hf_model = _join_and_load(settings, load_value_backbone)
+        self.role = TrainedRole(settings, hf_model, ValueModel(hf_model))
+
+    def values(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+        """Values of the states before the trained tokens of each micro-batch, float32 [K]."""
+        return _infer(self.role.engine, micro_batches, lambda model, batch: model(batch))
+
+    def update(self, steps: list[UpdateStep]) -> list[dict[str, float]]:
+        """Metrics of each optimizer step."""
+        return [self.role.engine.train_step(_packs(step, self.COLUMNS), self._loss(step.totals)) for step in steps]
+
+    def _loss(self, totals: StepTotals) -> ComputeLoss:
+        policy = self.role.settings.policy
+
+        def loss(model: nn.Module, batch: SamplePack) -> tuple[torch.Tensor, Metrics]:
+            columns = {"old_values_K": batch.columns["old_values"], "returns_K": batch.columns["returns"]}
+            return value_objective(model(batch.pack), **columns, settings=policy, totals=totals)
+
+        return loss
+
+
+class Reference:
+    """One rank of the frozen policy that the KL divergence is measured from."""
+
+    def __init__(self, settings: RoleSettings) -> None:
+        hf_model = _join_and_load(settings, load_causal_lm)
+        self._settings = settings
+        self.engine = FrozenEngine(PolicyModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
+
+    def logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+        """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
+        return _infer(self.engine, micro_batches, _logprobs_at(self._settings.temperature))
+
+    def sleep(self) -> None:
+        """Leave the accelerator to others."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Be ready to compute."""
+        self.engine.wake()
+
+
+def _join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn.Module:
+    distributed.join_process_group()
+    seed_everything(settings.seed)
+    return load(settings.model, zero3_config=settings.zero3())
+
+
+def _packs(step: UpdateStep, names: tuple[str, ...]) -> list[SamplePack]:
+    device = distributed.device()
+    return [pack_samples(samples, names=names).to(device) for samples in step.micro_batches]
+
+
+def _infer(
+    engine: DeepSpeedEngine | FrozenEngine,
+    micro_batches: list[list[Sequence]],
+    forward: Callable[[nn.Module, Any], torch.Tensor],
+) -> list[np.ndarray]:
+    packs = [pack(sequences).to(distributed.device()) for sequences in micro_batches]
+    return [result.float().numpy() for result in engine.infer(packs, forward)]
+
+
+def _logprobs_at(temperature: float) -> Callable[[nn.Module, Any], torch.Tensor]:
+    return lambda model, batch: model(batch, temperature=temperature)[0]
+
+
+def save_whole_model(engine: DeepSpeedEngine, hf_model: nn.Module, tokenizer: Any, directory: Path) -> None:
+    """Write the model in Hugging Face format; all ranks call it, rank 0 writes."""
+    is_writer = dist.get_rank() == 0
+    weights = {name: weight.to("cpu", copy=True) for name, weight in engine.named_weights(hf_model) if is_writer}
+    if is_writer:
+        save_hf(hf_model, tokenizer, directory, state_dict=weights)
+    distributed.barrier()

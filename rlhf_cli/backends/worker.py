@@ -1,0 +1,69 @@
+"""The process of one rank or one rollout engine: a Ray actor that holds an object and calls its methods.
+
+Imports nothing heavy by itself, so that environment variables are set before torch is loaded.
+"""
+
+import asyncio
+import faulthandler
+import os
+import socket
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+
+class Worker:
+    """Holds one object, built in its own process, and calls its methods on request."""
+
+    def __init__(self, *, environment: dict[str, str], log_file: Path) -> None:
+        os.environ |= environment
+        log_to(log_file)
+        self._target: Any = None
+
+    def address(self) -> tuple[str, int]:
+        """(IP address of this node, a free port) where the ranks of a role can meet."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+
+    def visible_gpus(self) -> str:
+        """CUDA_VISIBLE_DEVICES as Ray set it for this process."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def build(self, environment: dict[str, str], factory: Callable[..., Any], *args: Any) -> None:
+        """Make the object this worker holds: `factory(*args)`."""
+        os.environ |= environment
+        self._target = factory(*args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the object, or of an attribute of it ("role.save")."""
+        return attrgetter(method)(self._target)(*args)
+
+
+class AsyncWorker(Worker):
+    """A worker whose object has coroutines; calls may overlap."""
+
+    async def build(self, environment: dict[str, str], factory: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
+        """Make the object this worker holds: `factory(*args)`, off the event loop."""
+        os.environ |= environment
+        self._target = await asyncio.to_thread(factory, *args)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Await a coroutine method of the object."""
+        return await attrgetter(method)(self._target)(*args)
+
+
+def log_to(path: Path) -> None:
+    """Send what this process and its children print to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    faulthandler.enable(2)

@@ -1,0 +1,168 @@
+"""What every offline command does around its objective: run directory, engine, checkpoints, tracking, the model."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_cli.backends import distributed, distributed_env
+from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
+from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, deepspeed_config, seed_everything
+from rlhf_cli.backends.roles import save_whole_model
+from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.commands.run_directory import REPORT, RunDirectory, prepare_run_directory, run_directory
+from rlhf_cli.commands.sft import SFTConfig
+from rlhf_cli.data.sampling import StepBatches
+from rlhf_cli.models.loading import num_parameters, quadratic_cost
+from rlhf_cli.options import to_yaml
+from rlhf_cli.tracking.report import write_report
+from rlhf_cli.tracking.terminal import quiet_process
+from rlhf_cli.tracking.tracker import SilentTracker, Tracker
+from rlhf_cli.trainers.loop import Finished, Hooks, ItemData, Objective, Schedule, Share, train
+
+
+@dataclass(frozen=True)
+class OfflineTask:
+    """What is trained, on what, and by which objective."""
+
+    command: str
+    objective: Objective
+    data: ItemData
+    eval_data: ItemData | None
+    summary: str  # of the data, for the terminal
+    load: Callable[[dict[str, Any] | None], Any]  # ZeRO-3 configuration or None -> Hugging Face model
+    wrap: Callable[[Any], Any]  # Hugging Face model -> module that the objective calls
+    tokenizer: Any
+
+
+def run_offline(config: SFTConfig, task: OfflineTask) -> None:
+    """Train the task from its newest checkpoint, or from the start, to the end; save the model and the report."""
+    rank, num_ranks = distributed_env.rank_and_world_size()
+    paths = run_directory(config.checkpoint)
+    store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
+    resume = store.latest() if config.checkpoint.load_checkpoint else None
+    identity = _identity(config, task, num_ranks)
+    if resume is not None:
+        check_same_run(resume, identity)
+    if rank == 0:
+        prepare_run_directory(config.checkpoint, to_yaml(config), keep=resume is not None)
+    stop = StopSignal()
+    with quiet_process(paths.logs / f"rank{rank}.log") as terminal:
+        distributed.join_process_group()
+        seed_everything(config.batch.seed)
+        hf_model, engine = _build(config, task)
+        if resume is not None:
+            engine.load(resume.path / "model")
+        run = _Run(config, task, paths, store, identity, hf_model, engine)
+        with run.tracker(terminal.console, resume) if rank == 0 else SilentTracker() as tracker:
+            finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
+            if not finished.interrupted:
+                save_whole_model(engine, hf_model, task.tokenizer, paths.model)
+            conclude(tracker, paths, finished)
+        if rank == 0:
+            write_report(paths.root)
+        distributed.leave_process_group()
+    if finished.interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _identity(config: SFTConfig, task: OfflineTask, num_ranks: int) -> dict[str, Any]:
+    """What has to be equal for a checkpoint to be continued."""
+    return {
+        "command": task.command,
+        "number of ranks": num_ranks,
+        "zero_stage": config.deepspeed.zero_stage,
+        "param_dtype": config.model.param_dtype,
+        "number of training rows": len(task.data.lengths),
+        "train_batch_size": config.batch.train_batch_size,
+        "max_epochs": config.batch.max_epochs,
+        "max_steps": config.batch.max_steps,
+        "seed": config.batch.seed,
+    }
+
+
+def _build(config: SFTConfig, task: OfflineTask) -> tuple[Any, DeepSpeedEngine]:
+    settings = deepspeed_config(config.deepspeed, param_dtype=config.model.param_dtype, max_norm=config.optim.max_norm)
+    hf_model = task.load(settings if config.deepspeed.zero_stage == 3 else None)
+    engine = DeepSpeedEngine(
+        task.wrap(hf_model),
+        config.deepspeed,
+        optim=config.optim,
+        learning_rate=config.optim.learning_rate,
+        total_steps=total_steps(config, task),
+        param_dtype=config.model.param_dtype,
+    )
+    return hf_model, engine
+
+
+def total_steps(config: SFTConfig, task: OfflineTask) -> int:
+    """Optimizer steps of the whole run."""
+    batch = config.batch
+    batches = StepBatches(
+        len(task.data.lengths), batch_size=batch.train_batch_size, epochs=batch.max_epochs, seed=batch.seed
+    )
+    return min(len(batches), batch.max_steps or len(batches))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Everything built, on one rank."""
+
+    config: SFTConfig
+    task: OfflineTask
+    paths: RunDirectory
+    store: CheckpointStore
+    identity: dict[str, Any]
+    hf_model: Any
+    engine: DeepSpeedEngine
+
+    def tracker(self, console: Any, resume: Checkpoint | None) -> Tracker:
+        tracker = Tracker(
+            self.config.tracking,
+            self.paths.root,
+            command=self.task.command,
+            total_steps=total_steps(self.config, self.task),
+            console=console,
+            resume_step=resume.step if resume else None,
+        )
+        size = f"{num_parameters(self.hf_model) / 1e6:.1f}M parameters"
+        tracker.start({"Model": f"{self.config.model.pretrain}, {size}", "Data": self.task.summary})
+        return tracker
+
+    def train(self, tracker: Any, stop: StopSignal, *, start_step: int) -> Finished:
+        config = self.config
+        rank, num_ranks = distributed_env.rank_and_world_size()
+        return train(
+            self.engine,
+            self.task.objective,
+            data=self.task.data,
+            eval_data=self.task.eval_data,
+            share=Share(rank, num_ranks, config.batch, quadratic_cost(self.hf_model.config)),
+            schedule=Schedule(
+                start_step=start_step,
+                total_steps=total_steps(config, self.task),
+                save_steps=config.checkpoint.save_steps,
+                eval_steps=config.batch.eval_steps,
+            ),
+            hooks=Hooks(tracker, self.save_checkpoint, lambda: distributed.any_rank(stop())),
+        )
+
+    def save_checkpoint(self, step: int) -> None:
+        """Write the checkpoint of a step; every rank calls it, rank 0 makes the folder and publishes it."""
+        if distributed_env.rank_and_world_size()[0] != 0:
+            distributed.barrier()
+            self.engine.save(self.store.aside() / "model")
+            return
+        needed = self.engine.checkpoint_bytes()
+        with self.store.writing(step, {"identity": self.identity}, needed_bytes=needed) as folder:
+            (folder / "model").mkdir()
+            distributed.barrier()
+            self.engine.save(folder / "model")
+
+
+def conclude(tracker: Tracker | SilentTracker, paths: RunDirectory, finished: Finished) -> None:
+    """Say how the run ended and where its results are."""
+    if finished.interrupted:
+        tracker.close(outcome="interrupted", facts={"Continue": "the same command with --load_checkpoint"})
+    else:
+        tracker.close(facts={"Model": str(paths.model), "Report": str(paths.root / REPORT)})

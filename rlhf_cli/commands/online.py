@@ -1,0 +1,194 @@
+"""What every online command does around the loop: checks, run directory, cluster, checkpoints, tracking, the model."""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
+from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
+from rlhf_cli.backends.placement import describe, plan_layout
+from rlhf_cli.backends.ray_cluster import ray_cluster
+from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.commands.offline import conclude
+from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, role_names, rollout_backend
+from rlhf_cli.commands.ppo import PPOConfig
+from rlhf_cli.commands.run_directory import RunDirectory, prepare_run_directory, run_directory
+from rlhf_cli.data.prompts import PromptData, load_prompts
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.loading import load_tokenizer
+from rlhf_cli.options import to_yaml
+from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.tracking.report import write_report
+from rlhf_cli.tracking.terminal import quiet_process
+from rlhf_cli.tracking.tracker import Tracker
+from rlhf_cli.trainers.loop import Finished
+from rlhf_cli.trainers.rl import LoopState, OnlineHooks, OnlineSettings, prompt_batches, train_online, update_steps
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is known before anything heavy starts."""
+
+    config: PPOConfig
+    command: str
+    algorithm: Algorithm
+    backend: str
+    tokenizer: Any
+    data: PromptData
+    paths: RunDirectory
+    store: CheckpointStore
+    resume: Checkpoint | None
+
+    @property
+    def settings(self) -> OnlineSettings:
+        config = self.config
+        return OnlineSettings(self.algorithm, config.rollout, config.reward, config.policy, config.batch)
+
+    @property
+    def total_iterations(self) -> int:
+        """Iterations of the whole run."""
+        batches = len(prompt_batches(len(self.data.prompts), self.settings))
+        return min(batches, self.config.rollout.max_iterations or batches)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, for the learning rate's course."""
+        rollout = self.config.rollout
+        prompts = min(rollout.rollout_batch_size, len(self.data.prompts))
+        steps = update_steps(prompts * rollout.n_samples_per_prompt, self.config.batch, iteration=0)
+        return self.total_iterations * len(steps)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What has to be equal for a checkpoint to be continued."""
+        config = self.config
+        return {
+            "command": self.command,
+            "zero_stage": config.deepspeed.zero_stage,
+            "param_dtype": config.model.param_dtype,
+            "number of actor ranks": config.placement.actor_num_nodes * config.placement.actor_num_gpus_per_node,
+            "number of critic ranks": config.placement.critic_num_nodes * config.placement.critic_num_gpus_per_node,
+            "number of prompts": len(self.data.prompts),
+            "rollout_batch_size": config.rollout.rollout_batch_size,
+            "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
+            "train_batch_size": config.batch.train_batch_size,
+            "seed": config.batch.seed,
+            "iterations": self.total_iterations,
+        }
+
+
+def run_online(config: PPOConfig, command: str) -> None:
+    """Train from the newest checkpoint, or from the start, to the end; save the models and the report."""
+    run = _check(config, command)
+    stop = StopSignal()
+    with ExitStack() as stack:
+        scorer = stack.enter_context(Scorer(config.reward))
+        prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
+        terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
+        tracker = stack.enter_context(_tracker(run, terminal.console))
+        roles = stack.enter_context(_start_roles(run, tracker, stack))
+        finished = _train(run, roles, scorer, tracker, stop)
+        if not finished.interrupted:
+            roles.actor.trained.save_model(run.paths.model)
+        conclude(tracker, run.paths, finished)
+    write_report(run.paths.root)
+    if finished.interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _check(config: PPOConfig, command: str) -> _Run:
+    """Everything that can be found wrong before the first process starts."""
+    algorithm = ALGORITHMS[command]
+    check_batches(config, algorithm)
+    backend = rollout_backend(config)
+    tokenizer = load_tokenizer(config.model)
+    data = load_prompts(config.prompts, tokenizer, max_new_tokens=config.rollout.max_new_tokens, seed=config.batch.seed)
+    paths = run_directory(config.checkpoint)
+    store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
+    resume = store.latest() if config.checkpoint.load_checkpoint else None
+    run = _Run(config, command, algorithm, backend, tokenizer, data, paths, store, resume)
+    if resume is not None:
+        check_same_run(resume, run.identity)
+    return run
+
+
+def check_batches(config: PPOConfig, algorithm: Algorithm) -> None:
+    """Raise UsageError for sizes that do not fit together; says which would."""
+    rollout, batch = config.rollout, config.batch
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    if samples % batch.train_batch_size:
+        fitting = [size for size in range(1, samples + 1) if samples % size == 0]
+        below = max((size for size in fitting if size < batch.train_batch_size), default=fitting[0])
+        above = min((size for size in fitting if size > batch.train_batch_size), default=samples)
+        raise UsageError(
+            f"--train_batch_size {batch.train_batch_size} does not divide the {samples} responses of an iteration "
+            f"({rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt}); "
+            f"{' and '.join(map(str, sorted({below, above})))} would"
+        )
+    if rollout.n_samples_per_prompt < algorithm.min_group:
+        raise UsageError(
+            f"--n_samples_per_prompt {rollout.n_samples_per_prompt}: {algorithm.name} compares the responses of a "
+            f"prompt and needs at least {algorithm.min_group}"
+        )
+    if config.batch.train_max_tokens_per_gpu < config.prompts.max_len:
+        raise UsageError(
+            f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu} cannot hold one sequence of --max_len "
+            f"{config.prompts.max_len}: raise the one or lower the other"
+        )
+
+
+def _tracker(run: _Run, console: Console) -> Tracker:
+    return Tracker(
+        run.config.tracking,
+        run.paths.root,
+        command=run.command,
+        total_steps=run.total_iterations,
+        console=console,
+        resume_step=run.resume.step if run.resume else None,
+        unit="iteration",
+        saved=run.resume.state["tracker"] if run.resume else None,
+    )
+
+
+def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
+    config = run.config
+    cluster = stack.enter_context(ray_cluster())
+    names = role_names(config, run.algorithm)
+    layout = plan_layout(config.placement, config.rollout, roles=names, node_gpus=cluster.node_gpus)
+    tracker.start(
+        {
+            "Model": config.model.pretrain,
+            "Prompts": str(run.data.report),
+            "Engine": f"{config.rollout.vllm_num_engines} x {run.backend}",
+            "Placement": "; ".join(describe(layout, unit=cluster.unit)),
+            "Logs": str(run.paths.logs),
+        }
+    )
+    where = OnlineCluster(cluster, layout, run.paths.logs, run.backend)
+    return OnlineRoles(config, run.algorithm, where, total_steps=run.total_steps)
+
+
+def _train(run: _Run, roles: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal) -> Finished:
+    state = LoopState(iteration=0, kl_coef=run.config.policy.init_kl_coef)
+    if run.resume is not None:
+        state = LoopState(**run.resume.state["loop"])
+        roles.load(run.resume.path, iteration=state.iteration)
+
+    def save_checkpoint(state: LoopState) -> None:
+        saved = {"identity": run.identity, "loop": vars(state), "tracker": tracker.state()}
+        with run.store.writing(state.iteration, saved, needed_bytes=roles.checkpoint_bytes()) as folder:
+            roles.save(folder)
+
+    return train_online(
+        roles.with_scorer(scorer),
+        run.settings,
+        prompts=run.data.prompts,
+        decode=lambda token_ids: run.tokenizer.decode(token_ids, skip_special_tokens=True),
+        state=state,
+        total_iterations=run.total_iterations,
+        save_steps=run.config.checkpoint.save_steps,
+        hooks=OnlineHooks(tracker, save_checkpoint, stop),
+    )

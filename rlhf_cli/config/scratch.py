@@ -1,0 +1,53 @@
+"""The shape of a small model made from nothing."""
+
+from pydantic import Field, model_validator
+
+from rlhf_cli.config.base import Group
+
+
+class ArchitectureConfig(Group):
+    """Architecture (Qwen2)"""
+
+    hidden_size: int = Field(256, gt=0)
+    """Width of the residual stream."""
+    intermediate_size: int = Field(1024, gt=0)
+    """Width of the MLP."""
+    num_hidden_layers: int = Field(8, gt=0)
+    """Layers."""
+    num_attention_heads: int = Field(8, gt=0)
+    """Query heads."""
+    num_key_value_heads: int = Field(2, gt=0)
+    """Key and value heads."""
+    max_position_embeddings: int = Field(2048, gt=0)
+    """Longest sequence in tokens."""
+    tie_word_embeddings: bool = True
+    """Use the input embedding as output matrix too."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "ArchitectureConfig":
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be an even multiple of num_attention_heads "
+                f"{self.num_attention_heads}"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        return self
+
+
+class ScratchConfigGroup(Group):
+    """New model"""
+
+    dataset: str
+    """Text the tokenizer is trained on: file, folder or Hub name; every text column is used."""
+    dataset_split: str = "train"
+    """Split read where the name gives none."""
+    vocab_size: int = Field(4096, ge=300)
+    """Tokens of the vocabulary at most; a small data set may not yield as many."""
+    output: str
+    """Folder of the new model; must not exist."""
+    seed: int = 42
+    """Seed of the random weights."""

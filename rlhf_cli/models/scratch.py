@@ -1,0 +1,73 @@
+"""Small untrained models with a tokenizer of their own, for trying things without downloading any.
+
+The tokenizer is byte-level BPE that keeps digits apart, so that numbers are read digit by digit.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_cli.config.scratch import ArchitectureConfig
+
+END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with ChatML template, trained on the texts; any text can be encoded."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    roles = ["system", "user", "assistant"]  # so that the words of the template are single tokens
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, START_OF_TURN, END_OF_TURN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_with_roles(texts, roles), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[START_OF_TURN],
+        chat_template=CHATML,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _with_roles(texts: Iterable[str], roles: list[str]) -> Iterable[str]:
+    yield from texts
+    yield from roles * 100
+
+
+def new_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2ForCausalLM:
+    """A Qwen2 causal language model with random weights from the seed, in bfloat16."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,  # whole tiles for matrix kernels
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **architecture.model_dump(),
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model.to(torch.bfloat16)
+
+
+def save_new_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    """Write model and tokenizer as a Hugging Face folder."""
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)

@@ -1,0 +1,153 @@
+"""The one offline training loop: batches of items -> packed micro-batches -> optimizer steps.
+
+Knows nothing of the objective beyond calling it, and nothing of processes: every rank runs this same loop over the
+same order of items and takes its own share of each step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
+from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data.packing import plan_packs
+from rlhf_cli.data.sampling import StepBatches
+from rlhf_cli.tracking.phases import PhaseTimer
+
+Objective = Callable[[nn.Module, Any, StepTotals], tuple[torch.Tensor, Metrics]]
+
+
+class ItemData(Protocol):
+    """Items that are trained on, addressed by index."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens each item takes in a pack."""
+
+    @property
+    def num_trained(self) -> np.ndarray:
+        """Trained tokens of each item."""
+
+    def collate(self, indices: Sequence[int]) -> Any:
+        """The packed micro-batch of these items; an idle one for no items."""
+
+
+class Engine(Protocol):
+    """One rank of a model in training."""
+
+    def train_step(self, micro_batches: Sequence[Any], compute_loss: Any) -> dict[str, float]: ...
+
+    def evaluate(self, micro_batches: Sequence[Any], compute_loss: Any) -> dict[str, float]: ...
+
+
+class StepTracker(Protocol):
+    """What the loop reports to."""
+
+    @property
+    def phase(self) -> Callable[[str | None], None]: ...
+
+    def log(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None: ...
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every step this process computes."""
+
+    rank: int
+    num_ranks: int
+    batch: BatchConfig
+    quadratic_cost: float
+
+    def micro_batches(self, data: ItemData, indices: np.ndarray) -> tuple[list[Any], StepTotals]:
+        """This rank's packed micro-batches of the items, and the totals over all ranks."""
+        plan = plan_packs(
+            data.lengths[indices].tolist(),
+            max_tokens=self.batch.train_max_tokens_per_gpu,
+            num_ranks=self.num_ranks,
+            max_sequences=self.batch.micro_train_batch_size,
+            quadratic_cost=self.quadratic_cost,
+        )
+        packs = [data.collate([int(indices[i]) for i in members]) for members in plan[self.rank]]
+        num_tokens = int(data.num_trained[indices].sum())
+        return packs, StepTotals(num_tokens=num_tokens, num_sequences=len(indices))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the loop does something besides training."""
+
+    start_step: int
+    total_steps: int
+    save_steps: int
+    eval_steps: int
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop calls besides the engine."""
+
+    tracker: StepTracker
+    save_checkpoint: Callable[[int], None]
+    should_stop: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How the loop ended."""
+
+    step: int
+    interrupted: bool
+
+
+def train(
+    engine: Engine,
+    objective: Objective,
+    *,
+    data: ItemData,
+    eval_data: ItemData | None,
+    share: Share,
+    schedule: Schedule,
+    hooks: Hooks,
+) -> Finished:
+    """Train from `schedule.start_step` to the end, or until `hooks.should_stop` says so."""
+    batches = StepBatches(
+        len(data.lengths), batch_size=share.batch.train_batch_size, epochs=share.batch.max_epochs, seed=share.batch.seed
+    )
+    for step in range(schedule.start_step + 1, schedule.total_steps + 1):
+        timer = PhaseTimer(on_change=hooks.tracker.phase)
+        with timer("data"):
+            micro_batches, totals = share.micro_batches(data, batches[step - 1])
+        with timer("train"):
+            metrics = engine.train_step(micro_batches, bind(objective, totals))
+        counts = {"num_tokens": float(totals.num_tokens), "num_sequences": float(totals.num_sequences)}
+        hooks.tracker.log(step, metrics | counts, timer.take())
+        if eval_data is not None and is_due(step, schedule.eval_steps, schedule.total_steps):
+            hooks.tracker.evaluation(step, evaluate(engine, objective, data=eval_data, share=share))
+        stop = hooks.should_stop() and step < schedule.total_steps
+        if stop or (is_due(step, schedule.save_steps, schedule.total_steps) and schedule.save_steps > 0):
+            hooks.save_checkpoint(step)
+        if stop:
+            return Finished(step, interrupted=True)
+    return Finished(schedule.total_steps, interrupted=False)
+
+
+def evaluate(engine: Engine, objective: Objective, *, data: ItemData, share: Share) -> dict[str, float]:
+    """The objective's metrics over all evaluation items, as one global mean."""
+    micro_batches, totals = share.micro_batches(data, np.arange(len(data.lengths)))
+    return engine.evaluate(micro_batches, bind(objective, totals))
+
+
+def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]:
+    """The objective as the engine calls it, with the totals of the current step filled in."""
+    return lambda model, micro_batch: objective(model, micro_batch, totals)
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done every so many steps (-1: only at the end) is due after this step."""
+    return step == last or (every > 0 and step % every == 0)

@@ -1,0 +1,141 @@
+"""The data of one online iteration: from generations to what policy and critic learn from.
+
+Pure functions over flat arrays; who computes log-probs and values is the loop's business.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rlhf_cli.algorithms.kl import kl_estimate
+from rlhf_cli.algorithms.ragged import segment_sum
+from rlhf_cli.algorithms.shaping import shaped_rewards
+from rlhf_cli.algorithms.table import Algorithm, Experience, compute_advantages
+from rlhf_cli.config.online import PolicyConfig, RewardConfig
+from rlhf_cli.data.packing import Sequence
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.data.samples import Sample
+from rlhf_cli.rewards.records import Score
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Scored responses of one iteration; lists are by response, `groups_B` says which prompt each one answers."""
+
+    sequences: list[Sequence]
+    rollout_logprobs: list[np.ndarray]
+    scores_B: torch.Tensor
+    groups_B: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def cu(self) -> torch.Tensor:
+        """Bounds of the responses in arrays over all response tokens, int64 [B + 1]."""
+        return torch.tensor(np.cumsum([0] + [len(logprobs) for logprobs in self.rollout_logprobs]))
+
+
+def as_sequence(prompt_ids: list[int], response_ids: list[int]) -> Sequence:
+    """Prompt and response end to end; exactly the sampled tokens are trained on."""
+    token_ids = np.array(prompt_ids + response_ids, dtype=np.int32)
+    return Sequence(token_ids, np.arange(len(token_ids)) >= len(prompt_ids))
+
+
+def scored_rollouts(prompts: Seq[Prompt], generations: Seq[Generation], scores: Seq[Score]) -> Rollouts:
+    """What can be learned from: responses whose score did not fail, in order.
+
+    Args:
+        prompts: the prompt of each response; `index` tells the groups apart.
+    """
+    rows = [row for row in zip(prompts, generations, scores, strict=True) if row[2].value is not None]
+    return Rollouts(
+        sequences=[as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation, _ in rows],
+        rollout_logprobs=[np.array(generation.logprobs, dtype=np.float32) for _, generation, _ in rows],
+        scores_B=torch.tensor([score.value for _, _, score in rows], dtype=torch.float32),
+        groups_B=torch.tensor([prompt.index for prompt, _, _ in rows], dtype=torch.int64),
+    )
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What the models say of each response token, lists by response; None where no such model takes part."""
+
+    old_logprobs: list[np.ndarray] | None
+    ref_logprobs: list[np.ndarray] | None
+    values: list[np.ndarray] | None
+
+
+def learning_samples(
+    rollouts: Rollouts,
+    evaluated: Evaluated,
+    *,
+    algorithm: Algorithm,
+    policy: PolicyConfig,
+    reward: RewardConfig,
+    kl_coef: float,
+) -> tuple[list[Sample], dict[str, float]]:
+    """(a sample for each response, metrics of rewards, KL and advantages).
+
+    `kl` is the mean over responses of the divergence summed over their tokens, which the adaptive controller steers.
+    """
+    cu = rollouts.cu
+    kl_N = _kl(evaluated, policy)
+    rewards_N = shaped_rewards(rollouts.scores_B, kl_N, cu, clip_range=reward.reward_clip_range, kl_coef=kl_coef)
+    values_N = None if evaluated.values is None else _flat(evaluated.values)
+    experience = Experience(rewards_N=rewards_N, values_N=values_N, cu=cu, groups_B=rollouts.groups_B)
+    advantages_N, returns_N = compute_advantages(algorithm, experience, settings=policy)
+
+    columns = {"rollout_logprobs": rollouts.rollout_logprobs, "advantages": _split(advantages_N, cu)}
+    if evaluated.old_logprobs is not None:
+        columns["old_logprobs"] = evaluated.old_logprobs
+    if returns_N is not None and evaluated.values is not None:
+        columns |= {"old_values": evaluated.values, "returns": _split(returns_N, cu)}
+    samples = [
+        Sample(sequence, {name: values[i] for name, values in columns.items()})
+        for i, sequence in enumerate(rollouts.sequences)
+    ]
+    metrics = {"advantage_abs": float(advantages_N.abs().mean())}
+    if kl_N is not None:
+        metrics |= {"kl": float(segment_sum(kl_N, cu).mean()), "kl_coef": kl_coef}
+    return samples, metrics
+
+
+def _kl(evaluated: Evaluated, policy: PolicyConfig) -> torch.Tensor | None:
+    if evaluated.ref_logprobs is None:
+        return None
+    assert evaluated.old_logprobs is not None, "the KL divergence needs the policy's own log-probs"
+    return kl_estimate(_flat(evaluated.old_logprobs), _flat(evaluated.ref_logprobs), policy.kl_estimator)
+
+
+def _flat(by_response: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(by_response))
+
+
+def _split(values_N: torch.Tensor, cu: torch.Tensor) -> list[np.ndarray]:
+    return np.split(values_N.numpy(), cu[1:-1].numpy())
+
+
+def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[str, float]:
+    """Rewards, verdicts and lengths of an iteration's responses; failed rewards are counted, not averaged in."""
+    lengths = np.array([len(generation.token_ids) for generation in generations])
+    values = [score.value for score in scores if score.value is not None]
+    judged = [score.status for score in scores if score.status in ("correct", "wrong", "invalid")]
+    metrics = {
+        "reward": float(np.mean(values)),
+        "reward_std": float(np.std(values)),
+        "reward_failed": float(np.mean([score.status == "failed" for score in scores])),
+        "response_length": float(lengths.mean()),
+        "response_length_max": float(lengths.max()),
+        "truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
+    }
+    if judged:
+        metrics["accuracy"] = judged.count("correct") / len(judged)
+    parts: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.parts.items():
+            parts.setdefault(f"reward/{name}", []).append(value)
+    return metrics | {name: float(np.mean(part)) for name, part in parts.items()}
