@@ -70,12 +70,21 @@ def command_function(entry: Entry) -> Callable[[Any], None]:
 
 def load_command(name: str, entry: Entry) -> Any:
     """The Typer command of a table entry; imports its module."""
+    return command_of(name, command_function(entry))
+
+
+def command_of(name: str, function: Callable[[Any], None]) -> Any:
+    """The Typer command of a function that takes a config."""
     from rlhf_cli.options import typer_command  # brings pydantic, which `rlhf --help` does without
 
-    return typer_command(name, _with_trace(command_function(entry)))
+    return typer_command(name, _with_trace(function))
 
 
-app = typer.Typer(cls=CommandGroup, invoke_without_command=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+def make_app(group: type[CommandGroup] = CommandGroup) -> typer.Typer:
+    """The program with the commands of a group."""
+    app = typer.Typer(cls=group, invoke_without_command=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.callback()(root)
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -84,7 +93,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def root(
     ctx: typer.Context,
     version: Annotated[
@@ -100,31 +108,32 @@ def root(
         typer.echo(ctx.get_help())
 
 
-def main(args: Sequence[str] | None = None) -> int:
+def main(args: Sequence[str] | None = None, *, group: type[CommandGroup] = CommandGroup) -> int:
     """Run the program; the exit status: 0 done, 1 failure, 2 wrong usage, 130 interrupted."""
     words = list(sys.argv[1:] if args is None else args)
+    called = next((word for word in words if word in group.table), None)
     try:
-        outcome = typer.main.get_command(app).main(words, prog_name="rlhf", standalone_mode=False)
+        outcome = typer.main.get_command(make_app(group)).main(words, prog_name="rlhf", standalone_mode=False)
         if outcome == 130:
-            _tell(words, "interrupted")
+            _tell(called, "interrupted")
         return outcome if isinstance(outcome, int) else 0
     except UsageError as error:
-        _tell(words, str(error))
+        _tell(called, str(error))
         return 2
     except RunError as error:
-        _tell(words, str(error))
+        _tell(called, str(error))
         return 1
     except (typer.TyperException, typer.Abort) as error:
-        _tell(words, str(error) or "aborted")
+        _tell(called, str(error) or "aborted")
         return getattr(error, "exit_code", 1)
     except Exception as error:
-        _tell(words, _unexpected(error, None))
+        _tell(called, _unexpected(error, None))
         return 1
 
 
-def _tell(words: Sequence[str], message: str) -> None:
-    command = next((f" {word}" for word in words if word in COMMANDS), "")
-    sys.stderr.write(f"rlhf{command}: {'; '.join(line.strip() for line in message.splitlines() if line.strip())}\n")
+def _tell(command: str | None, message: str) -> None:
+    said = "; ".join(line.strip() for line in message.splitlines() if line.strip())
+    sys.stderr.write(f"rlhf{f' {command}' if command else ''}: {said}\n")
 
 
 def _with_trace(run: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -344,7 +344,7 @@ def _option(flag: Flag) -> inspect.Parameter:
     choices = [str(choice) for choice in flag.choices]
     option = typer.Option(
         spelling,
-        help=f"{flag.help} ({_details(flag)})",
+        help=f"{flag.help} ({describe(flag)})",
         rich_help_panel=flag.panel,
         show_default=False,
         autocompletion=(lambda: choices) if choices else None,
@@ -357,13 +357,16 @@ def _parameter(name: str, annotation: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=None, annotation=Annotated[annotation, option])
 
 
-def _details(flag: Flag) -> str:
-    if flag.required:
-        return f"{expected(flag)}; required"
-    default = ",".join(map(str, flag.default)) if flag.is_list else _shown(flag.default)
+def describe(flag: Flag) -> str:
+    """What a flag takes and what it is without being given, as help pages show it."""
     if flag.takes == 0:
         return f"on by default; --no_{flag.name} turns it off" if flag.default else "off by default"
-    return expected(flag) if flag.default is None or default == "" else f"{expected(flag)}; default {default}"
+    if flag.required:
+        return f"{expected(flag)}; required"
+    if flag.default is None or flag.default == []:
+        return expected(flag)
+    default = ",".join(map(str, flag.default)) if flag.is_list else _shown(flag.default)
+    return f"{expected(flag)}; default {default}"
 
 
 def expected(flag: Flag) -> str:

@@ -1,0 +1,88 @@
+"""The vocabulary of the program: the frozen list of flags, and each flag of each command on its way through YAML.
+
+After a wanted change: UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/test_flags_frozen.py
+"""
+
+import difflib
+import os
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli import cli
+from rlhf_cli.options import Flag, build_config, config_class, describe, flags_of, from_yaml, to_yaml
+
+FROZEN = Path(__file__).with_name("flags.txt")
+UPDATE = "UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/test_flags_frozen.py"
+# What a command needs besides its required settings, for checks that look at several settings at once.
+ALSO_NEEDED = {"reward_funcs": "gsm8k"}
+# Samples where the type alone does not give a valid one.
+SAMPLES = {
+    "input_template": "User: {}",
+    "reward_funcs": "gsm8k,exact",
+    "reward_weights": "0.5",
+    "reward_clip_range": "-5 5",
+    "rollout_correction_range": "0.25 4.0",
+}
+
+
+def settings(name: str):
+    cls = config_class(cli.command_function(cli.COMMANDS[name]))
+    return cls, flags_of(cls)
+
+
+def vocabulary() -> str:
+    """One line for each flag: command, flag, type and default."""
+    lines = [f"{name} --{flag.name} ({describe(flag)})" for name in cli.COMMANDS for flag in settings(name)[1].values()]
+    return "\n".join(sorted(lines)) + "\n"
+
+
+def test_the_flags_are_those_of_the_frozen_list():
+    if os.environ.get("UPDATE_FLAGS"):
+        FROZEN.write_text(vocabulary())
+    changed = list(difflib.unified_diff(FROZEN.read_text().splitlines(), vocabulary().splitlines(), lineterm="", n=0))
+    listed = "\n".join(changed[2:])
+    assert not changed, f"the flags changed; if that is wanted: {UPDATE}\n{listed}"
+
+
+def least(flags: dict[str, Flag]) -> dict[str, str]:
+    """The fewest settings a command runs with."""
+    needed = {name: "x" for name, flag in flags.items() if flag.required}
+    return needed | {name: value for name, value in ALSO_NEEDED.items() if name in flags}
+
+
+def other_value(flag: Flag) -> str | list[str] | bool:
+    """A valid value that is not the default."""
+    if flag.name in SAMPLES:
+        return SAMPLES[flag.name].split() if flag.takes > 1 else SAMPLES[flag.name]
+    if flag.takes == 0:
+        return not flag.default
+    if flag.choices:
+        return str(next(choice for choice in reversed(flag.choices) if choice != flag.default))
+    if flag.takes > 1:
+        return ["0.25", "0.75"][: flag.takes]
+    if flag.annotation is int:
+        return str(2 * flag.default if not flag.required and (flag.default or 0) > 0 else 3)
+    if flag.annotation is float:
+        # 1.5 stands for settings bounded by 1 from below
+        return "1.5" if flag.default is None else str((flag.default or 0.5) / 2)
+    return "other"
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_setting_of_a_command_survives_yaml(name, tmp_path):
+    cls, flags = settings(name)
+    file = tmp_path / "config.yaml"
+    plain = build_config(cls, least(flags))
+    for flag in flags.values():
+        config = build_config(cls, least(flags) | {flag.name: other_value(flag)})
+        file.write_text(to_yaml(config))
+        assert from_yaml(cls, file) == config, f"--{flag.name}"
+        assert config != plain, f"--{flag.name} changes nothing"
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_flag_has_a_help_text_of_its_own(name):
+    _, flags = settings(name)
+    silent = [flag.name for flag in flags.values() if len(flag.help.split()) < 1]
+    assert not silent
