@@ -82,7 +82,13 @@ def command_of(name: str, function: Callable[[Any], None]) -> Any:
 
 def make_app(group: type[CommandGroup] = CommandGroup) -> typer.Typer:
     """The program with the commands of a group."""
-    app = typer.Typer(cls=group, invoke_without_command=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app = typer.Typer(
+        cls=group,
+        invoke_without_command=True,
+        context_settings={"help_option_names": ["--help", "-h"]},
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
     app.callback()(root)
     return app
 

@@ -40,7 +40,7 @@ def page(command: TyperCommand | TyperGroup, ctx: Any, *, usage: str) -> str:
     for option in command.get_params(ctx):
         if isinstance(option, typer.core.TyperOption) and not option.hidden:
             rows = panels.setdefault(option.rich_help_panel or "Options", [])
-            rows.append((", ".join(option.opts), option.help or ""))
+            rows.append((", ".join(sorted(option.opts, key=len, reverse=True)), option.help or ""))
     if isinstance(command, TyperGroup):
         for name, member in command.commands.items():
             assert isinstance(member, TyperCommand)

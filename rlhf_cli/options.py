@@ -7,93 +7,23 @@ what happens to errors (cli.py).
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import GenericAlias, NoneType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from types import GenericAlias
+from typing import Annotated, Any, TypeVar
 
 import typer
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_core import ErrorDetails
 
 from rlhf_cli.errors import UsageError
+from rlhf_cli.flags import Flag, config_class, describe, expected, flags_of, shown
 from rlhf_cli.help_page import HelpPageCommand
 
 C = TypeVar("C", bound=BaseModel)
-
-RESERVED = {"config", "local_rank", "help"}  # flags every command has besides its settings
-
-
-class Flag(NamedTuple):
-    """One setting: field `name` of group `group`."""
-
-    name: str
-    group: str
-    panel: str
-    annotation: Any  # without None; `optional` tells whether None is allowed
-    optional: bool
-    limits: tuple[Any, ...]  # annotated_types of the field: Gt, Ge, Lt, Le
-    default: Any  # PydanticUndefined when the setting is required
-    help: str
-
-    @property
-    def required(self) -> bool:
-        return self.default is PydanticUndefined
-
-    @property
-    def takes(self) -> int:
-        """Values the flag takes on the command line."""
-        return 0 if self.annotation is bool else len(get_args(self.annotation)) if self._is(tuple) else 1
-
-    @property
-    def choices(self) -> tuple[Any, ...]:
-        return get_args(self.annotation) if self._is(Literal) else ()
-
-    @property
-    def is_list(self) -> bool:
-        return self._is(list)
-
-    def _is(self, origin: Any) -> bool:
-        return get_origin(self.annotation) is origin
-
-
-def config_class(run: Callable[..., Any]) -> type[BaseModel]:
-    """The config class that a command function `run(config: XConfig)` asks for."""
-    cls = get_type_hints(run)["config"]
-    assert issubclass(cls, BaseModel)
-    return cls
-
-
-def flags_of(config_cls: type[BaseModel]) -> dict[str, Flag]:
-    """Every flag of a config class by name, in declaration order.
-
-    Raises:
-        TypeError: two groups declare the same name, or a name that every command already has.
-    """
-    flags: dict[str, Flag] = {}
-    for group, outer in config_cls.model_fields.items():
-        group_cls = outer.annotation
-        assert isinstance(group_cls, type)
-        assert issubclass(group_cls, BaseModel)
-        for name, field in group_cls.model_fields.items():
-            if name in flags or name in RESERVED:
-                other = f"in {flags[name].group}" if name in flags else "of every command"
-                raise TypeError(f"{config_cls.__name__}: --{name} of {group} is already a flag {other}")
-            members = [member for member in get_args(field.annotation) if member is not NoneType]
-            optional = NoneType in get_args(field.annotation)
-            flags[name] = Flag(
-                name=name,
-                group=group,
-                panel=(group_cls.__doc__ or group).splitlines()[0].rstrip("."),
-                annotation=members[0] if optional else field.annotation,
-                optional=optional,
-                limits=tuple(field.metadata),
-                default=field.default if outer.is_required() else getattr(outer.default, name),
-                help=(field.description or "").replace("\n", " "),
-            )
-    return flags
 
 
 def build_config(config_cls: type[C], values: Mapping[str, Any], *, spelled: str = "--{}") -> C:
@@ -244,9 +174,13 @@ def _validate(config_cls: type[C], values: Mapping[str, Any], spelled: Mapping[s
         if name in flags:
             groups[flags[name].group][name] = _prepare(value, flags[name])
     try:
-        return config_cls(**groups), []
+        config = config_cls(**groups)
     except ValidationError as error:
         return None, _messages(error.errors(), flags, values, spelled)
+    endless = [name for name in values if name in flags and not _finite(getattr(config, flags[name].group), name)]
+    if endless:
+        return None, [_must_be(flags[name], values[name], spelled[name]) for name in endless]
+    return config, []
 
 
 def _prepare(value: Any, flag: Flag) -> Any:
@@ -278,20 +212,23 @@ def _messages(
             right = (
                 own_words if error["type"] in ("value_error", "assertion_error") else f"must be {expected(flags[name])}"
             )
-            phrases[name] = f"{spelled.get(name, '--{}').format(name)} {_shown(values.get(name))}: {right}"
+            phrases[name] = f"{spelled.get(name, '--{}').format(name)} {shown(values.get(name))}: {right}"
     return ([f"missing {', '.join(missing)}"] if missing else []) + list(phrases.values())
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return " ".join(map(_shown, value)) or "[]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return "''" if value == "" else str(value)
+def _must_be(flag: Flag, value: Any, spelled: str, right: str | None = None) -> str:
+    return f"{spelled.replace('{}', flag.name)} {shown(value)}: {right or f'must be {expected(flag)}'}"
+
+
+def _finite(group: BaseModel, name: str) -> bool:
+    """False where a number is infinite or not a number, which no setting means."""
+    value = getattr(group, name)
+    numbers = value if isinstance(value, tuple | list) else [value]
+    return all(math.isfinite(number) for number in numbers if isinstance(number, float))
 
 
 def _unknown_key(name: str, flags: Mapping[str, Flag], spelled: str, value: Any = None) -> str:
-    written = spelled.format(name)
+    written = spelled.replace("{}", name)
     if isinstance(value, dict) and name in {flag.group for flag in flags.values()}:
         return f"unknown setting {written}: settings are flat, write what is in it at the top level"
     return f"unknown setting {written}{_did_you_mean(name, flags, '')}"
@@ -355,48 +292,3 @@ def _option(flag: Flag) -> inspect.Parameter:
 def _parameter(name: str, annotation: Any, option: Any) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=None, annotation=Annotated[annotation, option])
-
-
-def describe(flag: Flag) -> str:
-    """What a flag takes and what it is without being given, as help pages show it."""
-    if flag.takes == 0:
-        return f"on by default; --no_{flag.name} turns it off" if flag.default else "off by default"
-    if flag.required:
-        return f"{expected(flag)}; required"
-    if flag.default is None or flag.default == []:
-        return expected(flag)
-    default = ",".join(map(str, flag.default)) if flag.is_list else _shown(flag.default)
-    return f"{expected(flag)}; default {default}"
-
-
-def expected(flag: Flag) -> str:
-    """What a value of this flag must be, in words: 'an integer > 0', 'bf16 or fp32', '2 numbers'."""
-    if flag.choices:
-        *most, last = map(str, flag.choices)
-        return f"{', '.join(most)} or {last}" if most else last
-    if flag.takes > 1:
-        return f"{flag.takes} {_TYPE_NAMES[get_args(flag.annotation)[0]][1]}"
-    if flag.is_list:
-        return f"{_TYPE_NAMES[get_args(flag.annotation)[0]][1]} separated by commas"
-    name = _TYPE_NAMES[flag.annotation][0]
-    bounds = _bounds(flag.limits)
-    return f"{name} {bounds}" if bounds else name
-
-
-_TYPE_NAMES: dict[Any, tuple[str, str]] = {
-    int: ("an integer", "integers"),
-    float: ("a number", "numbers"),
-    str: ("text", "words"),
-    bool: ("true or false", "true or false"),
-    Path: ("a path", "paths"),
-}
-
-
-def _bounds(limits: Sequence[Any]) -> str:
-    found = {
-        kind: getattr(limit, kind) for limit in limits for kind in ("gt", "ge", "lt", "le") if hasattr(limit, kind)
-    }
-    if found.keys() == {"ge", "le"}:
-        return f"from {found['ge']} to {found['le']}"
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    return " and ".join(f"{signs[kind]} {bound}" for kind, bound in found.items())

@@ -150,7 +150,7 @@ def test_version():
 
 
 def test_no_command_shows_the_help():
-    assert rlhf().stdout == rlhf("--help").stdout
+    assert rlhf().stdout == rlhf("--help").stdout == rlhf("-h").stdout
 
 
 def test_the_deepspeed_launcher_may_put_local_rank_first():
@@ -159,7 +159,7 @@ def test_the_deepspeed_launcher_may_put_local_rank_first():
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
 def test_help_fits_80_columns_and_shows_every_flag(name):
-    from rlhf_cli.options import config_class, flags_of
+    from rlhf_cli.flags import config_class, flags_of
 
     done = rlhf(name, "--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -215,6 +215,14 @@ def completions(*words: str) -> list[str]:
     done = rlhf(**environment)
     assert done.stderr == ""
     return done.stdout.split()
+
+
+def test_a_reader_that_stops_early_is_no_failure():
+    command = f'"{sys.executable}" -m rlhf_cli ppo --help | head -n 1'
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("Usage: rlhf ppo [--FLAG VALUE]...\n", "")
 
 
 def test_completion_offers_commands_flags_and_choices():

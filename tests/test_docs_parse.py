@@ -17,7 +17,8 @@ from pydantic import BaseModel
 
 from rlhf_cli import cli
 from rlhf_cli.errors import UsageError
-from rlhf_cli.options import Flag, build_config, config_class, flags_of, typer_command, underscores
+from rlhf_cli.flags import Flag, config_class, flags_of
+from rlhf_cli.options import build_config, typer_command, underscores
 
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = [

@@ -6,16 +6,20 @@ After a wanted change: UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/test_flag
 import difflib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_cli import cli
-from rlhf_cli.options import Flag, build_config, config_class, describe, flags_of, from_yaml, to_yaml
+from rlhf_cli.flags import Flag, config_class, describe, flags_of
+from rlhf_cli.options import build_config, from_yaml, to_yaml
 
 FROZEN = Path(__file__).with_name("flags.txt")
 UPDATE = "UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/test_flags_frozen.py"
 # What a command needs besides its required settings, for checks that look at several settings at once.
 ALSO_NEEDED = {"reward_funcs": "gsm8k"}
+# Settings that are only valid together with others.
+TOGETHER: dict[str, dict[str, Any]] = {"input_template": {"apply_chat_template": False}}
 # Samples where the type alone does not give a valid one.
 SAMPLES = {
     "input_template": "User: {}",
@@ -45,7 +49,7 @@ def test_the_flags_are_those_of_the_frozen_list():
     assert not changed, f"the flags changed; if that is wanted: {UPDATE}\n{listed}"
 
 
-def least(flags: dict[str, Flag]) -> dict[str, str]:
+def least(flags: dict[str, Flag]) -> dict[str, Any]:
     """The fewest settings a command runs with."""
     needed = {name: "x" for name, flag in flags.items() if flag.required}
     return needed | {name: value for name, value in ALSO_NEEDED.items() if name in flags}
@@ -75,7 +79,7 @@ def test_every_setting_of_a_command_survives_yaml(name, tmp_path):
     file = tmp_path / "config.yaml"
     plain = build_config(cls, least(flags))
     for flag in flags.values():
-        config = build_config(cls, least(flags) | {flag.name: other_value(flag)})
+        config = build_config(cls, least(flags) | TOGETHER.get(flag.name, {}) | {flag.name: other_value(flag)})
         file.write_text(to_yaml(config))
         assert from_yaml(cls, file) == config, f"--{flag.name}"
         assert config != plain, f"--{flag.name} changes nothing"

@@ -8,7 +8,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from rlhf_cli.config.base import Group
 from rlhf_cli.errors import UsageError
-from rlhf_cli.options import build_config, flags_of, from_yaml, read_yaml, to_yaml, typer_command
+from rlhf_cli.flags import flags_of
+from rlhf_cli.options import build_config, from_yaml, read_yaml, to_yaml, typer_command
 
 
 class Paint(Group):
@@ -144,6 +145,7 @@ def test_missing_settings_are_named_together():
         (["--coats", "many"], "--coats many: must be an integer > 0"),
         (["--share", "2"], "--share 2: must be a number from 0 to 1"),
         (["--share", "nan"], "--share nan: must be a number from 0 to 1"),
+        (["--pair", "1", "inf"], "--pair 1 inf: must be 2 numbers"),
         (["--finish", "shiny"], "--finish shiny: must be matt, satin or gloss"),
         (["--level", "3"], "--level 3: must be 0, 1 or 2"),
         (["--pair", "1", "x"], "--pair 1 x: must be 2 numbers"),
@@ -178,6 +180,7 @@ def test_several_mistakes_are_told_in_one_line():
         ("colour: red\ncoats: 0\n", "coats in {} 0: must be an integer > 0"),
         ("colour: red\ncoats: true\n", "coats in {} true: must be an integer > 0"),
         ("colour: red\nshare: .nan\n", "share in {} nan: must be a number from 0 to 1"),
+        ("colour: red\nweights: [.inf]\n", "weights in {} inf: must be numbers separated by commas"),
         ("colour: 12\n", "colour in {} 12: must be text"),
         ("colour: red\nclean_up: maybe\n", "clean_up in {} maybe: must be true or false"),
         ("colour: red\npair: [1]\n", "pair in {} 1: must be 2 numbers"),

@@ -1,0 +1,138 @@
+"""What the fields of a config class are as flags: names, types, limits, defaults, and all of that in words.
+
+Leaves out values: reading and checking them is options.py.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+RESERVED = {"config", "local_rank", "help"}  # flags every command has besides its settings
+
+
+class Flag(NamedTuple):
+    """One setting: field `name` of group `group`."""
+
+    name: str
+    group: str
+    panel: str
+    annotation: Any  # without None; `optional` tells whether None is allowed
+    optional: bool
+    limits: tuple[Any, ...]  # annotated_types of the field: Gt, Ge, Lt, Le
+    default: Any  # PydanticUndefined when the setting is required
+    help: str
+
+    @property
+    def required(self) -> bool:
+        return self.default is PydanticUndefined
+
+    @property
+    def takes(self) -> int:
+        """Values the flag takes on the command line."""
+        return 0 if self.annotation is bool else len(get_args(self.annotation)) if self._is(tuple) else 1
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        return get_args(self.annotation) if self._is(Literal) else ()
+
+    @property
+    def is_list(self) -> bool:
+        return self._is(list)
+
+    def _is(self, origin: Any) -> bool:
+        return get_origin(self.annotation) is origin
+
+
+def config_class(run: Callable[..., Any]) -> type[BaseModel]:
+    """The config class that a command function `run(config: XConfig)` asks for."""
+    cls = get_type_hints(run)["config"]
+    assert issubclass(cls, BaseModel)
+    return cls
+
+
+def flags_of(config_cls: type[BaseModel]) -> dict[str, Flag]:
+    """Every flag of a config class by name, in declaration order.
+
+    Raises:
+        TypeError: two groups declare the same name, or a name that every command already has.
+    """
+    flags: dict[str, Flag] = {}
+    for group, outer in config_cls.model_fields.items():
+        group_cls = outer.annotation
+        assert isinstance(group_cls, type)
+        assert issubclass(group_cls, BaseModel)
+        for name, field in group_cls.model_fields.items():
+            if name in flags or name in RESERVED:
+                other = f"in {flags[name].group}" if name in flags else "of every command"
+                raise TypeError(f"{config_cls.__name__}: --{name} of {group} is already a flag {other}")
+            members = [member for member in get_args(field.annotation) if member is not NoneType]
+            optional = NoneType in get_args(field.annotation)
+            flags[name] = Flag(
+                name=name,
+                group=group,
+                panel=(group_cls.__doc__ or group).splitlines()[0].rstrip("."),
+                annotation=members[0] if optional else field.annotation,
+                optional=optional,
+                limits=tuple(field.metadata),
+                default=field.default if outer.is_required() else getattr(outer.default, name),
+                help=(field.description or "").replace("\n", " "),
+            )
+    return flags
+
+
+def describe(flag: Flag) -> str:
+    """What a flag takes and what it is without being given, as help pages show it."""
+    if flag.takes == 0:
+        return f"on by default; --no_{flag.name} turns it off" if flag.default else "off by default"
+    if flag.required:
+        return f"{expected(flag)}; required"
+    if flag.default is None or flag.default == []:
+        return expected(flag)
+    default = ",".join(map(str, flag.default)) if flag.is_list else shown(flag.default)
+    return f"{expected(flag)}; default {default}"
+
+
+def expected(flag: Flag) -> str:
+    """What a value of this flag must be, in words: 'an integer > 0', 'bf16 or fp32', '2 numbers'."""
+    if flag.choices:
+        *most, last = map(str, flag.choices)
+        return f"{', '.join(most)} or {last}" if most else last
+    if flag.takes > 1:
+        return f"{flag.takes} {_TYPE_NAMES[get_args(flag.annotation)[0]][1]}"
+    if flag.is_list:
+        return f"{_TYPE_NAMES[get_args(flag.annotation)[0]][1]} separated by commas"
+    name = _TYPE_NAMES[flag.annotation][0]
+    bounds = _bounds(flag.limits)
+    return f"{name} {bounds}" if bounds else name
+
+
+_TYPE_NAMES: dict[Any, tuple[str, str]] = {
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("text", "words"),
+    bool: ("true or false", "true or false"),
+    Path: ("a path", "paths"),
+}
+
+
+def _bounds(limits: Sequence[Any]) -> str:
+    found = {
+        kind: getattr(limit, kind) for limit in limits for kind in ("gt", "ge", "lt", "le") if hasattr(limit, kind)
+    }
+    if found.keys() == {"ge", "le"}:
+        return f"from {found['ge']} to {found['le']}"
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    return " and ".join(f"{signs[kind]} {bound}" for kind, bound in found.items())
+
+
+def shown(value: Any) -> str:
+    """A value as one would write it after its flag."""
+    if isinstance(value, tuple | list):
+        return " ".join(map(shown, value)) or "[]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return "''" if value == "" else str(value)
