@@ -21,6 +21,7 @@ from transformers import get_scheduler
 from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends import distributed
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
+from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import PolicyModel, parameter_groups
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
@@ -33,6 +34,9 @@ def deepspeed_config(settings: DeepSpeedConfig, *, param_dtype: str, max_norm: f
     One micro-batch is declared however many there are: the engine sets the accumulation boundary itself, because
     packing makes their number change from step to step.
     """
+    is_plain_bf16 = settings.zero_stage == 0 and param_dtype == "bf16"
+    if is_plain_bf16 and settings.grad_accum_dtype == "fp32":
+        raise UsageError("--grad_accum_dtype fp32: DeepSpeed has it for bf16 weights from --zero_stage 1 on")
     zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": settings.overlap_comm}
     if settings.zero_stage == 3:
         zero |= {"zero_hpz_partition_size": settings.zpg}
@@ -43,7 +47,7 @@ def deepspeed_config(settings: DeepSpeedConfig, *, param_dtype: str, max_norm: f
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_norm,
         "bf16": {"enabled": param_dtype == "bf16"},
-        "data_types": {"grad_accum_dtype": settings.grad_accum_dtype},
+        "data_types": {"grad_accum_dtype": settings.grad_accum_dtype or ("bf16" if is_plain_bf16 else "fp32")},
         "zero_optimization": zero,
         "steps_per_print": 1 << 60,
     }
@@ -93,6 +97,8 @@ class DeepSpeedEngine:
         self._stage = settings.zero_stage
         if self._stage == 3:
             register_external_parameters(module)
+        if self._stage == 0 and self._engine.bfloat16_enabled():
+            undo_first_step(self._engine.optimizer)
 
     @property
     def module(self) -> nn.Module:
@@ -115,10 +121,18 @@ class DeepSpeedEngine:
             self._engine.backward(loss * dist.get_world_size())
             total = combine_metrics(total, metrics)
         lr = self._engine.get_lr()[0]
+        own_norm = self._plain_grad_norm()
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()
+        norm = own_norm if own_norm is not None else self._engine.get_global_grad_norm()
         reduced = distributed.reduce_metrics({name: float(value) for name, value in total.items()})
-        return reduced | {"grad_norm": float(norm) if norm is not None else float("nan"), "lr": float(lr)}
+        assert norm is not None, "DeepSpeed reported no gradient norm"
+        return reduced | {"grad_norm": float(norm), "lr": float(lr)}
+
+    def _plain_grad_norm(self) -> float | None:
+        """The gradient norm where DeepSpeed leaves the step to the plain optimizer (fp32 at stage 0), else None."""
+        if self._stage > 0 or self._engine.bfloat16_enabled():
+            return None
+        return float(torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None]))
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> dict[str, float]:
@@ -207,6 +221,18 @@ class FrozenEngine:
         """Bring back what `sleep` moved away."""
         if not self._partitioned:
             self._module.to(distributed.device())
+
+
+def undo_first_step(optimizer: Any) -> None:
+    """Take back the step with zero gradients that DeepSpeed's stage 0 in bf16 makes to allocate Adam's moments.
+
+    It decays the weights once and counts as a step in Adam's bias correction, which makes the first real one smaller.
+    """
+    for state in optimizer.optimizer.state.values():
+        state["step"].zero_()
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.data.copy_(weight.data)
 
 
 def register_external_parameters(module: nn.Module) -> None:

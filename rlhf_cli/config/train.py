@@ -66,8 +66,8 @@ class DeepSpeedConfig(Group):
     """ZeRO++ secondary partition size of stage 3 (GPUs of one node)."""
     adam_offload: bool = False
     """Keep optimizer states in host memory and step there (DeepSpeed CPU Adam)."""
-    grad_accum_dtype: Literal["bf16", "fp32"] = "fp32"
-    """Type in which gradients of micro-batches are added up."""
+    grad_accum_dtype: Literal["bf16", "fp32"] | None = None
+    """Type in which gradients of micro-batches are added up; by default fp32 where DeepSpeed can (not bf16 at stage 0)."""
     overlap_comm: bool = False
     """Overlap gradient reduction with the backward pass."""
 
