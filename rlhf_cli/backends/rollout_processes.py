@@ -1,11 +1,16 @@
 """Finds and ends the processes an engine has started.
 
-Leaves out how an engine ends them itself: this is the last resort after it tried.
+Leaves out how an engine ends them itself: this is the last resort after it tried, or after its owner was killed.
 """
 
 import os
+import threading
+import time
 
 import psutil
+
+OWNER_VARIABLE = "RLHF_ROLLOUT_OWNER"
+_LOOK_SECONDS = 1.0
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
@@ -33,3 +38,29 @@ def end_processes(processes: list[psutil.Process], *, patience: float = 5.0) -> 
         if process.pid != os.getpid() and process.is_running():
             process.kill()
     psutil.wait_procs(left, timeout=patience)
+
+
+def end_with_owner() -> threading.Thread | None:
+    """Makes this process end when the one named in OWNER_VARIABLE has; the watching thread, None without a name.
+
+    vLLM's processes outlive an owner that was killed: its engine core waits for requests for good. Called in the
+    workers, whose parent is that engine core (or the owner itself, where the worker runs inside the core).
+    """
+    owner = os.environ.get(OWNER_VARIABLE)
+    if owner is None:
+        return None
+    thread = threading.Thread(target=_end_after, args=(int(owner), os.getppid()), name="owner-watch", daemon=True)
+    thread.start()
+    return thread
+
+
+def _end_after(owner: int, parent: int) -> None:
+    try:
+        process = psutil.Process(owner)
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(_LOOK_SECONDS)
+    except psutil.NoSuchProcess:
+        pass
+    if parent != owner and os.getppid() == parent:
+        psutil.Process(parent).kill()
+    psutil.Process().kill()

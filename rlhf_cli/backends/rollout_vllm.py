@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_cli.backends.rollout_engine import EngineDead, EngineSettings, check_lengths, eos_token_ids
-from rlhf_cli.backends.rollout_processes import end_processes, process_tree
+from rlhf_cli.backends.rollout_processes import OWNER_VARIABLE, end_processes, process_tree
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError
 
@@ -22,7 +22,7 @@ _WORKER_MODULE = "rlhf_cli.backends.weight_vllm_worker"
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _POLL_SECONDS = 0.25  # between looks at whether the engine's processes still live
 _DEAD = "a vLLM engine process ended unexpectedly; the engine's log has its last words"
-_SHUTDOWN_SECONDS = 2.0
+_SHUTDOWN_SECONDS = 15.0
 
 Result = TypeVar("Result")
 
@@ -34,6 +34,7 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "TOKENIZERS_PARALLELISM": "false",
+        OWNER_VARIABLE: str(os.getpid()),
     }
     if settings.enforce_eager:
         variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles for 5-19 s all the same
@@ -99,25 +100,29 @@ class VllmEngine:
 
     async def _generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
         await self._llm.pause_generation(mode="keep", clear_cache=True)
-        names, queues = [], []
+        names = [f"r{self._num_requests + index}" for index in range(len(requests))]
+        self._num_requests += len(requests)
+        queues = []
         try:
-            for request in requests:
-                names.append(f"r{self._num_requests}")
-                self._num_requests += 1
-                params = _vllm_sampling(request, sampling, self._eos)
+            for name, request in zip(names, requests, strict=True):
                 prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_ids}
-                queues.append(await self._llm.add_request(names[-1], prompt, params))
+                params = _vllm_sampling(request, sampling, self._eos)
+                queues.append(await self._llm.add_request(name, prompt, params))
             await self._llm.resume_generation()
             outputs = [await queue.get() for queue in queues]
-        except asyncio.CancelledError:
-            if not self._llm.errored:
-                await self._llm.abort(names)
-                await self._llm.resume_generation()
+        except BaseException:
+            await self._drop(names[: len(queues)])
             raise
         finally:
             for queue in queues:
                 queue.close()
         return [_generation(output, self._version) for output in outputs]
+
+    async def _drop(self, names: list[str]) -> None:
+        """Leaves the scheduler running and empty after a batch that was cancelled or refused."""
+        if not self._llm.errored:
+            await self._llm.abort(names)
+            await self._llm.resume_generation()
 
     async def sleep(self, level: int = 2) -> None:
         """Halts the engine; on a GPU level 1 moves weights to the host and level 2 drops them. Frees the KV cache."""
@@ -130,7 +135,7 @@ class VllmEngine:
         """Wakes parts ("weights", "kv_cache") or all; after level 2 weights have to be pushed before generating."""
         async with self._lock:
             await self._while_alive(self._llm.wake_up(tags))
-            self._asleep = not self._on_cpu and await self._while_alive(self._llm.is_sleeping())
+            self._asleep = await self._while_alive(self._llm.is_sleeping())
 
     async def is_asleep(self) -> bool:
         """Whether the engine sleeps, fully or in part."""
@@ -175,9 +180,11 @@ class VllmEngine:
         return [checksum for checksum in found if checksum is not None]
 
     async def shutdown(self) -> None:
-        """Ends the engine and every process it started."""
-        await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_SECONDS)
-        await asyncio.to_thread(end_processes, self._processes)
+        """Ends the engine and every process it started; a second call does nothing. Takes about 4 s."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, _SHUTDOWN_SECONDS)
+            await asyncio.to_thread(end_processes, self._processes)
 
     async def _control(self, call: Awaitable[Result]) -> Result:
         try:
@@ -196,14 +203,10 @@ class VllmEngine:
             while not task.done():
                 await asyncio.wait({task}, timeout=_POLL_SECONDS)
                 if not task.done() and self._llm.errored:
-                    raise EngineDead(
-                        "a vLLM engine process ended unexpectedly; see the engine's log for its last words"
-                    )
+                    raise EngineDead(_DEAD)
             return task.result()
         except EngineDeadError as error:
-            raise EngineDead(
-                "a vLLM engine process ended unexpectedly; see the engine's log for its last words"
-            ) from error
+            raise EngineDead(_DEAD) from error
         finally:
             if not task.done():
                 task.cancel()

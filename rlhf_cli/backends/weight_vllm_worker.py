@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rlhf_cli.backends.rollout_processes import end_with_owner
 from rlhf_cli.backends.weight_transfer import Ledger, check_tensors, checkpoint_shapes
 from rlhf_cli.backends.weight_transfer_shm import read_verified_push
 
@@ -157,6 +158,7 @@ def _ask_for_amx() -> None:
 
 
 _ask_for_amx()
+end_with_owner()
 
 
 class WorkerExtension:
