@@ -30,14 +30,14 @@ PROMINENT = (
 TITLES = {
     "lr": "learning rate",
     "kl": "KL from reference",
-    "approx_kl": "KL of the update (k1)",
-    "approx_k3": "KL of the update (k3)",
+    "approx_kl": "update KL (k1)",
+    "approx_k3": "update KL (k3)",
     "kl_coef": "KL coefficient",
-    "rollout_k3": "engine/trainer mismatch (k3)",
+    "rollout_k3": "engine mismatch",
     "truncated": "truncated share",
     "grad_norm": "gradient norm",
-    "critic/grad_norm": "critic gradient norm",
-    "critic/lr": "critic learning rate",
+    "critic/grad_norm": "critic grad norm",
+    "critic/lr": "critic lr",
     "critic/value_loss": "value loss",
     "critic/explained_variance": "explained variance",
     "response_length": "response length",
@@ -52,11 +52,17 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Reading:
-    """The metrics of one step as they were logged."""
+    """The metrics of one step as they were logged, measurements included."""
 
     step: int
     metrics: Mapping[str, float]
-    phases: Mapping[str, float]
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, with what is left of the step."""
+        phases = {name.removeprefix("time/"): value for name, value in self.metrics.items() if name.startswith("time/")}
+        total = phases.pop("step", None)
+        return with_rest(phases, total)
 
 
 def is_measured(name: str) -> bool:
@@ -65,14 +71,22 @@ def is_measured(name: str) -> bool:
 
 
 def prominent(names: Iterable[str]) -> list[str]:
-    """The names in the order in which people look at them; measurements of time and memory are left out."""
+    """The names in the order in which people look at them; counts and measurements of time and memory left out."""
     rank = {name: position for position, name in enumerate(PROMINENT)}
-    kept = [name for name in names if not is_measured(name)]
-    return sorted(kept, key=lambda name: rank.get(name, len(rank)))
+    kept = [name for name in names if not is_measured(name) and not name.startswith("num_")]
+    return sorted(kept, key=lambda name: rank.get(name.removeprefix("eval/"), len(rank)))
+
+
+def with_rest(phases: Mapping[str, float], total: float | None) -> dict[str, float]:
+    """The phases' seconds, and under "other" what is left of the total if that is more than a hundredth of it."""
+    rest = 0.0 if total is None else total - sum(phases.values())
+    return {**phases, "other": rest} if total and rest > 0.01 * total else dict(phases)
 
 
 def title(name: str) -> str:
     """The metric's name for people."""
+    if name.startswith("eval/"):
+        return "evaluation " + title(name.removeprefix("eval/"))
     return TITLES.get(name, name.replace("_", " "))
 
 

@@ -1,17 +1,21 @@
-"""What the terminal shows of a run: plain lines, or a live view where there is a terminal.
+"""What the terminal shows of a run: plain lines, or a live view (live_view.py) where there is a terminal.
 
 The banner before and the summary after a run are in tracker.py, the choice of stream in terminal.py.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from rich.console import Console
+from rich.text import Text
 
 from rlhf_cli.tracking.figures import Reading, duration, number, prominent, scaled
 
-PLAIN_METRICS = 8
+PLAIN_METRICS = 7
+PLAIN_PHASES = 3
+STEPS_OF_PACE = 20
 
 
 class View(Protocol):
@@ -23,7 +27,7 @@ class View(Protocol):
     def step(self, reading: Reading) -> None:
         """A step ended."""
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, *, style: str = "") -> None:
         """A line that stays."""
 
     def close(self) -> None:
@@ -31,25 +35,38 @@ class View(Protocol):
 
 
 class Pace:
-    """Steps done by this process and how long the rest will take."""
+    """How far a run is and how long the rest will take, at the speed of the last steps."""
 
     def __init__(self, total_steps: int, *, start_step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began = clock()
-        self._start_step = start_step
+        self.began = clock()
         self.total_steps = total_steps
         self.step = start_step
+        self._recent = deque([(start_step, self.began)], maxlen=STEPS_OF_PACE + 1)
+
+    def reach(self, step: int) -> None:
+        """A step is done."""
+        self.step = step
+        self._recent.append((step, self._clock()))
 
     @property
     def elapsed(self) -> float:
         """Seconds since this process began."""
-        return self._clock() - self._began
+        return self._clock() - self.began
+
+    @property
+    def share(self) -> float:
+        """Done share of all steps, 0 to 1."""
+        return min(1.0, self.step / max(1, self.total_steps))
 
     @property
     def remaining(self) -> float | None:
-        """Seconds the rest will take at the mean speed so far; None before the first step."""
-        done = self.step - self._start_step
-        return self.elapsed / done * (self.total_steps - self.step) if done else None
+        """Seconds the rest will take; None before the first step."""
+        (first, then), (last, now) = self._recent[0], self._recent[-1]
+        if last == first:
+            return None
+        whole = (now - then) / (last - first) * (self.total_steps - last)
+        return max(0.0, whole - (self._clock() - now)) if whole else 0.0
 
 
 class PlainView:
@@ -66,27 +83,30 @@ class PlainView:
 
     def step(self, reading: Reading) -> None:
         """Print the step if it is due."""
-        self._pace.step = reading.step
         if reading.step % self._every == 0 or reading.step == self._pace.total_steps:
             self.message(plain_line(reading, self._pace, unit=self._unit))
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, *, style: str = "") -> None:
         """Print a line."""
-        self._console.print(text, markup=False)
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
     def close(self) -> None:
         """Nothing to take down."""
 
 
 def plain_line(reading: Reading, pace: Pace, *, unit: str) -> str:
-    """The step, the metrics one looks at first, speed and time left in one line."""
+    """The step, the metrics one looks at first, the longest phases, speed and time left."""
     width = len(str(pace.total_steps))
     parts = [f"{unit} {reading.step:>{width}}/{pace.total_steps}"]
     parts += [f"{name} {number(reading.metrics[name])}" for name in prominent(reading.metrics)[:PLAIN_METRICS]]
+    phases = reading.phases
+    total = sum(phases.values())
+    if total > 0:
+        longest = sorted(phases, key=lambda name: -phases[name])[:PLAIN_PHASES]
+        shares = " ".join(f"{name} {phases[name] / total:.0%}" for name in longest)
+        parts.append(f"{duration(total)} ({shares})")
     if "perf/tokens_per_second" in reading.metrics:
         parts.append(f"{scaled(reading.metrics['perf/tokens_per_second'])} tokens/s")
-    if reading.phases:
-        parts.append(" ".join(f"{name} {duration(seconds)}" for name, seconds in reading.phases.items()))
     if pace.remaining is not None:
         parts.append(f"{duration(pace.remaining)} left")
     return "  ".join(parts)

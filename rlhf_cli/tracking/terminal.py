@@ -15,6 +15,8 @@ from typing import IO, Self
 
 from rich.console import Console, ConsoleDimensions
 
+from rlhf_cli.errors import UsageError
+
 
 class TerminalConsole(Console):
     """A rich console that asks its own stream for the size.
@@ -95,12 +97,12 @@ class Terminal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failed = error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt))
-        if failed:
+        unexpected = error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt, UsageError))
+        if unexpected:
             traceback.print_exception(error)
         self.restore()
-        if failed:
-            self.error_console.print(f"The full trace is in {self.log_file}", markup=False)
+        if unexpected:
+            self.error_console.print(f"The log of this process is {self.log_file}", markup=False, soft_wrap=True)
 
 
 def quiet_process(log_file: Path) -> Terminal:

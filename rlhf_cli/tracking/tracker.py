@@ -6,17 +6,21 @@ Decides nothing about training. Only rank 0 has a `Tracker`; the others have a `
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.tracking import memory
-from rlhf_cli.tracking.figures import Reading, duration, number, prominent
+from rlhf_cli.tracking.figures import Reading, duration, number, prominent, scaled, title
+from rlhf_cli.tracking.live_view import LiveView
 from rlhf_cli.tracking.progress import Pace, PlainView, View
 from rlhf_cli.tracking.sinks import (
+    RUN_FILE,
     MetricsFile,
     MetricSink,
     SamplesFile,
@@ -24,11 +28,13 @@ from rlhf_cli.tracking.sinks import (
     WandbSink,
     import_wandb,
     plain_number,
+    read_metrics,
 )
+from rlhf_cli.tracking.summary import Summary, summarise
 
-RUN_FILE = "run.json"
 SECONDS_BETWEEN_MEMORY_READINGS = 2.0
-SUMMARY_METRICS = 6
+SUMMARY_METRICS = 4
+SUMMARY_PHASES = 6
 
 
 def check_tracking(config: TrackingConfig) -> None:
@@ -63,6 +69,7 @@ class Tracker:
         self._output = output
         self._console = console
         self._facts = {"command": command, "unit": unit, "total_steps": total_steps}
+        self._unit = unit
         self._resume_step = resume_step
         self._metrics = MetricsFile(output, resume_step=resume_step)
         self._samples = SamplesFile(output, resume_step=resume_step)
@@ -71,11 +78,11 @@ class Tracker:
         self._add_sinks(config, saved or {})
         self._pace = Pace(total_steps, start_step=resume_step or 0)
         self._view: View = PlainView(console, self._pace, unit=unit, every=config.logging_steps)
+        self._starting = True
         self._last_log = time.perf_counter()
         self._memory: dict[str, float] = {}
         self._memory_read = -math.inf
         self._flagged: set[str] = set()
-        self._last: Mapping[str, float] = {}
 
     def _add_sinks(self, config: TrackingConfig, saved: Mapping[str, Any]) -> None:
         if config.use_tensorboard:
@@ -98,15 +105,20 @@ class Tracker:
         self._write_facts("running")
         rows = {**facts, "Output": str(self._output)}
         if self._resume_step is not None:
-            rows["Resumed"] = f"after {self._facts['unit']} {self._resume_step}"
+            rows["Resumed"] = f"after {self._unit} {self._resume_step}"
         self._console.print(f"rlhf {self._facts['command']}", style="bold", markup=False)
         self._print_rows(rows)
+        if self._console.is_terminal:
+            history = read_metrics(self._output)
+            self._view = LiveView(self._console, self._pace, unit=self._unit, history=history)
         self._last_log = time.perf_counter()
 
-    @property
-    def phase(self) -> Callable[[str | None], None]:
-        """What a PhaseTimer tells of the running phase: `PhaseTimer(on_change=tracker.phase)`."""
-        return self._view.phase
+    def phase(self, name: str | None) -> None:
+        """Show which phase is running, None between phases: `PhaseTimer(on_change=tracker.phase)`."""
+        if self._starting:  # models loaded and workers started until now are no part of the first step
+            self._starting = False
+            self._last_log = time.perf_counter()
+        self._view.phase(name)
 
     def log(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
         """Record one step: the trainer's metrics, and the seconds of each of its phases."""
@@ -120,19 +132,19 @@ class Tracker:
         full = plain | measured | self._read_memory(now) | {k: v for k, v in plain.items() if k.startswith("memory/")}
         for sink in self._sinks:
             sink.log(step, full)
-        self._last = full
         self._flag(step, full)
-        self._view.step(Reading(step, full, phases))
+        self._pace.reach(step)
+        self._view.step(Reading(step, full))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record an evaluation after a step; names get the prefix eval/ unless they have it."""
         named = {f"eval/{name.removeprefix('eval/')}": plain_number(value) for name, value in metrics.items()}
         for sink in self._sinks:
             sink.log(step, named)
-        self._last = {**self._last, **named}
         self._flag(step, named)
-        shown = "  ".join(f"{name} {number(named[name])}" for name in prominent(named)[:SUMMARY_METRICS])
-        self._view.message(f"evaluation after {self._facts['unit']} {step}:  {shown}")
+        names = [name for name in prominent(named) if not name.startswith("eval/num_")][:SUMMARY_METRICS]
+        shown = "  ".join(f"{title(name[5:])} {number(named[name])}" for name in names)
+        self._view.message(f"Evaluation after {self._unit} {step}:  {shown}")
         self._last_log = time.perf_counter()
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -154,10 +166,10 @@ class Tracker:
             sink.close()
         self._samples.close()
         self._write_facts(outcome)
-        done = f"{self._pace.step}/{self._pace.total_steps} {self._facts['unit']}s"
-        self._console.print(f"{outcome}: {done} in {duration(self._pace.elapsed)}", style="bold", markup=False)
-        names = prominent(self._last)[:SUMMARY_METRICS]
-        self._print_rows({name: number(self._last[name]) for name in names} | dict(facts or {}))
+        done = f"{self._pace.step}/{self._pace.total_steps} {self._unit}s in {duration(self._pace.elapsed)}"
+        self._console.print()
+        self._console.print(f"{outcome.capitalize()}: {done}", style="bold", markup=False)
+        self._print_rows(summary_rows(summarise(self._output)) | dict(facts or {}))
 
     def __enter__(self) -> Self:
         return self
@@ -180,16 +192,40 @@ class Tracker:
         for name in broken:
             if name not in self._flagged:
                 self._flagged.add(name)
-                self._view.message(f"warning: {name} is {metrics[name]} in {self._facts['unit']} {step}")
+                self._view.message(f"Warning: {name} is {metrics[name]} in {self._unit} {step}", style="red")
 
     def _print_rows(self, rows: Mapping[str, str]) -> None:
+        """Names and texts in two columns; long texts are wrapped within theirs on a terminal, kept whole elsewhere."""
         width = max((len(name) for name in rows), default=0)
         for name, text in rows.items():
-            self._console.print(f"  {name:<{width}}  {text}", markup=False)
+            if self._console.is_terminal:
+                row = Table.grid(Column(width=width + 4), Column(overflow="fold"))
+                row.add_row(Text(f"  {name}", style="bright_black"), Text(text))
+                self._console.print(row)
+            else:
+                self._console.print(Text(f"  {name:<{width}}  {text}"), soft_wrap=True)
 
     def _write_facts(self, outcome: str) -> None:
         text = json.dumps(self._facts | {"outcome": outcome}, indent=2)
         (self._output / RUN_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def summary_rows(summary: Summary) -> dict[str, str]:
+    """From where to where the metrics one looks at first went, the time by phase, and the mean speed."""
+    rows = {
+        title(name): f"{number(summary.first[name])} → {number(summary.last[name])}"
+        for name in prominent(summary.last)[:SUMMARY_METRICS]
+        if name != "lr"
+    }
+    total = sum(summary.phases.values())
+    if total > 0:
+        ranked = sorted(summary.phases.items(), key=lambda phase: -phase[1])[:SUMMARY_PHASES]
+        rows["time"] = ", ".join(
+            f"{name} {duration(seconds)} ({seconds / total:.0%})" for name, seconds in ranked[:SUMMARY_PHASES]
+        )
+    if summary.tokens_per_second is not None:
+        rows["speed"] = f"{scaled(summary.tokens_per_second)} tokens/s"
+    return rows
 
 
 class SilentTracker:

@@ -1,0 +1,229 @@
+"""Line charts and stacked bars as inline SVG.
+
+Colours are CSS variables (--c1 ... --c8, --grid, --ink) of the page, so that one drawing serves light and dark. What
+pointing at a chart shows is done by the page's script from the data put into its attributes.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+from rlhf_cli.tracking.figures import scaled
+
+MAX_POINTS = 240
+MAX_BARS = 60
+SMOOTH_FROM = 30  # points from which a smoothed line is drawn over the raw one
+SMOOTH_SHARE = 1 / 24  # half the width of the smoothing window, as a share of the chart
+NUM_TICKS = 5
+LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 26  # pixels around the plotted area
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line. `points` are (step, value), steps rising, values finite."""
+
+    name: str
+    points: Sequence[tuple[int, float]]
+    colour: int = 1  # index of a page colour
+    marked: bool = False  # every point is a dot of its own, nothing is smoothed: evaluations
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The plotted area and the values at its edges."""
+
+    width: int
+    height: int
+    steps: tuple[float, float]
+    values: tuple[float, float]
+
+    def x(self, step: float) -> float:
+        """Pixels from the left."""
+        low, high = self.steps
+        return LEFT + (step - low) / (high - low) * (self.width - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        """Pixels from the top."""
+        low, high = self.values
+        return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
+
+
+def line_chart(series: Sequence[Series], *, width: int, height: int, broken: Sequence[int] = ()) -> str:
+    """The series in one SVG; steps in `broken` (values that are not finite) are marked at the bottom."""
+    drawn = [
+        (line, list(line.points) if line.marked else binned(line.points, MAX_POINTS)) for line in series if line.points
+    ]
+    every = [point for _, kept in drawn for point in kept]
+    if not every:
+        return ""
+    steps = [step for step, _ in every]
+    ticks = nice_ticks(min(value for _, value in every), max(value for _, value in every), NUM_TICKS)
+    low = min(ticks[0], *(value for _, value in every))
+    high = max(ticks[-1], *(value for _, value in every))
+    frame = Frame(width, height, padded(min(steps), max(steps)), (low, high))
+    parts = [grid(frame, ticks)]
+    hover = []
+    for line, kept in drawn:
+        smooth = smoothed(kept) if len(kept) >= SMOOTH_FROM and not line.marked else None
+        parts.append(draw_line(frame, kept, line, faint=smooth is not None))
+        if smooth:
+            parts.append(draw_line(frame, smooth, line, faint=False))
+        hover.append({"n": line.name, "c": line.colour, "p": [(step, figure(value)) for step, value in kept]})
+    parts += [
+        f'<path class="broken" d="M{frame.x(step) - 3:.1f} {height - BOTTOM - 3}l6 6m0 -6l-6 6"/>' for step in broken
+    ]
+    return svg(frame, parts, hover)
+
+
+def stacked_bars(
+    steps: Sequence[int], phases: Mapping[str, Sequence[float]], *, colours: Mapping[str, str], width: int, height: int
+) -> str:
+    """Seconds by phase for each step, or mean seconds of neighbouring steps where there are many."""
+    if not steps:
+        return ""
+    edges = [len(steps) * i // min(MAX_BARS, len(steps)) for i in range(min(MAX_BARS, len(steps)) + 1)]
+    bars = [
+        {name: sum(values[start:end]) / (end - start) for name, values in phases.items()}
+        for start, end in pairwise(edges)
+    ]
+    ticks = nice_ticks(0.0, max(sum(bar.values()) for bar in bars), NUM_TICKS)
+    frame = Frame(width, height, (0, len(bars)), (0.0, max(ticks[-1], *(sum(bar.values()) for bar in bars))))
+    labels = [
+        f"{steps[start]}" if end - start == 1 else f"{steps[start]}-{steps[end - 1]}" for start, end in pairwise(edges)
+    ]
+    parts = [grid(frame, ticks, x_labels=labels)]
+    thick = max(1.0, (frame.x(1) - frame.x(0)) * 0.78)
+    for number, bar in enumerate(bars):
+        bottom = 0.0
+        for name, seconds in bar.items():
+            top, below = frame.y(bottom + seconds), frame.y(bottom)
+            left = frame.x(number + 0.5) - thick / 2
+            parts.append(
+                f'<rect x="{left:.1f}" y="{top:.2f}" width="{thick:.1f}" height="{max(0.0, below - top):.2f}" '
+                f'fill="var({colours[name]})"/>'
+            )
+            bottom += seconds
+    hover = [
+        {"n": name, "v": colours[name], "p": [(i + 0.5, figure(bar[name])) for i, bar in enumerate(bars)]}
+        for name in phases
+    ]
+    return svg(frame, parts, hover, labels=labels)
+
+
+def svg(
+    frame: Frame, parts: Sequence[str], hover: Sequence[Mapping[str, object]], *, labels: Sequence[str] = ()
+) -> str:
+    """The drawing with the data that pointing at it shows."""
+    data = {
+        "s": hover,
+        "x": [frame.steps[0], frame.steps[1]],
+        "y": [frame.values[0], frame.values[1]],
+        "box": [LEFT, frame.width - RIGHT, TOP, frame.height - BOTTOM],
+        "labels": list(labels),
+    }
+    text = escape(json.dumps(data, separators=(",", ":")), quote=True)
+    return (
+        f'<svg class="chart" viewBox="0 0 {frame.width} {frame.height}" data-chart="{text}" role="img">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def grid(frame: Frame, ticks: Sequence[float], *, x_labels: Sequence[str] = ()) -> str:
+    """Horizontal lines with their values, and steps below."""
+    parts = []
+    gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
+    right, bottom = frame.width - RIGHT, frame.height - BOTTOM
+    for tick in ticks:
+        y = frame.y(tick)
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>')
+        parts.append(
+            f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick_label(tick, gap)}</text>'
+        )
+    parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>')
+    if x_labels:
+        every = max(1, -(-len(x_labels) // 8))
+        marks = [(i + 0.5, label.split("-")[0]) for i, label in enumerate(x_labels) if i % every == 0]
+    else:
+        marks = [(tick, tick_label(tick, 1.0)) for tick in step_ticks(*frame.steps)]
+    parts += [
+        f'<text class="tick" x="{frame.x(at):.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>'
+        for at, label in marks
+    ]
+    return "".join(parts)
+
+
+def draw_line(frame: Frame, kept: Sequence[tuple[float, float]], line: Series, *, faint: bool) -> str:
+    """A path through the points; dots where they are marked or too few for a line."""
+    at = [(frame.x(step), frame.y(value)) for step, value in kept]
+    colour = f"var(--c{line.colour})"
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
+    drawn = f'<path class="line{" faint" if faint else ""}" stroke="{colour}" d="{path}"/>'
+    if line.marked or len(kept) == 1:
+        drawn += "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}" class="dot"/>' for x, y in at)
+    return drawn
+
+
+def binned(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[float, float]]:
+    """The points, or the means of that many runs of neighbours."""
+    if len(points) <= limit:
+        return [(float(step), value) for step, value in points]
+    edges = [len(points) * i // limit for i in range(limit + 1)]
+    means = []
+    for start, end in pairwise(edges):
+        part = points[start:end]
+        means.append((sum(step for step, _ in part) / len(part), sum(value for _, value in part) / len(part)))
+    return means
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Moving means over a window that is centred everywhere: it shrinks towards the ends, so nothing lags behind."""
+    reach = max(1, round(len(points) * SMOOTH_SHARE))
+    sums = [0.0]
+    for _, value in points:
+        sums.append(sums[-1] + value)
+    means = []
+    for i, (step, _) in enumerate(points):
+        half = min(reach, i, len(points) - 1 - i)
+        means.append((step, (sums[i + half + 1] - sums[i - half]) / (2 * half + 1)))
+    return means
+
+
+def nice_ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round values from below `low` to above `high`, steps of 1, 2 or 5 times a power of ten."""
+    if high <= low:
+        margin = abs(low) * 0.5 or 1.0
+        low, high = low - margin, high + margin
+    rough = (high - low) / (count - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    gap = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.floor(low / gap + 1e-9), math.ceil(high / gap - 1e-9)
+    return [i * gap for i in range(first, last + 1)]
+
+
+def step_ticks(low: float, high: float) -> list[float]:
+    """Whole steps inside the range."""
+    return [tick for tick in nice_ticks(low, high, 7) if low <= tick <= high and float(tick).is_integer()]
+
+
+def padded(low: float, high: float) -> tuple[float, float]:
+    """The range, opened up where it is a single value."""
+    return (low, high) if high > low else (low - 1, high + 1)
+
+
+def tick_label(value: float, gap: float) -> str:
+    """The value with as many decimals as its distance to the next tick needs."""
+    if abs(value) < gap * 1e-6:
+        return "0"
+    if abs(value) >= 10_000:
+        return scaled(value)
+    if gap < 1e-4:
+        return f"{value:.1e}".replace("e-0", "e-").replace(".0e", "e")
+    return f"{value:.{max(0, math.ceil(-math.log10(gap) - 1e-9))}f}"
+
+
+def figure(value: float) -> float:
+    """Six significant digits: enough to read, small in the page."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,124 @@
+"""What a report is made from, read from a run directory.
+
+Reads only; how it looks is report.py and charts.py.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_cli.tracking.sinks import RUN_FILE, SAMPLES_FILE, read_metrics
+from rlhf_cli.tracking.summary import Summary, summarise
+
+MAX_SAMPLE_STEPS = 40
+MAX_SAMPLES_PER_STEP = 16
+MAX_TEXT = 12_000  # characters of one prompt or response
+STEP = re.compile(rb'\{"step": (\d+)')
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """A selection of samples.jsonl that a page can hold."""
+
+    rows: list[dict[str, Any]]
+    num_all: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run directory."""
+
+    path: Path
+    command: str
+    unit: str
+    outcome: str
+    total_steps: int
+    facts: dict[str, str]
+    settings: dict[str, dict[str, Any]]  # group -> name -> value
+    metrics: dict[int, dict[str, float]]
+    rollouts: Rollouts
+    summary: Summary
+
+
+def read_stage(path: Path) -> Stage:
+    """Everything the report shows of one run. Files that are missing leave their part empty."""
+    run_file = path / RUN_FILE
+    run = json.loads(run_file.read_text(encoding="utf-8")) if run_file.exists() else {}
+    metrics = read_metrics(path)
+    return Stage(
+        path=path,
+        command=run.get("command", path.resolve().name),
+        unit=run.get("unit", "step"),
+        outcome=run.get("outcome", "unknown"),
+        total_steps=run.get("total_steps", max(metrics, default=0)),
+        facts=run.get("facts", {}),
+        settings=read_settings(path / "config.yaml"),
+        metrics=metrics,
+        rollouts=read_rollouts(path / SAMPLES_FILE),
+        summary=summarise(path),
+    )
+
+
+def read_settings(path: Path) -> dict[str, dict[str, Any]]:
+    """The settings of config.yaml by group; a comment line above settings names their group."""
+    groups: dict[str, dict[str, Any]] = {}
+    if not path.exists():
+        return groups
+    for part in re.split(r"^# ", "\n" + path.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        heading, _, body = part.partition("\n")
+        values = yaml.safe_load(body)
+        if isinstance(values, dict):
+            groups.setdefault(heading.strip() or "Settings", {}).update(values)
+    return groups
+
+
+def read_rollouts(path: Path) -> Rollouts:
+    """Samples of steps spread over the whole run, the first of each; very long texts are cut.
+
+    Goes through the file twice, so that memory does not grow with it.
+    """
+    if not path.exists():
+        return Rollouts([], 0)
+    positions: dict[int, list[int]] = {}
+    with path.open("rb") as lines:
+        position = 0
+        for line in lines:
+            found = STEP.match(line)
+            if found and line.endswith(b"\n"):
+                positions.setdefault(int(found[1]), []).append(position)
+            position += len(line)
+        chosen = spread(sorted(positions), MAX_SAMPLE_STEPS)
+        rows = []
+        for start in (start for step in chosen for start in positions[step][:MAX_SAMPLES_PER_STEP]):
+            lines.seek(start)
+            rows.append({name: shorten(value) for name, value in json.loads(lines.readline()).items()})
+    return Rollouts(rows, sum(len(starts) for starts in positions.values()))
+
+
+def spread(items: list[int], limit: int) -> list[int]:
+    """At most so many of the items, evenly spread, the first and the last among them."""
+    if len(items) <= limit:
+        return items
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
+
+
+def shorten(value: Any) -> Any:
+    """The value, a very long text cut with a note of how much is missing."""
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return f"{value[:MAX_TEXT]} … ({len(value) - MAX_TEXT} more characters in {SAMPLES_FILE})"
+    return value
+
+
+def points(stage: Stage, name: str) -> list[tuple[int, float]]:
+    """(step, value) of one metric where it was logged; values that are not finite are left out."""
+    return [(step, row[name]) for step, row in stage.metrics.items() if name in row and math.isfinite(row[name])]
+
+
+def non_finite_steps(stage: Stage, name: str) -> list[int]:
+    """Steps whose value of the metric is NaN or infinite."""
+    return [step for step, row in stage.metrics.items() if name in row and not math.isfinite(row[name])]
