@@ -15,7 +15,8 @@ from rlhf_cli.tracking.figures import scaled
 
 MAX_POINTS = 240
 MAX_BARS = 60
-SMOOTH_FROM = 30  # points from which a smoothed line is drawn over the raw one
+SMOOTH_FROM = 30  # points from which a smoothed line may be drawn over the raw one
+NOISY = 1 / 8  # turns per point from which it is
 SMOOTH_SHARE = 1 / 24  # half the width of the smoothing window, as a share of the chart
 NUM_TICKS = 5
 LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 26  # pixels around the plotted area
@@ -51,8 +52,8 @@ class Frame:
         return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
 
 
-def line_chart(series: Sequence[Series], *, width: int, height: int, broken: Sequence[int] = ()) -> str:
-    """The series in one SVG; steps in `broken` (values that are not finite) are marked at the bottom."""
+def line_chart(series: Sequence[Series], *, unit: str, size: tuple[int, int], broken: Sequence[int] = ()) -> str:
+    """The series over steps (called `unit`) in one SVG; `broken` steps (not finite) are marked at the bottom."""
     drawn = [
         (line, list(line.points) if line.marked else binned(line.points, MAX_POINTS)) for line in series if line.points
     ]
@@ -63,23 +64,29 @@ def line_chart(series: Sequence[Series], *, width: int, height: int, broken: Seq
     ticks = nice_ticks(min(value for _, value in every), max(value for _, value in every), NUM_TICKS)
     low = min(ticks[0], *(value for _, value in every))
     high = max(ticks[-1], *(value for _, value in every))
-    frame = Frame(width, height, padded(min(steps), max(steps)), (low, high))
-    parts = [grid(frame, ticks)]
+    frame = Frame(*size, padded(min(steps), max(steps)), (low, high))
+    parts = [grid(frame, ticks, unit=unit)]
     hover = []
     for line, kept in drawn:
-        smooth = smoothed(kept) if len(kept) >= SMOOTH_FROM and not line.marked else None
+        smooth = smoothed(kept) if is_noisy(kept) and not line.marked else None
         parts.append(draw_line(frame, kept, line, faint=smooth is not None))
         if smooth:
             parts.append(draw_line(frame, smooth, line, faint=False))
         hover.append({"n": line.name, "c": line.colour, "p": [(step, figure(value)) for step, value in kept]})
     parts += [
-        f'<path class="broken" d="M{frame.x(step) - 3:.1f} {height - BOTTOM - 3}l6 6m0 -6l-6 6"/>' for step in broken
+        f'<path class="broken" d="M{frame.x(step) - 3:.1f} {frame.height - BOTTOM - 3}l6 6m0 -6l-6 6"/>'
+        for step in broken
     ]
-    return svg(frame, parts, hover)
+    return svg(frame, parts, hover, unit=unit)
 
 
 def stacked_bars(
-    steps: Sequence[int], phases: Mapping[str, Sequence[float]], *, colours: Mapping[str, str], width: int, height: int
+    steps: Sequence[int],
+    phases: Mapping[str, Sequence[float]],
+    *,
+    colours: Mapping[str, str],
+    unit: str,
+    size: tuple[int, int],
 ) -> str:
     """Seconds by phase for each step, or mean seconds of neighbouring steps where there are many."""
     if not steps:
@@ -90,11 +97,11 @@ def stacked_bars(
         for start, end in pairwise(edges)
     ]
     ticks = nice_ticks(0.0, max(sum(bar.values()) for bar in bars), NUM_TICKS)
-    frame = Frame(width, height, (0, len(bars)), (0.0, max(ticks[-1], *(sum(bar.values()) for bar in bars))))
+    frame = Frame(*size, (0, len(bars)), (0.0, max(ticks[-1], *(sum(bar.values()) for bar in bars))))
     labels = [
         f"{steps[start]}" if end - start == 1 else f"{steps[start]}-{steps[end - 1]}" for start, end in pairwise(edges)
     ]
-    parts = [grid(frame, ticks, x_labels=labels)]
+    parts = [grid(frame, ticks, unit=unit, x_labels=labels)]
     thick = max(1.0, (frame.x(1) - frame.x(0)) * 0.78)
     for number, bar in enumerate(bars):
         bottom = 0.0
@@ -110,11 +117,11 @@ def stacked_bars(
         {"n": name, "v": colours[name], "p": [(i + 0.5, figure(bar[name])) for i, bar in enumerate(bars)]}
         for name in phases
     ]
-    return svg(frame, parts, hover, labels=labels)
+    return svg(frame, parts, hover, unit=unit, labels=labels)
 
 
 def svg(
-    frame: Frame, parts: Sequence[str], hover: Sequence[Mapping[str, object]], *, labels: Sequence[str] = ()
+    frame: Frame, parts: Sequence[str], hover: Sequence[Mapping[str, object]], *, unit: str, labels: Sequence[str] = ()
 ) -> str:
     """The drawing with the data that pointing at it shows."""
     data = {
@@ -122,6 +129,7 @@ def svg(
         "x": [frame.steps[0], frame.steps[1]],
         "y": [frame.values[0], frame.values[1]],
         "box": [LEFT, frame.width - RIGHT, TOP, frame.height - BOTTOM],
+        "unit": unit,
         "labels": list(labels),
     }
     text = escape(json.dumps(data, separators=(",", ":")), quote=True)
@@ -131,7 +139,7 @@ def svg(
     )
 
 
-def grid(frame: Frame, ticks: Sequence[float], *, x_labels: Sequence[str] = ()) -> str:
+def grid(frame: Frame, ticks: Sequence[float], *, unit: str, x_labels: Sequence[str] = ()) -> str:
     """Horizontal lines with their values, and steps below."""
     parts = []
     gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
@@ -143,6 +151,7 @@ def grid(frame: Frame, ticks: Sequence[float], *, x_labels: Sequence[str] = ()) 
             f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick_label(tick, gap)}</text>'
         )
     parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>')
+    parts.append(f'<text class="tick" x="{LEFT - 8}" y="{bottom + 17}" text-anchor="end">{escape(unit)}</text>')
     if x_labels:
         every = max(1, -(-len(x_labels) // 8))
         marks = [(i + 0.5, label.split("-")[0]) for i, label in enumerate(x_labels) if i % every == 0]
@@ -178,6 +187,13 @@ def binned(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[float,
     return means
 
 
+def is_noisy(points: Sequence[tuple[float, float]]) -> bool:
+    """Whether the line changes its direction so often that a smoothed one says more: schedules stay exact."""
+    moves = [b - a for (_, a), (_, b) in pairwise(points)]
+    turns = sum(before * after < 0 for before, after in pairwise(moves))
+    return len(points) >= SMOOTH_FROM and turns > NOISY * len(points)
+
+
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Moving means over a window that is centred everywhere: it shrinks towards the ends, so nothing lags behind."""
     reach = max(1, round(len(points) * SMOOTH_SHARE))
@@ -194,8 +210,7 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
     """About `count` round values from below `low` to above `high`, steps of 1, 2 or 5 times a power of ten."""
     if high <= low:
-        margin = abs(low) * 0.5 or 1.0
-        low, high = low - margin, high + margin
+        low, high = (low - abs(low) / 2, low + abs(low) / 2) if low else (0.0, 1.0)
     rough = (high - low) / (count - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     gap = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)

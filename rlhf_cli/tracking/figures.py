@@ -99,7 +99,7 @@ def number(value: float) -> str:
         return "0"
     if size < 1e-3:
         return f"{value:.2e}"
-    if size >= 1e5:
+    if size >= 1e4:
         return scaled(value)
     if float(value).is_integer():
         return str(int(value))
@@ -117,9 +117,11 @@ def scaled(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.21s, 4.2s, 3:07, 1:02:40."""
+    """21ms, 0.21s, 4.2s, 42s, 3:07, 1:02:40."""
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.{1 if seconds < 0.00095 else 0}f}ms"
     if seconds < 9.95:
-        return f"{seconds:.2f}s" if seconds < 1 else f"{seconds:.1f}s"
+        return f"{seconds:.{2 if seconds < 0.995 else 1}f}s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,7 +1,7 @@
 """One HTML page about one run or several: results, curves, times, rollouts, settings.
 
 The page needs nothing but itself: no other file, no network. What it shows is read by report_data.py, drawings are
-made by charts.py, style and script are in report_assets.py.
+made by charts.py, the rest is report_style.py and report_script.py.
 """
 
 import json
@@ -13,8 +13,9 @@ from typing import Any
 
 from rlhf_cli.tracking.charts import Series, line_chart, stacked_bars
 from rlhf_cli.tracking.figures import Reading, duration, number, prominent, scaled, title
-from rlhf_cli.tracking.report_assets import SCRIPT, STYLE
 from rlhf_cli.tracking.report_data import Rollouts, Stage, non_finite_steps, points, read_stage
+from rlhf_cli.tracking.report_script import SCRIPT
+from rlhf_cli.tracking.report_style import STYLE
 from rlhf_cli.version import __version__
 
 REPORT_FILE = "report.html"
@@ -155,8 +156,10 @@ def chart_card(stage: Stage, heading: str, names: list[str], *, wide: bool) -> s
         for i, name in enumerate(names)
     ]
     broken = sorted({step for name in names for step in non_finite_steps(stage, name)})
-    width, height = WIDE if wide else NARROW
-    drawing = line_chart(series, width=width, height=height, broken=broken)
+    drawing = line_chart(series, unit=stage.unit, size=NARROW, broken=broken)
+    if wide:  # a wide drawing is too small to read on a narrow screen
+        large = line_chart(series, unit=stage.unit, size=WIDE, broken=broken)
+        drawing = f'<div class="wide-only">{large}</div><div class="narrow-only">{drawing}</div>'
     last = series[0].points[-1][1] if series[0].points else None
     now = "" if last is None else f'<span class="now">{number(last)}</span>'
     legend = ""
@@ -165,7 +168,8 @@ def chart_card(stage: Stage, heading: str, names: list[str], *, wide: bool) -> s
             f'<span><i style="background:var(--c{line.colour})"></i>{escape(line.name)}</span>' for line in series
         )
         legend = f'<div class="legend">{entries}</div>'
-    note = f'<div class="broken-note">{len(broken)} values are not finite numbers</div>' if broken else ""
+    where = ", ".join(map(str, broken[:8])) + (", …" if len(broken) > 8 else "")
+    note = f'<div class="broken-note">no finite number in {escape(stage.unit)} {where}</div>' if broken else ""
     keys = escape(", ".join(names))
     return (
         f'<div class="card{" wide" if wide else ""}"><div class="cardhead">'
@@ -198,8 +202,8 @@ def times(stage: Stage) -> str:
         [reading.step for reading in readings],
         {name: [reading.phases.get(name, 0.0) for reading in readings] for name in totals},
         colours=colours,
-        width=NARROW[0],
-        height=NARROW[1] + 20,
+        unit=stage.unit,
+        size=(NARROW[0], NARROW[1] + 50),
     )
     return (
         f'<h3 class="part">Time and memory</h3><div class="grid">'
@@ -240,7 +244,7 @@ def evaluations(stage: Stage) -> str:
         for step, found in rows
     )
     return (
-        f'<h3 class="part">Evaluations</h3><div class="card"><div class="scroll"><table><thead><tr>'
+        f'<h3 class="part">Evaluations</h3><div class="card"><div class="scroll"><table class="fit"><thead><tr>'
         f"<th>{escape(stage.unit)}</th>{head}</tr></thead><tbody>{lines}</tbody></table></div></div>"
     )
 

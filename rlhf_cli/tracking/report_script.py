@@ -1,0 +1,156 @@
+"""The script of the report page: values where one points at a chart, and the browser of rollouts.
+
+Works on what the page holds already and puts text only where it cannot become markup (`textContent`).
+"""
+
+SCRIPT = """
+"use strict";
+
+const number = value => {
+  if (!Number.isFinite(value)) return String(value);
+  const size = Math.abs(value);
+  if (value === 0) return "0";
+  if (size < 1e-3) return value.toExponential(2);
+  if (size >= 1e5) return value.toLocaleString("en", {notation: "compact", maximumFractionDigits: 1});
+  return String(+value.toPrecision(4));
+};
+const make = (tag, className, text) => {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text;
+  return node;
+};
+const nearest = (points, x) => points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
+
+// ---- charts
+const tip = document.body.appendChild(make("div", "tip"));
+
+function tipRow(line, value, unit) {
+  const row = make("div"), mark = make("i");
+  mark.style.background = `var(${line.v || "--c" + line.c})`;
+  row.append(mark, line.n, make("b", "", number(value) + unit));
+  return row;
+}
+
+function placeTip(event) {
+  tip.style.display = "block";
+  const right = event.clientX + 16, fits = right + tip.offsetWidth <= innerWidth;
+  tip.style.left = (fits ? right : Math.max(0, event.clientX - 16 - tip.offsetWidth)) + "px";
+  tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
+}
+
+for (const chart of document.querySelectorAll("svg.chart")) {
+  const data = JSON.parse(chart.dataset.chart), bars = data.labels.length > 0;
+  const [left, right, top, bottom] = data.box, [low, high] = data.x;
+  const cross = chart.appendChild(document.createElementNS(chart.namespaceURI, "path"));
+  cross.setAttribute("class", "cross");
+  chart.addEventListener("pointerleave", () => {
+    tip.style.display = "none";
+    cross.removeAttribute("d");
+  });
+  chart.addEventListener("pointermove", event => {
+    const box = chart.getBoundingClientRect(), scale = chart.viewBox.baseVal.width / box.width;
+    const pointed = low + ((event.clientX - box.left) * scale - left) / (right - left) * (high - low);
+    const [step] = nearest(data.s.map(line => nearest(line.p, pointed)), pointed);
+    const x = left + (step - low) / (high - low) * (right - left);
+    cross.setAttribute("d", `M${x} ${top}V${bottom}`);
+    const heading = bars ? data.labels[Math.floor(step)] : Math.round(step);
+    tip.replaceChildren(make("div", "faint", `${data.unit} ${heading}`));
+    for (const line of data.s) {
+      const [at, value] = nearest(line.p, step);
+      const there = Math.abs(at - step) <= (high - low) / 80;
+      if (there && (value || !bars)) tip.append(tipRow(line, value, bars ? " s" : ""));
+    }
+    placeTip(event);
+  });
+}
+
+// ---- rollouts
+const SHOWN = ["step", "prompt", "response", "label", "reward", "status", "value"];
+const TEXTS = {prompt: "Prompt", response: "Response", label: "Ground truth"};
+const TONES = {correct: "good", wrong: "bad", invalid: "bad", failed: "warn"};
+const hasReward = row => typeof row.reward === "number";
+
+function verdict(row) {
+  const sign = !hasReward(row) ? "warn" : row.reward > 0 ? "good" : row.reward < 0 ? "bad" : "";
+  const said = row.status || "no score";
+  return make("span", "chip " + (TONES[row.status] || sign), hasReward(row) ? number(row.reward) : said);
+}
+
+function plain(value) {
+  if (typeof value === "number") return number(value);
+  if (typeof value !== "object") return String(value);
+  return Object.entries(value).map(([name, part]) => `${name} ${part === null ? "-" : plain(part)}`).join(", ");
+}
+
+function metaLine(row, unit) {
+  const meta = make("div", "meta");
+  meta.append(verdict(row), make("span", "", `${unit} ${row.step}`));
+  if (row.status) meta.append(make("span", "", row.status));
+  for (const [name, value] of Object.entries(row)) {
+    if (SHOWN.includes(name) || value === null || plain(value) === "") continue;
+    const item = make("span", "", name.replaceAll("_", " ") + " ");
+    item.append(make("b", "", plain(value)));
+    meta.append(item);
+  }
+  return meta;
+}
+
+function listItem(row) {
+  const item = make("button", "item");
+  const line = String(row.response ?? "").trim().split("\\n").join(" ").slice(0, 200);
+  item.append(make("span", "faint", row.step), make("span", "text", line || "(empty)"), verdict(row));
+  return item;
+}
+
+function fits(row, {step, low, high, text}) {
+  if (step.value && row.step !== +step.value) return false;
+  if (low.value !== "" && !(hasReward(row) && row.reward >= +low.value)) return false;
+  if (high.value !== "" && !(hasReward(row) && row.reward <= +high.value)) return false;
+  return `${row.prompt} ${row.response} ${row.label}`.toLowerCase().includes(text.value.toLowerCase());
+}
+
+const score = row => hasReward(row) ? row.reward : -Infinity;
+const ORDERS = {
+  early: (a, b) => a.step - b.step,
+  late: (a, b) => b.step - a.step,
+  best: (a, b) => score(b) - score(a),
+  worst: (a, b) => score(a) - score(b),
+};
+
+for (const browser of document.querySelectorAll(".rollouts")) {
+  const rows = JSON.parse(browser.querySelector("script").textContent);
+  const list = browser.querySelector(".list"), detail = browser.querySelector(".detail");
+  const controls = Object.fromEntries([...browser.querySelectorAll("[name]")].map(node => [node.name, node]));
+  let shown = [], chosen = 0;
+
+  const open = index => {
+    list.querySelector(".on")?.classList.remove("on");
+    chosen = index;
+    const row = shown[index];
+    if (!row) return detail.replaceChildren(make("div", "none", "No rollout fits."));
+    list.children[index].classList.add("on");
+    detail.replaceChildren(metaLine(row, browser.dataset.unit));
+    for (const [name, heading] of Object.entries(TEXTS))
+      if (row[name] !== null && row[name] !== undefined)
+        detail.append(make("h4", "", heading), make("pre", "", String(row[name])));
+    detail.scrollTop = 0;
+  };
+  const update = () => {
+    shown = rows.filter(row => fits(row, controls)).sort(ORDERS[controls.order.value]);
+    list.replaceChildren(...shown.map(listItem));
+    [...list.children].forEach((item, index) => { item.onclick = () => open(index); });
+    browser.querySelector(".count").textContent = `${shown.length} of ${rows.length}`;
+    open(0);
+  };
+  Object.values(controls).forEach(control => control.addEventListener("input", update));
+  list.addEventListener("keydown", event => {
+    const move = {ArrowDown: 1, ArrowUp: -1}[event.key];
+    if (!move || !shown[chosen + move]) return;
+    event.preventDefault();
+    open(chosen + move);
+    list.children[chosen].focus();
+  });
+  update();
+}
+"""
