@@ -63,21 +63,20 @@ class Dealer:
 class TrainedGroup:
     """All ranks of a role in training: what actor and critic share."""
 
-    def __init__(self, group: WorkerGroup, dealer: Dealer) -> None:
+    def __init__(self, group: WorkerGroup, dealer: Dealer, *, takes_turns: bool) -> None:
         self.group = group
         self.dealer = dealer
+        self._takes_turns = takes_turns
 
     def wake(self) -> None:
-        """Be ready to compute."""
-        self.group.all("role.wake")
+        """Be ready to compute; does nothing for a role that never sleeps."""
+        if self._takes_turns:
+            self.group.all("role.wake")
 
     def sleep(self) -> None:
         """Leave the accelerators to others."""
-        self.group.all("role.sleep")
-
-    def sleep_optimizer(self) -> None:
-        """Keep only the weights on the accelerators."""
-        self.group.all("role.sleep_optimizer")
+        if self._takes_turns:
+            self.group.all("role.sleep")
 
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint, as an estimate."""
@@ -107,6 +106,7 @@ class ActorGroup:
 
     def __init__(self, trained: TrainedGroup) -> None:
         self.trained = trained
+        self.wake, self.sleep = trained.wake, trained.sleep
 
     def logprobs(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Log-probs of each sequence's trained tokens, in nats."""
@@ -122,6 +122,7 @@ class CriticGroup:
 
     def __init__(self, trained: TrainedGroup) -> None:
         self.trained = trained
+        self.wake, self.sleep = trained.wake, trained.sleep
 
     def values(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Values of the states before each sequence's trained tokens."""
@@ -135,17 +136,20 @@ class CriticGroup:
 class ReferenceGroup:
     """The frozen policy that the KL divergence is measured from."""
 
-    def __init__(self, group: WorkerGroup, dealer: Dealer) -> None:
+    def __init__(self, group: WorkerGroup, dealer: Dealer, *, takes_turns: bool) -> None:
         self._group = group
         self._dealer = dealer
+        self._takes_turns = takes_turns
 
     def wake(self) -> None:
-        """Be ready to compute."""
-        self._group.all("wake")
+        """Be ready to compute; does nothing for a role that never sleeps."""
+        if self._takes_turns:
+            self._group.all("wake")
 
     def sleep(self) -> None:
         """Leave the accelerators to others."""
-        self._group.all("sleep")
+        if self._takes_turns:
+            self._group.all("sleep")
 
     def logprobs(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Log-probs of each sequence's trained tokens, in nats."""

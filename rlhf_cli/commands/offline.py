@@ -15,7 +15,6 @@ from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.models.loading import num_parameters, quadratic_cost
 from rlhf_cli.options import to_yaml
-from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.terminal import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
 from rlhf_cli.trainers.loop import Finished, Hooks, ItemData, Objective, Schedule, Share, train
@@ -60,6 +59,7 @@ def run_offline(config: SFTConfig, task: OfflineTask) -> None:
                 save_whole_model(engine, hf_model, task.tokenizer, paths.model)
             conclude(tracker, paths, finished)
         if rank == 0:
+            from rlhf_cli.tracking.report import write_report
             write_report(paths.root)
         distributed.leave_process_group()
     if finished.interrupted:

@@ -21,7 +21,6 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_tokenizer
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
-from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.terminal import quiet_process
 from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.loop import Finished
@@ -94,6 +93,7 @@ def run_online(config: PPOConfig, command: str) -> None:
         if not finished.interrupted:
             roles.actor.trained.save_model(run.paths.model)
         conclude(tracker, run.paths, finished)
+    from rlhf_cli.tracking.report import write_report
     write_report(run.paths.root)
     if finished.interrupted:
         sys.exit(INTERRUPTED)
@@ -161,7 +161,7 @@ def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
     tracker.start(
         {
             "Model": config.model.pretrain,
-            "Prompts": str(run.data.report),
+            "Prompts": run.data.report.summary,
             "Engine": f"{config.rollout.vllm_num_engines} x {run.backend}",
             "Placement": "; ".join(describe(layout, unit=cluster.unit)),
             "Logs": str(run.paths.logs),

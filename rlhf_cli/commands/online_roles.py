@@ -57,6 +57,7 @@ class OnlineRoles:
         self._where = where
         self._total_steps = total_steps
         self._reservation = Reservation(where.layout, where.cluster)
+        self._takes_turns = config.placement.deepspeed_enable_sleep
         self._quadratic_cost = quadratic_cost(load_config(config.model))
         names = role_names(config, algorithm)
         actor, actor_building = self._start("actor", Actor, config.optim.actor_learning_rate)
@@ -77,7 +78,9 @@ class OnlineRoles:
         groups = {group.role: group for group, _ in started}
         self.actor = ActorGroup(self._trained(actor))
         self.critic = CriticGroup(self._trained(groups["critic"])) if "critic" in groups else None
-        self.reference = ReferenceGroup(groups["ref"], self._dealer(groups["ref"])) if "ref" in groups else None
+        self.reference = None
+        if "ref" in groups:
+            self.reference = ReferenceGroup(groups["ref"], self._dealer(groups["ref"]), takes_turns=self._takes_turns)
 
     def with_scorer(self, scorer: Scorer) -> Roles:
         """The roles as the loop takes them."""
@@ -109,7 +112,7 @@ class OnlineRoles:
         return {"actor": self.actor.trained} | ({"critic": self.critic.trained} if self.critic else {})
 
     def _trained(self, group: WorkerGroup) -> TrainedGroup:
-        return TrainedGroup(group, self._dealer(group))
+        return TrainedGroup(group, self._dealer(group), takes_turns=self._takes_turns)
 
     def _dealer(self, group: WorkerGroup) -> Dealer:
         return Dealer(len(group), self._config.batch, self._quadratic_cost)

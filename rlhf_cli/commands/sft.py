@@ -50,7 +50,7 @@ def sft(config: SFTConfig) -> None:
     from rlhf_cli.data.sft_data import load_sft_sequences
     from rlhf_cli.models.loading import load_causal_lm, load_tokenizer
     from rlhf_cli.models.policy import PolicyModel
-    from rlhf_cli.trainers.sft import sft_objective
+    from rlhf_cli.trainers.sft import SequenceItems, sft_objective
 
     tokenizer = load_tokenizer(config.model)
     data, seed = config.data, config.batch.seed
@@ -61,9 +61,9 @@ def sft(config: SFTConfig) -> None:
     task = OfflineTask(
         command="sft",
         objective=sft_objective,
-        data=train_data,
-        eval_data=eval_data,
-        summary=str(train_data.report),
+        data=SequenceItems(train_data),
+        eval_data=SequenceItems(eval_data) if eval_data is not None else None,
+        summary=train_data.report.summary,
         load=lambda zero3: load_causal_lm(config.model, zero3_config=zero3),
         wrap=PolicyModel,
         tokenizer=tokenizer,
