@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, combine_metrics
 from rlhf_cli.algorithms.correction import correction_weights, correlation
@@ -293,3 +294,16 @@ def test_value_objective_and_explained_variance_add_up_over_micro_batches() -> N
 def test_explained_variance_of_a_perfect_critic_is_one_and_of_constant_returns_zero() -> None:
     assert explained_variance(return_mean=1, return_square=3, error_mean=0, error_square=0) == 1.0
     assert explained_variance(return_mean=2, return_square=4, error_mean=1, error_square=5) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eps_clip_low_high": (1.2, 0.2)}, r"clip of 1\.2 below"),
+        ({"eps_clip_low_high": (0.2, 0.0)}, "above > 0"),
+        ({"rollout_correction_range": (1.5, 5.0)}, r"rollout_correction_range 1\.5 5 must reach"),
+    ],
+)
+def test_ranges_that_leave_out_a_ratio_of_one_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PolicyConfig(**settings)

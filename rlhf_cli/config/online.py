@@ -43,6 +43,9 @@ class RolloutConfig(Group):
     """No CUDA graphs in the engine: starts faster, generates slower."""
 
 
+REWARD_FUNCS = ("gsm8k", "exact", "boxed")
+
+
 class RewardConfig(Group):
     """Reward"""
 
@@ -63,12 +66,21 @@ class RewardConfig(Group):
 
     @model_validator(mode="after")
     def _there_is_a_reward(self) -> "RewardConfig":
+        names = ", ".join(REWARD_FUNCS)
         if not self.reward_funcs and self.reward_func is None:
-            raise ValueError("no reward: give --reward_funcs (gsm8k, exact, boxed) or --reward_func FILE.py")
+            raise ValueError(f"no reward: give --reward_funcs ({names}) or --reward_func FILE.py")
+        for name in self.reward_funcs:
+            if name not in REWARD_FUNCS:
+                raise ValueError(f"reward_funcs has no {name!r}; there are {names}; a file is given by reward_func")
+        if len(set(self.reward_funcs)) < len(self.reward_funcs):
+            raise ValueError(f"reward_funcs names one twice: {' '.join(self.reward_funcs)}; give it a weight instead")
         if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward_funcs"
             )
+        low, high = self.reward_clip_range
+        if not low < high:
+            raise ValueError(f"reward_clip_range {low:g} {high:g} is empty: the first must be below the second")
         return self
 
 
@@ -128,6 +140,16 @@ class PolicyConfig(Group):
     """Ratios kept by token_mask and seq_mask."""
     rollout_correction_cap: float = Field(2.0, gt=0)
     """Largest ratio under token_clip."""
+
+    @model_validator(mode="after")
+    def _ranges_hold_a_ratio_of_one(self) -> "PolicyConfig":
+        low, high = self.eps_clip_low_high or (self.eps_clip, self.eps_clip)
+        if not (0 < low <= 1 and high > 0):
+            raise ValueError(f"clip of {low:g} below and {high:g} above 1: need 0 < below <= 1 and above > 0")
+        low, high = self.rollout_correction_range
+        if not 0 <= low < 1 < high:
+            raise ValueError(f"rollout_correction_range {low:g} {high:g} must reach from below 1 to above 1")
+        return self
 
 
 class ActorCriticOptimConfig(OptimConfig):

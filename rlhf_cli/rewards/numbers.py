@@ -1,0 +1,92 @@
+"""Plain numbers in text, compared as numbers.
+
+Knows signs, thousands separators, decimals, simple fractions, percent, currency signs and a unit behind the number.
+Leaves out everything that needs algebra. Text of a model is matched, never evaluated, and every step is linear in its
+length.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+# Characters of an answer that are looked at. No number a person asks for is longer, and arithmetic on numbers of this
+# length takes microseconds (Python refuses to read integers of more than 4,300 digits).
+MAX_NUMBER_LENGTH = 1_000
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{{1,3}}(?![\d.]))?"
+_NUMBER = re.compile(
+    rf"""(?P<sign>[+-]?) \s* [$€£]? \s* (?P<sign_after>[+-]?) \s*
+    (?: \\[dt]?frac \s* (?P<above>\d|\{{\s*-?\d+\s*\}}) \s* (?P<under>\d|\{{\s*\d+\s*\}})
+      | (?P<whole>{_DECIMAL}) (?: \s*/\s* (?P<below>{_DIGITS}) )? )
+    (?! [.,]?\d | \s*(?:[\^*/+=]|-\s*\d) | [\\({{] | [A-Za-z](?![A-Za-z]) )
+    (?P<percent> \s*% )?""",
+    re.VERBOSE,
+)
+_UNIT = re.compile(r"(?: (?:[A-Za-z]{2,}|[mgshlLNJWV])(?:\^?\{?[23]\}?)?(?:[ /][A-Za-z]+(?:\^?\{?[23]\}?)?){0,3})?")
+_STYLE = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_REPLACED = (
+    ("\u2212", "-"), ("{,}", ","), ("\\!", ""), ("\\,", ""), ("\\ ", " "), ("~", " "), ("\\$", "$"), ("\\%", "%"),
+    ("^{\\circ}", ""), ("^\\circ", ""), ("\u00b0", ""),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number as written: `50 %` has value 50 and `percent`; `unit` is the text behind it."""
+
+    value: Fraction
+    percent: bool
+    unit: str
+
+
+def parse_number(text: str) -> Number | None:
+    """The number that the whole text is, with at most a unit behind it; None if it is anything else."""
+    cleaned = _clean(text)
+    match = _NUMBER.match(cleaned)
+    if match is None:
+        return None
+    rest = cleaned[match.end() :].rstrip(" .")
+    return _number(match, unit=rest.strip()) if _UNIT.fullmatch(rest) else None
+
+
+def leading_number(text: str) -> Number | None:
+    """The number that the text begins with, whatever words follow it; None if it begins with anything else."""
+    match = _NUMBER.match(_clean(text))
+    return None if match is None else _number(match, unit="")
+
+
+def same_number(one: Number, other: Number) -> bool:
+    """Whether two numbers are equal.
+
+    Units are compared where both have one. A percentage equals the bare number before the sign as well as the
+    hundredth part of it, because labels are written both ways; two percentages are compared as written.
+    """
+    if one.unit and other.unit and one.unit != other.unit:
+        return False
+    if one.percent == other.percent:
+        return one.value == other.value
+    percentage, bare = (one, other) if one.percent else (other, one)
+    return bare.value in (percentage.value, percentage.value / 100)
+
+
+def _clean(text: str) -> str:
+    """The text without typesetting around and inside numbers; empty where it is too long to be one."""
+    text = text.strip()
+    if len(text) > MAX_NUMBER_LENGTH:
+        return ""
+    text = _STYLE.sub(r" \1 ", text)
+    for written, plain in _REPLACED:
+        text = text.replace(written, plain)
+    text = " ".join(text.split()).strip("* ")
+    return text.removeprefix("\\(").removesuffix("\\)").rstrip("$. ").strip()
+
+
+def _number(match: re.Match[str], *, unit: str) -> Number | None:
+    above, below = (match["whole"], match["below"] or "1") if match["whole"] else (match["above"], match["under"])
+    numerator, denominator = (Fraction(part.strip("{} ").replace(",", "").rstrip(".")) for part in (above, below))
+    signs = match["sign"] + match["sign_after"]  # -$5 and $-5
+    if denominator == 0 or len(signs) > 1:
+        return None
+    value = numerator / denominator
+    return Number(-value if signs == "-" else value, percent=match["percent"] is not None, unit=unit)

@@ -1,0 +1,35 @@
+"""What a reward is asked and what it answers."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Status = Literal["correct", "wrong", "invalid", "failed", "scored"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """One response to score. `query` is prompt and response together; `label` the prompt's ground truth, if any."""
+
+    query: str
+    prompt: str
+    response: str
+    label: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The score of one response, not clipped.
+
+    `value` is None exactly where the status is "failed": the reward broke or ran out of time, which is not a score of
+    0. "correct", "wrong" and "invalid" (no answer to judge) come from a verifier, "scored" from a file alone.
+    `detail` is the answer found, or why the reward failed; `parts` the unweighted value of each reward by its name.
+    """
+
+    value: float | None
+    status: Status
+    detail: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class BadResult(Exception):
+    """A reward answered, but not what it should; the message says what, as the end of a sentence about it."""

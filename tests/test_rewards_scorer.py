@@ -1,0 +1,390 @@
+"""The scorer with real worker processes: rewards that are right, wrong, raise, hang or die, and what is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from rlhf_cli.config.online import RewardConfig
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.scorer import Scorer
+
+WriteFile = Callable[[str], str]
+
+
+@pytest.fixture
+def reward_file(tmp_path: Path) -> WriteFile:
+    def write(source: str) -> str:
+        path = tmp_path / "reward.py"
+        path.write_text(textwrap.dedent(source))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def config(**settings) -> RewardConfig:
+    return RewardConfig.model_validate({"reward_timeout": 20.0, "reward_retries": 0} | settings)
+
+
+def request(response: str, label: str | None = "18") -> ScoreRequest:
+    return ScoreRequest(query="Q: " + response, prompt="Q: ", response=response, label=label)
+
+
+def score(settings: RewardConfig, *responses: str) -> list[Score]:
+    with Scorer(settings) as scorer:
+        return scorer.score([request(response) for response in responses])
+
+
+def values(settings: RewardConfig, *responses: str) -> list[float | None]:
+    return [result.value for result in score(settings, *responses)]
+
+
+def test_verifiers_give_one_for_correct_and_zero_for_wrong_and_invalid() -> None:
+    scores = score(config(reward_funcs=["gsm8k"]), "#### 18", "#### 17", "eighteen")
+    assert [(s.value, s.status) for s in scores] == [(1.0, "correct"), (0.0, "wrong"), (0.0, "invalid")]
+    assert scores[1].detail == "17"
+    assert scores[0].parts == {"gsm8k": 1.0}
+
+
+def test_rewards_are_added_with_their_weights_and_kept_apart(reward_file: WriteFile) -> None:
+    path = reward_file("""
+        def reward_func(queries, prompts, labels):
+            assert queries == [p + r for p, r in zip(prompts, ["18", "#### 18"])]
+            assert labels == ["18", "18"]
+            return [0.25, -1]
+    """)
+    settings = config(reward_funcs=["exact", "gsm8k"], reward_weights=[2.0, 0.5], reward_func=path)
+    first, second = score(settings, "18", "#### 18")
+    assert (first.value, first.status) == (2.25, "correct")
+    assert first.parts == {"exact": 1.0, "gsm8k": 0.0, "reward_func": 0.25}
+    assert (second.value, second.status) == (-0.5, "wrong")
+
+
+def test_scores_keep_their_order_over_many_chunks_and_workers() -> None:
+    responses = [f"#### {i % 40}" for i in range(1_000)]
+    assert values(config(reward_funcs=["gsm8k"]), *responses) == [float(i % 40 == 18) for i in range(1_000)]
+
+
+def test_no_requests_give_no_scores(reward_file: WriteFile) -> None:
+    path = reward_file("def reward_func(queries, prompts, labels): raise AssertionError")
+    assert score(config(reward_funcs=["gsm8k"], reward_func=path)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reward_func(queries, prompts, labels): return [len(q) for q in queries]",
+        "def reward_func(q, p, l): return tuple(len(x) for x in q)",
+        "async def reward_func(queries, prompts, labels):\n    import asyncio\n    await asyncio.sleep(0)\n"
+        "    return [len(q) for q in queries]",
+        "class reward_func:\n    def __call__(self, queries, prompts, labels): return [len(q) for q in queries]",
+        "class reward_func:\n    async def __call__(self, queries, prompts, labels): return [len(q) for q in queries]",
+        "class Reward:\n    def __call__(self, *columns): return [len(q) for q in columns[0]]\nreward_func = Reward()",
+        "import numpy\ndef reward_func(queries, prompts, labels): return numpy.array([len(q) for q in queries])",
+        "import numpy\ndef reward_func(queries, prompts, labels): return [numpy.float32(len(q)) for q in queries]",
+    ],
+    ids=["function", "tuple", "async", "class", "async class", "object", "array", "numpy scalars"],
+)
+def test_every_form_of_a_reward_file_works(reward_file: WriteFile, source: str) -> None:
+    results = score(config(reward_func=reward_file(source)), "a", "bcd")
+    assert [result.value for result in results] == [4.0, 6.0]
+    assert {result.status for result in results} == {"scored"}
+
+
+def test_an_async_reward_keeps_its_event_loop_between_calls(reward_file: WriteFile) -> None:
+    path = reward_file("""
+        import asyncio
+        seen = set()
+        async def reward_func(queries, prompts, labels):
+            seen.add(asyncio.get_running_loop())
+            return [float(len(seen))]
+    """)
+    with Scorer(config(reward_func=path)) as scorer:
+        assert [scorer.score([request("a")])[0].value for _ in range(3)] == [1.0, 1.0, 1.0]
+
+
+def test_a_worker_does_not_import_torch_and_sees_files_beside_the_reward_file(
+    reward_file: WriteFile, tmp_path: Path
+) -> None:
+    (tmp_path / "bonus.py").write_text("BONUS = 3.0")
+    path = reward_file("""
+        import sys
+        from bonus import BONUS
+        def reward_func(queries, prompts, labels):
+            heavy = {"torch", "numpy", "pydantic", "ray"} & set(sys.modules)
+            assert not heavy, heavy
+            return [BONUS]
+    """)
+    assert values(config(reward_funcs=["exact"], reward_func=path), "a") == [3.0]
+
+
+def test_prints_of_a_reward_do_not_get_between_results(reward_file: WriteFile) -> None:
+    path = reward_file("""
+        import os
+        def reward_func(queries, prompts, labels):
+            print('{"value": [[7.0, ""]]}', flush=True)
+            os.write(1, b'{"value": 3}\\n')
+            return [1.0]
+    """)
+    assert values(config(reward_func=path), "a") == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("return 1 / 0", "raised ZeroDivisionError: division by zero (reward.py, line 3)"),
+        ("import sys; sys.exit(1)", "raised SystemExit: 1 (reward.py, line 3)"),
+        ("return [1.0]", "returned 1 values for 2 responses"),
+        ("return [1.0] * 3", "returned 3 values for 2 responses"),
+        ("return None", "returned NoneType, not a list of numbers"),
+        ("return 1.0", "returned float, not a list of numbers"),
+        ("return {'rewards': [1.0, 1.0]}", "returned dict, not a list of numbers"),
+        ("return [float('nan')] * 2", "returned nan"),
+        ("return [float('inf')] * 2", "returned inf"),
+        ("return ['1.0'] * 2", "returned str '1.0', not a number"),
+        ("return [None] * 2", "returned NoneType 'None', not a number"),
+        ("return [10 ** 400] * 2", "returned a value that is no number: int too large to convert to float"),
+        ("os._exit(3)", "ended its process with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL (out of memory?)"),
+        ("os.abort()", "was killed by SIGABRT"),
+        ("raise ValueError('two\\n  lines')", "raised ValueError: two lines (reward.py, line 3)"),
+    ],
+)
+def test_a_broken_reward_is_a_failure_with_its_reason(reward_file: WriteFile, body: str, reason: str) -> None:
+    path = reward_file(f"import os\ndef reward_func(queries, prompts, labels):\n    {body}\n")
+    scores = score(config(reward_func=path, reward_max_failures=1.0), "a", "b")
+    assert [(s.value, s.status) for s in scores] == [(None, "failed")] * 2
+    assert scores[0].detail.splitlines()[0] == "reward_func " + reason
+    with pytest.raises(RunError) as caught:
+        score(config(reward_func=path, reward_max_failures=0.5), "a", "b")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failure_keeps_the_first_lines_of_the_users_traceback(reward_file: WriteFile) -> None:
+    path = reward_file("""
+        def ratio(a, b):
+            return a / b
+        def reward_func(queries, prompts, labels):
+            return [ratio(1, 0)]
+    """)
+    detail = score(config(reward_func=path, reward_max_failures=1.0), "a")[0].detail
+    assert "return ratio" not in detail.splitlines()[0]
+    assert "return [ratio(1, 0)]" in detail
+    assert "user_file.py" not in detail
+
+
+HANGS = {
+    "sleep": "import time; time.sleep(600)",
+    "loop holding the interpreter lock": "import re; re.match(r'(a+)+$', 'a' * 60 + 'b')",
+    "signals ignored": "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)",
+    "async": "import asyncio; asyncio.run(asyncio.sleep(600))",
+    "child process": "import subprocess; subprocess.run(['sleep', '600'])",
+}
+
+
+@pytest.mark.parametrize("body", HANGS.values(), ids=HANGS.keys())
+def test_a_reward_that_hangs_is_killed_and_the_next_call_works(reward_file: WriteFile, body: str) -> None:
+    path = reward_file(f"""
+        def reward_func(queries, prompts, labels):
+            if "hang" in queries[0]:
+                {body}
+            return [2.0] * len(queries)
+    """)
+    with Scorer(config(reward_func=path, reward_timeout=1.0, reward_max_failures=1.0)) as scorer:
+        start = time.monotonic()
+        failed = scorer.score([request("hang"), request("a")])
+        assert time.monotonic() - start < 10.0
+        assert [(s.value, s.detail) for s in failed] == [(None, "reward_func did not answer within 1 s")] * 2
+        assert [s.value for s in scorer.score([request("a")])] == [2.0]
+
+
+def test_a_failure_is_retried_as_often_as_allowed(reward_file: WriteFile, tmp_path: Path) -> None:
+    path = reward_file(f"""
+        from pathlib import Path
+        def reward_func(queries, prompts, labels):
+            calls = Path({str(tmp_path / "calls")!r})
+            calls.open("a").write("x")
+            assert len(calls.read_text()) > 2, "not yet"
+            return [1.0] * len(queries)
+    """)
+    with pytest.raises(RunError, match="AssertionError: not yet"):
+        score(config(reward_func=path, reward_retries=1), "a")
+    (tmp_path / "calls").unlink()
+    assert values(config(reward_func=path, reward_retries=2), "a") == [1.0]
+    assert (tmp_path / "calls").read_text() == "xxx"
+
+
+def test_values_that_were_good_are_kept_when_others_are_asked_for_again(reward_file: WriteFile) -> None:
+    path = reward_file("""
+        calls = 0
+        def reward_func(queries, prompts, labels):
+            global calls
+            calls += 1
+            return [float(calls), float(calls) if calls > 1 else float("nan"), float("nan")]
+    """)
+    settings = config(reward_func=path, reward_retries=1, reward_max_failures=0.5)
+    assert values(settings, "a", "b", "c") == [1.0, 2.0, None]
+
+
+def test_failures_up_to_the_allowed_share_only_mark_their_samples(reward_file: WriteFile) -> None:
+    path = reward_file("""
+        def reward_func(queries, prompts, labels):
+            return [float("nan") if "bad" in q else 1.0 for q in queries]
+    """)
+    responses = ["bad", "a", "b", "c"]
+    scores = score(config(reward_funcs=["exact"], reward_func=path, reward_max_failures=0.25), *responses)
+    assert [s.value for s in scores] == [None, 1.0, 1.0, 1.0]
+    assert scores[0].parts == {"exact": 0.0}
+    with pytest.raises(RunError, match=r"1 of 4 rewards failed, more than --reward_max_failures 0\.2 allows"):
+        score(config(reward_func=path, reward_max_failures=0.2), *responses)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "def score(a): pass\nclass Judge: pass",
+            "has no function reward_func(queries, prompts, labels); it has score",
+        ),
+        ("x = 1", "it defines no function"),
+        ("reward_func = 3", "has reward_func, but it is not a function"),
+        ("def reward_func(queries): pass", "cannot be called with (queries, prompts, labels)"),
+        ("def reward_func(:\n", "is not valid Python: line 1"),
+        ("\nimport no_such_module_at_all", "No module named 'no_such_module_at_all' (reward.py, line 2)"),
+        ("raise ValueError('no key')", "raised ValueError: no key (reward.py, line 1)"),
+        ("class reward_func:\n    def __init__(self, key): pass", "raised TypeError"),
+        ("import os; os._exit(5)", "ended its process with exit code 5"),
+    ],
+)
+def test_an_unusable_reward_file_is_refused_before_anything_starts(
+    reward_file: WriteFile, source: str, message: str
+) -> None:
+    path = reward_file(source)
+    with pytest.raises(UsageError) as caught:
+        Scorer(config(reward_func=path))
+    assert str(caught.value).startswith(f"--reward_func {path}")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_reward_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.py: there is no such file"):
+        Scorer(config(reward_func=str(tmp_path / "nowhere.py")))
+
+
+def test_labels_that_a_verifier_cannot_use_are_found_beforehand() -> None:
+    with Scorer(config(reward_funcs=["exact", "boxed"], reward_max_failures=0.25)) as scorer:
+        scorer.check_labels(["1", "2", "3", "x + 1"])
+        with pytest.raises(UsageError, match=r"boxed: 2 of 4 prompts .* label 'x \+ 1' is not a number"):
+            scorer.check_labels(["1", "2", "x + 1", "?"])
+        with pytest.raises(UsageError, match=r"exact: 2 of 2 prompts .* no label"):
+            scorer.check_labels([None, None])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "no reward"),
+        ({"reward_funcs": ["gsm9k"]}, "reward_funcs has no 'gsm9k'; there are gsm8k, exact, boxed"),
+        ({"reward_funcs": ["exact", "exact"]}, "names one twice"),
+        ({"reward_funcs": ["exact"], "reward_weights": [1.0, 2.0]}, "2 values for 1"),
+        ({"reward_funcs": ["exact"], "reward_clip_range": (1.0, 1.0)}, "is empty"),
+    ],
+)
+def test_bad_reward_settings_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RewardConfig(**settings)
+
+
+def test_an_exception_in_the_run_leaves_no_process(reward_file: WriteFile) -> None:
+    path = reward_file("def reward_func(queries, prompts, labels): return [1.0]")
+
+    def run() -> None:
+        with Scorer(config(reward_funcs=["exact"], reward_func=path)) as scorer:
+            scorer.score([request("a")])
+            assert psutil.Process().children()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert not psutil.Process().children()
+
+
+PARENT = """
+import sys, threading
+from rlhf_cli.config.online import RewardConfig
+from rlhf_cli.rewards.records import ScoreRequest
+from rlhf_cli.rewards.scorer import Scorer
+
+scorer = Scorer(RewardConfig(reward_funcs=["exact"], reward_func=sys.argv[1]))
+asked = [ScoreRequest("q", "p", "r", "l")]
+thread = threading.Thread(target=scorer.score, args=(asked,))  # a thread that ends must not take workers with it
+thread.start()
+thread.join()
+asked = [ScoreRequest("hang", "p", "r", "l")]
+scorer.score(asked)
+"""
+
+
+@pytest.mark.parametrize("body", ["import time; time.sleep(600)", "import re; re.match(r'(a+)+$', 'a' * 60 + 'b')"])
+def test_no_process_is_left_when_the_parent_is_killed(reward_file: WriteFile, tmp_path: Path, body: str) -> None:
+    """The reward hangs, once while it holds the interpreter lock, and has started a child of its own."""
+    path = reward_file(f"""
+        import os, subprocess
+        from pathlib import Path
+        def reward_func(queries, prompts, labels):
+            if queries[0] == "hang":
+                child = subprocess.Popen(["sleep", "600"])
+                Path({str(tmp_path / "new")!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
+                os.rename({str(tmp_path / "new")!r}, {str(tmp_path / "pids")!r})
+                {body}
+            return [1.0]
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, path], cwd=Path(__file__).parents[1])
+    try:
+        _wait_until((tmp_path / "pids").exists)
+        others = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
+        asked = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
+        assert asked < set(others)  # and the verifiers' worker
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    _wait_until(lambda: not any(_is_alive(pid) for pid in others))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _wait_until(condition: Callable[[], bool], limit: float = 20.0) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_workers_are_in_process_groups_of_their_own(reward_file: WriteFile) -> None:
+    """Ctrl-C at the terminal reaches the trainer, which decides what becomes of them."""
+    path = reward_file("import os\ndef reward_func(queries, prompts, labels): return [os.getpgrp() - os.getpid()]")
+    assert values(config(reward_func=path), "a") == [0.0]
+    assert os.getpgrp() != 0
