@@ -178,7 +178,7 @@ def test_plans_are_the_same_every_time():
 
 
 def test_a_sequence_longer_than_the_bound_is_named():
-    with pytest.raises(UsageError, match="sequence of 11 tokens .* micro-batch of 10.*train_max_tokens_per_gpu"):
+    with pytest.raises(UsageError, match=r"sequence of 11 tokens .* micro-batch of 10.*train_max_tokens_per_gpu"):
         plan_packs([3, 11, 2], max_tokens=10, num_ranks=1)
 
 

@@ -15,16 +15,20 @@ class TextConfig(Group):
     apply_chat_template: bool = True
     """Render rows with the tokenizer's chat template."""
     input_template: str | None = None
-    """Text around a prompt without a chat template, `{}` standing for it: 'User: {}\\nAssistant: '."""
+    """Text around a prompt without a chat template, `{}` standing for it: 'User: {}\\nAssistant:'."""
     system_prompt: str | None = None
     """System message put before conversations that have none."""
     max_len: int = Field(2048, gt=1)
     """Longest sequence in tokens, prompt and response together."""
 
     @model_validator(mode="after")
-    def _template_has_a_place_for_the_prompt(self) -> "TextConfig":
+    def _one_way_of_rendering(self) -> "TextConfig":
         if self.input_template is not None and "{}" not in self.input_template:
             raise ValueError(f"input_template {self.input_template!r} has no {{}} for the prompt")
+        if self.input_template is not None and self.apply_chat_template:
+            raise ValueError("input_template takes the place of a chat template: add --no_apply_chat_template")
+        if self.system_prompt is not None and not self.apply_chat_template:
+            raise ValueError("system_prompt needs a chat template; put the text into input_template instead")
         return self
 
 
@@ -32,9 +36,9 @@ class DataConfig(TextConfig):
     """Data"""
 
     dataset: str
-    """Training data: file, folder or Hub name, with @split if needed; several separated by commas."""
+    """Training data: file, folder or Hub name[:config], with @split if needed; several separated by commas."""
     dataset_probs: str | None = None
-    """Probability of each of several data sets, separated by commas."""
+    """Share of each of several data sets in the mixture, separated by commas: 0.3,0.7; all rows of all if not given."""
     dataset_split: str = "train"
     """Split read where the name gives none."""
     eval_dataset: str | None = None
@@ -57,9 +61,9 @@ class PromptConfig(TextConfig):
     """Prompts"""
 
     prompt_data: str
-    """Prompts: file, folder or Hub name, with @split if needed; several separated by commas."""
+    """Prompts: file, folder or Hub name[:config], with @split if needed; several separated by commas."""
     prompt_data_probs: str | None = None
-    """Probability of each of several prompt sets, separated by commas."""
+    """Share of each of several prompt sets in the mixture, separated by commas; all rows of all if not given."""
     prompt_split: str = "train"
     """Split read where the name gives none."""
     label_key: str | None = None

@@ -1,0 +1,237 @@
+"""Rows of one data file: JSON lines, a JSON list, CSV or Parquet, each also gzipped.
+
+Files are read through memory maps: a row is parsed when it is asked for, so memory does not grow with the file
+(a JSON list keeps its text). A file's rows keep its order. Columns are not typed: what one row holds as a number
+another may hold as text.
+"""
+
+import csv
+import gzip
+import json
+import mmap
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from rlhf_cli.data.store import TableWriter
+from rlhf_cli.errors import UsageError
+
+BATCH_ROWS = 256
+"""Rows of a record batch."""
+NEWLINE = 10
+MAX_BLANK = 2
+"""Bytes of a line that may turn out to be blank; a longer one has at least `{}` to be a row."""
+CSV_BLOCK = 1 << 26
+"""Bytes parsed at a time; no row may be longer than this."""
+SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The rows of one file. `read(i)` gives a row as a dict, `place(i)` where it stands in the file: 'line 3'."""
+
+    path: str
+    num_rows: int
+    read: Callable[[int], dict[str, Any]]
+    place: Callable[[int], str]
+
+    def where(self, index: int) -> str:
+        """File and place of a row, for messages."""
+        return f"{self.path} {self.place(index)}"
+
+
+def kind_of_file(path: Path) -> str | None:
+    """The suffix that tells how the file is read ('.json', '.csv', ...), without .gz; None if it is no data file."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] == ".gz":
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in READERS else None
+
+
+def read_file(path: Path) -> Table:
+    """The rows of a data file. Raises UsageError that names the file, and the line where there is one."""
+    kind = kind_of_file(path)
+    if kind is None:
+        raise UsageError(f"{path} is no data file: its name ends in none of {', '.join(READERS)} (or these with .gz)")
+    try:
+        with _opened(path) as file:
+            table = READERS[kind](file, str(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    if table.num_rows == 0:
+        raise UsageError(f"{path} is empty: it has no rows")
+    return table
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file's bytes; a gzipped file is unpacked into a temporary one first."""
+    if path.suffix.lower() != ".gz":
+        with path.open("rb") as file:
+            yield file
+        return
+    with tempfile.TemporaryFile(prefix="rlhf-") as unpacked:
+        try:
+            with gzip.open(path) as packed:
+                shutil.copyfileobj(packed, unpacked)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UsageError(f"{path} is damaged: {error}") from error
+        unpacked.seek(0)
+        yield unpacked
+
+
+def _read_json(file: IO[bytes], path: str) -> Table:
+    """A list of objects or one object per line, whichever the first character says."""
+    if file.seek(0, 2) == 0:
+        return _no_rows(path)
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    head = mapped[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
+    return _json_list(mapped, path) if head.startswith(b"[") else _json_lines(mapped, path)
+
+
+def _json_lines(mapped: mmap.mmap, path: str) -> Table:
+    ends = _line_ends(mapped)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    long_enough = ends - starts > MAX_BLANK
+    for number in np.flatnonzero(~long_enough):
+        long_enough[number] = bool(mapped[starts[number] : ends[number]].strip())
+    lines = np.flatnonzero(long_enough)
+
+    def read(index: int) -> dict[str, Any]:
+        number = lines[index]
+        try:
+            row = json.loads(mapped[starts[number] : ends[number]].decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path} line {number + 1} is not UTF-8 text: {error.reason}") from error
+        except json.JSONDecodeError as error:
+            raise UsageError(
+                f"{path} line {number + 1} is not valid JSON: {error.msg} at column {error.colno}; "
+                "a JSON file holds one object per line, or a list of objects"
+            ) from error
+        return _checked_object(row, f"{path} line {number + 1}")
+
+    return Table(path, lines.size, read, lambda index: f"line {lines[index] + 1}")
+
+
+def _line_ends(mapped: mmap.mmap) -> np.ndarray:
+    """Byte position of the end of every line, int64; the last line needs no line break."""
+    step = 1 << 26  # 64 MiB at a time, so that the comparison's result stays small
+    found = [
+        np.flatnonzero(np.frombuffer(mapped[start : start + step], dtype=np.uint8) == NEWLINE) + start
+        for start in range(0, len(mapped), step)
+    ]
+    ends = np.concatenate(found)
+    return ends if mapped[-1] == NEWLINE else np.append(ends, len(mapped))
+
+
+def _json_list(mapped: mmap.mmap, path: str) -> Table:
+    try:
+        text = mapped[:].decode("utf-8-sig")
+        starts = np.fromiter(_element_starts(text, path), dtype=np.int64)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"{path} line {error.lineno} is not valid JSON: {error.msg} at column {error.colno}"
+        ) from error
+    decoder = json.JSONDecoder()
+    return Table(path, starts.size, lambda i: decoder.raw_decode(text, int(starts[i]))[0], lambda i: f"row {i + 1}")
+
+
+def _element_starts(text: str, path: str) -> Iterator[int]:
+    """Where each element of the list starts; every element is parsed once, none is kept."""
+    decoder = json.JSONDecoder()
+    position, number = _skip_space(text, text.index("[") + 1), 0
+    while text[position : position + 1] != "]" or number:
+        number += 1
+        value, end = decoder.raw_decode(text, position)
+        _checked_object(value, f"{path} row {number}")
+        yield position
+        position = _skip_space(text, end)
+        if text[position : position + 1] == "]":
+            break
+        if text[position : position + 1] != ",":
+            raise json.JSONDecodeError("Expecting ',' or ']' after a row", text, position)
+        position = _skip_space(text, position + 1)
+    rest = _skip_space(text, position + 1)
+    if rest < len(text):
+        raise json.JSONDecodeError("Extra data after the list", text, rest)
+
+
+def _skip_space(text: str, position: int) -> int:
+    match = SPACE.match(text, position)
+    return match.end() if match else position
+
+
+def _no_rows(path: str) -> Table:
+    return Table(path, 0, lambda index: {}, str)
+
+
+def _checked_object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise UsageError(f"{where} is {json.dumps(row):.40}, expected an object with columns: {{...}}")
+    return row
+
+
+def _read_csv(file: IO[bytes], path: str) -> Table:
+    """All columns as text. Row numbers count from the first after the header."""
+    try:
+        columns = next(csv.reader([file.readline().decode("utf-8-sig")]), [])
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} line 1 is not UTF-8 text: {error.reason}") from error
+    if len(set(columns)) < len(columns):
+        raise UsageError(f"{path} names a column twice in its first line: {', '.join(columns)}")
+    if not columns:
+        return _no_rows(path)
+    file.seek(0)
+    try:
+        batches = pa.csv.open_csv(
+            file,
+            read_options=pa.csv.ReadOptions(
+                use_threads=False, block_size=CSV_BLOCK
+            ),  # with threads, errors do not name the row
+            parse_options=pa.csv.ParseOptions(newlines_in_values=True),
+            convert_options=pa.csv.ConvertOptions(
+                column_types=dict.fromkeys(columns, pa.string()), strings_can_be_null=False
+            ),
+        )
+        return _stored(batches, batches.schema, path)
+    except pa.ArrowInvalid as error:
+        raise UsageError(f"{path} is not a valid CSV file: {str(error).splitlines()[0]}") from error
+
+
+def _read_parquet(file: IO[bytes], path: str) -> Table:
+    try:
+        parquet = pa.parquet.ParquetFile(file)
+        return _stored(parquet.iter_batches(batch_size=BATCH_ROWS), parquet.schema_arrow, path)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise UsageError(f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _stored(batches: Any, schema: pa.Schema, path: str) -> Table:
+    writer = TableWriter(schema)
+    for batch in batches:
+        for start in range(0, batch.num_rows, BATCH_ROWS):
+            writer.append(batch.slice(start, BATCH_ROWS))
+    stored = writer.finish()
+    return Table(path, len(stored), stored.row, lambda index: f"row {index + 1}")
+
+
+READERS: dict[str, Callable[[IO[bytes], str], Table]] = {
+    ".jsonl": _read_json,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+"""How a file is read, by the end of its name."""

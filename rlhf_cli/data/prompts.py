@@ -1,0 +1,163 @@
+"""Prompts with their ground truth for online training and evaluation.
+
+Prompts lie in a temporary file that is mapped into memory. Their order here is that of the rows.
+"""
+
+import collections.abc
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.data.formats import Columns, PromptFormat, choose_prompt_format
+from rlhf_cli.data.rendering import Renderer
+from rlhf_cli.data.sources import Row, batches, load_rows
+from rlhf_cli.data.store import StoredTable, TableWriter
+from rlhf_cli.data.templates import TemplateFault
+from rlhf_cli.data.tokenising import Tokeniser
+from rlhf_cli.errors import UsageError
+
+BATCH_ROWS = 512
+SCHEMA = pa.schema(
+    {
+        "prompt_ids": pa.list_(pa.int32()),
+        "text": pa.large_string(),
+        "label": pa.large_string(),
+        "source": pa.string(),
+        "index": pa.int64(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in the tokens that generation starts from.
+
+    `text` is the rendered text, template included; `label` the ground truth, None where the row has none; `source`
+    the data set as named in the settings and `index` the number of the row in it, from 0.
+    """
+
+    prompt_ids: list[int]
+    text: str
+    label: str | None
+    source: str
+    index: int
+
+
+@dataclass
+class PromptReport:
+    """How prompts were read."""
+
+    sources: list[str] = field(default_factory=list)
+    rows: int = 0
+    prompts: int = 0
+    labelled: int = 0
+    dropped_overlong: int = 0
+    longest: int = 0
+    """Tokens of the longest prompt that was kept."""
+
+    @property
+    def summary(self) -> str:
+        """The report in one line."""
+        dropped = f", {self.dropped_overlong:,} dropped as too long" if self.dropped_overlong else ""
+        return (
+            f"{'; '.join(self.sources)}, {self.rows:,} rows gave {self.prompts:,} prompts of at most "
+            f"{self.longest:,} tokens, {self.labelled:,} with ground truth{dropped}"
+        )
+
+
+class StoredPrompts(collections.abc.Sequence[Prompt]):
+    """Prompts in a file mapped into memory."""
+
+    def __init__(self, table: StoredTable) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return Prompt(**self._table.row(int(index)))
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """Prompts in the order of their rows."""
+
+    prompts: collections.abc.Sequence[Prompt]
+    report: PromptReport
+
+
+def load_prompts(
+    config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, seed: int
+) -> PromptData:
+    """Prompts of the settings' data sets, with a report of how they were read.
+
+    Prompts that leave no room for `max_new_tokens` within `max_len` are dropped and counted, or an error, by
+    `overlong_prompts`. Raises UsageError naming file and line of a row that cannot be used, or where none is left.
+    """
+    room = config.max_len - max_new_tokens
+    if room < 1:
+        raise UsageError(
+            f"max_len {config.max_len} leaves no room for a prompt beside max_new_tokens {max_new_tokens}: "
+            f"raise max_len above {max_new_tokens}"
+        )
+    rows = load_rows(
+        config.prompt_data,
+        split=config.prompt_split,
+        probs=config.prompt_data_probs,
+        seed=seed,
+        max_samples=config.max_samples,
+    )
+    wanted = Columns(config.input_key, label_key=config.label_key)
+    formats = {source.name: choose_prompt_format(source, wanted) for source in rows.sources}
+    report = PromptReport([f"{name} ({form.columns})" for name, form in formats.items()], len(rows))
+    writer = TableWriter(SCHEMA)
+    steps = _Steps(formats, Renderer(config, tokenizer), Tokeniser(tokenizer), plain=not config.apply_chat_template)
+    for batch in batches(rows, BATCH_ROWS):
+        read = zip(batch, steps.prompts(batch), strict=True)
+        kept = [prompt for row, prompt in read if _fits(row, prompt, room, config, report)]
+        writer.append_columns({name: [getattr(prompt, name) for prompt in kept] for name in SCHEMA.names})
+        report.prompts += len(kept)
+        report.labelled += sum(prompt.label is not None for prompt in kept)
+        report.longest = max([report.longest, *(len(prompt.prompt_ids) for prompt in kept)])
+    if not report.prompts:
+        raise UsageError(f"no prompt is left: {report.summary}")
+    return PromptData(StoredPrompts(writer.finish()), report)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What happens to a row: its source's format, then rendering, then the tokenizer."""
+
+    formats: dict[str, PromptFormat]
+    renderer: Renderer
+    tokeniser: Tokeniser
+    plain: bool
+
+    def prompts(self, batch: list[Row]) -> list[Prompt]:
+        texts = [self._text(row) for row in batch]
+        labels = [self.formats[row.source.name].read_label(row) for row in batch]
+        ids = self.tokeniser.prompts(texts, plain=self.plain)
+        return [
+            Prompt(prompt_ids, text, label, row.source.name, row.index)
+            for prompt_ids, text, label, row in zip(ids, texts, labels, batch, strict=True)
+        ]
+
+    def _text(self, row: Row) -> str:
+        try:
+            return self.renderer.prompt(self.formats[row.source.name].read_prompt(row))
+        except TemplateFault as fault:
+            raise row.error(str(fault)) from fault
+
+
+def _fits(row: Row, prompt: Prompt, room: int, config: PromptConfig, report: PromptReport) -> bool:
+    length = len(prompt.prompt_ids)
+    if length == 0:
+        raise row.error("the prompt has no tokens")
+    if length > room and config.overlong_prompts == "error":
+        raise row.error(f"the prompt's {length} tokens leave no room for max_new_tokens in max_len {config.max_len}")
+    report.dropped_overlong += length > room
+    return length <= room

@@ -1,0 +1,68 @@
+"""Conversations and documents as pieces of text, by a chat template or without one.
+
+Tokens are not made here; see `tokenising`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.config.data import TextConfig
+from rlhf_cli.data.conversations import Conversation, Document, Message
+from rlhf_cli.data.templates import ChatTemplate, Rendered, TemplateFault
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Texts whose tokens, end to end, are one sequence.
+
+    Text from a chat template is one piece that has every special token already. `plain` text is put between the
+    tokenizer's start of text and its end-of-sequence token; there, prompt and response are two pieces, so that
+    training sees the prompt in the very tokens that generation starts from.
+    """
+
+    texts: tuple[Rendered, ...]
+    plain: bool
+
+
+class Renderer:
+    """Renders by the chat template, or by `input_template` where that is turned off."""
+
+    def __init__(self, config: TextConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The tokenizer's chat template. Raises UsageError if there is none or it cannot be used."""
+        return ChatTemplate(self._tokenizer)
+
+    def example(self, example: Conversation | Document) -> Pieces:
+        """An example to train on. Raises TemplateFault if it cannot be rendered."""
+        if isinstance(example, Document):
+            return Pieces((_whole(example.text),), plain=True)
+        if self._config.apply_chat_template:
+            conversation = example.with_system_prompt(self._config.system_prompt)
+            return Pieces((self.template.example(conversation),), plain=False)
+        *before, response = example.messages
+        return Pieces((Rendered(self._around(tuple(before)), (), None), _whole(response.content)), plain=True)
+
+    def prompt(self, conversation: Conversation) -> str:
+        """Text that generation starts from. Raises TemplateFault if it cannot be rendered."""
+        if self._config.apply_chat_template:
+            return self.template.prompt(conversation.with_system_prompt(self._config.system_prompt))
+        return self._around(conversation.messages)
+
+    def _around(self, messages: tuple[Message, ...]) -> str:
+        """The one user message in the input template, in which a typed \\n stands for a line break."""
+        if [message.role for message in messages] != ["user"]:
+            roles = ", ".join(message.role for message in messages)
+            raise TemplateFault(f"without a chat template there is one prompt and its response, not {roles} before it")
+        template = (self._config.input_template or "{}").replace("\\n", "\n")
+        return template.replace("{}", messages[0].content)
+
+
+def _whole(text: str) -> Rendered:
+    """All of the text carries loss; nothing does where it is blank."""
+    return Rendered(text, ((0, len(text)),) if text.strip() else (), None)

@@ -1,0 +1,70 @@
+"""Tables too large for memory: written once to a temporary Arrow file, then read through a memory map.
+
+The file has no name once it is read, so that nothing is left behind however the process ends. It lies in the
+system's folder for temporary files (TMPDIR). A cache of tokenised data would give `TableWriter` a path of its own.
+"""
+
+import tempfile
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+
+class TableWriter:
+    """Collects record batches of one schema in a temporary file."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self.schema = schema
+        self._file = tempfile.NamedTemporaryFile(prefix="rlhf-", suffix=".arrow")  # noqa: SIM115 (closed in finish)
+        self._writer = pa.ipc.new_stream(self._file, schema)
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Write a batch; reading is by row within batches, so some hundreds of rows each are best."""
+        self._writer.write_batch(batch)
+
+    def append_columns(self, columns: dict[str, list]) -> None:
+        """Write a batch from one list of values per column."""
+        self.append(pa.record_batch([pa.array(columns[f.name], f.type) for f in self.schema], schema=self.schema))
+
+    def finish(self) -> "StoredTable":
+        """The table of everything written; the writer cannot be used afterwards."""
+        self._writer.close()
+        self._file.flush()
+        with pa.memory_map(self._file.name) as mapped:
+            table = pa.ipc.open_stream(mapped).read_all()
+        self._file.close()
+        return StoredTable(table)
+
+
+class StoredTable:
+    """Random access to the rows of an Arrow table, zero-copy for lists of numbers."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._batches = [batch for batch in table.to_batches() if batch.num_rows]
+        self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
+        self.names: list[str] = table.schema.names
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _find(self, row: int) -> tuple[pa.RecordBatch, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._batches[number], row - int(self._starts[number])
+
+    def numbers(self, name: str, row: int) -> np.ndarray:
+        """A cell of a list column as a read-only view of the file."""
+        batch, position = self._find(row)
+        return batch.column(name)[position].values.to_numpy()
+
+    def value(self, name: str, row: int) -> Any:
+        """A cell as a Python value."""
+        batch, position = self._find(row)
+        return batch.column(name)[position].as_py()
+
+    def row(self, row: int) -> dict[str, Any]:
+        """A whole row as Python values."""
+        batch, position = self._find(row)
+        return {name: column[position].as_py() for name, column in zip(self.names, batch.columns, strict=True)}

@@ -1,0 +1,173 @@
+"""Texts to token ids, and spans of characters to spans of tokens.
+
+A piece of text is tokenised once as a whole; the offsets of its tokens say which of them lie in a span.
+"""
+
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.data.rendering import Pieces
+from rlhf_cli.data.templates import Rendered, Span, TemplateFault
+from rlhf_cli.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids of one sequence; `spans` bound the tokens that carry loss.
+
+    `merged` is true where white space at the start of an assistant's text is in one token with the end of what the
+    template writes before it: that token carries no loss.
+    """
+
+    ids: list[int]
+    spans: list[Span]
+    merged: bool = False
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that carry loss."""
+        return sum(stop - start for start, stop in self.spans)
+
+    def cut(self, max_len: int) -> "Tokens":
+        """The first `max_len` tokens; nothing takes the place of what is lost, so no end of sequence is faked."""
+        spans = [(start, min(stop, max_len)) for start, stop in self.spans if start < max_len]
+        return Tokens(self.ids[:max_len], spans, self.merged)
+
+    def all_trained(self) -> "Tokens":
+        """The same ids, all but the first carrying loss, if any did."""
+        return Tokens(self.ids, [(1, len(self.ids))] if self.spans else [])
+
+
+class Tokeniser:
+    """A fast tokenizer, with what it puts before and after plain text.
+
+    Raises UsageError for tokenizers without offsets or without an end-of-sequence token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.is_fast:
+            raise UsageError(f"{type(tokenizer).__name__} gives no offsets of tokens: a fast tokenizer is needed")
+        if tokenizer.eos_token_id is None:
+            raise UsageError("the tokenizer has no end-of-sequence token (eos_token): a model could not learn to stop")
+        self._tokenizer = tokenizer
+        self._end: int = tokenizer.eos_token_id
+        self._start = self._start_of_text()
+
+    def _start_of_text(self) -> list[int]:
+        """What the tokenizer itself puts before a text: the beginning-of-sequence token, or nothing."""
+        text = self._tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole = self._tokenizer("a", add_special_tokens=True)["input_ids"]
+        places = (place for place in range(len(whole)) if whole[place : place + len(text)] == text)
+        return whole[: next(places, 0)]
+
+    def _encodings(self, texts: list[str]) -> list[Encoding]:
+        if not texts:
+            return []
+        batch = self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # no warning of texts longer than the model's context: they are cut or dropped later
+        )
+        return batch.encodings
+
+    def prompts(self, texts: list[str], *, plain: bool) -> list[list[int]]:
+        """Token ids that generation starts from; `plain` texts get the start of text unless they have it."""
+        ids = [encoding.ids for encoding in self._encodings(texts)]
+        return [self._started(prompt) for prompt in ids] if plain else ids
+
+    def _started(self, ids: list[int]) -> list[int]:
+        return ids if ids[: len(self._start)] == self._start else self._start + ids
+
+    def examples(self, batch: list[Pieces]) -> list[Tokens | TemplateFault]:
+        """Tokens of each example, or why it cannot be trained on."""
+        encodings = iter(self._encodings([piece.text for pieces in batch for piece in pieces.texts]))
+        return [self._joined(pieces, encodings) for pieces in batch]
+
+    def _joined(self, pieces: Pieces, encodings: Iterator[Encoding]) -> Tokens | TemplateFault:
+        ids: list[int] = []
+        spans: list[Span] = []
+        merged = False
+        for piece, encoding in zip(pieces.texts, encodings, strict=False):
+            try:
+                part = _tokens(encoding, piece)
+            except TemplateFault as fault:
+                return fault
+            spans += [(start + len(ids), stop + len(ids)) for start, stop in part.spans]
+            ids += part.ids
+            merged |= part.merged
+        if pieces.plain:
+            ids, spans = self._closed(ids, spans)
+        return Tokens(ids, [(max(start, 1), stop) for start, stop in spans if stop > 1], merged)
+
+    def _closed(self, ids: list[int], spans: list[Span]) -> tuple[list[int], list[Span]]:
+        """Plain text between start of text and end of sequence, which belongs to what is trained last."""
+        started = self._started(ids)
+        shift = len(started) - len(ids)
+        spans = [(start + shift, stop + shift) for start, stop in spans]
+        if started[-1:] != [self._end]:
+            started = [*started, self._end]
+            spans = [*spans[:-1], (spans[-1][0], len(started))] if spans else []
+        return started, spans
+
+    def check(self, tokens: Tokens, pieces: Pieces) -> None:
+        """Raises TemplateFault if the tokens of an example from a chat template are not right.
+
+        They are right if the trained tokens of each span decode to its text, and the tokens before the first are
+        those that a rollout of the same prompt would start from.
+        """
+        if pieces.plain:
+            return
+        (example,) = pieces.texts
+        for (start, stop), (first, end) in zip(tokens.spans, example.spans, strict=True):
+            decoded = self._tokenizer.decode(
+                tokens.ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            said = example.text[first:end]
+            if _comparable(decoded) != _comparable(said):
+                raise TemplateFault(f"the trained tokens decode to {decoded[:80]!r} instead of {said[:80]!r}")
+        if example.prompt is None or example.text[example.spans[0][0]].isspace():
+            return  # white space of the response may run into the template's: that is the row's doing
+        if tokens.ids[: tokens.spans[0][0]] != self.prompts([example.prompt], plain=False)[0]:
+            raise TemplateFault(
+                f"the chat template's generation prompt, which ends in {example.prompt[-12:]!r}, has other tokens "
+                "alone than before a response, so that generation would start from tokens never seen in training"
+            )
+
+
+def _comparable(text: str) -> str:
+    """Tokenizers may normalise accents and drop the space before a first word."""
+    return unicodedata.normalize("NFC", text).strip()
+
+
+def _tokens(encoding: Encoding, piece: Rendered) -> Tokens:
+    """Raises TemplateFault where a span does not start with a token of its own."""
+    if piece.spans == ((0, len(piece.text)),):
+        return Tokens(encoding.ids, [(0, len(encoding.ids))])
+    spans, merged = [], False
+    for start, stop in piece.spans:
+        first, last = _token_at(encoding, start, stop), encoding.char_to_token(stop - 1)
+        if first is None or last is None:
+            raise TemplateFault(f"the tokenizer has no token for {piece.text[start:stop][:60]!r}")
+        opening, closing = encoding.token_to_chars(first) or (start, stop)
+        if opening < start:
+            shared = piece.text[start:closing]
+            if shared.strip():
+                raise TemplateFault(
+                    f"the tokenizer makes one token of the template's {piece.text[opening:start]!r} and "
+                    f"the assistant's {shared!r}: the template needs a special token or a space between them"
+                )
+            first, merged = first + 1, True
+        spans.append((first, last + 1))
+    return Tokens(encoding.ids, spans, merged)
+
+
+def _token_at(encoding: Encoding, start: int, stop: int) -> int | None:
+    """First token in the span; some tokenizers give white space to no token."""
+    tokens = (encoding.char_to_token(position) for position in range(start, stop))
+    return next((token for token in tokens if token is not None), None)

@@ -1,0 +1,104 @@
+"""Prompts for online training."""
+
+import json
+
+import pytest
+from chat_tokenizers import CHATML, LLAMA_3, make_tokenizer
+
+from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.data.prompts import load_prompts
+from rlhf_cli.errors import UsageError
+
+
+def load(tmp_path, tokenizer, *rows, max_new_tokens=16, **settings):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = PromptConfig(**{"prompt_data": str(path), **settings})
+    return load_prompts(config, tokenizer, max_new_tokens=max_new_tokens, seed=0)
+
+
+def test_prompt_is_rendered_for_generation(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    (prompt,) = load(tmp_path, tokenizer, {"question": "What is 12 + 34?", "answer": 46}).prompts
+    assert prompt.text == "<|im_start|>user\nWhat is 12 + 34?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.prompt_ids == tokenizer(prompt.text).input_ids
+    assert (prompt.label, prompt.source, prompt.index) == ("46", f"{tmp_path}/rows.jsonl", 0)
+    assert all(type(token) is int for token in prompt.prompt_ids)
+
+
+def test_beginning_of_sequence_is_written_once(tmp_path):
+    row = {"prompt": "What?"}
+    templated = load(tmp_path, make_tokenizer(LLAMA_3, adds_bos=True), row).prompts[0]
+    plain = load(tmp_path, make_tokenizer(None, adds_bos=True), row, apply_chat_template=False).prompts[0]
+    bare = load(tmp_path, make_tokenizer(None), row, apply_chat_template=False).prompts[0]
+    assert [prompt.prompt_ids.count(1) for prompt in (templated, plain, bare)] == [1, 1, 0]
+    assert (plain.text, plain.label) == ("What?", None)
+
+
+def test_messages_and_system_prompt_are_rendered(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    rows = [
+        {"prompt": [{"from": "human", "value": "What?"}], "final_answer": "p - q"},
+        {"prompt": [{"from": "system", "value": "mine"}, {"from": "human", "value": "What?"}], "final_answer": "7"},
+    ]
+    prompts = load(tmp_path, tokenizer, *rows, system_prompt="yours").prompts
+    assert [prompt.text.split("<|im_end|>")[0] for prompt in prompts] == [
+        "<|im_start|>system\nyours",
+        "<|im_start|>system\nmine",
+    ]
+    assert [prompt.label for prompt in prompts] == ["p - q", "7"]
+
+
+def test_prompts_without_room_for_the_response_are_dropped_or_an_error(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    rows = [{"prompt": "What?"}, {"prompt": "What is 12 + 34? " * 9}, {"prompt": "What?"}]
+    length = len(load(tmp_path, tokenizer, rows[0]).prompts[0].prompt_ids)
+    data = load(tmp_path, tokenizer, *rows, max_len=length + 16)
+    assert [prompt.index for prompt in data.prompts] == [0, 2]
+    assert (data.report.rows, data.report.prompts, data.report.dropped_overlong) == (3, 2, 1)
+    assert "3 rows gave 2 prompts" in data.report.summary
+    assert "1 dropped as too long" in data.report.summary
+    with pytest.raises(UsageError, match=r"line 2: the prompt's \d+ tokens leave no room for max_new_tokens"):
+        load(tmp_path, tokenizer, *rows, max_len=length + 16, overlong_prompts="error")
+    with pytest.raises(UsageError, match=r"no prompt is left: .*3 dropped"):
+        load(tmp_path, tokenizer, *rows, max_len=length + 15)
+
+
+def test_limits_that_leave_no_prompt_at_all_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="max_len 64 leaves no room for a prompt beside max_new_tokens 64"):
+        load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?"}, max_len=64, max_new_tokens=64)
+
+
+def test_report_says_where_prompts_and_labels_were_found(tmp_path):
+    rows = [{"problem": "What?", "answer": "46"}, {"problem": "Why?", "answer": None}]
+    report = load(tmp_path, make_tokenizer(CHATML), *rows).report
+    assert "rows.jsonl (problem, label answer), 2 rows gave 2 prompts of at most " in report.summary
+    assert "1 with ground truth" in report.summary
+
+
+def test_empty_prompt_and_missing_template_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="line 1: the prompt has no tokens"):
+        load(tmp_path, make_tokenizer(None), {"prompt": ""}, apply_chat_template=False)
+    with pytest.raises(UsageError, match=r"no chat template.*--no_apply_chat_template"):
+        load(tmp_path, make_tokenizer(None), {"prompt": "What?"})
+
+
+def test_rollouts_need_no_template_that_can_be_trained_on(tmp_path):
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant:"
+    (prompt,) = load(tmp_path, make_tokenizer(template), {"prompt": "What?"}).prompts
+    assert prompt.text == "user: What?\nassistant:"
+
+
+def test_prompts_of_several_sets_are_mixed(tmp_path):
+    (tmp_path / "more.jsonl").write_text("".join(f'{{"query": "{i}", "label": {i}}}\n' for i in range(30)))
+    data = load(
+        tmp_path,
+        make_tokenizer(CHATML),
+        *({"prompt": f"What is {i}?"} for i in range(10)),
+        prompt_data=f"{tmp_path}/rows.jsonl,{tmp_path}/more.jsonl",
+        prompt_data_probs="0.25,0.75",
+    )
+    assert [prompt.label is None for prompt in data.prompts].count(True) == 10
+    assert len(data.prompts) == 40
+    for prompt in data.prompts:
+        assert prompt.label == (str(prompt.index) if prompt.source.endswith("more.jsonl") else None)

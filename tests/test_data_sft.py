@@ -1,0 +1,196 @@
+"""Data sets as tokenised sequences: truncation, plain text, BOS and EOS, reports."""
+
+import json
+
+import numpy as np
+import pytest
+from chat_tokenizers import CHATML, make_tokenizer
+
+from rlhf_cli.config.data import DataConfig, PromptConfig
+from rlhf_cli.data.packing import pack, plan_packs
+from rlhf_cli.data.prompts import load_prompts
+from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.errors import UsageError
+
+PLAIN = {"apply_chat_template": False, "input_template": "Q: {}\\nA:"}
+
+
+def load(tmp_path, tokenizer, *rows, seed=0, **settings):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(**{"dataset": str(path), **settings})
+    return load_sft_sequences(config, tokenizer, dataset=config.dataset, split="train", seed=seed)
+
+
+def trained(tokenizer, sequence):
+    return tokenizer.decode(sequence.token_ids[sequence.loss_mask])
+
+
+def test_plain_row_by_hand(tmp_path):
+    tokenizer = make_tokenizer(None, adds_bos=True)
+    (sequence,) = load(tmp_path, tokenizer, {"prompt": "What {x}?", "answer": " 46"}, **PLAIN).sequences
+    before = tokenizer("Q: What {x}?\nA:").input_ids
+    answer = tokenizer(" 46", add_special_tokens=False).input_ids
+    assert before[0] == tokenizer.bos_token_id
+    assert sequence.token_ids.tolist() == [*before, *answer, tokenizer.eos_token_id]
+    assert sequence.loss_mask.tolist() == [False] * len(before) + [True] * (len(answer) + 1)
+    assert sequence.token_ids.dtype == np.int32
+
+
+def test_plain_prompt_has_the_tokens_that_rollouts_start_from(tmp_path):
+    # Tokenised as a whole, ' Paris' would be one token that no rollout from 'A: ' can produce.
+    tokenizer = make_tokenizer(None, adds_bos=True)
+    rendering = {"apply_chat_template": False, "input_template": "Q: {}\nA: "}
+    rows = [{"prompt": "What?", "answer": "Paris"}]
+    (sequence,) = load(tmp_path, tokenizer, *rows, **rendering).sequences
+    config = PromptConfig(prompt_data=str(tmp_path / "rows.jsonl"), **rendering)
+    (prompt,) = load_prompts(config, tokenizer, max_new_tokens=8, seed=0).prompts
+    assert sequence.token_ids[~sequence.loss_mask].tolist() == prompt.prompt_ids
+    assert trained(tokenizer, sequence) == "Paris<|end|>"
+
+
+def test_plain_prompt_may_write_the_beginning_of_sequence_itself(tmp_path):
+    tokenizer = make_tokenizer(None, adds_bos=True)
+    rendering = {"apply_chat_template": False, "input_template": "<|bos|>Q: {}"}
+    (sequence,) = load(tmp_path, tokenizer, {"prompt": "What?", "answer": "46"}, **rendering).sequences
+    assert sequence.token_ids.tolist().count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_all_of_a_text_but_the_first_token_is_trained(adds_bos, tmp_path):
+    tokenizer = make_tokenizer(CHATML, adds_bos=adds_bos)
+    data = load(tmp_path, tokenizer, {"text": "one two"}, {"text": " \n"}, {"text": "three<|end|>"})
+    texts = [tokenizer.decode(sequence.token_ids) for sequence in data.sequences]
+    start = "<|bos|>" if adds_bos else ""
+    assert texts == [f"{start}one two<|end|>", f"{start}three<|end|>"]
+    assert all(sequence.loss_mask.tolist() == [False] + [True] * (len(sequence) - 1) for sequence in data.sequences)
+    assert data.report.dropped_untrained == 1
+    assert "1 dropped with nothing to train on" in data.report.summary
+
+
+def test_pretrain_mode_trains_every_token_but_the_first(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    (sequence,) = load(tmp_path, tokenizer, {"prompt": "What?", "answer": "46"}, pretrain_mode=True).sequences
+    assert tokenizer.decode(sequence.token_ids).startswith("<|im_start|>user\nWhat?")
+    assert sequence.loss_mask.tolist() == [False] + [True] * (len(sequence) - 1)
+
+
+@pytest.mark.parametrize("rendering", [{}, PLAIN, {"data_format": "text", "input_key": "answer"}])
+def test_truncation_puts_no_end_where_there_was_none(rendering, tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    row = {"prompt": "What?", "answer": "The answer is 46. " * 9}
+    (whole,) = load(tmp_path, tokenizer, row, **rendering).sequences
+    data = load(tmp_path, tokenizer, row, max_len=40, **rendering)
+    (cut,) = data.sequences
+    assert cut.token_ids.tolist() == whole.token_ids[:40].tolist()
+    assert cut.loss_mask.tolist() == whole.loss_mask[:40].tolist()
+    assert not {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")} & set(
+        cut.token_ids[cut.loss_mask].tolist()
+    )
+    assert data.report.truncated == 1
+
+
+def test_overlong_rows_are_truncated_dropped_or_an_error(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    rows = [
+        {"prompt": "What?", "answer": "46"},
+        {"prompt": "What?", "answer": "The answer is 46. " * 9},
+        {"prompt": "What is 12 + 34? " * 9, "answer": "46"},
+    ]
+    truncated = load(tmp_path, tokenizer, *rows, max_len=50)
+    assert (truncated.report.truncated, truncated.report.dropped_untrained) == (1, 1)
+    assert truncated.lengths.tolist()[1:] == [50]
+    dropped = load(tmp_path, tokenizer, *rows, max_len=50, overlong="drop")
+    assert (dropped.report.dropped_overlong, len(dropped.sequences)) == (2, 1)
+    assert "2 dropped as too long" in dropped.report.summary
+    with pytest.raises(UsageError, match=r"rows\.jsonl line 2: \d+ tokens are more than max_len 50"):
+        load(tmp_path, tokenizer, *rows, max_len=50, overlong="error")
+
+
+def test_nothing_left_is_an_error_that_says_why(tmp_path):
+    with pytest.raises(UsageError, match=r"no sequence is left to train on: .*1 dropped with nothing to train on"):
+        load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?", "answer": "46"}, max_len=4)
+
+
+def test_report_and_arrays_count_what_the_sequences_hold(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    rows = [{"question": f"What is {i} + {i}?", "answer": f"{2 * i}." * (i % 5 + 1)} for i in range(1200)]
+    data = load(tmp_path, tokenizer, *rows)
+    assert data.lengths.tolist() == [len(sequence) for sequence in data.sequences]
+    assert data.num_trained.tolist() == [sequence.num_trained for sequence in data.sequences]
+    assert (data.report.rows, data.report.sequences) == (1200, 1200)
+    assert data.report.tokens == data.lengths.sum()
+    assert data.report.trained_tokens == data.num_trained.sum()
+    assert "rows.jsonl (prompt_response: question -> answer), 1,200 rows gave 1,200 sequences" in data.report.summary
+    for i in (0, 511, 512, 1199, -1):
+        row = rows[i]
+        assert trained(tokenizer, data.sequences[i % 1200]) == row["answer"] + "<|im_end|>"
+
+
+def test_loading_again_gives_the_same_sequences(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    rows = [{"prompt": f"What is {i}?", "answer": f"{i}"} for i in range(40)]
+    mixed = {"dataset": f"{tmp_path}/rows.jsonl,{tmp_path}/rows.jsonl", "dataset_probs": "0.5,0.5"}
+    orders = []
+    for seed in (1, 1, 2):
+        data = load(tmp_path, tokenizer, *rows, seed=seed, **mixed)
+        orders.append([trained(tokenizer, sequence) for sequence in data.sequences])
+    assert orders[0] == orders[1] != orders[2]
+    assert len(orders[0]) == 80
+
+
+def test_data_sets_of_different_formats_are_mixed(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    (tmp_path / "text.jsonl").write_text('{"text": "one"}\n')
+    data = load(
+        tmp_path,
+        tokenizer,
+        {"prompt": "What?", "answer": "46"},
+        dataset=f"{tmp_path}/rows.jsonl,{tmp_path}/text.jsonl",
+    )
+    assert [trained(tokenizer, sequence) for sequence in data.sequences] == ["46<|im_end|>", "<|end|>"]
+    assert "(prompt_response: prompt -> answer); " in data.report.summary
+    assert "text.jsonl (text: text), 2 rows" in data.report.summary
+
+
+def test_at_most_max_samples_rows_are_read(tmp_path):
+    rows = [{"prompt": "What?", "answer": str(i)} for i in range(5)]
+    data = load(tmp_path, make_tokenizer(CHATML), *rows, max_samples=2)
+    assert len(data.sequences) == 2
+    assert "2 of 5 rows" in data.report.summary
+
+
+def test_sequences_can_be_packed(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    data = load(tmp_path, tokenizer, *({"prompt": "What?", "answer": "46" * i} for i in range(1, 8)))
+    plan = plan_packs(data.lengths, max_tokens=60, num_ranks=2)
+    packs = [pack([data.sequences[i] for i in members]) for rank in plan for members in rank]
+    assert sum(packed.targets_K.numel() for packed in packs) == data.report.trained_tokens
+    assert sum(packed.input_ids_T.numel() for packed in packs) == data.report.tokens
+
+
+def test_several_turns_need_a_chat_template(tmp_path):
+    turns = ("user", "assistant", "user", "assistant")
+    row = {"messages": [{"role": role, "content": "x"} for role in turns]}
+    with pytest.raises(UsageError, match="line 1: without a chat template there is one prompt and its response"):
+        load(tmp_path, make_tokenizer(None), row, apply_chat_template=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"input_template": "Q:", "apply_chat_template": False}, "has no {} for the prompt"),
+        ({"input_template": "Q: {}"}, "add --no_apply_chat_template"),
+        ({"system_prompt": "S", "apply_chat_template": False}, "system_prompt needs a chat template"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        DataConfig(dataset="x", **settings)
+
+
+def test_tokenizer_without_end_of_sequence_is_refused(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.eos_token = None
+    with pytest.raises(UsageError, match="no end-of-sequence token"):
+        load(tmp_path, tokenizer, {"prompt": "What?", "answer": "46"})
