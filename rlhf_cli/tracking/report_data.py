@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from rlhf_cli.tracking.sinks import RUN_FILE, SAMPLES_FILE, read_metrics
+from rlhf_cli.tracking.sinks import RUN_FILE, SAMPLES_FILE, SETTINGS_FILE, read_metrics
 from rlhf_cli.tracking.summary import Summary, summarise
 
 MAX_SAMPLE_STEPS = 40
@@ -57,7 +57,7 @@ def read_stage(path: Path) -> Stage:
         outcome=run.get("outcome", "unknown"),
         total_steps=run.get("total_steps", max(metrics, default=0)),
         facts=run.get("facts", {}),
-        settings=read_settings(path / "config.yaml"),
+        settings=read_settings(path / SETTINGS_FILE),
         metrics=metrics,
         rollouts=read_rollouts(path / SAMPLES_FILE),
         summary=summarise(path),
@@ -65,7 +65,7 @@ def read_stage(path: Path) -> Stage:
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """The settings of config.yaml by group; a comment line above settings names their group."""
+    """The settings of a run by group; a comment line above settings names their group."""
     groups: dict[str, dict[str, Any]] = {}
     if not path.exists():
         return groups

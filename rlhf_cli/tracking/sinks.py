@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.errors import UsageError
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
+SETTINGS_FILE = "config.yaml"
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -156,27 +158,23 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run; `wandb` is the package (or something with its `init`)."""
+    """A Weights & Biases run; `wandb` is the package (or something with its `init`).
+
+    `settings` are shown with the run; `run_id` is the id of the run that is continued, None for a new one.
+    """
 
     def __init__(
-        self,
-        wandb: Any,
-        *,
-        output: Path,
-        project: str,
-        entity: str | None,
-        group: str | None,
-        name: str,
-        run_id: str | None,
+        self, wandb: Any, config: TrackingConfig, *, output: Path, settings: Mapping[str, Any], run_id: str | None
     ) -> None:
         self._run = wandb.init(
-            project=project,
-            entity=entity,
-            group=group,
-            name=name,
+            project=config.wandb_project,
+            entity=config.wandb_org,
+            group=config.wandb_group,
+            name=config.wandb_run_name or output.resolve().name,
             id=run_id,
             resume="allow",
             dir=str(output),
+            config=dict(settings),
             save_code=False,
             # The process's output is a log file already, and wandb would replace descriptors 1 and 2 again.
             settings=wandb.Settings(console="off"),
@@ -196,14 +194,19 @@ class WandbSink:
         self._run.finish()
 
 
-def import_wandb() -> Any:
+def import_wandb(name: str = "wandb") -> Any:
     """The wandb package. UsageError where it or a key for it is missing: wandb itself would ask on the terminal."""
     try:
-        wandb = importlib.import_module("wandb")
+        wandb = importlib.import_module(name)
     except ImportError as error:
         raise UsageError("--use_wandb needs the package wandb: pip install 'rlhf-cli[wandb]'") from error
-    offline = os.environ.get("WANDB_MODE") in ("offline", "disabled")
-    has_key = any(os.environ.get(key) for key in WANDB_KEYS) or (Path.home() / ".netrc").exists()
-    if not offline and not has_key:
-        raise UsageError("--use_wandb needs a key in WANDB_API_KEY (or WANDB_MODE=offline)")
+    check_wandb_key(os.environ, netrc=Path.home() / ".netrc")
     return wandb
+
+
+def check_wandb_key(environment: Mapping[str, str], *, netrc: Path) -> None:
+    """UsageError if wandb would have to ask for a key."""
+    offline = environment.get("WANDB_MODE") in ("offline", "disabled")
+    has_key = any(environment.get(key) for key in WANDB_KEYS)
+    if not offline and not has_key and not netrc.exists():
+        raise UsageError("--use_wandb needs a key in WANDB_API_KEY (or WANDB_MODE=offline)")

@@ -9,9 +9,10 @@ import io
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self, TextIO, cast
 
 from rich.console import Console, ConsoleDimensions
 
@@ -36,15 +37,39 @@ class TerminalConsole(Console):
         return ConsoleDimensions(columns or 80, rows or 25)
 
 
-def open_console(stream: IO[str]) -> Console:
+def open_console(stream: io.TextIOBase) -> Console:
     """A console on `stream`: colours and live views on a terminal, else plain text without any escape sequence."""
+    file = cast(TextIO, stream)
     interactive = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
     if interactive:
-        return TerminalConsole(file=stream, force_terminal=True, highlight=False)
-    # soft_wrap and a set width: a log line of a scheduler must stay one line however long it is
+        return TerminalConsole(file=file, force_terminal=True, highlight=False)
+    # soft_wrap: a log line of a scheduler must stay one line however long it is
     return TerminalConsole(
-        file=stream, force_terminal=False, force_interactive=False, color_system=None, highlight=False, soft_wrap=True
+        file=file, force_terminal=False, force_interactive=False, color_system=None, highlight=False, soft_wrap=True
     )
+
+
+class LastingStream(io.TextIOBase):
+    """Text to a descriptor, lost without an error once nobody reads it any more.
+
+    `rlhf ... | tee log` and Ctrl-C: tee is gone at once, and the run must still finish its step and save.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, text: str) -> int:
+        rest = text.encode(errors="replace")
+        with suppress(OSError):
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        return len(text)
 
 
 class Terminal:
@@ -68,9 +93,8 @@ class Terminal:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True)
-        self._streams = {old: os.fdopen(kept, "w", encoding="utf-8", closefd=False) for old, kept in self._kept.items()}
-        self.console = open_console(self._streams[1])
-        self.error_console = open_console(self._streams[2])
+        self.console = open_console(LastingStream(self._kept[1]))
+        self.error_console = open_console(LastingStream(self._kept[2]))
         os.register_at_fork(after_in_child=self._in_forked_child)
 
     def restore(self) -> None:
@@ -79,8 +103,6 @@ class Terminal:
             return
         self._active = False
         flush_output()
-        for stream in self._streams.values():
-            stream.flush()
         for descriptor, kept in self._kept.items():
             os.dup2(kept, descriptor)
         os.close(self._log)

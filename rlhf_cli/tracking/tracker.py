@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import yaml
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -21,6 +22,7 @@ from rlhf_cli.tracking.live_view import LiveView
 from rlhf_cli.tracking.progress import Pace, PlainView, View
 from rlhf_cli.tracking.sinks import (
     RUN_FILE,
+    SETTINGS_FILE,
     MetricsFile,
     MetricSink,
     SamplesFile,
@@ -88,15 +90,10 @@ class Tracker:
         if config.use_tensorboard:
             self._sinks.append(TensorBoardSink(self._output, resume_step=self._resume_step))
         if config.use_wandb:
-            self._wandb = WandbSink(
-                import_wandb(),
-                output=self._output,
-                project=config.wandb_project,
-                entity=config.wandb_org,
-                group=config.wandb_group,
-                name=config.wandb_run_name or self._output.resolve().name,
-                run_id=saved.get("wandb_run_id"),
-            )
+            settings_file = self._output / SETTINGS_FILE
+            settings = yaml.safe_load(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+            run_id = saved.get("wandb_run_id")
+            self._wandb = WandbSink(import_wandb(), config, output=self._output, settings=settings, run_id=run_id)
             self._sinks.append(self._wandb)
 
     def start(self, facts: Mapping[str, str]) -> None:
