@@ -13,7 +13,7 @@ from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.report_data import read_rollouts, read_settings
 from rlhf_cli.tracking.sinks import MetricsFile, SamplesFile
 
-ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+ATTACK = "</script ><script>alert(1)</script><img src=x onerror=alert(2)><!--<script "
 
 
 def make_run(path: Path, *, command: str = "ppo", steps: int = 40, samples: bool = True) -> Path:
@@ -81,6 +81,7 @@ def page_of(output: Path, **options) -> str:
 def rollouts_of(page: str) -> list[dict]:
     found = re.search(r'<script type="application/json">(.*?)</script>', page, flags=re.DOTALL)
     assert found
+    assert "<" not in found[1]  # nothing in it can end the element or begin a comment, for any parser
     return json.loads(found[1])
 
 

@@ -72,9 +72,10 @@ NOISY_RUN = textwrap.dedent(
 
 
 def run_noisy(log: Path, *extra: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", NOISY_RUN, str(log), *extra], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", NOISY_RUN, str(log), *extra]
+    # Unbuffered Python also unbuffers C's streams, which would hide lines that come out too late.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
 
 def test_only_our_own_output_reaches_the_terminal(tmp_path):
