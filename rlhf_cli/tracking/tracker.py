@@ -35,6 +35,7 @@ from rlhf_cli.tracking.sinks import (
 from rlhf_cli.tracking.summary import Summary, summarise
 
 SECONDS_BETWEEN_MEMORY_READINGS = 2.0
+LOGS = "logs"  # folder in the run directory
 SUMMARY_METRICS = 4
 SUMMARY_PHASES = 6
 
@@ -97,10 +98,11 @@ class Tracker:
             self._sinks.append(self._wandb)
 
     def start(self, facts: Mapping[str, str]) -> None:
-        """Say what is about to run: `facts` are shown in their order, the run directory after them."""
+        """Say what is about to run: `facts` are shown in their order, run directory and logs after them."""
         self._facts["facts"] = dict(facts)
         self._write_facts("running")
-        rows = {**facts, "Output": str(self._output)}
+        logs = self._output / LOGS
+        rows = {**facts, "Output": str(self._output)} | ({"Logs": str(logs)} if logs.is_dir() else {})
         if self._resume_step is not None:
             rows["Resumed"] = f"after {self._unit} {self._resume_step}"
         self._console.print(f"rlhf {self._facts['command']}", style="bold", markup=False)
