@@ -4,6 +4,7 @@ A `[tokens, vocabulary]` float32 tensor never exists as a whole, neither in forw
 computes the logits of each chunk again. Which tokens are projected is decided by the caller.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-DEFAULT_CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""Float32 logits of one chunk: on a CPU about a cache's worth, on a GPU enough rows to fill the device."""
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
+"""Float32 logits of one chunk: enough rows for efficient matrix products."""
+BLOCK_BYTES = 2**20
+"""On a CPU, logits in float32 that element-wise work keeps in a core's cache; a GPU takes a chunk at once."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class _Settings:
     temperature: float
     with_entropy: bool
     chunk_size: int
+    block_size: int
 
 
 def token_logprobs(
@@ -51,23 +55,22 @@ def token_logprobs(
     The logits are `transform(hidden_KD @ weight_VD.T + bias_V) / temperature`; the product is in the type of the
     operands, everything after it in float32 (float64 for float64 operands). Both results are differentiable with
     respect to hidden states, weight and bias. `chunk_size` is the number of rows whose logits exist at once; by
-    default it is chosen so that they take 16 MiB on a CPU and 256 MiB elsewhere.
+    default they take 64 MiB in float32 on a CPU and 256 MiB on a GPU.
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature} is not positive: greedy decoding has no log-probabilities")
+    row_bytes = 4 * weight_VD.shape[0]
+    on_cpu = hidden_KD.device.type == "cpu"
+    chunk_size = chunk_size or max(1, CHUNK_BYTES["cpu" if on_cpu else "cuda"] // row_bytes)
     settings = _Settings(
         transform=transform or LogitTransform(),
         temperature=temperature,
         with_entropy=with_entropy,
-        chunk_size=chunk_size or _default_chunk_size(weight_VD.shape[0], hidden_KD.device.type),
+        chunk_size=chunk_size,
+        block_size=max(1, BLOCK_BYTES // row_bytes) if on_cpu else chunk_size,
     )
     logprobs_K, entropy_K = _TokenLogprobs.apply(hidden_KD, weight_VD, bias_V, targets_K, settings)
     return logprobs_K, entropy_K if with_entropy else None
-
-
-def _default_chunk_size(vocabulary: int, device_type: str) -> int:
-    budget = DEFAULT_CHUNK_BYTES.get(device_type, DEFAULT_CHUNK_BYTES["cuda"])
-    return max(1, budget // (4 * vocabulary))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -81,50 +84,46 @@ class _TokenLogprobs(torch.autograd.Function):
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = hidden_KD.shape[0]
-        dtype = _softmax_dtype(hidden_KD)
-        logprobs_K = torch.empty(num_tokens, dtype=dtype, device=hidden_KD.device)
-        logsumexp_K = torch.empty_like(logprobs_K)
+        logprobs_K = torch.empty(num_tokens, dtype=_softmax_dtype(hidden_KD), device=hidden_KD.device)
         entropy_K = torch.empty_like(logprobs_K if settings.with_entropy else logprobs_K[:0])
-        for start in range(0, num_tokens, settings.chunk_size):
-            rows = slice(start, start + settings.chunk_size)
-            logits = _logits(hidden_KD[rows], weight_VD, bias_V, settings=settings)
-            logsumexp = torch.logsumexp(logits, -1)
-            logsumexp_K[rows] = logsumexp
-            logprobs_K[rows] = logits.gather(-1, targets_K[rows, None]).squeeze(-1) - logsumexp
-            if settings.with_entropy:
-                logits -= logsumexp[:, None]
-                entropy_K[rows] = -(logits.exp() * logits).sum(-1)
+        for chunk in _slices(0, num_tokens, settings.chunk_size):
+            product = F.linear(hidden_KD[chunk], weight_VD, bias_V)
+            for rows in _slices(chunk.start, chunk.stop, settings.block_size):
+                logits = _logits(product[rows.start - chunk.start : rows.stop - chunk.start], settings)
+                log_p = torch.log_softmax(logits, -1)
+                logprobs_K[rows] = log_p.gather(-1, targets_K[rows, None]).squeeze(-1)
+                if settings.with_entropy:
+                    entropy_K[rows] = (log_p.exp() * log_p).sum(-1).neg_()
         ctx.settings = settings
-        ctx.save_for_backward(hidden_KD, weight_VD, bias_V, targets_K, logsumexp_K, entropy_K)
+        ctx.save_for_backward(hidden_KD, weight_VD, bias_V, targets_K, entropy_K)
         return logprobs_K, entropy_K
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_K: torch.Tensor, grad_entropy_K: torch.Tensor) -> tuple[Any, ...]:
-        hidden_KD, weight_VD, bias_V, targets_K, logsumexp_K, entropy_K = ctx.saved_tensors
+        hidden_KD, weight_VD, bias_V, targets_K, entropy_K = ctx.saved_tensors
         settings: _Settings = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dtype = logsumexp_K.dtype
+        wide = _softmax_dtype(hidden_KD)
         grad_hidden_KD = torch.empty_like(hidden_KD) if needs_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if bias_V is not None and needs_bias else None
-        for start in range(0, hidden_KD.shape[0], settings.chunk_size):
-            rows = slice(start, start + settings.chunk_size)
-            grad_logits = _grad_logits(
-                _logits(hidden_KD[rows], weight_VD, bias_V, settings=settings),
-                targets_K[rows],
-                logsumexp=logsumexp_K[rows],
-                grad_logprobs=grad_logprobs_K[rows],
-                entropy_and_grad=(entropy_K[rows], grad_entropy_K[rows]) if settings.with_entropy else None,
-                settings=settings,
-            )
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needs_bias else None
+        for chunk in _slices(0, hidden_KD.shape[0], settings.chunk_size):
+            product = F.linear(hidden_KD[chunk], weight_VD, bias_V)
+            for rows in _slices(chunk.start, chunk.stop, settings.block_size):
+                entropies = (entropy_K[rows], grad_entropy_K[rows]) if settings.with_entropy else None
+                # The block's logits are not needed again: their gradient takes their place.
+                block = product[rows.start - chunk.start : rows.stop - chunk.start]
+                grad = _grad_product(
+                    block, settings, targets=targets_K[rows], grad_logprobs=grad_logprobs_K[rows], entropies=entropies
+                )
+                block.copy_(grad)
             if grad_bias_V is not None:
-                grad_bias_V += grad_logits.sum(0)
-            grad_logits = grad_logits.to(hidden_KD.dtype)
+                grad_bias_V += product.sum(0, dtype=wide)
             if grad_hidden_KD is not None:
-                torch.mm(grad_logits, weight_VD, out=grad_hidden_KD[rows])
+                torch.mm(product, weight_VD, out=grad_hidden_KD[chunk])
             if grad_weight_VD is not None:
-                grad_weight_VD += grad_logits.T @ hidden_KD[rows]
+                grad_weight_VD += product.T @ hidden_KD[chunk]
         return (
             grad_hidden_KD,
             grad_weight_VD.to(weight_VD.dtype) if grad_weight_VD is not None else None,
@@ -134,48 +133,49 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
+def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
+
+
 def _softmax_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _logits(
-    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, *, settings: _Settings
-) -> torch.Tensor:
-    """Logits of one chunk, after transform and temperature, owned by the caller."""
-    logits = F.linear(hidden_CD, weight_VD, bias_V).to(_softmax_dtype(hidden_CD))
+def _logits(product: torch.Tensor, settings: _Settings) -> torch.Tensor:
+    """The head's output after transform and temperature; may be `product` itself."""
+    logits = product.to(_softmax_dtype(product))
     scale, softcap = settings.transform.scale, settings.transform.softcap
     if softcap is not None:
-        return logits.mul_(scale / softcap).tanh_().mul_(softcap / settings.temperature)
+        return (logits * (scale / softcap)).tanh_().mul_(softcap / settings.temperature)
     factor = scale / settings.temperature
-    return logits if factor == 1.0 else logits.mul_(factor)
+    return logits if factor == 1.0 else logits * factor
 
 
-def _grad_logits(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    logsumexp: torch.Tensor,
-    grad_logprobs: torch.Tensor,
-    entropy_and_grad: tuple[torch.Tensor, torch.Tensor] | None,
+def _grad_product(
+    product: torch.Tensor,
     settings: _Settings,
+    *,
+    targets: torch.Tensor,
+    grad_logprobs: torch.Tensor,
+    entropies: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Gradient with respect to the head's output, for z = logits, p = softmax(z), H its entropy.
+    """Gradient with respect to the head's output, for logits z, p = softmax(z), H its entropy.
 
-    d logprob / dz_j = [j = target] - p_j and dH / dz_j = -p_j (log p_j + H). Overwrites `logits`.
+    d logprob / dz_j = [j = target] - p_j and dH / dz_j = -p_j (log p_j + H). `entropies` are H and its gradient.
     """
     scale, softcap, temperature = settings.transform.scale, settings.transform.softcap, settings.temperature
-    slope = None
+    logits = _logits(product, settings)
+    if entropies is None:
+        grad = torch.softmax(logits, -1).mul_(-grad_logprobs[:, None])
+    else:
+        entropy, grad_entropy = (values[:, None] for values in entropies)
+        log_p = torch.log_softmax(logits, -1)
+        weights = (log_p + entropy).mul_(grad_entropy).add_(grad_logprobs[:, None])
+        grad = log_p.exp_().mul_(weights).neg_()
+    grad.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
     if softcap is not None:
         # z = (c / T) tanh(scale x / c), so dz/dx = (scale / T) (1 - (z T / c)^2).
-        slope = (logits * (temperature / softcap)).square_().neg_().add_(1.0)
-    logits -= logsumexp[:, None]
-    weights = grad_logprobs[:, None]
-    if entropy_and_grad is not None:
-        entropy, grad_entropy = entropy_and_grad
-        weights = (logits + entropy[:, None]).mul_(grad_entropy[:, None]).add_(weights)
-    grad = logits.exp_().mul_(weights).neg_()
-    grad.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
-    if slope is not None:
-        grad *= slope
+        grad *= (logits * (temperature / softcap)).square_().neg_().add_(1.0)
     factor = scale / temperature
     return grad if factor == 1.0 else grad.mul_(factor)

@@ -1,6 +1,6 @@
 """The `varlen` attention function for transformers: causal attention inside each sequence of a flat pack.
 
-CUDA uses PyTorch's variable-length flash kernel, a CPU one SDPA call per sequence. It serves training and scoring of
+CUDA uses PyTorch's variable-length flash kernel, a CPU the operator of `varlen_cpu`. It serves training and scoring of
 packs only: no KV cache, no padding, no attention dropout, caps or sinks.
 """
 
@@ -9,8 +9,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface
+
+from rlhf_cli.models.varlen_cpu import varlen_attention
 
 VARLEN = "varlen"
 """Name under which transformers knows the function."""
@@ -97,34 +98,8 @@ def _attend_cpu(
     window: int | None,
 ) -> torch.Tensor:
     del max_seqlen
-    lengths = cu_seqlens.diff().tolist()
-    segments = zip(
-        query.transpose(0, 1).split(lengths, dim=1),
-        key.transpose(0, 1).split(lengths, dim=1),
-        value.transpose(0, 1).split(lengths, dim=1),
-        strict=True,
-    )
-    outputs = []
-    for query_HLD, key_HLD, value_HLD in segments:
-        length = query_HLD.shape[1]
-        mask = _band(length, window, query.device) if window is not None and length > window else None
-        output = F.scaled_dot_product_attention(
-            query_HLD[None],
-            key_HLD[None],
-            value_HLD[None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query_HLD.shape[0] != key_HLD.shape[0],
-        )
-        outputs.append(output[0])
-    return torch.cat(outputs, dim=1).transpose(0, 1)
-
-
-def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Boolean [length, length]: position i sees the positions i - window < j <= i."""
-    visible = torch.ones(length, length, dtype=torch.bool, device=device)
-    return visible.tril_().triu_(1 - window)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return varlen_attention(query, key, value, cu_seqlens, scale, window or 0)
 
 
 # Not registered as a mask: transformers then builds none.
