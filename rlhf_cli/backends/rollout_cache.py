@@ -14,18 +14,17 @@ class InPlaceLayer(DynamicLayer):
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
-        self._capacity = capacity
+        self.capacity = capacity
         self._length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = self._room(key_states)
-        self.values = self._room(value_states)
+        self.keys = self._room(key_states, len(key_states))
+        self.values = self._room(value_states, len(value_states))
         self.is_initialized = True
 
-    def _room(self, states: torch.Tensor) -> torch.Tensor:
-        rows, heads, _, size = states.shape
-        return states.new_empty(rows, heads, self._capacity, size)
+    def _room(self, states: torch.Tensor, rows: int) -> torch.Tensor:
+        return states.new_empty(rows, states.shape[1], self.capacity, states.shape[3])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -47,17 +46,17 @@ class InPlaceLayer(DynamicLayer):
         self.values = self._selected(self.values, indices)
 
     def _selected(self, states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        selected = states.new_empty(len(indices), *states.shape[1:])
+        selected = self._room(states, len(indices))
         torch.index_select(states[:, :, : self._length], 0, indices, out=selected[:, :, : self._length])
         return selected
 
 
 def has_only_full_attention(config: PretrainedConfig) -> bool:
     """Whether every layer attends to the whole sequence."""
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
-    return set(layer_types) == {"full_attention"} and not (
-        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    )
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return set(layer_types) == {"full_attention"}
+    return getattr(config, "sliding_window", None) is None
 
 
 def decoding_cache(config: PretrainedConfig, *, capacity: int) -> Cache:
@@ -65,6 +64,23 @@ def decoding_cache(config: PretrainedConfig, *, capacity: int) -> Cache:
     if not has_only_full_attention(config):
         return DynamicCache(config=config)
     return Cache(layers=[InPlaceLayer(capacity) for _ in range(config.num_hidden_layers)])
+
+
+def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Cache:
+    """One cache with room for `capacity` tokens whose row i is row rows[i] of all the caches' rows in turn.
+
+    The caches hold the same number of tokens. The first one is changed and returned.
+    """
+    joined = caches[0]
+    for index, layer in enumerate(joined.layers):
+        layers = [cache.layers[index] for cache in caches]
+        if len(layers) > 1:
+            layer.keys = torch.cat([part.keys for part in layers])
+            layer.values = torch.cat([part.values for part in layers])
+        if isinstance(layer, InPlaceLayer):
+            layer.capacity = capacity
+        layer.batch_select_indices(rows)
+    return joined
 
 
 def select_rows(cache: Cache, indices: torch.Tensor) -> None:

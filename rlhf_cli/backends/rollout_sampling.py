@@ -4,10 +4,12 @@ Leaves out where the logits and the numbers come from.
 """
 
 import torch
+from torch.nn.functional import pad
 
 from rlhf_cli.data.rollouts import SamplingParams
 
-_ELEMENTS_PER_CHUNK = 1 << 24  # rows x vocabulary worked on at once: 128 MiB of float64
+_ELEMENTS_PER_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}  # rows x vocabulary: 1 MiB stays in a core's cache
+_BLOCK = 64  # entries of the vocabulary summed before the cumulative sum is taken
 
 
 def request_uniforms(seeds: list[int], num_tokens: int) -> torch.Tensor:
@@ -23,33 +25,16 @@ def request_uniforms(seeds: list[int], num_tokens: int) -> torch.Tensor:
     return uniforms
 
 
-def processed_logprobs(logits_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Log-probs [B, V] float32 of the distribution that is sampled from; -inf outside the top-p set.
-
-    Greedy decoding reports the log-probs at temperature 1, like vLLM.
-    """
-    logits_BV = logits_BV.float()
-    if sampling.greedy:
-        return logits_BV.log_softmax(-1)
-    logprobs_BV = (logits_BV / sampling.temperature).log_softmax(-1)
-    if sampling.top_p >= 1:
-        return logprobs_BV
-    ascending, order = logprobs_BV.sort(dim=-1)
-    outside = ascending.exp().cumsum(-1) <= 1 - sampling.top_p
-    outside[:, -1] = False  # the likeliest token always stays
-    masked = ascending.masked_fill(outside, -torch.inf).log_softmax(-1)
-    return torch.empty_like(masked).scatter_(-1, order, masked)
-
-
 def sample_tokens(
     logits_BV: torch.Tensor, uniforms_B: torch.Tensor, sampling: SamplingParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B] int64 and their log-probs [B] float32.
+    """Tokens [B] int64 and their log-probs [B] float32 under the distribution they were drawn from.
 
     A token is the first one whose cumulative probability exceeds the row's uniform number (inverse transform
-    sampling): one number per row is drawn instead of one per entry of the vocabulary.
+    sampling): one number per row is drawn instead of one per entry of the vocabulary. Greedy decoding takes the
+    likeliest token and reports its log-prob at temperature 1, as vLLM does.
     """
-    rows = max(1, _ELEMENTS_PER_CHUNK // logits_BV.shape[-1])
+    rows = max(1, _ELEMENTS_PER_CHUNK[logits_BV.device.type] // logits_BV.shape[-1])
     parts = [
         _sample_chunk(logits, uniforms, sampling)
         for logits, uniforms in zip(logits_BV.split(rows), uniforms_B.split(rows), strict=True)
@@ -61,13 +46,50 @@ def sample_tokens(
 def _sample_chunk(
     logits_BV: torch.Tensor, uniforms_B: torch.Tensor, sampling: SamplingParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logprobs_BV = processed_logprobs(logits_BV, sampling)
+    logits_BV = logits_BV.float()
+    if not sampling.greedy and sampling.temperature != 1:
+        logits_BV = logits_BV / sampling.temperature
+    if not sampling.greedy and sampling.top_p < 1:
+        logits_BV = keep_top_p(logits_BV, sampling.top_p)
+    highest_B1 = logits_BV.amax(-1, keepdim=True)
+    weights_BV = (logits_BV - highest_B1).exp_()
+    blocks = _blocks(weights_BV)
+    cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     if sampling.greedy:
-        tokens_B1 = logprobs_BV.argmax(-1, keepdim=True)
+        tokens_B1 = logits_BV.argmax(-1, keepdim=True)
     else:
-        cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
-        # times the last entry: rounding leaves the sum a little off 1, and no draw may fall behind it
-        threshold_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
-        tokens_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True)
-        tokens_B1.clamp_(max=logprobs_BV.shape[-1] - 1)
-    return tokens_B1[:, 0], logprobs_BV.gather(-1, tokens_B1)[:, 0]
+        tokens_B1 = _draw(blocks, cumulative, uniforms_B[:, None])
+    logprobs_B1 = logits_BV.gather(-1, tokens_B1) - highest_B1 - cumulative[:, -1:].log().float()
+    return tokens_B1[:, 0], logprobs_B1[:, 0]
+
+
+def keep_top_p(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The logits with -inf outside the smallest set of tokens whose probability reaches `top_p`."""
+    ascending, order = logits_BV.sort(dim=-1)
+    outside = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+    outside[:, -1] = False  # the likeliest token always stays
+    return logits_BV.masked_fill(torch.empty_like(outside).scatter_(-1, order, outside), -torch.inf)
+
+
+def _blocks(weights_BV: torch.Tensor) -> torch.Tensor:
+    """The weights [B, blocks, _BLOCK], filled up with zeros."""
+    weights_BV = pad(weights_BV, (0, -weights_BV.shape[-1] % _BLOCK))
+    return weights_BV.view(len(weights_BV), -1, _BLOCK)
+
+
+def _draw(blocks: torch.Tensor, cumulative: torch.Tensor, uniforms_B1: torch.Tensor) -> torch.Tensor:
+    """Index [B, 1] of the first weight whose cumulative sum exceeds the uniform share of the total.
+
+    Looks for the block first, then inside it: a cumulative sum over the whole vocabulary costs more than all else.
+    Weights of zero are never drawn, as the sum does not grow there.
+    """
+    zero = cumulative.new_zeros(())
+    total = cumulative[:, -1:]
+    threshold = torch.minimum(uniforms_B1 * total, total.nextafter(zero))  # rounding must not reach the total
+    block = torch.searchsorted(cumulative, threshold, right=True)
+    chosen = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0]
+    inside = chosen.cumsum(-1, dtype=torch.float64)
+    before = torch.where(block > 0, cumulative.gather(-1, (block - 1).clamp_(min=0)), 0.0)
+    # rounding may put the rest behind the block's own sum: it belongs to the last weight that is not zero
+    rest = torch.minimum(threshold - before, inside[:, -1:].nextafter(zero))
+    return block * _BLOCK + torch.searchsorted(inside, rest, right=True)

@@ -168,6 +168,11 @@ def checkpoint_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def optional_tensors(config: Any) -> frozenset[str]:
+    """Names that a push may have or not: a head that shares the embedding's weight."""
+    return frozenset({"lm_head.weight"}) if getattr(config, "tie_word_embeddings", False) else frozenset()
+
+
 def check_tensors(
     sent: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], *, optional: frozenset[str] = frozenset()
 ) -> None:

@@ -68,20 +68,20 @@ class ShmTransport:
     def __init__(self, *, bucket_bytes: int = BUCKET_BYTES, folders: tuple[str, ...] | None = None) -> None:
         self._bucket_bytes = bucket_bytes
         self._folders = folders or ("/dev/shm", tempfile.gettempdir())
-        self._previous: dict[str, Any] | None = None
+        self._written: list[Path] = []
         remove_stale_pushes(self._folders)
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, Any]:
         """The manifest of the written push; RunError where no folder has room."""
         self.close()
-        manifest: dict[str, Any] = {"version": version, "buckets": []}
-        self._previous = manifest
         try:
-            manifest["buckets"].extend(self._buckets(named_tensors, version))
+            return {"version": version, "buckets": list(self._buckets(named_tensors, version))}
         except OSError as error:
             self.close()
             raise RunError(f"weight push: writing failed: {error}") from error
-        return manifest
+        except BaseException:
+            self.close()
+            raise
 
     def _buckets(self, named_tensors: NamedTensors, version: int) -> Iterator[dict[str, Any]]:
         bucket: _Bucket | None = None
@@ -93,7 +93,9 @@ class ShmTransport:
                 bucket = None
             if bucket is None:
                 folder = _folder_with_room(max(self._bucket_bytes, num_bytes), self._folders)
-                bucket = _Bucket(folder / f"{_PREFIX}{os.getpid()}-{id(self):x}-v{version}-{count:04d}")
+                path = folder / f"{_PREFIX}{os.getpid()}-{id(self):x}-v{version}-{count:04d}"
+                self._written.append(path)
+                bucket = _Bucket(path)
                 count += 1
             bucket.add(name, tensor)
         if bucket is not None:
@@ -101,9 +103,9 @@ class ShmTransport:
 
     def close(self) -> None:
         """Removes the files of the last push."""
-        if self._previous is not None:
-            remove_push(self._previous)
-        self._previous = None
+        for path in self._written:
+            path.unlink(missing_ok=True)
+        self._written.clear()
 
 
 def remove_push(manifest: dict[str, Any]) -> None:

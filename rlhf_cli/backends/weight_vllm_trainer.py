@@ -13,6 +13,8 @@ import torch
 from rlhf_cli.backends.weight_transfer import NamedTensors
 from rlhf_cli.errors import RunError
 
+_BUFFER_BYTES = 256 << 20
+
 CallEngines = Callable[[str, list[tuple[Any, ...]]], None]
 """call(method, arguments of each engine): calls the method of all engines at once and waits for all of them."""
 
@@ -63,20 +65,21 @@ class EngineClient:
         self._call("finish_weight_update", [(self.version,)] * self._num_engines)
 
 
-def make_source(specs: list[TensorSpec]) -> Any:
-    """A WeightSource of vLLM whose tensors are given anew for every push, in `.named_tensors`."""
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+class PushSource:
+    """What vLLM calls a WeightSource; its tensors are given anew for every push."""
 
-    class PushSource(WeightSource):
-        named_tensors: NamedTensors = ()
+    def __init__(self, specs: list[TensorSpec]) -> None:
+        self._specs = specs
+        self.named_tensors: NamedTensors = ()
 
-        def metadata(self) -> list[ParamMeta]:
-            return [ParamMeta(spec.name, spec.dtype, spec.shape) for spec in specs]
+    def metadata(self) -> list[TensorSpec]:
+        """Names, types and shapes in the order of the tensors; read before anything is gathered."""
+        return self._specs
 
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return iter(self.named_tensors)
-
-    return PushSource()
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies: vLLM collects a buffer's worth before it packs them, gathered weights are gone by then."""
+        for name, tensor in self.named_tensors:
+            yield name, tensor.clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +90,20 @@ class Rendezvous:
     port: int
 
 
+def buffer_bytes(specs: list[TensorSpec]) -> int:
+    """Size of the buffers tensors are packed into: the largest tensor has to fit, an ipc push fails otherwise."""
+    sizes = [spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in specs]
+    return max(_BUFFER_BYTES, *sizes)
+
+
 def trainer_init_info(
-    backend: Literal["nccl", "ipc"], *, rank: int, num_workers: int, rendezvous: Rendezvous | None
+    backend: Literal["nccl", "ipc"], *, rank: int, num_workers: int, buffer_size: int, rendezvous: Rendezvous | None
 ) -> Any:
     """vLLM's description of this trainer rank; rank 0 is the one that sends."""
     if backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        return IPCTrainerInitInfo(rank=rank, packed=True)
+        return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer_size)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     if rendezvous is None:
@@ -105,30 +114,17 @@ def trainer_init_info(
         master_port=rendezvous.port,
         world_size=1 + num_workers,
         packed=True,
+        packed_buffer_size_bytes=buffer_size,
     )
 
 
 class VllmTransport:
-    """Sends pushes through vLLM's nccl or ipc trainer engine; built and used on every trainer rank alike."""
+    """Sends pushes through one of vLLM's trainer engines; used on every trainer rank alike."""
 
-    def __init__(
-        self,
-        backend: Literal["nccl", "ipc"],
-        specs: list[TensorSpec],
-        *,
-        client: EngineClient,
-        rank: int,
-        rendezvous: Rendezvous | None = None,
-    ) -> None:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
+    def __init__(self, engine: Any, source: PushSource, client: EngineClient) -> None:
+        self._engine = engine
+        self._source = source
         self._client = client
-        self._source = make_source(specs)
-        self._engine = WeightTransferTrainerFactory.trainer_init(
-            trainer_init_info(backend, rank=rank, num_workers=client.num_workers, rendezvous=rendezvous),
-            client=client,
-            source=self._source,
-        )
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> None:
         """Sends in the order of the specs and returns when every engine has loaded and closed the update."""
@@ -139,3 +135,26 @@ class VllmTransport:
     def close(self) -> None:
         """Leaves the nccl group."""
         self._engine.shutdown()
+
+
+def connect(
+    backend: Literal["nccl", "ipc"],
+    specs: list[TensorSpec],
+    *,
+    client: EngineClient,
+    rank: int,
+    rendezvous: Rendezvous | None = None,
+) -> VllmTransport:
+    """The transport of this trainer rank, connected to all engines; called on every rank, rank 0 sends.
+
+    `specs` are the same tensors in the same order as in every push, in the type they are sent in. ipc needs the
+    trainer's rank i on the GPU of the engines' worker i.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    source = PushSource(specs)
+    init_info = trainer_init_info(
+        backend, rank=rank, num_workers=client.num_workers, buffer_size=buffer_bytes(specs), rendezvous=rendezvous
+    )
+    engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)  # type: ignore[arg-type]
+    return VllmTransport(engine, source, client)

@@ -4,7 +4,6 @@ Importing this module registers the engines; vLLM imports it in every worker bec
 `worker_extension_cls`. Leaves out the trainer's side.
 """
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,11 +20,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rlhf_cli.backends.rollout_processes import end_with_owner
-from rlhf_cli.backends.weight_transfer import Ledger, check_tensors, checkpoint_shapes
+from rlhf_cli.backends.weight_transfer import checkpoint_shapes, optional_tensors
 from rlhf_cli.backends.weight_transfer_shm import read_verified_push
+from rlhf_cli.backends.weight_watch import Watching
 
 ENGINE_NAMES = {"shm": "rlhf_shm", "nccl": "rlhf_nccl", "ipc": "rlhf_ipc"}
-TIED_HEAD = frozenset({"lm_head.weight"})
 
 
 @dataclass
@@ -41,10 +40,6 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     buckets: list[dict[str, Any]]
     checksum: int
     num_tensors: int
-
-
-def _optional_names(engine: WeightTransferEngine) -> frozenset[str]:
-    return TIED_HEAD if engine.model_config.hf_config.tie_word_embeddings else frozenset()
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:
@@ -79,7 +74,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         """Verifies, then loads. The CPU build re-packs linear weights, hence the layerwise reload around it."""
         expected = checkpoint_shapes(self.model_config.model)
-        optional = _optional_names(self)
+        optional = optional_tensors(self.model_config.hf_config)
         named_tensors, checksum = read_verified_push(asdict(update_info), expected, optional=optional)
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(named_tensors))
@@ -94,55 +89,11 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Holds nothing."""
 
 
-class _WatchedModel:
-    """Passes tensors on to a model's load_weights and enters them in a ledger."""
-
-    def __init__(self, model: torch.nn.Module, ledger: Ledger, shapes: dict[str, tuple[int, ...]]) -> None:
-        self._model = model
-        self._ledger = ledger
-        self._shapes = shapes
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        held = list(weights)
-        for name, tensor in held:
-            self._ledger.add(name, tensor)
-            self._shapes[name] = tuple(tensor.shape)
-        return self._model.load_weights(held)
-
-
-class _Watching:
-    """Adds to one of vLLM's engines: what arrived is counted, added up and compared with the checkpoint's names."""
-
-    model: Any
-    pushed_checksum: int | None = None
-    _ledger: Ledger
-    _shapes: dict[str, tuple[int, ...]]
-
-    def start_weight_update(self) -> None:
-        self._ledger, self._shapes = Ledger(), {}
-        super().start_weight_update()  # type: ignore[misc]
-
-    def receive_weights(self, update_info: Any) -> None:
-        model = self.model
-        self.model = _WatchedModel(model, self._ledger, self._shapes)
-        try:
-            super().receive_weights(update_info)  # type: ignore[misc]
-        finally:
-            self.model = model
-
-    def finish_weight_update(self) -> None:
-        super().finish_weight_update()  # type: ignore[misc]
-        self.pushed_checksum = self._ledger.checksum
-        expected = checkpoint_shapes(self.model_config.model)  # type: ignore[attr-defined]
-        if expected:
-            check_tensors(self._shapes, expected, optional=_optional_names(self))  # type: ignore[arg-type]
-
-
-class WatchedNcclEngine(_Watching, NCCLWeightTransferEngine):
+class WatchedNcclEngine(Watching, NCCLWeightTransferEngine):
     """vLLM's nccl engine with a ledger."""
 
 
-class WatchedIpcEngine(_Watching, IPCWeightTransferEngine):
+class WatchedIpcEngine(Watching, IPCWeightTransferEngine):
     """vLLM's ipc engine with a ledger."""
 
 

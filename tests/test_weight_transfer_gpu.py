@@ -1,0 +1,152 @@
+"""The nccl and ipc paths in their logic: who is told what, in which order, and what proves that it arrived."""
+
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_cli.backends.weight_transfer import WeightSender, weights_checksum
+from rlhf_cli.backends.weight_vllm_trainer import EngineClient, PushSource, TensorSpec, VllmTransport, buffer_bytes
+from rlhf_cli.backends.weight_watch import Watching
+from rlhf_cli.errors import RunError
+
+
+class Calls:
+    def __init__(self):
+        self.made = []
+
+    def __call__(self, method, arguments):
+        self.made.append((method, arguments))
+
+
+def test_workers_of_several_engines_get_consecutive_ranks():
+    calls = Calls()
+    client = EngineClient(calls, num_engines=3, ranks_per_engine=2)
+    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7})
+    ((method, arguments),) = calls.made
+    assert method == "init_weight_transfer"
+    assert [info["rank_offset"] for (info,) in arguments] == [1, 3, 5]
+    assert client.num_workers == 6
+
+
+def test_ipc_engines_all_get_the_same_agreement():
+    calls = Calls()
+    EngineClient(calls, num_engines=2).init_weight_transfer_engine({"packed": True})
+    assert calls.made == [("init_weight_transfer", [({"packed": True},), ({"packed": True},)])]
+
+
+class FakeTrainerEngine:
+    """Drives a push as vLLM's trainer engines do: metadata first, one pass over the source, then the closing call."""
+
+    def __init__(self, client, source):
+        self.client, self.source = client, source
+        self.sent, self.open = [], True
+
+    def send_weights(self):
+        self.client.start_weight_update()
+        self.client.update_weights({"names": [meta.name for meta in self.source.metadata()]})
+        self.sent = list(self.source)
+        self.client.finish_weight_update()
+
+    def shutdown(self):
+        self.open = False
+
+
+def test_a_push_reaches_every_engine_with_its_version():
+    calls, weights = Calls(), {"a": torch.randn(3), "b": torch.randn(2, 2)}
+    client = EngineClient(calls, num_engines=2)
+    source = PushSource([TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()])
+    engine = FakeTrainerEngine(client, source)
+    sender = WeightSender(VllmTransport(engine, source, client))
+    report = sender.send(weights.items(), version=4)
+    assert calls.made == [
+        ("start_weight_update", [(), ()]),
+        ("update_weights", [({"names": ["a", "b"]},)] * 2),
+        ("finish_weight_update", [(4,), (4,)]),
+    ]
+    assert report.checksum == weights_checksum(weights.items())
+    assert (report.num_bytes, report.num_tensors, report.manifest) == (28, 2, None)
+    sender.close()
+    assert not engine.open
+
+
+def test_tensors_may_be_freed_when_the_next_one_is_asked_for():
+    weights = {"a": torch.ones(3), "b": torch.ones(2)}
+
+    def gathered():
+        for name, tensor in weights.items():
+            yield name, tensor
+            tensor.zero_()
+
+    source = PushSource([])
+    source.named_tensors = gathered()
+    assert [float(tensor.sum()) for _, tensor in list(source)] == [3.0, 2.0]
+
+
+def test_the_largest_tensor_fits_the_buffer():
+    assert buffer_bytes([TensorSpec("w", torch.bfloat16, (10, 10))]) == 256 << 20
+    assert buffer_bytes([TensorSpec("w", torch.bfloat16, (1 << 20, 1 << 10))]) == 2 << 30
+
+
+class FakeEngine:
+    """The parts of vLLM's worker engines that are called, on a dict as the model."""
+
+    def __init__(self, checkpoint: Path, *, tied: bool = False):
+        self.model = SimpleNamespace(load_weights=lambda weights: self.loaded.update(weights))
+        self.model_config = SimpleNamespace(model=str(checkpoint), hf_config=SimpleNamespace(tie_word_embeddings=tied))
+        self.loaded, self.steps = {}, []
+
+    def start_weight_update(self):
+        self.steps.append("start")
+
+    def receive_weights(self, update_info):
+        for chunk in update_info:
+            self.model.load_weights(iter(chunk))
+
+    def finish_weight_update(self):
+        self.steps.append("finish")
+
+
+class WatchedEngine(Watching, FakeEngine):
+    pass
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    header = json.dumps({name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 0]} for name in "ab"}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return tmp_path
+
+
+def test_a_worker_adds_up_what_arrives_in_chunks(checkpoint):
+    weights = [("a", torch.randn(2)), ("b", torch.randn(2))]
+    engine = WatchedEngine(checkpoint)
+    model = engine.model
+    for _ in range(2):  # a second push starts from zero
+        engine.start_weight_update()
+        engine.receive_weights([weights[:1], weights[1:]])
+        engine.finish_weight_update()
+    assert engine.pushed_checksum == weights_checksum(weights)
+    assert engine.loaded.keys() == {"a", "b"}
+    assert engine.steps == ["start", "finish"] * 2
+    assert engine.model is model
+
+
+def test_a_worker_names_what_did_not_arrive(checkpoint):
+    engine = WatchedEngine(checkpoint)
+    engine.start_weight_update()
+    engine.receive_weights([[("a", torch.zeros(2))]])
+    with pytest.raises(RunError, match="missing b"):
+        engine.finish_weight_update()
+
+
+def test_a_worker_names_what_its_model_does_not_have(checkpoint):
+    engine = WatchedEngine(checkpoint)
+    engine.start_weight_update()
+    engine.receive_weights([[(name, torch.zeros(2)) for name in "abc"]])
+    with pytest.raises(RunError, match="unknown c"):
+        engine.finish_weight_update()
