@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import is_liger_kernel_available
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
@@ -30,8 +31,10 @@ from rlhf_cli.models.attention import attention_needs, resolve_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
-VALUE_HEAD_STD = 1e-3
-"""Spread of a fresh scalar head: values start near zero, yet every weight gets its own gradient."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""At least one is in a folder with a tokenizer; without any, transformers makes up an empty one."""
+PACKED_LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers that keep the sequences of a pack apart."""
 
 
 def resolve_model_path(pretrain: str) -> str:
@@ -91,6 +94,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     No padding token is made up: training never pads, and one equal to the end of sequence would hide that token.
     """
     path = resolve_model_path(config.pretrain)
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+        raise UsageError(f"pretrain {path!r} has no tokenizer (tokenizer.json)")
     with _naming_the_model(path, "the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     if config.tokenizer_chat_template is not None:
@@ -126,7 +131,10 @@ def load_value_backbone(
     device_map: str | dict[str, Any] | None = None,
     zero3_config: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """The model with a scalar head `score`; a head that the folder does not have starts near zero, always the same."""
+    """The model with a scalar head `score`; a head that the folder does not have starts near zero, always the same.
+
+    Its weights are normal with spread 1 / (hidden size + 1): normed hidden states then give values well under 1.
+    """
     return _load(
         AutoModelForSequenceClassification, config, device_map=device_map, zero3_config=zero3_config, num_labels=1
     )
@@ -140,13 +148,17 @@ def _load(
     zero3_config: dict[str, Any] | None,
     **options: Any,
 ) -> PreTrainedModel:
+    if config.compile_model and zero3_config is not None:
+        raise UsageError("compile_model does not go with --zero_stage 3, which gathers weights between layers")
     path = resolve_model_path(config.pretrain)
     dtype = DTYPES[config.param_dtype]
+    architecture = load_config(config)
+    _require_packed_layers(architecture)
     attention = resolve_attention(
         config.attn_implementation,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=dtype,
-        needs=attention_needs(load_config(config)),
+        needs=attention_needs(architecture),
     )
     with _partitioned(zero3_config), _naming_the_model(path, "the model"):
         model, report = auto_class.from_pretrained(
@@ -158,10 +170,16 @@ def _load(
             output_loading_info=True,
             **options,
         )
-    if "score.weight" in report["missing_keys"]:
-        _reset_value_head(model.score)
+    if not model.is_backend_compatible():
+        raise UsageError(f"{type(model).__name__} cannot be trained on packs: its attention takes no other kernel")
+    _complete_weights(model, path, report)
+    if config.use_liger_kernel:
+        _use_liger_kernels(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.compile_model:
+        # In place: no name in the state dict changes. Packs differ in length, so shapes are symbols from the start.
+        model.get_decoder().compile(dynamic=True)
     return model
 
 
@@ -178,10 +196,56 @@ def _partitioned(zero3_config: dict[str, Any] | None) -> Iterator[None]:
     del alive
 
 
-def _reset_value_head(score: nn.Linear) -> None:
+def _require_packed_layers(config: PretrainedConfig) -> None:
+    """UsageError for models whose layers would mix the sequences of a pack (recurrent, chunked, convolutions)."""
+    others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
+    if others:
+        raise UsageError(f"models of type {config.model_type} cannot be trained on packs: layers {', '.join(others)}")
+
+
+def _complete_weights(model: PreTrainedModel, path: str, report: dict[str, Any]) -> None:
+    """Fills a scalar head that the folder does not have; any other weight that is missing is a UsageError."""
+    missing = set(report["missing_keys"]) - set(model.all_tied_weights_keys)
+    if "score.weight" in missing:
+        missing.remove("score.weight")
+        _fill(model.score.weight, _value_head(model.config.hidden_size))
+    wrong = sorted(missing) + sorted(str(key) for key in report["mismatched_keys"])
+    if wrong:
+        raise UsageError(
+            f"pretrain {path!r}: the weights do not fit its config.json: {len(wrong)} missing or of another "
+            f"shape, the first is {wrong[0]}"
+        )
+
+
+def _value_head(hidden_size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
+    return torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
+
+
+def _fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Sets a parameter, or this rank's share of one that ZeRO-3 has partitioned."""
     with torch.no_grad():
-        score.weight.copy_(torch.randn(score.weight.shape, generator=generator) * VALUE_HEAD_STD)
+        if not hasattr(parameter, "ds_tensor"):
+            parameter.copy_(values)
+            return
+        shard = parameter.ds_tensor
+        start = torch.distributed.get_rank(parameter.ds_process_group) * shard.numel()
+        own = values.flatten()[start : start + shard.numel()]
+        shard[: own.numel()].copy_(own)
+
+
+def _use_liger_kernels(model: PreTrainedModel) -> None:
+    """Fused norms, rotary embeddings and MLPs; the loss is ours already, so Liger's is left off."""
+    if not torch.cuda.is_available():
+        raise UsageError("use_liger_kernel needs an NVIDIA GPU: its kernels are written in Triton")
+    if not is_liger_kernel_available():
+        raise UsageError("use_liger_kernel: liger-kernel is not installed (extra `liger`)")
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UsageError(f"use_liger_kernel: liger-kernel has none for models of type {model.config.model_type}")
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -223,12 +287,22 @@ def save_hf(
     shutil.rmtree(written, ignore_errors=True)
     try:
         _make_generation_valid(model, tokenizer)
-        model.save_pretrained(written, state_dict=None if state_dict is None else dict(state_dict))
+        model.save_pretrained(written, state_dict=_without_tied_copies(model, state_dict))
         tokenizer.save_pretrained(written)
         _flush_folder(written)
         _put_in_place(written, path)
     finally:
         shutil.rmtree(written, ignore_errors=True)
+
+
+def _without_tied_copies(
+    model: PreTrainedModel, state_dict: dict[str, torch.Tensor] | None
+) -> dict[str, torch.Tensor] | None:
+    """Gathered weights no longer share memory, which is how transformers recognises tied ones: they are left out."""
+    if state_dict is None:
+        return None
+    tied = model.all_tied_weights_keys  # name of the copy -> name of the weight
+    return {name: tensor for name, tensor in state_dict.items() if tied.get(name) not in state_dict}
 
 
 def _make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -5,7 +5,7 @@ packs only: no KV cache, no padding, no attention dropout, caps or sinks.
 """
 
 import inspect
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from rlhf_cli.models.varlen_cpu import varlen_attention
 
 VARLEN = "varlen"
 """Name under which transformers knows the function."""
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "dropout")
+"""What transformers may ask of an attention function and this one does not do."""
 
 
 def varlen_attention_forward(
@@ -34,72 +36,52 @@ def varlen_attention_forward(
     del module, attention_mask
     if kwargs.get("cu_seq_lens_q") is None:
         raise ValueError("attention 'varlen' is for packed sequences; use 'sdpa' for generation and padded batches")
-    for feature in ("softcap", "s_aux", "position_bias", "dropout"):
+    for feature in UNSUPPORTED:
         if kwargs.get(feature) is not None and not (feature == "dropout" and kwargs["dropout"] == 0):
             raise ValueError(f"attention 'varlen' has no {feature}: use attn_implementation eager")
-    attend = _attend_cuda if query.is_cuda else _attend_cpu
-    output_THD = attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        cu_seqlens=kwargs["cu_seq_lens_q"],
-        max_seqlen=kwargs["max_length_q"],
-        scale=kwargs.get("scaling"),
-        window=kwargs.get("sliding_window"),
-    )
+    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    window = kwargs.get("sliding_window") or 0
+    if query.is_cuda:
+        output_THD = attend_cuda(query_THD, key_THD, value_THD, _cuda_kernel(), window=window, **kwargs)
+    else:
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        output_THD = varlen_attention(query_THD, key_THD, value_THD, kwargs["cu_seq_lens_q"], scale, window)
     return output_THD.unsqueeze(0), None
 
 
-@cache
-def _takes_enable_gqa() -> bool:
-    """Whether varlen_attn wants to be told that there are fewer KV heads; older releases find out alone."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def _attend_cuda(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+def attend_cuda(
+    query_THD: torch.Tensor,
+    key_THD: torch.Tensor,
+    value_THD: torch.Tensor,
+    kernel: Callable[..., torch.Tensor],
     *,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float | None,
-    window: int | None,
+    window: int,
+    **kwargs: Any,
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    # The kernel counts keys to the left of the query, transformers counts the query too.
-    left = -1 if window is None else window - 1
-    heads = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_enable_gqa() else {}
-    return varlen_attn(
-        query,
-        key,
-        value,
+    """Attention output [T, heads, size] by `kernel`, which has the interface of `torch.nn.attention.varlen`."""
+    cu_seqlens, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    # Older releases find out alone that there are fewer KV heads, newer ones want to be told.
+    takes_gqa = "enable_gqa" in inspect.signature(kernel).parameters
+    grouped = {"enable_gqa": query_THD.shape[1] != key_THD.shape[1]} if takes_gqa else {}
+    return kernel(
+        query_THD,
+        key_THD,
+        value_THD,
         cu_seqlens,
         cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        scale=scale,
-        window_size=(left, 0),
-        **heads,
+        longest,
+        longest,
+        scale=kwargs.get("scaling"),
+        # The kernel counts the keys to the left of the query, transformers the query too.
+        window_size=(window - 1 if window else -1, 0),
+        **grouped,
     )
 
 
-def _attend_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    del max_seqlen
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return varlen_attention(query, key, value, cu_seqlens, scale, window or 0)
+def _cuda_kernel() -> Callable[..., torch.Tensor]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
 
 
 # Not registered as a mask: transformers then builds none.
