@@ -4,7 +4,7 @@ Leaves out asking Ray for the places: see ray_cluster. "GPU" means one place for
 GPUs it is a process.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from rlhf_cli.config.online import PlacementConfig, RolloutConfig
@@ -58,6 +58,7 @@ class _Pool:
     roles: tuple[str, ...]
     num_nodes: int
     gpus_per_node: int
+    flags: str  # that set its size
 
 
 ENGINE = "engine"
@@ -69,7 +70,7 @@ def plan_layout(
     """The places of the trained and frozen roles and of the rollout engines.
 
     Args:
-        roles: the roles this run has, of "actor", "critic", "ref", "reward".
+        roles: the roles this run has, of "actor", "critic", "ref".
         node_gpus: free GPUs of each node, largest first.
 
     Raises:
@@ -80,9 +81,7 @@ def plan_layout(
     seats: list[Seat] = []
     for pool in _pools(placement, roles):
         first = len(islands)
-        for _ in range(pool.num_nodes):
-            node = _take(free, pool.gpus_per_node, wanted=pool, total=node_gpus)
-            islands.append(Island(node, pool.gpus_per_node))
+        islands += [Island(node, pool.gpus_per_node) for node in _take(free, pool, total=node_gpus)]
         shared = len(pool.roles) > 1 or placement.colocate_all_models
         seats += [seat for role in pool.roles for seat in _rank_seats(role, islands, first=first, shared=shared)]
     if placement.colocate_all_models:
@@ -114,7 +113,7 @@ def _pool(placement: PlacementConfig, roles: tuple[str, ...], flag: str) -> _Poo
     if len(set(shapes.values())) > 1:
         sizes = ", ".join(f"{role} {nodes} x {gpus}" for role, (nodes, gpus) in shapes.items())
         raise UsageError(f"--{flag} needs the same nodes and GPUs per node for all that share them, got {sizes}")
-    return _Pool(roles, *shapes[roles[0]])
+    return _Pool(roles, *shapes[roles[0]], flags=f"--{roles[0]}_num_nodes or --{roles[0]}_num_gpus_per_node")
 
 
 def _shape(placement: PlacementConfig, role: str) -> tuple[int, int]:
@@ -126,22 +125,27 @@ def _shape(placement: PlacementConfig, role: str) -> tuple[int, int]:
     return sizes[role]
 
 
-def _take(free: list[int], num_gpus: int, *, wanted: _Pool, total: list[int]) -> int:
-    """Take GPUs from the node with the least that still suffices, so that large free blocks stay whole."""
-    fitting = [node for node, count in enumerate(free) if count >= num_gpus]
-    if not fitting:
-        raise UsageError(
-            f"{' + '.join(wanted.roles)} needs {wanted.num_nodes} x {wanted.gpus_per_node} GPUs, but "
-            f"{_count(total)} and only {sum(free)} of them are not taken by other roles; "
-            "let roles share GPUs with --colocate_all_models, or lower --*_num_gpus_per_node"
-        )
-    node = min(fitting, key=lambda candidate: (free[candidate], candidate))
-    free[node] -= num_gpus
-    return node
+def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[int]:
+    """Nodes for the islands of a pool: those with the least that still suffices, so that large blocks stay whole."""
+    left = list(free)
+    nodes = []
+    for _ in range(pool.num_nodes):
+        fitting = [node for node, count in enumerate(free) if count >= pool.gpus_per_node]
+        if not fitting:
+            raise UsageError(
+                f"{' + '.join(pool.roles)}: {pool.num_nodes} x {pool.gpus_per_node} GPUs are needed (nodes x GPUs on "
+                f"each), and of {_shapes(total)} there are {_shapes(left)} not taken by other roles; let roles share "
+                f"GPUs with --colocate_all_models, or lower {pool.flags}"
+            )
+        nodes.append(min(fitting, key=lambda candidate: (free[candidate], candidate)))
+        free[nodes[-1]] -= pool.gpus_per_node
+    return nodes
 
 
-def _count(node_gpus: list[int]) -> str:
-    return f"there are {sum(node_gpus)} GPUs on {len(node_gpus)} node{'s' if len(node_gpus) != 1 else ''}"
+def _shapes(node_gpus: list[int]) -> str:
+    """Nodes by their number of GPUs, "3 x 8 + 1 x 4"."""
+    counts = Counter(count for count in node_gpus if count)
+    return " + ".join(f"{counts[size]} x {size}" for size in sorted(counts, reverse=True)) or "none"
 
 
 def _rank_seats(role: str, islands: list[Island], *, first: int, shared: bool) -> list[Seat]:
@@ -152,10 +156,15 @@ def _rank_seats(role: str, islands: list[Island], *, first: int, shared: bool) -
 def _shared_engines(rollout: RolloutConfig, islands: list[Island]) -> list[Seat]:
     size, count = rollout.vllm_tensor_parallel_size, rollout.vllm_num_engines
     num_gpus = sum(island.num_gpus for island in islands)
-    if size * count != num_gpus or any(island.num_gpus % size for island in islands):
+    if any(island.num_gpus % size for island in islands):
+        raise UsageError(
+            f"--vllm_tensor_parallel_size {size} does not divide the {islands[0].num_gpus} GPUs per node that the "
+            "engines share with the actor under --colocate_all_models"
+        )
+    if size * count != num_gpus:
         raise UsageError(
             f"--colocate_all_models: {count} engines of {size} GPUs do not cover the {num_gpus} GPUs of the actor; "
-            f"give --vllm_num_engines {max(1, num_gpus // size)} with --vllm_tensor_parallel_size {size}"
+            f"give --vllm_num_engines {num_gpus // size} with --vllm_tensor_parallel_size {size}"
         )
     starts = [(i, gpu) for i, island in enumerate(islands) for gpu in range(0, island.num_gpus, size)]
     return [Seat(ENGINE, n, i, tuple(range(gpu, gpu + size)), True) for n, (i, gpu) in enumerate(starts)]
@@ -163,26 +172,43 @@ def _shared_engines(rollout: RolloutConfig, islands: list[Island]) -> list[Seat]
 
 def _own_engines(rollout: RolloutConfig, islands: list[Island], free: list[int], *, total: list[int]) -> list[Seat]:
     size = rollout.vllm_tensor_parallel_size
-    wanted = _Pool((f"{rollout.vllm_num_engines} rollout engines",), rollout.vllm_num_engines, size)
+    flags = "--vllm_num_engines or --vllm_tensor_parallel_size"
+    pool = _Pool(("rollout engines",), rollout.vllm_num_engines, size, flags)
     seats = []
-    for rank in range(rollout.vllm_num_engines):
-        islands.append(Island(_take(free, size, wanted=wanted, total=total), size))
+    for rank, node in enumerate(_take(free, pool, total=total)):
+        islands.append(Island(node, size))
         seats.append(Seat(ENGINE, rank, len(islands) - 1, tuple(range(size)), False))
     return seats
 
 
 def describe(layout: Layout, *, unit: str) -> list[str]:
-    """The layout in a line per distinct set of roles and node, for printing before anything starts.
+    """The layout in a line per distinct set of roles and nodes alike, for printing before anything starts.
 
     Args:
         unit: what a place is on this cluster, "GPU" or "process".
     """
-    places: dict[tuple[int, tuple[str, ...]], int] = defaultdict(int)
-    for index, island in enumerate(layout.islands):
-        for gpu in range(island.num_gpus):
-            places[island.node, tuple(layout.users(index, gpu))] += 1
-    plural = {1: ""}
+    places = Counter(
+        (island.node, tuple(layout.users(index, gpu)))
+        for index, island in enumerate(layout.islands)
+        for gpu in range(island.num_gpus)
+    )
+    alike: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
+    for (node, roles), count in places.items():
+        alike[roles, count].append(node)
     return [
-        f"node {node}: {count} {unit}{plural.get(count, 'es' if unit.endswith('s') else 's')} for {' + '.join(roles)}"
-        for (node, roles), count in sorted(places.items())
+        f"{_nodes(sorted(nodes))}: {count} {unit if count == 1 else _plural(unit)}{' each' if len(nodes) > 1 else ''} "
+        f"for {' + '.join(roles)}"
+        for (roles, count), nodes in alike.items()
     ]
+
+
+def _nodes(numbers: list[int]) -> str:
+    """ "node 3", "nodes 0-3" or "nodes 0, 2, 5"."""
+    if len(numbers) == 1:
+        return f"node {numbers[0]}"
+    is_run = numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"nodes {numbers[0]}-{numbers[-1]}" if is_run else f"nodes {', '.join(map(str, numbers))}"
+
+
+def _plural(unit: str) -> str:
+    return f"{unit}es" if unit.endswith("s") else f"{unit}s"
