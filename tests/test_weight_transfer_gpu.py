@@ -95,10 +95,12 @@ def test_the_largest_tensor_fits_the_buffer():
 class FakeEngine:
     """The parts of vLLM's worker engines that are called, on a dict as the model."""
 
-    def __init__(self, checkpoint: Path, *, tied: bool = False):
-        self.model = SimpleNamespace(load_weights=lambda weights: self.loaded.update(weights))
-        self.model_config = SimpleNamespace(model=str(checkpoint), hf_config=SimpleNamespace(tie_word_embeddings=tied))
-        self.loaded, self.steps = {}, []
+    def __init__(self, checkpoint: Path):
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.steps: list[str] = []
+        self.model: Any = SimpleNamespace(load_weights=self.loaded.update)
+        config = SimpleNamespace(tie_word_embeddings=False)
+        self.model_config: Any = SimpleNamespace(model=str(checkpoint), hf_config=config)
 
     def start_weight_update(self):
         self.steps.append("start")

@@ -1,0 +1,311 @@
+"""The vLLM rollout engine for real, with its processes: numbers, pushes, reproducibility, and its end.
+
+An engine takes about 20 s to start, so that one serves most tests here; fresh ones run in processes of their own.
+"""
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rlhf_cli.backends.rollout_engine import EngineSettings
+from rlhf_cli.backends.weight_transfer import WeightSender
+from rlhf_cli.backends.weight_transfer_shm import ShmTransport
+from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.errors import RunError, UsageError
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [20] * 9, [3]]
+REQUESTS = [GenerationRequest(PROMPTS[index % 5], seed=1000 + index) for index in range(60)]
+SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95)
+SETTINGS = EngineSettings(max_model_len=160, dtype="fp32", enforce_eager=True, num_threads=1)
+END = [1, 2]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen2 with tied embeddings and two end tokens, whose heads are of a size that vLLM's CPU attention takes."""
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+        eos_token_id=END,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=END)
+    path = tmp_path_factory.mktemp("vllm-model")
+    model.save_pretrained(path)
+    return str(path)
+
+
+class Engine:
+    """An engine with its verbs waited for, all in one event loop."""
+
+    def __init__(self, path: str):
+        from rlhf_cli.backends.rollout_vllm import VllmEngine
+
+        self.runner = asyncio.Runner()
+        self.engine = VllmEngine(path, SETTINGS)
+
+    def __getattr__(self, name):
+        return lambda *args: self.runner.run(getattr(self.engine, name)(*args))
+
+    def push(self, manifest, version):
+        self.start_weight_update()
+        self.update_weights(manifest)
+        self.finish_weight_update(version)
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir):
+    engine = Engine(model_dir)
+    yield engine
+    processes = engine.engine._processes
+    assert len(processes) >= 2
+    engine.shutdown()
+    assert not any(process.is_running() for process in processes)
+    engine.shutdown()  # a second time does nothing
+
+
+@pytest.fixture(scope="module")
+def first_responses(engine):
+    """What the engine answers before anything else was asked of it."""
+    return engine.generate(REQUESTS, SAMPLING)
+
+
+def processed_logprobs(model, request, generation):
+    """Log-probs of a response after temperature and top-p, written out."""
+    tokens = torch.tensor([request.prompt_ids + generation.token_ids])
+    logprobs = (model(tokens).logits[0].float() / SAMPLING.temperature).log_softmax(-1)
+    logprobs = logprobs[len(request.prompt_ids) - 1 : -1]
+    ascending, order = logprobs.sort(dim=-1)
+    outside = ascending.exp().cumsum(-1) <= 1 - SAMPLING.top_p
+    outside[:, -1] = False
+    kept = ascending.masked_fill(outside, -torch.inf).log_softmax(-1)
+    kept = torch.empty_like(kept).scatter_(-1, order, kept)
+    return kept.gather(-1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+
+
+def largest_difference(model, generations):
+    return max(
+        (processed_logprobs(model, request, generation) - torch.tensor(generation.logprobs)).abs().max().item()
+        for request, generation in zip(REQUESTS, generations, strict=True)
+    )
+
+
+def trainer_model(path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_logprobs_are_the_trainers(first_responses, model_dir):
+    assert largest_difference(trainer_model(model_dir), first_responses) < 1e-3
+
+
+def test_responses_end_with_an_end_token_or_at_the_limit(first_responses):
+    assert {one.finish_reason for one in first_responses} == {"stop", "length"}
+    for one in first_responses:
+        assert len(one.logprobs) == len(one.token_ids)
+        ends = [token in END for token in one.token_ids]
+        assert not any(ends[:-1])
+        assert ends[-1] == (one.finish_reason == "stop")
+        assert one.finish_reason == "stop" or len(one.token_ids) == SAMPLING.max_new_tokens
+    assert {one.token_ids[-1] for one in first_responses if one.finish_reason == "stop"} == set(END)
+
+
+def test_responses_do_not_depend_on_what_the_engine_did_before(engine, first_responses):
+    engine.generate(REQUESTS[::-1], SamplingParams(7))
+    engine.sleep(2)
+    assert engine.is_asleep()
+    with pytest.raises(RunError, match="asleep"):
+        engine.generate(REQUESTS, SAMPLING)
+    engine.wake(["weights"])
+    assert engine.is_asleep()
+    engine.wake(["kv_cache"])
+    assert not engine.is_asleep()
+    assert engine.generate(REQUESTS, SAMPLING) == first_responses
+
+
+def test_calls_at_the_same_time_are_served_one_after_the_other(engine, first_responses):
+    async def both():
+        return await asyncio.gather(
+            engine.engine.generate(REQUESTS[:7], SamplingParams(9)), engine.engine.generate(REQUESTS, SAMPLING)
+        )
+
+    assert engine.runner.run(both())[1] == first_responses
+
+
+def test_a_cancelled_call_leaves_the_engine_usable(engine, first_responses):
+    async def cancelled():
+        call = asyncio.ensure_future(engine.engine.generate(REQUESTS, SamplingParams(140)))
+        await asyncio.sleep(0.3)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    engine.runner.run(cancelled())
+    assert engine.generate(REQUESTS, SAMPLING) == first_responses
+
+
+def test_a_prompt_that_leaves_no_room_is_named(engine):
+    with pytest.raises(UsageError, match="prompt 1 has 150 tokens"):
+        engine.generate([REQUESTS[0], GenerationRequest([5] * 150, 0)], SAMPLING)
+
+
+def test_greedy_responses_are_transformers_own(engine, model_dir):
+    model = trainer_model(model_dir)
+    generations = engine.generate([GenerationRequest(prompt, 0) for prompt in PROMPTS], SamplingParams(12, greedy=True))
+    for prompt, one in zip(PROMPTS, generations, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+        assert one.token_ids == expected.tolist()
+
+
+FRESH = """
+import asyncio, json, os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_vllm_engine import REQUESTS, SAMPLING, SETTINGS
+from rlhf_cli.backends.rollout_engine import EngineDead
+from rlhf_cli.backends.rollout_vllm import VllmEngine
+from rlhf_cli.data.rollouts import SamplingParams
+
+async def main():
+    engine = VllmEngine(sys.argv[1], SETTINGS)
+    found = await engine.generate(REQUESTS, SAMPLING)
+    Path(sys.argv[3]).write_text(json.dumps([[one.token_ids, one.logprobs] for one in found]))
+    core = next(process for process in engine._processes if "EngineCore" in process.name())
+    call = asyncio.ensure_future(engine.generate(REQUESTS, SamplingParams(140)))
+    if sys.argv[4] == "owner":
+        await asyncio.sleep(0.3)
+        Path(sys.argv[3] + ".pids").write_text(json.dumps([process.pid for process in engine._processes]))
+        os.kill(os.getpid(), 9)
+    await asyncio.sleep(0.3)
+    core.kill()
+    begin = time.monotonic()
+    try:
+        await call
+    except EngineDead:
+        first = time.monotonic() - begin
+    for verb in (engine.generate(REQUESTS, SAMPLING), engine.start_weight_update(), engine.sleep()):
+        try:
+            await verb
+        except EngineDead:
+            continue
+        raise SystemExit("a dead engine answered")
+    await engine.shutdown()
+    assert not any(process.is_running() for process in engine._processes)
+    print("seconds", first)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def fresh_process(model_dir, output, what):
+    root, here = Path(__file__).parents[2], Path(__file__).parent
+    script = output.with_suffix(".py")
+    script.write_text(FRESH)
+    return subprocess.run(
+        [sys.executable, str(script), model_dir, str(here), str(output), what],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=str(root)),
+        timeout=300,
+    )
+
+
+def responses(output):
+    return json.loads(output.read_text())
+
+
+def test_a_fresh_process_gives_the_same_bits_and_a_killed_core_is_noticed_at_once(model_dir, first_responses, tmp_path):
+    output = tmp_path / "fresh.json"
+    done = fresh_process(model_dir, output, "core")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert responses(output) == [[one.token_ids, one.logprobs] for one in first_responses]
+    assert float(done.stdout.split("seconds")[1]) < 3
+
+
+def test_processes_end_with_a_killed_owner(model_dir, first_responses, tmp_path):
+    output = tmp_path / "owner.json"
+    done = fresh_process(model_dir, output, "owner")
+    assert done.returncode == -signal.SIGKILL
+    assert responses(output) == [[one.token_ids, one.logprobs] for one in first_responses]
+    deadline = time.monotonic() + 10
+    pids = json.loads(Path(f"{output}.pids").read_text())
+    assert len(pids) >= 2
+    while any(lives(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still there: {pids}"
+        time.sleep(0.1)
+
+
+def lives(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_wrong_push_is_refused_by_name_and_leaves_the_weights(engine, model_dir, first_responses, tmp_path):
+    model = trainer_model(model_dir)
+    sender = WeightSender(ShmTransport(folders=(str(tmp_path),)))
+    weights = dict(model.named_parameters())
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    with pytest.raises(RunError, match=r"missing model\.layers\.1\.self_attn\.k_proj\.weight$"):
+        engine.push(sender.send(weights.items(), version=1).manifest, 1)
+    engine.abort_weight_update()
+    manifest = sender.send(model.named_parameters(), version=1).manifest
+    assert manifest is not None
+    with pytest.raises(RunError, match="weight push 1: checksum"):
+        engine.push(manifest | {"checksum": 1}, 1)
+    engine.abort_weight_update()
+    sender.close()
+    assert engine.engine.weight_version == 0
+    assert engine.generate(REQUESTS, SAMPLING) == first_responses
+
+
+def test_after_a_push_of_other_weights_the_engine_agrees_with_them(engine, model_dir, first_responses, tmp_path):
+    model = trainer_model(model_dir)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.2).add_(torch.randn_like(parameter) * 0.05)
+    assert largest_difference(model, first_responses) > 0.5
+    sender = WeightSender(ShmTransport(folders=(str(tmp_path),)))
+    for version in (1, 2):  # the second one is loaded over a first one
+        report = sender.send(model.named_parameters(), version)
+        engine.push(report.manifest, version)
+        after = engine.generate(REQUESTS, SAMPLING)
+        assert largest_difference(model, after) < 1e-3
+        assert {one.weight_version for one in after} == {version}
+        assert engine.weight_checksum() == [report.checksum]
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(1.1)  # also the head
+            model.model.layers[0].mlp.down_proj.weight.neg_()
+    sender.close()
