@@ -180,7 +180,7 @@ def test_too_few_gpus_for_a_role_of_several_nodes_counts_what_it_would_take_itse
 )
 def test_roles_of_unequal_shape_do_not_share(flag, sizes, said):
     with pytest.raises(UsageError) as caught:
-        layout_of([8, 8], **sizes, **{flag: True})
+        layout_of([8, 8], **(sizes | {flag: True}))
     assert str(caught.value).endswith(f"got {said}")
     assert f"--{flag} " in str(caught.value)
 

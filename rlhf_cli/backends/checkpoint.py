@@ -19,6 +19,7 @@ from rlhf_cli.errors import RunError, UsageError
 MANIFEST = "manifest.json"
 STATE = "state.json"
 ASIDE = ".writing"
+REMOVED = ".removing"
 PROBE_BYTES = 4 << 20  # checked at both ends of a file: whole files of a large model would take minutes
 
 
@@ -47,8 +48,8 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
-        manifests = self._root.glob(f"step_*/{MANIFEST}")
-        return sorted(int(path.parent.name.removeprefix("step_")) for path in manifests)
+        names = [path.parent.name.removeprefix("step_") for path in self._root.glob(f"step_*/{MANIFEST}")]
+        return sorted(int(name) for name in names if name.isdigit())
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint, or None.
@@ -61,7 +62,7 @@ class CheckpointStore:
             return None
         path = self.path(steps[-1])
         verify(path)
-        return Checkpoint(path, steps[-1], json.loads((path / STATE).read_text()))
+        return Checkpoint(path, steps[-1], json.loads((path / STATE).read_bytes()))
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
@@ -73,7 +74,6 @@ class CheckpointStore:
 
     def check_space(self, needed_bytes: int) -> None:
         """Raise RunError if the disk has no room for a checkpoint of this size."""
-        self._root.mkdir(parents=True, exist_ok=True)
         free = self._free_bytes(self._root)
         if free < needed_bytes:
             raise RunError(
@@ -87,34 +87,59 @@ class CheckpointStore:
         """Fill the folder that is yielded; it becomes the checkpoint of `step` when the block ends well.
 
         Raises:
-            RunError: the disk is full; earlier checkpoints are intact and nothing half-written is left.
+            RunError: it could not be written, as on a full disk; earlier checkpoints are intact and nothing
+                half-written is left.
         """
-        aside = self.aside()
-        shutil.rmtree(aside, ignore_errors=True)
-        self.check_space(needed_bytes)
+        aside = self._begin(step, needed_bytes)
         try:
-            aside.mkdir(parents=True)
             yield aside
             (aside / STATE).write_text(json.dumps(state))
             seal(aside)
             self._publish(aside, self.path(step))
-        except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise RunError(f"the checkpoint of step {step} could not be written: {error} ({self._intact()})") from error
+        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+            raise self._failure(step, error) from error
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(self.aside(), ignore_errors=True)
             raise
         for old in self.steps()[: -self._max_num]:
-            shutil.rmtree(self.path(old))
+            self._drop(self.path(old))
 
     def clear(self) -> None:
-        """Remove every checkpoint."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        """Remove every checkpoint, and nothing else that may be in the folder."""
+        for step in self.steps():
+            self._drop(self.path(step))
+        shutil.rmtree(self.aside(), ignore_errors=True)
+
+    def _begin(self, step: int, needed_bytes: int) -> Path:
+        for left_by_a_kill in (self.aside(), self._root / REMOVED):
+            shutil.rmtree(left_by_a_kill, ignore_errors=True)
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self.check_space(needed_bytes)
+            self.aside().mkdir()
+        except OSError as error:
+            raise self._failure(step, error) from error
+        return self.aside()
+
+    def _failure(self, step: int, error: Exception) -> RunError:
+        """What to tell about a checkpoint that could not be written, of which nothing stays."""
+        free = f"{_size(self._free_bytes(self._root))} were free in" if self._root.is_dir() else "there is no"
+        shutil.rmtree(self.aside(), ignore_errors=True)
+        return RunError(
+            f"the checkpoint of step {step} could not be written: {error} ({free} {self._root}; {self._intact()})"
+        )
 
     def _publish(self, aside: Path, path: Path) -> None:
-        shutil.rmtree(path, ignore_errors=True)  # a step is written twice only after an incomplete one
+        self._drop(path)  # a step is written twice only where a run went back to an older checkpoint
         aside.rename(path)
         _sync(self._root)
+
+    def _drop(self, path: Path) -> None:
+        """Remove a checkpoint; a kill in the middle never leaves a checkpoint that lacks files."""
+        shutil.rmtree(self._root / REMOVED, ignore_errors=True)
+        if path.exists():
+            path.rename(self._root / REMOVED)
+            shutil.rmtree(self._root / REMOVED, ignore_errors=True)
 
     def _intact(self) -> str:
         steps = self.steps()
@@ -132,20 +157,32 @@ def seal(directory: Path) -> None:
 
 def verify(directory: Path) -> None:
     """Raise UsageError naming the first file that is not as it was written."""
-    entries = json.loads((directory / MANIFEST).read_text())
-    for name, (size, probe) in entries.items():
-        path = directory / name
-        if not path.is_file():
-            problem = "is missing"
-        elif path.stat().st_size != size:
-            problem = f"has {path.stat().st_size} bytes instead of {size}"
-        elif _probe(path) != probe:
-            problem = "has other contents than were written"
-        else:
-            continue
-        raise UsageError(
-            f"checkpoint {directory} is damaged: {name} {problem}; remove that folder to continue from an older one"
-        )
+    for name, (size, probe) in _entries(directory).items():
+        if problem := _problem(directory / name, size, probe):
+            raise _damage(directory, name, problem)
+
+
+def _damage(directory: Path, name: str, problem: str) -> UsageError:
+    return UsageError(
+        f"checkpoint {directory} is damaged: {name} {problem}; remove that folder to continue from an older one"
+    )
+
+
+def _entries(directory: Path) -> dict[str, tuple[int, int]]:
+    """Size and checksum of each file as it was written."""
+    try:
+        entries = json.loads((directory / MANIFEST).read_bytes())
+        return {name: (int(size), int(probe)) for name, (size, probe) in entries.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _damage(directory, MANIFEST, "cannot be read") from error
+
+
+def _problem(path: Path, size: int, probe: int) -> str | None:
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != size:
+        return f"has {path.stat().st_size} bytes instead of {size}"
+    return None if _probe(path) == probe else "has other contents than were written"
 
 
 def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
@@ -154,7 +191,7 @@ def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     Args:
         identity: what must be equal for continuing to make sense, such as command, model and number of ranks.
     """
-    written = checkpoint.state["identity"]
+    written = checkpoint.state.get("identity", {})
     for name, value in identity.items():
         if written.get(name) != value:
             raise UsageError(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_cli.backends.distributed_env import free_port
+from rlhf_cli.errors import UsageError
 
 
 def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -24,6 +25,11 @@ def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
+        if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+            raise UsageError(
+                f"{os.environ['LOCAL_SIZE']} ranks are wanted on this machine, which shows "
+                f"{torch.cuda.device_count()} GPUs: start as many, or hide them with CUDA_VISIBLE_DEVICES=-1"
+            )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
 

@@ -1,17 +1,25 @@
 """Several ranks on this machine by the deepspeed launcher, stopped and ended together."""
 
+import base64
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from types import FrameType
 
 import psutil
 
 from rlhf_cli.backends.distributed_env import free_port
 from rlhf_cli.backends.signals import INTERRUPTED
+from rlhf_cli.errors import UsageError
 
 GRACE_SECONDS = 5
+LOOK_SECONDS = 1.0
+LAUNCHER = "deepspeed.launcher.launch"
 
 
 def run_ranks(num_processes: int, arguments: list[str]) -> int:
@@ -20,50 +28,99 @@ def run_ranks(num_processes: int, arguments: list[str]) -> int:
     The launcher kills its ranks when it is interrupted. So it runs in a session of its own, out of the terminal's
     reach, and Ctrl-C and SIGTERM are passed on to the ranks alone, which finish their step and save.
     """
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(num_processes)]
-    command += ["--master_port", str(free_port()), "--module", "rlhf_cli", *arguments]
-    launcher = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
-    interrupts = 0
+    launcher = subprocess.Popen(
+        launch_command(num_processes, arguments, devices=os.environ.get("CUDA_VISIBLE_DEVICES")),
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+    )
+    asked: list[int] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
-        nonlocal interrupts
-        interrupts += 1
-        for rank in _ranks(launcher.pid):
-            rank.send_signal(signum)
+        if signum == signal.SIGINT and asked:
+            _end_session(launcher.pid, grace=0)
+            return
+        asked.append(signum)
+        ranks = _children(launcher.pid)
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(signum)
+        if not ranks:
+            launcher.terminate()
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, pass_on)
     try:
         status = launcher.wait()
     finally:
-        _end_session(launcher.pid)
-    return INTERRUPTED if interrupts else status
+        _end_session(launcher.pid, grace=GRACE_SECONDS)
+    if status != 0 and asked:
+        return INTERRUPTED
+    return status if status in (0, 1, 2, INTERRUPTED) else 1
 
 
-def _ranks(launcher_pid: int) -> list[psutil.Process]:
-    return [process for process in _descendants(launcher_pid) if "RANK" in _environment(process)]
+def launch_command(num_processes: int, arguments: list[str], *, devices: str | None) -> list[str]:
+    """The deepspeed launcher's command line for ranks of `rlhf <arguments>` on this machine.
+
+    Args:
+        devices: CUDA_VISIBLE_DEVICES, which the launcher replaces; "" and "-1" hide all GPUs.
+
+    Raises:
+        UsageError: fewer devices are visible than ranks are wanted.
+    """
+    names = [str(index) for index in range(num_processes)] if devices is None else devices.split(",")
+    if names[0] in ("", "-1"):
+        names = ["-1"] * num_processes
+    if len(names) < num_processes:
+        raise UsageError(f"--num_processes {num_processes}: CUDA_VISIBLE_DEVICES={devices} shows only {len(names)}")
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": names[:num_processes]}).encode()).decode()
+    options = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    options += ["--log_level=critical"]  # it would add the whole command line to a rank's one sentence
+    return [sys.executable, "-m", LAUNCHER, *options, "--module", "rlhf_cli", *arguments]
 
 
-def _descendants(pid: int) -> list[psutil.Process]:
+def stop_with_launcher() -> None:
+    """Ask this rank to stop, as Ctrl-C does, once the launcher that has started it is gone.
+
+    A launcher that is killed, or `deepspeed` that gets a SIGTERM, leaves its ranks running.
+    """
+    threading.Thread(target=_watch, args=(_launchers(),), name="launcher-watch", daemon=True).start()
+
+
+def _launchers() -> list[psutil.Process]:
+    """The process that has started this rank; for deepspeed's two launchers, the one that has started that one too."""
+    parent = psutil.Process().parent()
+    if parent is None:
+        return []
+    above = parent.parent() if LAUNCHER in parent.cmdline() else None
+    return [parent] if above is None else [parent, above]
+
+
+def _watch(launchers: list[psutil.Process]) -> None:
+    while all(_is_alive(launcher) for launcher in launchers):
+        time.sleep(LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_alive(process: psutil.Process) -> bool:
     try:
-        return psutil.Process(pid).children(recursive=True)
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children()
     except psutil.NoSuchProcess:
         return []
 
 
-def _environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except psutil.Error:
-        return {}
-
-
-def _end_session(session: int) -> None:
+def _end_session(session: int, *, grace: float) -> None:
     """End what is left of the launcher's session; usually nothing."""
     left = [process for process in psutil.process_iter() if _session(process) == session]
     for process in left:
-        process.terminate()
-    _, stubborn = psutil.wait_procs(left, timeout=GRACE_SECONDS)
+        process.terminate() if grace else process.kill()
+    _, stubborn = psutil.wait_procs(left, timeout=grace)
     for process in stubborn:
         process.kill()
 

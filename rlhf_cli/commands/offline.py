@@ -2,19 +2,23 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.backends import distributed, distributed_env
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, deepspeed_config, seed_everything
+from rlhf_cli.backends.launch import stop_with_launcher
 from rlhf_cli.backends.roles import save_whole_model
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
-from rlhf_cli.commands.run_directory import REPORT, RunDirectory, prepare_run_directory, run_directory
+from rlhf_cli.commands.run_directory import REPORT, RunDirectory, begin_log, prepare_run_directory, run_directory
 from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.data.sampling import StepBatches
+from rlhf_cli.errors import RunError
 from rlhf_cli.models.loading import num_parameters, quadratic_cost
 from rlhf_cli.options import to_yaml
+from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.terminal import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
 from rlhf_cli.trainers.loop import Finished, Hooks, ItemData, Objective, Schedule, Share, train
@@ -43,10 +47,13 @@ def run_offline(config: SFTConfig, task: OfflineTask) -> None:
     identity = _identity(config, task, num_ranks)
     if resume is not None:
         check_same_run(resume, identity)
+    continues = resume is not None
     if rank == 0:
-        prepare_run_directory(config.checkpoint, to_yaml(config), keep=resume is not None)
+        prepare_run_directory(config.checkpoint, to_yaml(config), keep=continues, num_ranks=num_ranks)
     stop = StopSignal()
-    with quiet_process(paths.logs / f"rank{rank}.log") as terminal:
+    if distributed_env.is_under_launcher():
+        stop_with_launcher()
+    with quiet_process(begin_log(paths, rank, keep=continues)) as terminal:
         distributed.join_process_group()
         seed_everything(config.batch.seed)
         hf_model, engine = _build(config, task)
@@ -59,7 +66,6 @@ def run_offline(config: SFTConfig, task: OfflineTask) -> None:
                 save_whole_model(engine, hf_model, task.tokenizer, paths.model)
             conclude(tracker, paths, finished)
         if rank == 0:
-            from rlhf_cli.tracking.report import write_report
             write_report(paths.root)
         distributed.leave_process_group()
     if finished.interrupted:
@@ -149,15 +155,28 @@ class _Run:
 
     def save_checkpoint(self, step: int) -> None:
         """Write the checkpoint of a step; every rank calls it, rank 0 makes the folder and publishes it."""
-        if distributed_env.rank_and_world_size()[0] != 0:
-            distributed.barrier()
-            self.engine.save(self.store.aside() / "model")
-            return
-        needed = self.engine.checkpoint_bytes()
-        with self.store.writing(step, {"identity": self.identity}, needed_bytes=needed) as folder:
-            (folder / "model").mkdir()
-            distributed.barrier()
-            self.engine.save(folder / "model")
+        rank, _ = distributed_env.rank_and_world_size()
+        with ExitStack() as stack:
+            failure: RunError | None = None
+            if rank == 0:
+                needed = self.engine.checkpoint_bytes()
+                try:
+                    stack.enter_context(self.store.writing(step, {"identity": self.identity}, needed_bytes=needed))
+                except RunError as error:
+                    failure = error
+            if distributed.any_rank(failure is not None):
+                raise failure or SystemExit(1)  # rank 0 says why
+            self._save_own_part(step, rank)
+
+    def _save_own_part(self, step: int, rank: int) -> None:
+        folder = self.store.aside() / "model"
+        try:
+            folder.mkdir(exist_ok=True)
+            self.engine.save(folder)
+        except (OSError, RuntimeError) as error:
+            if rank == 0:
+                raise  # the store makes a sentence of it and removes what was written
+            raise RunError(f"rank {rank} could not write its part of the checkpoint of step {step}: {error}") from error
 
 
 def conclude(tracker: Tracker | SilentTracker, paths: RunDirectory, finished: Finished) -> None:

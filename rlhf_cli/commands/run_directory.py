@@ -4,11 +4,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_cli.backends.checkpoint import CheckpointStore
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 
 CONFIG, LOGS, REPORT = "config.yaml", "logs", "report.html"
-OF_A_RUN = (CONFIG, "metrics.jsonl", "samples.jsonl", REPORT, LOGS, "tensorboard")
+OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, "tensorboard", "error.log")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class RunDirectory:
         """Where the output of every process goes."""
         return self.root / LOGS
 
+    def log_of_rank(self, rank: int) -> Path:
+        """Where the output of one rank goes."""
+        return self.logs / f"rank{rank}.log"
+
 
 def run_directory(settings: CheckpointConfig) -> RunDirectory:
     """The paths these settings ask for; nothing is touched."""
@@ -36,35 +41,73 @@ def run_directory(settings: CheckpointConfig) -> RunDirectory:
 
 
 def check_run_directory(settings: CheckpointConfig) -> None:
-    """Raise UsageError if the run would mix with an earlier one or cannot be written; nothing is touched."""
+    """Raise UsageError if the run would mix with an earlier one or destroy something; nothing is touched.
+
+    Logs alone are no earlier run: the ranks of this one write theirs as soon as they start.
+    """
     paths = run_directory(settings)
     for path in (paths.root, paths.checkpoints, paths.model):
         if path.exists() and not path.is_dir():
             raise UsageError(f"--output: {path} is a file, a folder is needed")
-    is_fresh = not settings.load_checkpoint and not settings.overwrite
-    if is_fresh and (leftover := _leftovers(paths)):
+    if _is_used(paths.model) and not (paths.model / "config.json").is_file():
         raise UsageError(
-            f"--output {paths.root} holds an earlier run ({leftover[0].name}): continue it with --load_checkpoint, "
+            f"{paths.model} is where the model is to be saved, but holds other things: choose another --save_path"
+        )
+    found = [*_leftovers(paths), *_steps(paths), *([paths.model] if _is_used(paths.model) else [])]
+    if settings.load_checkpoint and _is_used(paths.model) and not _steps(paths):
+        raise UsageError(
+            f"--load_checkpoint: {paths.model} holds a finished model and there is no checkpoint in "
+            f"{paths.checkpoints} to continue from; train anew with --overwrite, or choose another --output"
+        )
+    if found and not settings.load_checkpoint and not settings.overwrite:
+        raise UsageError(
+            f"--output {paths.root} holds an earlier run ({found[0].name}): continue it with --load_checkpoint, "
             "replace it with --overwrite, or choose another folder"
         )
 
 
-def prepare_run_directory(settings: CheckpointConfig, config_yaml: str, *, keep: bool) -> RunDirectory:
-    """The run's folder with its settings written down.
+def prepare_run_directory(
+    settings: CheckpointConfig, config_yaml: str, *, keep: bool, num_ranks: int = 1
+) -> RunDirectory:
+    """The run's folder with its settings written down; one process of the run calls it.
 
     Args:
         keep: whether an earlier run is continued; otherwise what it left is removed.
+        num_ranks: ranks that may already be writing their logs; those of the others belong to them.
     """
     paths = run_directory(settings)
     if not keep:
-        for path in _leftovers(paths):
+        for path in [*_leftovers(paths), *_old_logs(paths, num_ranks)]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        CheckpointStore(paths.checkpoints, max_num=1).clear()
     paths.logs.mkdir(parents=True, exist_ok=True)
     (paths.root / CONFIG).write_text(config_yaml)
     return paths
 
 
+def begin_log(paths: RunDirectory, rank: int, *, keep: bool) -> Path:
+    """This rank's log file; what an earlier run left in it is removed unless that is continued."""
+    log = paths.log_of_rank(rank)
+    if not keep:
+        log.unlink(missing_ok=True)
+    return log
+
+
 def _leftovers(paths: RunDirectory) -> list[Path]:
-    """What a run has left inside its own folder; folders the user placed elsewhere are never removed."""
-    inside = [path for path in (paths.checkpoints, paths.model) if path.is_relative_to(paths.root)]
-    return [path for path in [*(paths.root / name for name in OF_A_RUN), *inside] if path.exists()]
+    """What a run has left in its own folder, besides logs and checkpoints. A model elsewhere stays until replaced."""
+    own_model = [paths.model] if paths.model.is_relative_to(paths.root) else []
+    return [path for path in [*(paths.root / name for name in OF_A_RUN), *own_model] if path.exists()]
+
+
+def _steps(paths: RunDirectory) -> list[Path]:
+    store = CheckpointStore(paths.checkpoints, max_num=1)
+    return [store.path(step) for step in store.steps()]
+
+
+def _old_logs(paths: RunDirectory, num_ranks: int) -> list[Path]:
+    in_use = {paths.log_of_rank(rank) for rank in range(1, num_ranks)}
+    return [log for log in paths.logs.glob("*") if log not in in_use]
+
+
+def _is_used(path: Path) -> bool:
+    return path.is_dir() and any(path.iterdir())

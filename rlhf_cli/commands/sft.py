@@ -36,22 +36,24 @@ class SFTConfig(BaseModel):
 
 def sft(config: SFTConfig) -> None:
     """Fine-tune a language model on examples: prompts with responses, conversations, or plain text."""
-    from rlhf_cli.backends.distributed_env import is_under_launcher
+    from rlhf_cli.backends.distributed_env import is_under_launcher, rank_and_world_size
     from rlhf_cli.commands.run_directory import check_run_directory
 
-    if not is_under_launcher():
+    if rank_and_world_size()[0] == 0:
         check_run_directory(config.checkpoint)
-        if config.launch.num_processes > 1:
-            from rlhf_cli.backends.launch import run_ranks
+    if config.launch.num_processes > 1 and not is_under_launcher():
+        from rlhf_cli.backends.launch import run_ranks
 
-            sys.exit(run_ranks(config.launch.num_processes, sys.argv[1:]))
+        sys.exit(run_ranks(config.launch.num_processes, sys.argv[1:]))
 
     from rlhf_cli.commands.offline import OfflineTask, run_offline
     from rlhf_cli.data.sft_data import load_sft_sequences
     from rlhf_cli.models.loading import load_causal_lm, load_tokenizer
     from rlhf_cli.models.policy import PolicyModel
+    from rlhf_cli.tracking.tracker import check_tracking
     from rlhf_cli.trainers.sft import SequenceItems, sft_objective
 
+    check_tracking(config.tracking)
     tokenizer = load_tokenizer(config.model)
     data, seed = config.data, config.batch.seed
     train_data = load_sft_sequences(data, tokenizer, dataset=data.dataset, split=data.dataset_split, seed=seed)

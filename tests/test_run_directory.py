@@ -1,0 +1,153 @@
+"""What may already be in a run's folder, and what a new run removes from it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli.backends.checkpoint import CheckpointStore
+from rlhf_cli.commands.run_directory import begin_log, check_run_directory, prepare_run_directory, run_directory
+from rlhf_cli.config.train import CheckpointConfig
+from rlhf_cli.errors import UsageError
+
+
+def settings(output: Path, **options: Any) -> CheckpointConfig:
+    return CheckpointConfig(output=str(output), **options)
+
+
+def add_checkpoint(folder: Path, step: int) -> None:
+    with CheckpointStore(folder, max_num=9).writing(step, {}, needed_bytes=0) as path:
+        (path / "weights").write_bytes(b"weights")
+
+
+def add_model(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+
+
+def add_run(output: Path) -> None:
+    """A finished run, with something of the user's beside it."""
+    prepare_run_directory(settings(output), "seed: 1\n", keep=False)
+    for name in ("metrics.jsonl", "samples.jsonl", "report.html", "run.json", "notes.txt"):
+        (output / name).write_text("first run\n")
+    (output / "logs" / "rank0.log").write_text("first run\n")
+    (output / "tensorboard").mkdir()
+    add_checkpoint(output / "checkpoints", 4)
+    add_model(output / "model")
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_fresh_folder_gets_settings_and_a_place_for_logs(tmp_path):
+    check_run_directory(settings(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()  # a check touches nothing
+    paths = prepare_run_directory(settings(tmp_path / "new"), "seed: 1\n", keep=False)
+    assert (paths.root / "config.yaml").read_text() == "seed: 1\n"
+    assert names(paths.root) == {"config.yaml", "logs"}
+    assert (paths.checkpoints, paths.model) == (tmp_path / "new" / "checkpoints", tmp_path / "new" / "model")
+
+
+def test_a_folder_with_other_things_may_be_used(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    check_run_directory(settings(tmp_path))
+    prepare_run_directory(settings(tmp_path), "", keep=False)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_an_earlier_run_is_never_replaced_unasked(tmp_path):
+    add_run(tmp_path)
+    with pytest.raises(UsageError, match=r"holds an earlier run \(config\.yaml\): continue it with "):
+        check_run_directory(settings(tmp_path))
+    check_run_directory(settings(tmp_path, overwrite=True))
+    check_run_directory(settings(tmp_path, load_checkpoint=True))
+
+
+def test_replacing_removes_all_of_the_run_and_nothing_else(tmp_path):
+    add_run(tmp_path)
+    prepare_run_directory(settings(tmp_path, overwrite=True), "seed: 2\n", keep=False)
+    assert names(tmp_path) == {"config.yaml", "logs", "checkpoints", "notes.txt"}
+    assert not any((tmp_path / "checkpoints").iterdir())
+    assert not any((tmp_path / "logs").iterdir())
+
+
+def test_continuing_keeps_everything_and_writes_the_settings(tmp_path):
+    add_run(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    prepare_run_directory(settings(tmp_path, load_checkpoint=True), "seed: 1\nmax_epochs: 3\n", keep=True)
+    before[tmp_path / "config.yaml"] = b"seed: 1\nmax_epochs: 3\n"
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_with_load_checkpoint(tmp_path):
+    prepare_run_directory(settings(tmp_path), "", keep=False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    check_run_directory(settings(tmp_path, load_checkpoint=True))
+
+
+def test_a_finished_model_without_a_checkpoint_is_not_thrown_away_by_load_checkpoint(tmp_path):
+    add_model(tmp_path / "model")
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(UsageError, match=r"model holds a finished model and there is no checkpoint in .* --overwrite"):
+        check_run_directory(settings(tmp_path, load_checkpoint=True))
+
+
+def test_checkpoints_elsewhere_belong_to_the_run_too(tmp_path):
+    elsewhere = tmp_path / "disk"
+    add_checkpoint(elsewhere, 40)
+    (elsewhere / "others.txt").write_text("mine")
+    placed = {"output": tmp_path / "run", "ckpt_path": str(elsewhere)}
+    with pytest.raises(UsageError, match=r"holds an earlier run \(step_000040\)"):
+        check_run_directory(settings(**placed))
+    # Left in place, step 40 would count as newer than all that the new run writes.
+    prepare_run_directory(settings(**placed, overwrite=True), "", keep=False)
+    assert names(elsewhere) == {"others.txt"}
+
+
+def test_a_model_elsewhere_is_not_replaced_unasked(tmp_path):
+    add_model(tmp_path / "published")
+    placed = {"output": tmp_path / "run", "save_path": str(tmp_path / "published")}
+    with pytest.raises(UsageError, match=r"holds an earlier run \(published\)"):
+        check_run_directory(settings(**placed))
+    prepare_run_directory(settings(**placed, overwrite=True), "", keep=False)
+    assert names(tmp_path / "published") == {"config.json"}  # it stays until the new model takes its place
+
+
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"load_checkpoint": True}])
+def test_a_folder_that_holds_no_model_is_never_taken_for_one(tmp_path, options):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "thesis.tex").write_text("mine")
+    with pytest.raises(UsageError, match="model is where the model is to be saved, but holds other things"):
+        check_run_directory(settings(tmp_path, **options))
+
+
+@pytest.mark.parametrize("flag", ["output", "ckpt_path", "save_path"])
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, flag):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"file is a file, a folder is needed"):
+        check_run_directory(CheckpointConfig(**({"output": str(tmp_path / "run")} | {flag: str(tmp_path / "file")})))
+
+
+def test_logs_that_another_rank_has_begun_stay(tmp_path):
+    add_run(tmp_path)
+    paths = run_directory(settings(tmp_path, overwrite=True))
+    (paths.logs / "rank3.log").write_text("of a first run with four ranks")
+    begin_log(paths, 1, keep=False).write_text("rank 1 was faster")
+    prepare_run_directory(settings(tmp_path, overwrite=True), "", keep=False, num_ranks=2)
+    assert {path.name: path.read_text() for path in paths.logs.iterdir()} == {"rank1.log": "rank 1 was faster"}
+
+
+def test_a_rank_that_is_early_is_no_earlier_run(tmp_path):
+    begin = begin_log(run_directory(settings(tmp_path)), 1, keep=False)
+    begin.parent.mkdir()
+    begin.write_text("rank 1 was faster")
+    check_run_directory(settings(tmp_path))
+
+
+def test_a_log_begins_anew_with_a_new_run_and_goes_on_with_a_continued_one(tmp_path):
+    add_run(tmp_path)
+    paths = run_directory(settings(tmp_path))
+    assert begin_log(paths, 0, keep=True).read_text() == "first run\n"
+    assert not begin_log(paths, 0, keep=False).exists()
