@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
-"""Float32 logits of one chunk: enough rows for efficient matrix products."""
-BLOCK_BYTES = 2**20
-"""On a CPU, logits in float32 that element-wise work keeps in a core's cache; a GPU takes a chunk at once."""
+CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 512 * 2**20}
+"""Product of one chunk with the head, in the operands' type. The weight's gradient is as large as the weight and is
+added to once per chunk: fewer rows than a few hundred, and that costs more than the products."""
+BLOCK_BYTES = {"cpu": 2**20, "cuda": 256 * 2**20}
+"""Float32 logits of the rows of a chunk that are worked on at once: on a CPU what a core's cache holds."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +55,19 @@ def token_logprobs(
 
     The logits are `transform(hidden_KD @ weight_VD.T + bias_V) / temperature`; the product is in the type of the
     operands, everything after it in float32 (float64 for float64 operands). Both results are differentiable with
-    respect to hidden states, weight and bias. `chunk_size` is the number of rows whose logits exist at once; by
-    default they take 64 MiB in float32 on a CPU and 256 MiB on a GPU.
+    respect to hidden states, weight and bias. `chunk_size` is the number of rows whose products exist at once; by
+    default they take 256 MiB on a CPU and 512 MiB on a GPU.
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature} is not positive: greedy decoding has no log-probabilities")
-    row_bytes = 4 * weight_VD.shape[0]
-    on_cpu = hidden_KD.device.type == "cpu"
-    chunk_size = chunk_size or max(1, CHUNK_BYTES["cpu" if on_cpu else "cuda"] // row_bytes)
+    place = "cpu" if hidden_KD.device.type == "cpu" else "cuda"
+    vocabulary = weight_VD.shape[0]
     settings = _Settings(
         transform=transform or LogitTransform(),
         temperature=temperature,
         with_entropy=with_entropy,
-        chunk_size=chunk_size,
-        block_size=max(1, BLOCK_BYTES // row_bytes) if on_cpu else chunk_size,
+        chunk_size=chunk_size or max(1, CHUNK_BYTES[place] // (vocabulary * hidden_KD.element_size())),
+        block_size=max(1, BLOCK_BYTES[place] // (vocabulary * 4)),
     )
     logprobs_K, entropy_K = _TokenLogprobs.apply(hidden_KD, weight_VD, bias_V, targets_K, settings)
     return logprobs_K, entropy_K if with_entropy else None
@@ -106,8 +106,7 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = _softmax_dtype(hidden_KD)
         grad_hidden_KD = torch.empty_like(hidden_KD) if needs_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needs_bias else None
+        grad_weight_VD, grad_bias_V = _Sum(wide), _Sum(wide)
         for chunk in _slices(0, hidden_KD.shape[0], settings.chunk_size):
             product = F.linear(hidden_KD[chunk], weight_VD, bias_V)
             for rows in _slices(chunk.start, chunk.stop, settings.block_size):
@@ -118,19 +117,35 @@ class _TokenLogprobs(torch.autograd.Function):
                     block, settings, targets=targets_K[rows], grad_logprobs=grad_logprobs_K[rows], entropies=entropies
                 )
                 block.copy_(grad)
-            if grad_bias_V is not None:
-                grad_bias_V += product.sum(0, dtype=wide)
             if grad_hidden_KD is not None:
                 torch.mm(product, weight_VD, out=grad_hidden_KD[chunk])
-            if grad_weight_VD is not None:
-                grad_weight_VD += product.T @ hidden_KD[chunk]
+            if needs_weight:
+                grad_weight_VD.add(product.T @ hidden_KD[chunk])
+            if needs_bias:
+                grad_bias_V.add(product.sum(0, dtype=wide))
         return (
             grad_hidden_KD,
-            grad_weight_VD.to(weight_VD.dtype) if grad_weight_VD is not None else None,
-            grad_bias_V.to(bias_V.dtype) if grad_bias_V is not None else None,
+            grad_weight_VD.value(weight_VD) if needs_weight else None,
+            grad_bias_V.value(bias_V) if needs_bias else None,
             None,
             None,
         )
+
+
+class _Sum:
+    """Parts of a gradient added up: one part as it is, several in a wide type."""
+
+    def __init__(self, wide: torch.dtype) -> None:
+        self._wide = wide
+        self._total: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor) -> None:
+        """Takes the part over."""
+        self._total = part if self._total is None else self._total.to(self._wide).add_(part)
+
+    def value(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The sum in the parameter's type; zeros without a part."""
+        return torch.zeros_like(parameter) if self._total is None else self._total.to(parameter.dtype)
 
 
 def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
