@@ -18,9 +18,13 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand
 
+from rlhf_cli.environment import prepare_environment
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.help_page import HelpPageGroup
 from rlhf_cli.version import __version__
+
+FIRST_RANK_SECONDS = 20
+"""Time for the first rank of a machine to find the same thing wrong: it says so and its end ends the others."""
 
 OFFLINE, ONLINE, USE, HELP = "Train offline", "Train online", "Use models", "Help"
 
@@ -124,6 +128,8 @@ def main(args: Sequence[str] | None = None, *, group: type[CommandGroup] = Comma
             _tell(called, "interrupted")
         return outcome if isinstance(outcome, int) else 0
     except UsageError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(FIRST_RANK_SECONDS)
         _tell(called, str(error))
         return 2
     except RunError as error:
@@ -147,6 +153,7 @@ def _with_trace(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(run)
     def guarded(config: Any) -> None:
+        prepare_environment()
         try:
             run(config)
         except UsageError:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
@@ -37,6 +38,7 @@ def deepspeed_config(settings: DeepSpeedConfig, *, param_dtype: str, max_norm: f
     is_plain_bf16 = settings.zero_stage == 0 and param_dtype == "bf16"
     if is_plain_bf16 and settings.grad_accum_dtype == "fp32":
         raise UsageError("--grad_accum_dtype fp32: DeepSpeed has it for bf16 weights from --zero_stage 1 on")
+    sums = settings.grad_accum_dtype or ("bf16" if is_plain_bf16 else "fp32")
     zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": settings.overlap_comm}
     if settings.zero_stage == 3:
         zero |= {"zero_hpz_partition_size": settings.zpg}
@@ -47,7 +49,8 @@ def deepspeed_config(settings: DeepSpeedConfig, *, param_dtype: str, max_norm: f
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_norm,
         "bf16": {"enabled": param_dtype == "bf16"},
-        "data_types": {"grad_accum_dtype": settings.grad_accum_dtype or ("bf16" if is_plain_bf16 else "fp32")},
+        "data_types": {"grad_accum_dtype": sums},
+        "communication_data_type": sums,  # else sums over ranks are bf16 where the weights are
         "zero_optimization": zero,
         "steps_per_print": 1 << 60,
     }
@@ -65,6 +68,20 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=optim.adam_betas, fused=True)
 
 
+def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total_steps: int) -> LambdaLR:
+    """The course of the learning rate, from transformers, begun one step later: there the first step has rate 0."""
+    special = {"min_lr_rate": optim.min_lr_ratio} if optim.lr_scheduler == "cosine_with_min_lr" else None
+    course = get_scheduler(
+        optim.lr_scheduler,
+        optimizer,
+        num_warmup_steps=round(total_steps * optim.lr_warmup_ratio),
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=special,
+    )
+    factor_at = course.lr_lambdas[0]
+    return LambdaLR(optimizer, lambda step: factor_at(step + 1))
+
+
 class DeepSpeedEngine:
     """Owns one rank's share of a trained model, its optimizer and its learning rate schedule."""
 
@@ -80,14 +97,7 @@ class DeepSpeedEngine:
     ) -> None:
         module.to(distributed.device())
         optimizer = make_optimizer(module, learning_rate=learning_rate, optim=optim, offload=settings.adam_offload)
-        special = {"min_lr_rate": optim.min_lr_ratio} if optim.lr_scheduler == "cosine_with_min_lr" else None
-        scheduler = get_scheduler(
-            optim.lr_scheduler,
-            optimizer,
-            num_warmup_steps=round(total_steps * optim.lr_warmup_ratio),
-            num_training_steps=total_steps,
-            scheduler_specific_kwargs=special,
-        )
+        scheduler = make_schedule(optimizer, optim, total_steps=total_steps)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,

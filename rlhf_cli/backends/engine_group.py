@@ -3,6 +3,7 @@
 Leaves out the engines themselves (rollout_vllm, rollout_transformers) and how weights travel (weight_transfer).
 """
 
+import importlib.util
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,18 +16,33 @@ from rlhf_cli.backends.role_group import WorkerGroup
 from rlhf_cli.backends.rollout_engine import EngineDead, EngineSettings
 from rlhf_cli.backends.weight_transfer import PushReport
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import RunError, UsageError
 
 
-def build_engine(backend: str, model_path: str, settings: EngineSettings) -> Any:
+def rollout_backend(chosen: str) -> str:
+    """The engine that generates: as asked for, or vLLM where it is installed."""
+    installed = importlib.util.find_spec("vllm") is not None
+    if chosen == "vllm" and not installed:
+        raise UsageError("--rollout_backend vllm: vLLM is not installed; install rlhf-cli[vllm] (GPU) or rlhf-cli[cpu]")
+    if chosen == "auto":
+        return "vllm" if installed else "transformers"
+    return chosen
+
+
+def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Any:
     """The rollout engine of that name, in this process."""
     if backend == "vllm":
         from rlhf_cli.backends.rollout_vllm import VllmEngine
 
-        return EngineHost(VllmEngine(model_path, settings))
+        return VllmEngine(model_path, settings)
     from rlhf_cli.backends.rollout_transformers import TransformersEngine
 
-    return EngineHost(TransformersEngine(model_path, settings))
+    return TransformersEngine(model_path, settings)
+
+
+def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "EngineHost":
+    """The same inside what a Ray worker calls."""
+    return EngineHost(make_engine(backend, model_path, settings))
 
 
 class EngineHost:

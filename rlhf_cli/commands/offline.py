@@ -149,6 +149,7 @@ class _Run:
                 total_steps=total_steps(config, self.task),
                 save_steps=config.checkpoint.save_steps,
                 eval_steps=config.batch.eval_steps,
+                stop_eval_loss=config.batch.stop_eval_loss,
             ),
             hooks=Hooks(tracker, self.save_checkpoint, lambda: distributed.any_rank(stop())),
         )

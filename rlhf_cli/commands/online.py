@@ -9,11 +9,12 @@ from rich.console import Console
 
 from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
+from rlhf_cli.backends.engine_group import rollout_backend
 from rlhf_cli.backends.placement import describe, plan_layout
 from rlhf_cli.backends.ray_cluster import ray_cluster
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.offline import conclude
-from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, role_names, rollout_backend
+from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, role_names
 from rlhf_cli.commands.ppo import PPOConfig
 from rlhf_cli.commands.run_directory import RunDirectory, prepare_run_directory, run_directory
 from rlhf_cli.data.prompts import PromptData, load_prompts
@@ -21,8 +22,9 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_tokenizer
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.terminal import quiet_process
-from rlhf_cli.tracking.tracker import Tracker
+from rlhf_cli.tracking.tracker import Tracker, check_tracking
 from rlhf_cli.trainers.loop import Finished
 from rlhf_cli.trainers.rl import LoopState, OnlineHooks, OnlineSettings, prompt_batches, train_online, update_steps
 
@@ -84,16 +86,15 @@ def run_online(config: PPOConfig, command: str) -> None:
     run = _check(config, command)
     stop = StopSignal()
     with ExitStack() as stack:
-        scorer = stack.enter_context(Scorer(config.reward))
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
+        scorer = stack.enter_context(Scorer(config.reward))
         tracker = stack.enter_context(_tracker(run, terminal.console))
         roles = stack.enter_context(_start_roles(run, tracker, stack))
         finished = _train(run, roles, scorer, tracker, stop)
         if not finished.interrupted:
             roles.actor.trained.save_model(run.paths.model)
         conclude(tracker, run.paths, finished)
-    from rlhf_cli.tracking.report import write_report
     write_report(run.paths.root)
     if finished.interrupted:
         sys.exit(INTERRUPTED)
@@ -102,8 +103,9 @@ def run_online(config: PPOConfig, command: str) -> None:
 def _check(config: PPOConfig, command: str) -> _Run:
     """Everything that can be found wrong before the first process starts."""
     algorithm = ALGORITHMS[command]
+    check_tracking(config.tracking)
     check_batches(config, algorithm)
-    backend = rollout_backend(config)
+    backend = rollout_backend(config.rollout.rollout_backend)
     tokenizer = load_tokenizer(config.model)
     data = load_prompts(config.prompts, tokenizer, max_new_tokens=config.rollout.max_new_tokens, seed=config.batch.seed)
     paths = run_directory(config.checkpoint)
@@ -112,6 +114,8 @@ def _check(config: PPOConfig, command: str) -> _Run:
     run = _Run(config, command, algorithm, backend, tokenizer, data, paths, store, resume)
     if resume is not None:
         check_same_run(resume, run.identity)
+    with Scorer(config.reward) as scorer:  # the one used for training starts later, when its output goes to a log
+        scorer.check_labels([prompt.label for prompt in data.prompts])
     return run
 
 

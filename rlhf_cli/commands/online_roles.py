@@ -1,13 +1,12 @@
 """Builds the roles of an online command on the cluster and keeps them together: start, save, load, end."""
 
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from rlhf_cli.algorithms.table import Algorithm
-from rlhf_cli.backends.engine_group import EngineGroup, build_engine
+from rlhf_cli.backends.engine_group import EngineGroup, host_engine
 from rlhf_cli.backends.online_roles import ActorGroup, CriticGroup, Dealer, ReferenceGroup, TrainedGroup
 from rlhf_cli.backends.placement import ENGINE, Layout
 from rlhf_cli.backends.ray_cluster import Cluster, Reservation
@@ -15,7 +14,6 @@ from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
 from rlhf_cli.backends.roles import Actor, Critic, Reference, RoleSettings
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.commands.ppo import PPOConfig
-from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_config, quadratic_cost, resolve_model_path
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.trainers.rl import Roles
@@ -26,17 +24,6 @@ def role_names(config: PPOConfig, algorithm: Algorithm) -> tuple[str, ...]:
     critic = ("critic",) if algorithm.critic else ()
     reference = ("ref",) if config.policy.init_kl_coef > 0 else ()
     return ("actor", *critic, *reference)
-
-
-def rollout_backend(config: PPOConfig) -> str:
-    """The engine that generates: as asked for, or vLLM where it is installed."""
-    chosen = config.rollout.rollout_backend
-    installed = importlib.util.find_spec("vllm") is not None
-    if chosen == "vllm" and not installed:
-        raise UsageError("--rollout_backend vllm: vLLM is not installed; install rlhf-cli[vllm] (GPU) or [cpu]")
-    if chosen == "auto":
-        return "vllm" if installed else "transformers"
-    return chosen
 
 
 @dataclass(frozen=True)
@@ -163,6 +150,6 @@ class OnlineRoles:
             log_dir=self._where.log_dir,
             threads=self._threads(ENGINE),
             environment={},
-            factory=build_engine,
+            factory=host_engine,
             args=(self._where.backend, resolve_model_path(config.model.pretrain), settings),
         )

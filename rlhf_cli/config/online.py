@@ -8,11 +8,26 @@ from rlhf_cli.config.base import Group
 from rlhf_cli.config.train import OptimConfig
 
 
-class RolloutConfig(Group):
-    """Rollout"""
+class EngineConfig(Group):
+    """Engine"""
 
     rollout_backend: Literal["auto", "vllm", "transformers"] = "auto"
     """Engine that generates; auto takes vLLM where it is installed."""
+    max_new_tokens: int = Field(1024, gt=0)
+    """Tokens generated per response at most."""
+    vllm_tensor_parallel_size: int = Field(1, gt=0)
+    """GPUs that share one engine."""
+    vllm_gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
+    """Share of a GPU's memory an engine may take (weights and KV cache)."""
+    enable_prefix_caching: bool = False
+    """Keep the KV cache of prompts for their further samples (pays from 128 tokens on)."""
+    enforce_eager: bool = False
+    """No CUDA graphs and no compilation in the engine: starts faster, generates slower; always so on a CPU."""
+
+
+class RolloutConfig(EngineConfig):
+    """Rollout"""
+
     rollout_batch_size: int = Field(1024, gt=0)
     """Prompts per iteration."""
     n_samples_per_prompt: int = Field(1, gt=0)
@@ -21,26 +36,16 @@ class RolloutConfig(Group):
     """Passes over the prompts."""
     max_iterations: int | None = Field(None, gt=0)
     """Stop after this many iterations."""
-    max_new_tokens: int = Field(1024, gt=0)
-    """Tokens generated per response at most."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; all log-probs are of logits divided by it."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with this probability."""
     vllm_num_engines: int = Field(1, gt=0)
     """Rollout engines."""
-    vllm_tensor_parallel_size: int = Field(1, gt=0)
-    """GPUs that share one engine."""
-    vllm_gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
-    """Share of a GPU's memory an engine may take (weights and KV cache)."""
     vllm_enable_sleep: bool = False
     """Engines free their GPU memory while models train."""
     vllm_sync_backend: Literal["auto", "nccl", "ipc", "shm"] = "auto"
-    """How weights reach the engines: nccl between GPUs, ipc on a shared GPU, shm in host memory."""
-    enable_prefix_caching: bool = False
-    """Keep the KV cache of prompts for their further samples."""
-    enforce_eager: bool = False
-    """No CUDA graphs in the engine: starts faster, generates slower."""
+    """How weights reach the engines: nccl between GPUs, ipc on shared GPUs, shm through files on one machine."""
 
 
 REWARD_FUNCS = ("gsm8k", "exact", "boxed")

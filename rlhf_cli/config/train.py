@@ -29,6 +29,8 @@ class OfflineBatchConfig(BatchConfig):
     """Stop after this many optimizer steps."""
     eval_steps: int = Field(-1, ge=-1)
     """Optimizer steps between evaluations; -1 only at the end."""
+    stop_eval_loss: float | None = None
+    """Stop early once the evaluation loss is at or below this."""
 
 
 class OptimConfig(Group):
@@ -67,7 +69,7 @@ class DeepSpeedConfig(Group):
     adam_offload: bool = False
     """Keep optimizer states in host memory and step there (DeepSpeed CPU Adam)."""
     grad_accum_dtype: Literal["bf16", "fp32"] | None = None
-    """Type in which gradients of micro-batches are added up; by default fp32 where DeepSpeed can (not bf16 at stage 0)."""
+    """Type in which gradients are added up; by default fp32, but for bf16 weights at stage 0, where it is bf16."""
     overlap_comm: bool = False
     """Overlap gradient reduction with the backward pass."""
 

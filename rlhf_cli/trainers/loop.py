@@ -86,6 +86,7 @@ class Schedule:
     total_steps: int
     save_steps: int
     eval_steps: int
+    stop_eval_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,10 @@ def train(
         counts = {"num_tokens": float(totals.num_tokens), "num_sequences": float(totals.num_sequences)}
         hooks.tracker.log(step, metrics | counts, timer.take())
         if eval_data is not None and is_due(step, schedule.eval_steps, schedule.total_steps):
-            hooks.tracker.evaluation(step, evaluate(engine, objective, data=eval_data, share=share))
+            evaluated = evaluate(engine, objective, data=eval_data, share=share)
+            hooks.tracker.evaluation(step, evaluated)
+            if schedule.stop_eval_loss is not None and evaluated["loss"] <= schedule.stop_eval_loss:
+                return Finished(step, interrupted=False)
         stop = hooks.should_stop() and step < schedule.total_steps
         if stop or (is_due(step, schedule.save_steps, schedule.total_steps) and schedule.save_steps > 0):
             hooks.save_checkpoint(step)

@@ -4,7 +4,6 @@ Everything heavy arrives built, so the loop runs in milliseconds with fakes. Wha
 their table row (algorithms.table); how work reaches ranks and engines is the roles' business.
 """
 
-import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +21,19 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.data.samples import Sample
 from rlhf_cli.data.sampling import StepBatches
+from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.loop import Finished, is_due
-from rlhf_cli.trainers.rl_batch import Evaluated, Rollouts, learning_samples, rollout_metrics, scored_rollouts
+from rlhf_cli.trainers.rl_batch import (
+    Evaluated,
+    Rollouts,
+    learning_samples,
+    rollout_metrics,
+    sample_rows,
+    score_requests,
+    scored_rollouts,
+)
 
 
 class Sleeper(Protocol):
@@ -192,6 +200,8 @@ def _iterate(
         questions = score_requests(asked, generations, decode)
         scores = roles.scorer.score(questions)
         rollouts = scored_rollouts(asked, generations, scores)
+        if not len(rollouts):
+            raise RunError(f"iteration {iteration}: every reward failed ({scores[0].detail}), nothing can be learned")
     steps = update_steps(len(rollouts), settings.batch, iteration=iteration)
     on_policy = len(steps) == 1
     with timer("forward"):
@@ -289,34 +299,3 @@ def update_steps(num_samples: int, batch: BatchConfig, *, iteration: int) -> lis
         seed=request_seed(batch.seed, iteration, -1),
     )
     return list(steps)
-
-
-def score_requests(
-    prompts: Sequence[Prompt], generations: Sequence[Generation], decode: Callable[[Sequence[int]], str]
-) -> list[ScoreRequest]:
-    """What the rewards are asked about: texts of prompts and responses, special tokens left out of the response."""
-    requests = []
-    for prompt, generation in zip(prompts, generations, strict=True):
-        response = decode(generation.token_ids)
-        requests.append(
-            ScoreRequest(query=prompt.text + response, prompt=prompt.text, response=response, label=prompt.label)
-        )
-    return requests
-
-
-def sample_rows(
-    requests: Sequence[ScoreRequest], generations: Sequence[Generation], scores: Sequence[Score]
-) -> list[dict[str, Any]]:
-    """Rows for samples.jsonl."""
-    return [
-        {
-            "prompt": request.prompt,
-            "response": request.response,
-            "label": request.label,
-            "reward": score.value,
-            "length": len(generation.token_ids),
-            "finish_reason": generation.finish_reason,
-            **dataclasses.asdict(score),
-        }
-        for request, generation, score in zip(requests, generations, scores, strict=True)
-    ]

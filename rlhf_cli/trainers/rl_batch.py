@@ -3,8 +3,10 @@
 Pure functions over flat arrays; who computes log-probs and values is the loop's business.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from rlhf_cli.data.packing import Sequence
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.data.samples import Sample
-from rlhf_cli.rewards.records import Score
+from rlhf_cli.rewards.records import Score, ScoreRequest
 
 
 @dataclass(frozen=True)
@@ -139,3 +141,34 @@ def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[st
         for name, value in score.parts.items():
             parts.setdefault(f"reward/{name}", []).append(value)
     return metrics | {name: float(np.mean(part)) for name, part in parts.items()}
+
+
+def score_requests(
+    prompts: Seq[Prompt], generations: Seq[Generation], decode: Callable[[Seq[int]], str]
+) -> list[ScoreRequest]:
+    """What the rewards are asked about: texts of prompts and responses, special tokens left out of the response."""
+    requests = []
+    for prompt, generation in zip(prompts, generations, strict=True):
+        response = decode(generation.token_ids)
+        requests.append(
+            ScoreRequest(query=prompt.text + response, prompt=prompt.text, response=response, label=prompt.label)
+        )
+    return requests
+
+
+def sample_rows(requests: Seq[ScoreRequest], generations: Seq[Generation], scores: Seq[Score]) -> list[dict[str, Any]]:
+    """Rows for samples.jsonl."""
+    return [
+        {
+            "prompt": request.prompt,
+            "response": request.response,
+            "label": request.label,
+            "reward": score.value,
+            "verdict": score.status,
+            "detail": score.detail,
+            "length": len(generation.token_ids),
+            "finish_reason": generation.finish_reason,
+            **{f"reward/{name}": value for name, value in score.parts.items()},
+        }
+        for request, generation, score in zip(requests, generations, scores, strict=True)
+    ]

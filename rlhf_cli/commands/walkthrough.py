@@ -1,0 +1,154 @@
+"""What `rlhf quickstart` does: writes problems, runs the real commands one after the other, sums up."""
+
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_cli.commands.quickstart import QuickstartGroup
+from rlhf_cli.data.arithmetic import write_problems
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.tracking.figures import duration, number
+from rlhf_cli.tracking.report import write_report
+from rlhf_cli.tracking.summary import Summary, summarise
+
+PARTS = ("data", "untrained", "sft", "ppo", "eval_sft", "eval_ppo", "report.html")
+
+
+@dataclass(frozen=True)
+class Walkthrough:
+    """Where the parts of a quickstart are, and the commands that make them."""
+
+    root: Path
+    seed: int
+
+    @property
+    def train(self) -> Path:
+        """Problems to train on."""
+        return self.root / "data" / "train.jsonl"
+
+    @property
+    def held_out(self) -> Path:
+        """Problems to evaluate on."""
+        return self.root / "data" / "held_out.jsonl"
+
+    def scratch(self) -> list[str]:
+        """Make the untrained model."""
+        shape = "--hidden_size 128 --intermediate_size 384 --num_hidden_layers 4 --num_attention_heads 4"
+        size = "--num_key_value_heads 2 --max_position_embeddings 64 --vocab_size 300"
+        words = f"scratch --dataset {self.train} {shape} {size} --seed {self.seed} --output {self.root / 'untrained'}"
+        return words.split()
+
+    def sft(self) -> list[str]:
+        """Imitate solved problems, but stop early."""
+        words = (
+            f"sft --pretrain {self.root / 'untrained'} --dataset {self.train} --output_key answer --max_len 64 "
+            f"--train_batch_size 128 --max_epochs 20 --learning_rate 2e-3 --lr_scheduler constant_with_warmup "
+            f"--eval_dataset {self.root / 'data' / 'validation.jsonl'} --eval_steps 10 --stop_eval_loss 0.5 "
+            f"--seed {self.seed} --output {self.root / 'sft'} --logging_steps 25"
+        )
+        return words.split()
+
+    def ppo(self) -> list[str]:
+        """Practise with a verifier."""
+        words = (
+            f"ppo --pretrain {self.root / 'sft'} --prompt_data {self.train} --label_key answer --reward_funcs exact "
+            f"--max_len 64 --max_new_tokens 8 --rollout_batch_size 128 --n_samples_per_prompt 4 "
+            f"--train_batch_size 128 --max_iterations 60 --num_episodes 2 --lambd 0.95 "
+            f"--actor_learning_rate 3e-4 --critic_learning_rate 1e-3 --init_kl_coef 0 --enforce_eager "
+            f"--seed {self.seed} --output {self.root / 'ppo'} --logging_steps 5"
+        )
+        return words.split()
+
+    def evaluation(self, stage: str) -> list[str]:
+        """Answer the held-out problems."""
+        words = (
+            f"eval --pretrain {self.root / stage} --prompt_data {self.held_out} --label_key answer "
+            f"--reward_funcs exact --max_len 64 --max_new_tokens 8 --rollout_backend transformers "
+            f"--output {self.root / f'eval_{stage}'}"
+        )
+        return words.split()
+
+
+def run_quickstart(settings: QuickstartGroup) -> None:
+    """Run all stages and print the table; raise RunError naming the stage that failed."""
+    walk = Walkthrough(Path(settings.output), settings.seed)
+    console = Console(highlight=False)
+    _make_room(walk.root, overwrite=settings.overwrite)
+    write_problems(walk.root / "data", seed=settings.seed)
+    console.print(f"[bold]Problems[/] such as 27+58= in {walk.root / 'data'}; held-out ones are never trained on.")
+    seconds = {}
+    for title, words in (
+        ("Make an untrained model and its tokenizer", walk.scratch()),
+        ("Imitate solved problems (supervised fine-tuning)", walk.sft()),
+        ("How often is it right?", walk.evaluation("sft")),
+        ("Practise with a verifier (PPO: Ray, DeepSpeed, rollout engine)", walk.ppo()),
+        ("And now?", walk.evaluation("ppo")),
+    ):
+        begin = time.perf_counter()
+        _run(console, title, words)
+        seconds[words[0]] = seconds.get(words[0], 0.0) + time.perf_counter() - begin
+    accuracies = {stage: _accuracy(walk.root / f"eval_{stage}") for stage in ("sft", "ppo")}
+    headline = {f"accuracy after {stage}": accuracy for stage, accuracy in accuracies.items()}
+    report = write_report(walk.root, stages=[walk.root / "sft", walk.root / "ppo"], headline=headline)
+    console.print()
+    console.print(_results(walk, accuracies, seconds))
+    console.print(f"Report   {report}")
+    console.print(f"Model    {walk.root / 'ppo' / 'model'}")
+
+
+def _make_room(root: Path, *, overwrite: bool) -> None:
+    left = [root / part for part in PARTS if (root / part).exists()]
+    if left and not overwrite:
+        raise UsageError(f"--output {root} holds an earlier quickstart: replace it with --overwrite, or choose another")
+    for path in left:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _run(console: Console, title: str, words: list[str]) -> None:
+    console.print(f"\n[bold cyan]{title}[/]")
+    console.print(f"$ rlhf {shlex.join(words)}", style="dim", soft_wrap=True, markup=False)
+    # Ctrl-C reaches the command too, which finishes its step and saves; this process waits for it.
+    previous = signal.signal(signal.SIGINT, lambda signum, frame: None)
+    try:
+        status = subprocess.run([sys.executable, "-m", "rlhf_cli", *words]).returncode
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if status == 130:
+        raise KeyboardInterrupt
+    if status:
+        raise RunError(f"the step above ended with status {status}; its message says why")
+
+
+def _accuracy(folder: Path) -> float:
+    return float(json.loads((folder / "eval.json").read_text())["accuracy"])
+
+
+def _results(walk: Walkthrough, accuracies: dict[str, float], seconds: dict[str, float]) -> Table:
+    table = Table(box=None, pad_edge=False, title="Quickstart", title_justify="left", title_style="bold")
+    for column in ("stage", "accuracy on held-out problems", "time", "of which", "tokens/s"):
+        table.add_column(column, justify="left" if column in ("stage", "of which") else "right")
+    for stage in ("sft", "ppo"):
+        summary = summarise(walk.root / stage)
+        speed = summary.tokens_per_second
+        table.add_row(
+            f"after {stage}",
+            f"{accuracies[stage]:.1%}",
+            duration(seconds[stage]),
+            _phases(summary),
+            number(speed) if speed is not None else "",
+        )
+    return table
+
+
+def _phases(summary: Summary) -> str:
+    longest = sorted(summary.phases.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{name} {duration(spent)}" for name, spent in longest if spent >= 0.5)

@@ -1,0 +1,21 @@
+"""Environment variables that libraries read when they are imported: no telemetry, no noise on the terminal."""
+
+import glob
+import os
+
+QUIET = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "true",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def prepare_environment() -> None:
+    """Set what the user has not set; to be called before anything heavy is imported."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    if not glob.glob("/dev/nvidia[0-9]*") and not os.path.exists("/dev/dxg"):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns about the lack of a GPU on import
