@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -203,6 +205,19 @@ def test_run_directory_stands_for_its_model(tiny_model_dir, tmp_path):
 
 def test_hub_name_is_left_alone():
     assert resolve_model_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+
+
+def test_hub_name_without_a_network_is_refused_in_one_sentence():
+    program = (
+        "from rlhf_cli.config.model import ModelConfig\n"
+        "from rlhf_cli.models.loading import load_config\n"
+        "load_config(ModelConfig(pretrain='no-such-org/no-such-model'))"
+    )
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=offline, capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert "UsageError: pretrain 'no-such-org/no-such-model'" in last
+    assert "not a local folder, and the Hub gave none" in last
 
 
 @pytest.mark.parametrize(
