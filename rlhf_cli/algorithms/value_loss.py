@@ -12,9 +12,12 @@ def clipped_value_loss(
     The clipped branch is the larger one where a value has moved away from the old one towards the return by more
     than `value_clip`; there the gradient is zero (the form of OpenAI's PPO, arXiv 2005.12729, section 3).
     """
-    clipped_K = old_values_K + (values_K - old_values_K).clamp(-value_clip, value_clip)
+    moved_K = values_K - old_values_K
+    clipped_K = old_values_K + moved_K.clamp(-value_clip, value_clip)
     plain_K, limited_K = (values_K - returns_K).square(), (clipped_K - returns_K).square()
-    return 0.5 * torch.maximum(plain_K, limited_K), (limited_K > plain_K).float()
+    # Within the clip both are the same number, but not to the last bit.
+    decides_K = (moved_K.abs() > value_clip) & (limited_K > plain_K)
+    return 0.5 * torch.where(decides_K, limited_K, plain_K), decides_K.float()
 
 
 def explained_variance(*, return_mean: float, return_square: float, error_mean: float, error_square: float) -> float:

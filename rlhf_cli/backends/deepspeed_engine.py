@@ -35,6 +35,8 @@ def deepspeed_config(settings: DeepSpeedConfig, *, param_dtype: str, max_norm: f
     One micro-batch is declared however many there are: the engine sets the accumulation boundary itself, because
     packing makes their number change from step to step.
     """
+    if settings.adam_offload and settings.zero_stage == 0:
+        raise UsageError("--adam_offload: DeepSpeed moves optimizer states to host memory from --zero_stage 1 on")
     is_plain_bf16 = settings.zero_stage == 0 and param_dtype == "bf16"
     if is_plain_bf16 and settings.grad_accum_dtype == "fp32":
         raise UsageError("--grad_accum_dtype fp32: DeepSpeed has it for bf16 weights from --zero_stage 1 on")
@@ -95,6 +97,7 @@ class DeepSpeedEngine:
         total_steps: int,
         param_dtype: str,
     ) -> None:
+        config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=optim.max_norm)
         module.to(distributed.device())
         optimizer = make_optimizer(module, learning_rate=learning_rate, optim=optim, offload=settings.adam_offload)
         scheduler = make_schedule(optimizer, optim, total_steps=total_steps)
@@ -102,7 +105,7 @@ class DeepSpeedEngine:
             model=module,
             optimizer=optimizer,
             lr_scheduler=scheduler,
-            config=deepspeed_config(settings, param_dtype=param_dtype, max_norm=optim.max_norm),
+            config=config,
         )
         self._stage = settings.zero_stage
         if self._stage == 3:
