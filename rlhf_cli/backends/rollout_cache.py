@@ -89,8 +89,12 @@ def select_rows(cache: Cache, indices: torch.Tensor) -> None:
         layer.batch_select_indices(indices)
 
 
+def head_size(config: PretrainedConfig) -> int:
+    """Size of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes that one token of one sequence takes in the cache."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_size * dtype.itemsize
+    return 2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize

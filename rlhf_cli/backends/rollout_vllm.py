@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlhf_cli.backends.rollout_cache import head_size
 from rlhf_cli.backends.rollout_engine import EngineDead, EngineSettings, check_lengths, eos_token_ids
 from rlhf_cli.backends.rollout_processes import OWNER_VARIABLE, end_processes, process_tree
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -36,7 +37,7 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         OWNER_VARIABLE: str(os.getpid()),
     }
-    if settings.enforce_eager:
+    if settings.enforce_eager or on_cpu:
         variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles for 5-19 s all the same
     if settings.sync_backend == "ipc":
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA handles are pickled between our own processes
@@ -84,7 +85,7 @@ class VllmEngine:
         self._weights_lost = False
         with _cpu_probe() as on_cpu, _engine_environment(settings, on_cpu=on_cpu):
             self._on_cpu = on_cpu
-            self._llm = _start(model_path, settings, on_cpu=on_cpu)
+            self._llm = _started(model_path, settings, on_cpu=on_cpu)
         self._processes = process_tree(os.getpid())
 
     async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
@@ -222,6 +223,34 @@ def _cpu_probe() -> Iterator[bool]:
     yield not torch.cuda.is_available()
 
 
+def _started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
+    """The running engine; RunError with vLLM's first sentence where it does not start."""
+    if on_cpu:
+        _check_head_size(model_path, settings)
+    try:
+        return _start(model_path, settings, on_cpu=on_cpu)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RunError(
+            f"vLLM could not be started with {model_path} ({reason}); "
+            "the engine's log has the cause, --rollout_backend transformers does without vLLM"
+        ) from error
+
+
+def _check_head_size(model_path: str, settings: EngineSettings) -> None:
+    """UsageError where vLLM's CPU attention lacks the model's head size: it would start, and die of a request."""
+    from transformers import AutoConfig
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code)
+    size, known = head_size(config.get_text_config()), CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise UsageError(
+            f"{model_path} has attention heads of size {size}; vLLM on a CPU takes {', '.join(map(str, known))}. "
+            "--rollout_backend transformers takes any"
+        )
+
+
 def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "AsyncLLM":
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
@@ -244,7 +273,7 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             tensor_parallel_size=settings.tensor_parallel_size,
-            enforce_eager=settings.enforce_eager,
+            enforce_eager=settings.enforce_eager or on_cpu,  # compiling takes a CPU minutes and gained nothing
             enable_prefix_caching=settings.enable_prefix_caching,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # the model's own sampling defaults must not mix into ours

@@ -177,6 +177,11 @@ def test_a_prompt_that_leaves_no_room_is_named(engine):
         engine.generate([REQUESTS[0], GenerationRequest([5] * 150, 0)], SAMPLING)
 
 
+def test_heads_that_vllm_does_not_know_are_refused_before_it_starts(tiny_model_dir):
+    with pytest.raises(UsageError, match="heads of size 8; vLLM on a CPU takes 32, 64"):
+        Engine(tiny_model_dir)
+
+
 def test_greedy_responses_are_transformers_own(engine, model_dir):
     model = trainer_model(model_dir)
     generations = engine.generate([GenerationRequest(prompt, 0) for prompt in PROMPTS], SamplingParams(12, greedy=True))
