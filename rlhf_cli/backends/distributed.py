@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rlhf_cli.backends.distributed_env import free_port
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.host_memory import keep_freed_memory
 
 
 def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -24,7 +25,9 @@ def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        keep_freed_memory()
+    else:
         if int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
             raise UsageError(
                 f"{os.environ['LOCAL_SIZE']} ranks are wanted on this machine, which shows "

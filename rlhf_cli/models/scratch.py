@@ -1,14 +1,14 @@
 """Small untrained models with a tokenizer of their own, for trying things without downloading any.
 
-The tokenizer is byte-level BPE that keeps digits apart, so that numbers are read digit by digit.
+The tokenizer is byte-level BPE by the rules of Qwen2: digits are kept apart, so numbers are read digit by digit.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rlhf_cli.config.scratch import ArchitectureConfig
 
@@ -24,11 +24,14 @@ CHATML = (
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with ChatML template, trained on the texts; any text can be encoded."""
+    # transformers reads the tokenizer of a Qwen2 folder with Qwen2's own rules, so it is trained with them
+    rules = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = (
+        rules.normalizer,
+        rules.pre_tokenizer,
+        rules.decoder,
     )
-    tokenizer.decoder = decoders.ByteLevel()
     roles = ["system", "user", "assistant"]  # so that the words of the template are single tokens
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -1,0 +1,51 @@
+"""Small models from nothing: they load as any other model, and read numbers digit by digit."""
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_cli.config.scratch import ArchitectureConfig
+from rlhf_cli.models.scratch import new_model, save_new_model, train_tokenizer
+
+SMALL = ArchitectureConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
+TEXTS = ["Anna has 12 apples and buys 305 more.", "How many does she have? She has 317 apples."] * 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    tokenizer = train_tokenizer(TEXTS, vocab_size=400)
+    path = tmp_path_factory.mktemp("scratch") / "model"
+    save_new_model(new_model(SMALL, tokenizer, seed=1), tokenizer, path)
+    return path
+
+
+def test_numbers_are_read_digit_by_digit(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.tokenize("12+305") == ["1", "2", "+", "3", "0", "5"]
+
+
+def test_a_reloaded_tokenizer_gives_the_same_tokens(folder):
+    fresh, reloaded = train_tokenizer(TEXTS, vocab_size=400), AutoTokenizer.from_pretrained(folder)
+    for text in [*TEXTS[:2], "naïve café – 99 %", "  two  spaces\n\nand lines", "<|im_start|>user\nhi<|im_end|>\n"]:
+        assert reloaded(text)["input_ids"] == fresh(text)["input_ids"]
+        assert reloaded.decode(reloaded(text)["input_ids"]) == text
+
+
+def test_any_text_can_be_encoded(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer("数学 🙂")["input_ids"]) == "数学 🙂"
+
+
+def test_generation_stops_at_the_end_of_a_turn(folder):
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    assert tokenizer.decode([model.generation_config.eos_token_id]) == "<|im_end|>"
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False).endswith("assistant\nyes<|im_end|>\n")
+
+
+def test_the_seed_decides_the_weights():
+    tokenizer = train_tokenizer(TEXTS, vocab_size=400)
+    first, same, other = (new_model(SMALL, tokenizer, seed=seed).model.embed_tokens.weight for seed in (1, 1, 2))
+    assert first.equal(same)
+    assert not first.equal(other)
