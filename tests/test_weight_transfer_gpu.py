@@ -9,10 +9,38 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_cli.backends.weight_transfer import WeightSender, weights_checksum
+from rlhf_cli.backends.weight_transfer import WeightSender, choose_sync_backend, weights_checksum
 from rlhf_cli.backends.weight_vllm_trainer import EngineClient, PushSource, TensorSpec, VllmTransport, buffer_bytes
 from rlhf_cli.backends.weight_watch import Watching
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import RunError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("chosen", "on_gpu", "shares_gpus", "found"),
+    [
+        ("auto", False, False, "shm"),
+        ("auto", False, True, "shm"),
+        ("auto", True, True, "ipc"),
+        ("auto", True, False, "nccl"),
+        ("shm", True, False, "shm"),
+        ("ipc", True, True, "ipc"),
+    ],
+)
+def test_the_way_of_weights_follows_the_placement(chosen, on_gpu, shares_gpus, found):
+    assert choose_sync_backend(chosen, on_gpu=on_gpu, shares_gpus=shares_gpus) == found
+
+
+@pytest.mark.parametrize(
+    ("chosen", "on_gpu", "shares_gpus", "words"),
+    [
+        ("nccl", False, False, "nccl needs a GPU; shm works here"),
+        ("nccl", True, True, "nccl does not work where actor and engines share GPUs; use ipc"),
+        ("ipc", True, False, "ipc does not work where actor and engines are on different GPUs; use nccl"),
+    ],
+)
+def test_a_way_that_cannot_work_is_refused_with_the_one_that_does(chosen, on_gpu, shares_gpus, words):
+    with pytest.raises(UsageError, match=words):
+        choose_sync_backend(chosen, on_gpu=on_gpu, shares_gpus=shares_gpus)
 
 
 class Calls:

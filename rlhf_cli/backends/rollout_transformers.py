@@ -63,7 +63,7 @@ class TransformersEngine:
     async def sleep(self, level: int = 2) -> None:
         """Moves the weights to host memory; nothing is lost at any level."""
         self._asleep = True
-        await self._run(lambda: self._model.to("cpu"))
+        await self._run(self._leave_device)
 
     async def wake(self, tags: list[str] | None = None) -> None:
         """Moves the weights back. Tags other than "weights" have nothing to wake."""
@@ -118,6 +118,11 @@ class TransformersEngine:
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _leave_device(self) -> None:
+        self._model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         tied = getattr(self._model, "_tied_weights_keys", None) or []

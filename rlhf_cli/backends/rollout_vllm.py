@@ -186,6 +186,8 @@ class VllmEngine:
         """Ends the engine and every process it started; a second call does nothing. Takes about 4 s."""
         llm, self._llm = self._llm, None
         if llm is not None:
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()  # it would report the end of the core as a crash
             await asyncio.to_thread(llm.shutdown, _SHUTDOWN_SECONDS)
             await asyncio.to_thread(end_processes, self._processes)
 

@@ -15,13 +15,30 @@ from typing import Any, Protocol
 
 import torch
 
-from rlhf_cli.errors import RunError
+from rlhf_cli.backends.rollout_engine import SyncBackend
+from rlhf_cli.errors import RunError, UsageError
 
 _WORDS_PER_CHUNK = 1 << 20  # 8 MiB of words at a time: the products stay in cache
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads consecutive indices over 64 bits
 _MASK = (1 << 64) - 1
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def choose_sync_backend(chosen: str, *, on_gpu: bool, shares_gpus: bool) -> SyncBackend:
+    """How weights travel: as asked for; for auto shm without GPUs, ipc where engines share the trainer's, else nccl.
+
+    UsageError where the choice cannot work: NCCL allows one rank per GPU, ipc needs both sides on it.
+    """
+    found: SyncBackend = "shm" if not on_gpu else "ipc" if shares_gpus else "nccl"
+    if chosen == "auto" or chosen == found:
+        return found
+    if chosen == "shm":
+        return "shm"
+    if not on_gpu:
+        raise UsageError(f"--vllm_sync_backend {chosen} needs a GPU; shm works here")
+    where = "share GPUs" if shares_gpus else "are on different GPUs"
+    raise UsageError(f"--vllm_sync_backend {chosen} does not work where actor and engines {where}; use {found}")
 
 
 @dataclass(frozen=True, slots=True)

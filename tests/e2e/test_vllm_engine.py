@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -313,4 +314,7 @@ def test_after_a_push_of_other_weights_the_engine_agrees_with_them(engine, model
         with torch.no_grad():
             model.model.embed_tokens.weight.mul_(1.1)  # also the head
             model.model.layers[0].mlp.down_proj.weight.neg_()
+    original = sender.send(trainer_model(model_dir).named_parameters(), version=3).manifest
+    engine.push(original, 3)
+    assert engine.generate(REQUESTS, SAMPLING) == [replace(one, weight_version=3) for one in first_responses]
     sender.close()
