@@ -96,7 +96,7 @@ class EngineGroup:
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
         """One response per request, in their order; a dead engine is started again once and its share repeated."""
-        shares = _even_shares(requests, len(self._workers))
+        shares = even_shares(requests, len(self._workers))
         calls = [
             worker.call.remote("engine.generate", share, sampling)
             for worker, share in zip(self._workers, shares, strict=True)
@@ -185,7 +185,7 @@ def _get_all(calls: list[Any]) -> list[Any]:
         ) from error
 
 
-def _even_shares(requests: list[GenerationRequest], count: int) -> list[list[GenerationRequest]]:
+def even_shares(requests: list[GenerationRequest], count: int) -> list[list[GenerationRequest]]:
     """Neighbouring requests together, so that the samples of a prompt reach the same engine where possible."""
     bounds = [len(requests) * number // count for number in range(count + 1)]
     return [requests[low:high] for low, high in pairwise(bounds)]

@@ -78,6 +78,11 @@ class TrainedGroup:
         if self._takes_turns:
             self.group.all("role.sleep")
 
+    def sleep_optimizer(self) -> None:
+        """Keep the weights alone on the accelerators."""
+        if self._takes_turns:
+            self.group.all("role.sleep_optimizer")
+
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint, as an estimate."""
         return int(self.group.all("role.checkpoint_bytes")[0])
@@ -106,7 +111,7 @@ class ActorGroup:
 
     def __init__(self, trained: TrainedGroup) -> None:
         self.trained = trained
-        self.wake, self.sleep = trained.wake, trained.sleep
+        self.wake, self.sleep, self.sleep_optimizer = trained.wake, trained.sleep, trained.sleep_optimizer
 
     def logprobs(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Log-probs of each sequence's trained tokens, in nats."""

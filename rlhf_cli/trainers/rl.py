@@ -53,6 +53,9 @@ class Reference(Sleeper, Protocol):
 class Actor(Reference, Protocol):
     """The policy in training."""
 
+    def sleep_optimizer(self) -> None:
+        """Keep the weights alone on the accelerator."""
+
     def update(
         self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool
     ) -> list[dict[str, float]]: ...
@@ -191,7 +194,7 @@ def _iterate(
     with timer("generate"):
         roles.engines.wake_cache()
         requests = [
-            GenerationRequest(prompt.prompt_ids, request_seed(settings.batch.seed, iteration, number))
+            GenerationRequest(prompt.prompt_ids, request_seed(settings, iteration, number))
             for number, prompt in enumerate(asked)
         ]
         generations = roles.engines.generate(requests, settings.sampling)
@@ -218,7 +221,9 @@ def _iterate(
     with timer("train"):
         metrics |= _update(roles, samples, steps, on_policy=on_policy)
     with timer("transfer"):
+        roles.actor.sleep_optimizer()
         metrics |= roles.engines.receive_weights(iteration)
+        roles.actor.sleep()
     metrics |= rollout_metrics(generations, scores)
     metrics["num_tokens"] = float(sum(len(sequence) for sequence in rollouts.sequences))
     tracker.log(iteration, metrics, timer.take())
@@ -244,23 +249,24 @@ def _evaluate(roles: Roles, rollouts: Rollouts, *, needs_old: bool) -> Evaluated
 def _update(
     roles: Roles, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool
 ) -> dict[str, float]:
+    """Metrics of both updates; the actor stays awake, for its weights go to the engines next."""
     metrics: dict[str, float] = {}
     if roles.critic is not None:
         with awake(roles.critic):
             metrics |= _mean(roles.critic.update(samples, steps), prefix="critic/")
-    with awake(roles.actor):
-        metrics |= _mean(roles.actor.update(samples, steps, on_policy=on_policy), prefix="")
-    return metrics
+    roles.actor.wake()
+    return metrics | _mean(roles.actor.update(samples, steps, on_policy=on_policy), prefix="")
 
 
 @contextmanager
 def awake(role: Sleeper) -> Iterator[None]:
-    """Hold a role on its accelerator for the block."""
+    """Hold a role on its accelerator for the block.
+
+    After a failure it is left alone: ranks that wait for one that died would never come to answer.
+    """
     role.wake()
-    try:
-        yield
-    finally:
-        role.sleep()
+    yield
+    role.sleep()
 
 
 def _mean(steps: Sequence[dict[str, float]], *, prefix: str) -> dict[str, float]:
@@ -285,9 +291,15 @@ def _next_kl_coef(
     )
 
 
-def request_seed(seed: int, iteration: int, number: int) -> int:
-    """The seed of one request, unlike that of any other of the run, and below 2^31."""
-    return zlib.crc32(f"{seed}/{iteration}/{number}".encode()) & 0x7FFF_FFFF
+def request_seed(settings: OnlineSettings, iteration: int, number: int) -> int:
+    """The seed of one request, below 2^31 and unlike that of the 2^31 requests before and after it.
+
+    Requests are counted through the run, and the count is scattered by an odd multiplier (Knuth's, of the golden
+    ratio), which maps it one to one.
+    """
+    per_iteration = settings.rollout.rollout_batch_size * settings.rollout.n_samples_per_prompt
+    count = zlib.crc32(str(settings.batch.seed).encode()) + iteration * per_iteration + number
+    return count * 2_654_435_761 % (1 << 31)
 
 
 def update_steps(num_samples: int, batch: BatchConfig, *, iteration: int) -> list[np.ndarray]:
@@ -296,6 +308,6 @@ def update_steps(num_samples: int, batch: BatchConfig, *, iteration: int) -> lis
         num_samples,
         batch_size=batch.train_batch_size,
         epochs=batch.max_epochs,
-        seed=request_seed(batch.seed, iteration, -1),
+        seed=zlib.crc32(f"{batch.seed}/{iteration}".encode()),
     )
     return list(steps)

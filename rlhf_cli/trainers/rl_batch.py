@@ -51,14 +51,15 @@ def scored_rollouts(prompts: Seq[Prompt], generations: Seq[Generation], scores: 
     """What can be learned from: responses whose score did not fail, in order.
 
     Args:
-        prompts: the prompt of each response; `index` tells the groups apart.
+        prompts: the prompt of each response; source and row in it tell the groups apart.
     """
+    groups = {(prompt.source, prompt.index): number for number, prompt in enumerate(prompts)}
     rows = [row for row in zip(prompts, generations, scores, strict=True) if row[2].value is not None]
     return Rollouts(
         sequences=[as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation, _ in rows],
         rollout_logprobs=[np.array(generation.logprobs, dtype=np.float32) for _, generation, _ in rows],
         scores_B=torch.tensor([score.value for _, _, score in rows], dtype=torch.float32),
-        groups_B=torch.tensor([prompt.index for prompt, _, _ in rows], dtype=torch.int64),
+        groups_B=torch.tensor([groups[prompt.source, prompt.index] for prompt, _, _ in rows], dtype=torch.int64),
     )
 
 

@@ -1,0 +1,387 @@
+"""The online loop with fakes: who is called when and with what, and what a resumed run repeats."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.config.online import PolicyConfig, RewardConfig, RolloutConfig
+from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data import packing
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.data.samples import Sample
+from rlhf_cli.errors import RunError
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.trainers.loop import Finished
+from rlhf_cli.trainers.rl import LoopState, OnlineHooks, OnlineSettings, Roles, request_seed, train_online
+
+NUM_PROMPTS, BATCH, SAMPLES_EACH = 6, 3, 2
+WITHOUT_REFERENCE, WITH_REFERENCE = PolicyConfig(init_kl_coef=0.0), PolicyConfig(init_kl_coef=0.1)
+ONE_STEP = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
+TWO_STEPS = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
+FAILED = Score(None, "failed", "grader broke")
+
+
+class FakeModel:
+    """Actor, critic or reference: writes down its calls and answers with numbers that depend on the tokens alone."""
+
+    def __init__(self, name: str, journal: list[str], *, level: float = 0.0) -> None:
+        self.name, self.journal, self.level = name, journal, level
+        self.updates: list[tuple[list[Sample], list[list[int]]]] = []
+        self.on_policy: list[bool] = []
+        self.error: Exception | None = None
+
+    def _note(self, what: str) -> None:
+        self.journal.append(f"{self.name}.{what}")
+
+    def wake(self) -> None:
+        self._note("wake")
+
+    def sleep(self) -> None:
+        self._note("sleep")
+
+    def sleep_optimizer(self) -> None:
+        self._note("sleep_optimizer")
+
+    def logprobs(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]:
+        self._note("logprobs")
+        return [np.full(sequence.num_trained, self.level, np.float32) for sequence in sequences]
+
+    def values(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]:
+        self._note("values")
+        return [np.arange(sequence.num_trained, dtype=np.float32) / 10 for sequence in sequences]
+
+    def update(
+        self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool = False
+    ) -> list[dict[str, float]]:
+        self._note("update")
+        if self.error is not None:
+            raise self.error
+        self.updates.append((list(samples), [step.tolist() for step in steps]))
+        self.on_policy.append(on_policy)
+        return [{"loss": float(number), "ratio_max": 10.0 - number} for number in range(len(steps))]
+
+
+class FakeEngines:
+    """Answers a request with one to four tokens drawn from its seed."""
+
+    def __init__(self, journal: list[str]) -> None:
+        self.journal = journal
+        self.requests: list[list[GenerationRequest]] = []
+        self.sampling: list[SamplingParams] = []
+
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        self.journal.append("engines.generate")
+        self.requests.append(requests)
+        self.sampling.append(sampling)
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: GenerationRequest) -> Generation:
+        rng = np.random.default_rng(request.seed)
+        length = int(rng.integers(1, 5))
+        return Generation(rng.integers(0, 9, length).tolist(), [-0.5] * length, "stop", len(self.requests) - 1)
+
+    def wake_cache(self) -> None:
+        self.journal.append("engines.wake_cache")
+
+    def sleep(self) -> None:
+        self.journal.append("engines.sleep")
+
+    def receive_weights(self, version: int) -> dict[str, float]:
+        self.journal.append(f"engines.receive_weights {version}")
+        return {"weight_version": float(version)}
+
+
+class FakeScorer:
+    """A response is worth its length; `fails` says which of an iteration's responses cannot be scored."""
+
+    def __init__(self, journal: list[str], fails: Callable[[int], bool]) -> None:
+        self.journal, self.fails = journal, fails
+        self.asked: list[list[ScoreRequest]] = []
+
+    def score(self, requests: list[ScoreRequest]) -> list[Score]:
+        self.journal.append("scorer.score")
+        self.asked.append(requests)
+        return [FAILED if self.fails(i) else Score(float(len(r.response)), "scored") for i, r in enumerate(requests)]
+
+
+class FakeTracker:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.rows: list[tuple[int, list[dict[str, Any]]]] = []
+        self.phases: list[str | None] = []
+
+    def log(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None:
+        self.logged.append((step, metrics))
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        self.rows.append((step, rows))
+
+    def phase(self, name: str | None) -> None:
+        self.phases.append(name)
+
+
+class Run:
+    """One run with fakes; `stop_after` is the iteration during which a stop is asked for."""
+
+    def __init__(
+        self,
+        *,
+        policy: PolicyConfig = WITHOUT_REFERENCE,
+        batch: BatchConfig = ONE_STEP,
+        episodes: int = 2,
+        fails: Callable[[int], bool] = lambda index: False,
+        stop_after: int | None = None,
+    ) -> None:
+        self.journal: list[str] = []
+        self.actor = FakeModel("actor", self.journal, level=-1.0)
+        self.critic = FakeModel("critic", self.journal)
+        self.reference = FakeModel("ref", self.journal, level=-1.25) if policy.init_kl_coef else None
+        self.engines = FakeEngines(self.journal)
+        self.scorer = FakeScorer(self.journal, fails)
+        self.tracker = FakeTracker()
+        self.saved: list[LoopState] = []
+        self.settings = OnlineSettings(
+            algorithm=ALGORITHMS["ppo"],
+            rollout=RolloutConfig(
+                rollout_batch_size=BATCH, n_samples_per_prompt=SAMPLES_EACH, num_episodes=episodes, max_new_tokens=4
+            ),
+            reward=RewardConfig(reward_funcs=["exact"]),
+            policy=policy,
+            batch=batch,
+        )
+        self.stop_after = stop_after
+
+    def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:
+        return train_online(
+            Roles(self.actor, self.critic, self.reference, self.engines, self.scorer),
+            self.settings,
+            prompts=[Prompt([20 + i, 30 + i], f"prompt {i}: ", str(i), "data.jsonl", i) for i in range(NUM_PROMPTS)],
+            decode=lambda token_ids: "".join(map(str, token_ids)),
+            state=state or LoopState(0, self.settings.policy.init_kl_coef),
+            total_iterations=total_iterations,
+            save_steps=save_steps,
+            hooks=OnlineHooks(
+                self.tracker,
+                self.saved.append,
+                lambda: self.stop_after is not None and len(self.tracker.logged) >= self.stop_after,
+            ),
+        )
+
+
+def test_one_role_after_the_other_is_awake():
+    run = Run(policy=WITH_REFERENCE, batch=TWO_STEPS)
+    run(total_iterations=1)
+    assert run.journal == [
+        *("engines.wake_cache", "engines.generate", "engines.sleep"),
+        "scorer.score",
+        *("ref.wake", "ref.logprobs", "ref.sleep"),
+        *("actor.wake", "actor.logprobs", "actor.sleep"),
+        *("critic.wake", "critic.values", "critic.sleep"),
+        *("critic.wake", "critic.update", "critic.sleep"),
+        # The weights alone stay until the engines have them.
+        *("actor.wake", "actor.update", "actor.sleep_optimizer", "engines.receive_weights 1", "actor.sleep"),
+    ]
+
+
+def test_phases_follow_each_other_and_do_not_overlap():
+    run = Run()
+    run(total_iterations=1)
+    names = ["generate", "reward", "forward", "advantage", "train", "transfer"]
+    assert run.tracker.phases == [name for phase in names for name in (phase, None)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch", "computed", "on_policy"),
+    [
+        (WITHOUT_REFERENCE, ONE_STEP, False, True),
+        (WITHOUT_REFERENCE, TWO_STEPS, True, False),
+        (WITHOUT_REFERENCE, BatchConfig(train_batch_size=3), True, False),
+        (WITH_REFERENCE, ONE_STEP, True, True),  # the KL divergence needs them
+    ],
+)
+def test_old_logprobs_are_computed_only_where_they_count(policy, batch, computed, on_policy):
+    run = Run(policy=policy, batch=batch)
+    run(total_iterations=1)
+    assert ("actor.logprobs" in run.journal) == computed
+    assert run.actor.on_policy == [on_policy]
+    samples, _ = run.actor.updates[0]
+    assert all(("old_logprobs" in sample.columns) == computed for sample in samples)
+
+
+def test_exactly_the_sampled_tokens_are_trained_with_the_samplers_logprobs():
+    run = Run()
+    run(total_iterations=1)
+    answers = [run.engines._answer(request) for request in run.engines.requests[0]]
+    samples, _ = run.actor.updates[0]
+    for request, answer, sample in zip(run.engines.requests[0], answers, samples, strict=True):
+        assert sample.sequence.token_ids.tolist() == request.prompt_ids + answer.token_ids
+        assert sample.sequence.loss_mask.tolist() == [False] * 2 + [True] * len(answer.token_ids)
+        assert sample.columns["rollout_logprobs"].tolist() == answer.logprobs
+
+
+def test_rewards_see_the_decoded_text_of_prompt_and_response():
+    run = Run()
+    run(total_iterations=1)
+    request, answer = run.engines.requests[0][0], run.tracker.rows[0][1][0]
+    number = request.prompt_ids[0] - 20
+    assert run.scorer.asked[0][0].query == f"prompt {number}: {answer['response']}"
+    assert (run.scorer.asked[0][0].label, answer["reward"]) == (str(number), len(answer["response"]))
+
+
+def test_sampling_follows_the_settings():
+    run = Run()
+    run(total_iterations=1)
+    assert run.engines.sampling == [SamplingParams(max_new_tokens=4, temperature=1.0, top_p=1.0)]
+
+
+def test_every_prompt_is_asked_once_an_episode_and_its_samples_are_neighbours():
+    run = Run()
+    run()
+    prompts = [[request.prompt_ids[0] - 20 for request in requests] for requests in run.engines.requests]
+    assert all(numbers[0::2] == numbers[1::2] for numbers in prompts)
+    assert sorted(prompts[0] + prompts[1]) == sorted(prompts[2] + prompts[3]) == sorted([*range(NUM_PROMPTS)] * 2)
+    assert prompts[:2] != prompts[2:]  # the second episode has an order of its own
+
+
+def test_failed_rewards_are_left_out_of_both_updates():
+    run = Run(fails=lambda index: index in (1, 4))
+    run(total_iterations=1)
+    kept = [request.prompt_ids for i, request in enumerate(run.engines.requests[0]) if i not in (1, 4)]
+    for model in (run.actor, run.critic):
+        samples, steps = model.updates[0]
+        assert [sample.sequence.token_ids[:2].tolist() for sample in samples] == kept
+        assert sorted(steps[0]) == [0, 1, 2, 3]
+    metrics, rows = run.tracker.logged[0][1], run.tracker.rows[0][1]
+    assert metrics["reward_failed"] == pytest.approx(2 / 6)
+    assert metrics["reward"] == pytest.approx(np.mean([row["reward"] for row in rows if row["reward"] is not None]))
+    assert [row["verdict"] for row in rows].count("failed") == 2
+
+
+def test_an_iteration_whose_rewards_all_failed_ends_the_run_before_anything_is_trained():
+    run = Run(fails=lambda index: True)
+    with pytest.raises(RunError, match=r"iteration 1: every reward failed \(grader broke\)"):
+        run()
+    assert run.journal[-1] == "scorer.score"
+
+
+def test_the_adaptive_coefficient_follows_the_measured_divergence():
+    run = Run(policy=PolicyConfig(init_kl_coef=0.1, kl_target=0.5, kl_horizon=100))
+    run(total_iterations=2, save_steps=1)
+    # The actor is at -1 and the reference at -1.25: 0.25 nats a token, summed over each response.
+    lengths = [row["length"] for row in run.tracker.rows[0][1]]
+    kl = 0.25 * float(np.mean(lengths))
+    assert run.tracker.logged[0][1]["kl"] == pytest.approx(kl)
+    error = min(max(kl / 0.5 - 1, -0.2), 0.2)
+    assert error != 0
+    assert run.saved[0].kl_coef == pytest.approx(0.1 * (1 + error * 6 / 100))
+    assert [metrics["kl_coef"] for _, metrics in run.tracker.logged] == pytest.approx([0.1, run.saved[0].kl_coef])
+
+
+def test_a_coefficient_without_target_is_fixed():
+    run = Run(policy=WITH_REFERENCE)
+    run(save_steps=1)
+    assert {state.kl_coef for state in run.saved} == {0.1}
+
+
+def test_metrics_of_several_steps_are_means_and_maxima():
+    run = Run(batch=BatchConfig(train_batch_size=2))
+    run(total_iterations=1)
+    metrics = run.tracker.logged[0][1]
+    assert (metrics["loss"], metrics["ratio_max"]) == (1.0, 10.0)  # of 0, 1, 2 and 10, 9, 8
+    assert (metrics["critic/loss"], metrics["weight_version"]) == (1.0, 1.0)
+    assert metrics["num_tokens"] == sum(len(sample.sequence) for sample in run.actor.updates[0][0])
+
+
+def test_every_step_of_every_epoch_has_its_own_samples():
+    run = Run(batch=BatchConfig(train_batch_size=2, max_epochs=3))
+    run(total_iterations=2)
+    orders = []
+    for _, steps in run.actor.updates:
+        assert [len(step) for step in steps] == [2] * 9
+        epochs = [[*steps[i], *steps[i + 1], *steps[i + 2]] for i in (0, 3, 6)]
+        assert all(sorted(epoch) == [0, 1, 2, 3, 4, 5] for epoch in epochs)
+        orders += epochs
+    assert len({tuple(order) for order in orders}) == 6
+    assert [steps for _, steps in run.critic.updates] == [steps for _, steps in run.actor.updates]
+
+
+def test_no_two_requests_of_a_run_share_a_seed():
+    settings = dataclasses.replace(
+        Run().settings, rollout=RolloutConfig(rollout_batch_size=128, n_samples_per_prompt=8)
+    )
+    seeds = {request_seed(settings, iteration, number) for iteration in range(1, 201) for number in range(1024)}
+    assert len(seeds) == 200 * 1024
+    assert min(seeds) >= 0
+    assert max(seeds) < 2**31
+
+
+def test_runs_of_other_seeds_ask_with_other_seeds():
+    first, second = Run(), Run(batch=BatchConfig(train_batch_size=6, seed=43))
+    first(total_iterations=1)
+    second(total_iterations=1)
+    seeds = [{request.seed for request in run.engines.requests[0]} for run in (first, second)]
+    assert not seeds[0] & seeds[1]
+
+
+def test_a_stop_saves_after_the_iteration_and_ends():
+    run = Run(stop_after=2)
+    assert run() == Finished(2, interrupted=True)
+    assert [state.iteration for state in run.saved] == [2]
+    assert run.journal[-1] == "actor.sleep"
+
+
+def test_a_stop_in_the_last_iteration_is_the_end():
+    run = Run(stop_after=4)
+    assert run() == Finished(4, interrupted=False)
+    assert run.saved == []
+
+
+def test_a_stop_in_an_iteration_that_is_saved_anyway_saves_once():
+    run = Run(stop_after=2)
+    run(save_steps=2)
+    assert [state.iteration for state in run.saved] == [2]
+
+
+@pytest.mark.parametrize(("save_steps", "saved"), [(-1, []), (1, [1, 2, 3, 4]), (3, [3, 4]), (9, [4])])
+def test_checkpoints_are_written_when_due_and_at_the_end(save_steps, saved):
+    run = Run()
+    run(save_steps=save_steps)
+    assert [state.iteration for state in run.saved] == saved
+
+
+@pytest.mark.parametrize("policy", [WITHOUT_REFERENCE, PolicyConfig(init_kl_coef=0.1, kl_target=0.5)])
+def test_a_resumed_run_repeats_requests_steps_and_coefficients(policy):
+    whole, first = Run(policy=policy, batch=TWO_STEPS), Run(policy=policy, batch=TWO_STEPS, stop_after=2)
+    whole()
+    first()
+    state = LoopState(**json.loads(json.dumps(vars(first.saved[-1]))))  # as it goes through a checkpoint
+    second = Run(policy=policy, batch=TWO_STEPS)
+    second(state=state)
+    assert first.engines.requests + second.engines.requests == whole.engines.requests
+    assert [steps for run in (first, second) for _, steps in run.actor.updates] == [
+        steps for _, steps in whole.actor.updates
+    ]
+    both = first.tracker.logged + second.tracker.logged
+    assert both == whole.tracker.logged
+    assert second.journal[-2] == "engines.receive_weights 4"
+
+
+def test_a_finished_run_that_is_resumed_does_nothing():
+    run = Run()
+    assert run(state=LoopState(4, 0.0)) == Finished(4, interrupted=False)
+    assert run.journal == []
+
+
+def test_after_a_failure_no_role_is_asked_for_anything():
+    """Ranks that wait for one that died would never answer, and the run would hang instead of ending."""
+    run = Run()
+    run.critic.error = RunError("critic rank 0 died")
+    with pytest.raises(RunError, match="critic rank 0 died"):
+        run()
+    assert run.journal[-1] == "critic.update"

@@ -1,0 +1,204 @@
+"""From generations to what policy and critic learn from, with numbers worked out by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.config.online import PolicyConfig, RewardConfig
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.rewards.records import Score
+from rlhf_cli.trainers.rl_batch import (
+    Evaluated,
+    Rollouts,
+    as_sequence,
+    learning_samples,
+    rollout_metrics,
+    sample_rows,
+    score_requests,
+    scored_rollouts,
+)
+
+FAILED = Score(None, "failed", "timed out after 30 s", {"format": 1.0})
+REWARD = RewardConfig(reward_funcs=["exact"])
+
+
+def prompt(number: int, source: str = "a.jsonl") -> Prompt:
+    return Prompt([7, 8], f"{source} {number}? ", str(number), source, number)
+
+
+def generation(*token_ids: int, cut: bool = False) -> Generation:
+    return Generation(list(token_ids), [-0.1 * (i + 1) for i in range(len(token_ids))], "length" if cut else "stop", 0)
+
+
+def scored(value: float, status: str = "scored", **parts: float) -> Score:
+    return Score(value, status, "", parts)  # type: ignore[arg-type]
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def test_the_response_is_trained_and_the_prompt_is_not():
+    sequence = as_sequence([5, 6, 7], [8, 9])
+    assert sequence.token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert sequence.loss_mask.tolist() == [False, False, False, True, True]
+
+
+def test_responses_whose_score_failed_are_left_out_in_order():
+    rollouts = scored_rollouts(
+        [prompt(0), prompt(0), prompt(1)],
+        [generation(1), generation(2, 2), generation(3, 3, 3)],
+        [scored(0.0), FAILED, scored(-2.0)],
+    )
+    assert len(rollouts) == 2
+    assert [sequence.token_ids.tolist() for sequence in rollouts.sequences] == [[7, 8, 1], [7, 8, 3, 3, 3]]
+    assert rollouts.scores_B.tolist() == [0.0, -2.0]  # a score of 0 is a score
+    assert rollouts.cu.tolist() == [0, 1, 4]
+    assert [logprobs.tolist() for logprobs in rollouts.rollout_logprobs] == [
+        pytest.approx([-0.1]),
+        pytest.approx([-0.1, -0.2, -0.3]),
+    ]
+
+
+def test_responses_form_a_group_by_prompt_also_where_sources_count_alike():
+    prompts = [prompt(0), prompt(0), prompt(0, "b.jsonl"), prompt(1), prompt(0, "b.jsonl")]
+    rollouts = scored_rollouts(prompts, [generation(1)] * 5, [scored(1.0)] * 5)
+    a, a_again, b, other, b_again = rollouts.groups_B.tolist()
+    assert (a, b) == (a_again, b_again)
+    assert len({a, b, other}) == 3
+
+
+def two_rollouts(*scores: float) -> Rollouts:
+    """Responses of two and one tokens."""
+    return scored_rollouts([prompt(0), prompt(1)], [generation(1, 2), generation(3)], [scored(s) for s in scores])
+
+
+def test_samples_of_ppo_by_hand():
+    """gamma = lambda = 1: a return is the sum of rewards to come, an advantage is return less value.
+
+    KL (k1) is .3, .1 and -.2 nats at the tokens, weighted .5; scores 2 and 20, the latter clipped to 10.
+    Rewards: -.15, -.05 + 2, .1 + 10. Returns: 1.8, 1.95, 10.1. Values 1, 2, 3: advantages .8, -.05, 7.1 with mean
+    2.6166667 and unbiased variance 15.2558333, whitened -.4651117, -.6827328, 1.1478446.
+    """
+    evaluated = Evaluated(
+        old_logprobs=[floats(-1.0, -2.0), floats(-0.5)],
+        ref_logprobs=[floats(-1.3, -2.1), floats(-0.3)],
+        values=[floats(1.0, 2.0), floats(3.0)],
+    )
+    samples, metrics = learning_samples(
+        two_rollouts(2.0, 20.0),
+        evaluated,
+        algorithm=ALGORITHMS["ppo"],
+        policy=PolicyConfig(),
+        reward=REWARD,
+        kl_coef=0.5,
+    )
+    assert samples[0].columns.keys() == {
+        "old_logprobs",
+        "rollout_logprobs",
+        "advantages",
+        "old_values",
+        "returns",
+    }
+    assert samples[0].columns["returns"].tolist() == pytest.approx([1.8, 1.95], rel=1e-5)
+    assert samples[1].columns["returns"].tolist() == pytest.approx([10.1], rel=1e-5)
+    assert samples[0].columns["advantages"].tolist() == pytest.approx([-0.4651117, -0.6827328], rel=1e-4)
+    assert samples[1].columns["advantages"].tolist() == pytest.approx([1.1478446], rel=1e-4)
+    assert samples[0].columns["old_values"].tolist() == [1.0, 2.0]
+    assert samples[1].columns["old_logprobs"].tolist() == [-0.5]
+    # .4 nats in the first response, -.2 in the second.
+    assert metrics == pytest.approx(
+        {"kl": 0.1, "kl_coef": 0.5, "advantage_abs": (0.4651117 + 0.6827328 + 1.1478446) / 3}, rel=1e-4
+    )
+
+
+def test_without_a_reference_the_score_alone_is_rewarded_and_no_divergence_is_reported():
+    evaluated = Evaluated(old_logprobs=None, ref_logprobs=None, values=[floats(0.0, 0.0), floats(0.0)])
+    samples, metrics = learning_samples(
+        two_rollouts(2.0, -1.0),
+        evaluated,
+        algorithm=ALGORITHMS["ppo"],
+        policy=PolicyConfig(gamma=0.5),
+        reward=REWARD,
+        kl_coef=0.5,
+    )
+    assert samples[0].columns["returns"].tolist() == [1.0, 2.0]
+    assert samples[1].columns["returns"].tolist() == [-1.0]
+    assert "old_logprobs" not in samples[0].columns
+    assert metrics.keys() == {"advantage_abs"}
+
+
+def test_columns_have_a_value_for_every_trained_token():
+    rollouts = two_rollouts(1.0, 2.0)
+    evaluated = Evaluated(None, None, [floats(0.0, 1.0), floats(2.0)])
+    samples, _ = learning_samples(
+        rollouts, evaluated, algorithm=ALGORITHMS["ppo"], policy=PolicyConfig(), reward=REWARD, kl_coef=0.0
+    )
+    for sample in samples:
+        assert {len(column) for column in sample.columns.values()} == {sample.sequence.num_trained}
+        assert {column.dtype for column in sample.columns.values()} == {np.dtype(np.float32)}
+
+
+def test_failed_rewards_are_counted_and_not_averaged_in():
+    metrics = rollout_metrics(
+        [generation(1, 2, 3, 4, cut=True), generation(1), generation(1), generation(1, 2)],
+        [
+            scored(1.0, "correct", exact=1.0, format=1.0),
+            scored(0.0, "wrong", exact=0.0, format=0.5),
+            scored(-1.0, "invalid", exact=0.0, format=0.0),
+            FAILED,
+        ],
+    )
+    assert metrics == pytest.approx(
+        {
+            "reward": 0.0,
+            "reward_std": (2 / 3) ** 0.5,
+            "reward_failed": 0.25,
+            "response_length": 2.0,
+            "response_length_max": 4.0,
+            "truncated": 0.25,
+            "accuracy": 1 / 3,
+            "reward/exact": 1 / 3,
+            "reward/format": 2.5 / 4,
+        }
+    )
+
+
+def test_plain_scores_have_no_accuracy():
+    assert "accuracy" not in rollout_metrics([generation(1)], [scored(3.0)])
+
+
+def test_rewards_are_asked_about_prompt_and_response():
+    (request,) = score_requests([prompt(4)], [generation(1, 2)], lambda token_ids: f"<{token_ids}>")
+    assert (request.query, request.prompt, request.response, request.label) == (
+        "a.jsonl 4? <[1, 2]>",
+        "a.jsonl 4? ",
+        "<[1, 2]>",
+        "4",
+    )
+
+
+def test_rows_of_samples_say_everything_about_a_response():
+    generations = [generation(1, 2, cut=True), generation(3)]
+    requests = score_requests([prompt(4), prompt(5)], generations, str)
+    rows = sample_rows(requests, generations, [scored(1.0, "correct", exact=1.0), FAILED])
+    assert rows[0] == {
+        "prompt": "a.jsonl 4? ",
+        "response": "[1, 2]",
+        "label": "4",
+        "reward": 1.0,
+        "verdict": "correct",
+        "detail": "",
+        "length": 2,
+        "finish_reason": "length",
+        "reward/exact": 1.0,
+    }
+    assert (rows[1]["reward"], rows[1]["verdict"], rows[1]["detail"]) == (None, "failed", "timed out after 30 s")
+
+
+def test_bounds_of_no_response_are_a_single_zero():
+    rollouts = scored_rollouts([prompt(0)], [generation(1)], [FAILED])
+    assert rollouts.cu.tolist() == [0]
+    assert torch.equal(rollouts.scores_B, torch.zeros(0))
