@@ -1,0 +1,290 @@
+"""Training parts of benchmarks/gpu.py: packing against padding, chunked against whole logits, MFU, sleep and wake.
+
+Leaves out generation (gpu_rollout.py). Everything takes the device as an argument, so that it runs on a CPU too.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_cli.data.packing import Pack, pack, plan_packs
+from rlhf_cli.data.packing import Sequence as Tokens
+from rlhf_cli.models.attention import resolve_attention
+from rlhf_cli.models.logprobs import token_logprobs
+from rlhf_cli.models.policy import PolicyModel
+
+GIB = 2**30
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True},
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+    | {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4, "vocab_size": 151_936, "tie_word_embeddings": False},
+}
+"""Qwen2.5's models, and one for trying the benchmark itself."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    shape: str
+    device: torch.device
+    num_sequences: int = 128
+    max_tokens: int = 16_384
+    max_length: int = 2048
+    repeats: int = 3
+
+    @property
+    def config(self) -> Qwen2Config:
+        """The model's shape."""
+        return Qwen2Config(**SHAPES[self.shape], max_position_embeddings=self.max_length)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result: what was measured under which setting, figures by their unit."""
+
+    part: str
+    setting: str
+    figures: dict[str, float]
+
+
+Part = Callable[[Scale], Iterator[Row]]
+
+
+def make_sequences(scale: Scale, *, seed: int = 0) -> list[Tokens]:
+    """Random sequences; lengths are log-normal (median 256, a few near the limit), the last two thirds are trained."""
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(np.log(256), 0.9, scale.num_sequences), 16, scale.max_length).astype(int)
+    vocabulary = SHAPES[scale.shape]["vocab_size"]
+    return [
+        Tokens(rng.integers(0, vocabulary, length).astype(np.int32), np.arange(length) >= length // 3)
+        for length in lengths
+    ]
+
+
+def make_model(scale: Scale, attention: str) -> Qwen2ForCausalLM:
+    """The model with random bfloat16 weights on the device, in training mode."""
+    torch.manual_seed(0)
+    config = scale.config
+    config._attn_implementation = attention
+    with scale.device:
+        return Qwen2ForCausalLM(config).to(torch.bfloat16).train()
+
+
+def make_packs(scale: Scale, sequences: Sequence[Tokens]) -> list[Pack]:
+    """All sequences as packs within the token bound."""
+    (bins,) = plan_packs([len(sequence) for sequence in sequences], max_tokens=scale.max_tokens, num_ranks=1)
+    return [pack([sequences[i] for i in members]).to(scale.device) for members in bins]
+
+
+def padded_batches(sequences: Sequence[Tokens], *, max_tokens: int, by_length: bool) -> list[list[Tokens]]:
+    """Batches that hold at most `max_tokens` with their padding, in order or with like lengths together."""
+    ordered = sorted(sequences, key=len) if by_length else list(sequences)
+    batches: list[list[Tokens]] = []
+    widest = 0
+    for sequence in ordered:
+        widest = max(widest, len(sequence))
+        if not batches or widest * (len(batches[-1]) + 1) > max_tokens:
+            batches.append([])
+            widest = len(sequence)
+        batches[-1].append(sequence)
+    return batches
+
+
+def padded_tensors(batch: Sequence[Tokens], device: torch.device) -> dict[str, torch.Tensor]:
+    """Ids, mask and labels [B, longest]; labels are -100 where nothing is trained."""
+    shape = (len(batch), max(map(len, batch)))
+    ids, mask, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -100)
+    for row, sequence in enumerate(batch):
+        length = len(sequence)
+        ids[row, :length], mask[row, :length] = sequence.token_ids, 1
+        labels[row, :length] = np.where(sequence.loss_mask, sequence.token_ids, -100)
+    arrays = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one repetition took."""
+
+    seconds: float
+    peak_gib: float | None  # None where the device does not count it
+
+
+def measure(run: Callable[[], object], scale: Scale) -> Cost | None:
+    """Shortest time of some repetitions after a first one, and peak memory; None where memory does not suffice."""
+    try:
+        run()
+        _synchronise(scale.device)
+        if scale.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(scale.device)
+        times = []
+        for _ in range(scale.repeats):
+            begin = time.perf_counter()
+            run()
+            _synchronise(scale.device)
+            times.append(time.perf_counter() - begin)
+    except torch.OutOfMemoryError:
+        return None
+    peak = torch.cuda.max_memory_allocated(scale.device) / GIB if scale.device.type == "cuda" else None
+    return Cost(min(times), peak)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _row(part: str, setting: str, cost: Cost | None, **figures: Callable[[Cost], float]) -> Row:
+    if cost is None:
+        return Row(part, f"{setting} (out of memory)", {})
+    values = {name.replace("_per_", "/").replace("_", " "): figure(cost) for name, figure in figures.items()}
+    return Row(part, setting, values | ({} if cost.peak_gib is None else {"peak GiB": cost.peak_gib}))
+
+
+def packing(scale: Scale) -> Iterator[Row]:
+    """Forward and backward over the same sequences, packed and padded; real tokens per second."""
+    sequences = make_sequences(scale)
+    num_tokens = sum(map(len, sequences))
+    best = resolve_attention("auto", device=scale.device.type, dtype=torch.bfloat16)
+    for attention in dict.fromkeys((best, "varlen")):
+        policy, packs = PolicyModel(make_model(scale, attention)), make_packs(scale, sequences)
+        cost = measure(partial(_train_packed, policy, packs), scale)
+        yield _row("packing", f"packed, {attention}", cost, tokens_per_s=lambda c: num_tokens / c.seconds)
+        del policy
+    model = make_model(scale, "sdpa")
+    for by_length in (True, False):
+        batches = [
+            padded_tensors(batch, scale.device)
+            for batch in padded_batches(sequences, max_tokens=scale.max_tokens, by_length=by_length)
+        ]
+        cost = measure(partial(_train_padded, model, batches), scale)
+        order = "by length" if by_length else "in order"
+        yield _row("packing", f"padded {order}, sdpa", cost, tokens_per_s=lambda c: num_tokens / c.seconds)
+
+
+def _train_packed(policy: PolicyModel, packs: Sequence[Pack]) -> None:
+    policy.zero_grad(set_to_none=True)
+    for micro_batch in packs:
+        logprobs_K, _ = policy(micro_batch)
+        (-logprobs_K.sum()).backward()
+
+
+def _train_padded(model: nn.Module, batches: Sequence[dict[str, torch.Tensor]]) -> None:
+    model.zero_grad(set_to_none=True)
+    for batch in batches:
+        model(**batch, num_items_in_batch=1).loss.backward()
+
+
+def logits(scale: Scale) -> Iterator[Row]:
+    """Log-probabilities of a pack's tokens, forward and backward: in chunks, and from the whole matrix of logits."""
+    config = scale.config
+    shape = {"device": scale.device, "dtype": torch.bfloat16}
+    hidden_KD = torch.randn(scale.max_tokens, config.hidden_size, requires_grad=True, **shape)  # type: ignore[call-overload]
+    weight_VD = torch.randn(config.vocab_size, config.hidden_size, **shape).mul_(0.02).requires_grad_()  # type: ignore[call-overload]
+    targets_K = torch.randint(config.vocab_size, (scale.max_tokens,), device=scale.device)
+
+    def whole() -> None:
+        loss = F.cross_entropy(F.linear(hidden_KD, weight_VD).float(), targets_K, reduction="sum")
+        torch.autograd.grad(loss, (hidden_KD, weight_VD))
+
+    def chunked() -> None:
+        logprobs_K, _ = token_logprobs(hidden_KD, weight_VD, targets_K)
+        torch.autograd.grad(logprobs_K.sum(), (hidden_KD, weight_VD))
+
+    for name, run in (("chunked", chunked), ("whole logits", whole)):
+        setting = f"{name}, {scale.max_tokens} x {config.vocab_size}"
+        yield _row("logits", setting, measure(run, scale), ms=lambda c: 1e3 * c.seconds)
+
+
+def training_flops(config: Qwen2Config, lengths: Sequence[int], num_trained: int) -> float:
+    """Floating-point operations of forward and backward, without recomputation.
+
+    Six per weight and token in the layers, six per weight of the head and trained token; causal attention
+    2 L^2 D forward and twice that backward, per layer with D dimensions of the query heads.
+    """
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    head_size = hidden // config.num_attention_heads
+    key_value = config.num_key_value_heads * head_size
+    weights = layers * (2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * config.intermediate_size)
+    attention = 6 * layers * hidden * sum(length**2 for length in lengths)
+    return 6.0 * weights * sum(lengths) + 6.0 * hidden * config.vocab_size * num_trained + attention
+
+
+def training(scale: Scale, peak_tflops: float | None) -> Iterator[Row]:
+    """Whole optimizer steps under DeepSpeed, and how long states take to leave the device and to come back."""
+    from rlhf_cli.algorithms.aggregation import StepTotals
+    from rlhf_cli.backends import distributed
+    from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine
+    from rlhf_cli.config.train import DeepSpeedConfig, SingleOptimConfig
+    from rlhf_cli.trainers.loop import bind
+    from rlhf_cli.trainers.sft import sft_objective
+
+    distributed.join_process_group()
+    sequences = make_sequences(scale)
+    lengths, num_trained = [len(s) for s in sequences], sum(s.num_trained for s in sequences)
+    packs, config = make_packs(scale, sequences), scale.config
+    flops = training_flops(config, lengths, num_trained)
+    objective = bind(sft_objective, StepTotals(num_tokens=num_trained, num_sequences=len(sequences)))
+    attention = resolve_attention("auto", device=scale.device.type, dtype=torch.bfloat16)
+    for stage, checkpointing in ((2, False), (2, True), (3, False)):
+        model = make_model(scale, attention)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        engine = DeepSpeedEngine(
+            PolicyModel(model),
+            DeepSpeedConfig(zero_stage=stage),
+            optim=SingleOptimConfig(),
+            learning_rate=1e-5,
+            total_steps=100,
+            param_dtype="bf16",
+        )
+        cost = measure(partial(engine.train_step, packs, objective), scale)
+        setting = f"ZeRO-{stage}{', recomputed layers' if checkpointing else ''}"
+        figures: dict[str, Callable[[Cost], float]] = {"tokens_per_s": lambda c: sum(lengths) / c.seconds}
+        figures["TFLOP_per_s"] = lambda c: flops / c.seconds / 1e12
+        if peak_tflops:
+            figures["MFU_%"] = lambda c: 100 * flops / c.seconds / 1e12 / peak_tflops
+        yield _row("training", setting, cost, **figures)
+        if stage == 2 and not checkpointing:
+            yield from _sleep_and_wake(engine, scale)
+        del engine, model
+        _forget(scale.device)
+
+
+def _sleep_and_wake(engine: Any, scale: Scale) -> Iterator[Row]:
+    """The second of two rounds: the first one pins host memory."""
+    if scale.device.type != "cuda":
+        return
+    for _ in range(2):
+        before = torch.cuda.memory_allocated(scale.device)
+        begin = time.perf_counter()
+        engine.sleep()
+        _synchronise(scale.device)
+        slept = time.perf_counter()
+        freed = (before - torch.cuda.memory_allocated(scale.device)) / GIB
+        engine.wake()
+        _synchronise(scale.device)
+        woken = time.perf_counter()
+    yield Row("sleep", "trainer", {"sleep s": slept - begin, "wake s": woken - slept, "freed GiB": freed})
+
+
+def _forget(device: torch.device) -> None:
+    import gc
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Trains a small model on GSM8K from nothing, on a CPU or a GPU:
+#   1. a tokenizer and an untrained Qwen2 of 11M parameters, made from the problems themselves
+#   2. fine-tuning on the worked solutions
+#   3. PPO with a critic, where a response is right if its number after #### is (the gsm8k verifier)
+# A model this small learns how solutions look, and hardly any arithmetic: what this shows is every part of the
+# pipeline on real text. Nothing is downloaded.
+#
+#   examples/scripts/gsm8k_sft_ppo.sh gsm8k_train.jsonl [OUTPUT]
+#
+# gsm8k_train.jsonl   lines with "question" and "answer", as published with GSM8K (openai/grade-school-math)
+# OUTPUT              folder of the model and the two runs; runs/gsm8k by default. Runs that are there are continued.
+#
+# From the environment: SFT_STEPS (200), PPO_ITERATIONS (5), ROLLOUT_BATCH_SIZE (32 prompts, 4 responses each),
+# MAX_NEW_TOKENS (160).
+set -euo pipefail
+
+DATA=${1:?usage: $0 gsm8k_train.jsonl [OUTPUT]}
+OUTPUT=${2:-runs/gsm8k}
+PROMPTS=${ROLLOUT_BATCH_SIZE:-32}
+
+if [ ! -d "$OUTPUT/untrained" ]; then
+  mkdir -p "$OUTPUT"
+  rlhf scratch --dataset "$DATA" --vocab_size 4096 --intermediate_size 1408 --output "$OUTPUT/untrained"
+fi
+
+rlhf sft --pretrain "$OUTPUT/untrained" --dataset "$DATA" --output "$OUTPUT/sft" --load_checkpoint \
+  --max_epochs 10 --max_steps "${SFT_STEPS:-200}" --train_batch_size 64 --max_len 512 \
+  --learning_rate 2e-3 --adam_betas 0.9 0.95 --save_steps 50
+
+rlhf ppo --pretrain "$OUTPUT/sft" --prompt_data "$DATA" --output "$OUTPUT/ppo" --load_checkpoint \
+  --reward_funcs gsm8k --rollout_batch_size "$PROMPTS" --n_samples_per_prompt 4 \
+  --max_iterations "${PPO_ITERATIONS:-5}" --max_new_tokens "${MAX_NEW_TOKENS:-160}" --max_len 512 \
+  --train_batch_size "$((2 * PROMPTS))" --actor_learning_rate 1e-5 --critic_learning_rate 5e-5 --init_kl_coef 0.01 \
+  --colocate_all_models --save_steps 5
+
+echo "The model is in $OUTPUT/ppo/model, the reports are $OUTPUT/sft/report.html and $OUTPUT/ppo/report.html"
