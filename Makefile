@@ -4,7 +4,7 @@ INSTALLED := .venv/.complete
 
 .PHONY: demo test lint setup
 demo: $(INSTALLED)
-	@$(BIN)/rlhf quickstart $(ARGS)
+	@$(BIN)/rlhf quickstart --overwrite $(ARGS)
 
 # Everything but the tests marked gpu and slow. ARGS="-m 'not e2e and not gpu and not slow'" leaves out the long ones.
 test: $(INSTALLED)

@@ -19,3 +19,4 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
     if not glob.glob("/dev/nvidia[0-9]*") and not os.path.exists("/dev/dxg"):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns about the lack of a GPU on import
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait stop everyone else

@@ -59,14 +59,18 @@ def deepspeed_config(settings: DeepSpeedConfig, *, param_dtype: str, max_norm: f
 
 
 def make_optimizer(
-    module: nn.Module, *, learning_rate: float, optim: OptimConfig, offload: bool
+    module: nn.Module, settings: DeepSpeedConfig, *, learning_rate: float, optim: OptimConfig
 ) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters, without weight decay on vectors (biases, norms)."""
     groups = parameter_groups(module, optim.l2)
-    if offload:
+    if settings.adam_offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, lr=learning_rate, betas=optim.adam_betas, adamw_mode=True)
+    if settings.zero_stage == 3 and torch.cuda.is_available():
+        from deepspeed.ops.adam import FusedAdam  # the only one whose states stage 3 can move to host memory
+
+        return FusedAdam(groups, lr=learning_rate, betas=optim.adam_betas, adam_w_mode=True)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=optim.adam_betas, fused=True)
 
 
@@ -99,7 +103,7 @@ class DeepSpeedEngine:
     ) -> None:
         config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=optim.max_norm)
         module.to(distributed.device())
-        optimizer = make_optimizer(module, learning_rate=learning_rate, optim=optim, offload=settings.adam_offload)
+        optimizer = make_optimizer(module, settings, learning_rate=learning_rate, optim=optim)
         scheduler = make_schedule(optimizer, optim, total_steps=total_steps)
         self._engine, *_ = deepspeed.initialize(
             model=module,
@@ -130,7 +134,7 @@ class DeepSpeedEngine:
         total: Metrics = {}
         for index, micro_batch in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            loss, metrics = compute_loss(self._engine, micro_batch)
+            loss, metrics = compute_loss(self._engine, micro_batch.to(distributed.device()))
             self._engine.backward(loss * dist.get_world_size())
             total = combine_metrics(total, metrics)
         lr = self._engine.get_lr()[0]
@@ -153,14 +157,14 @@ class DeepSpeedEngine:
         self._engine.eval()
         total: Metrics = {}
         for micro_batch in micro_batches:
-            total = combine_metrics(total, compute_loss(self._engine, micro_batch)[1])
+            total = combine_metrics(total, compute_loss(self._engine, micro_batch.to(distributed.device()))[1])
         return distributed.reduce_metrics({name: float(value) for name, value in total.items()})
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
         """The results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
         self._engine.eval()
-        return [forward(self._engine, micro_batch).cpu() for micro_batch in micro_batches]
+        return [forward(self._engine, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
 
     def named_weights(self, part: nn.Module, *, bucket_bytes: int = 1 << 28) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights (name, tensor) of a part of the module; every rank must iterate to the end.
@@ -222,7 +226,7 @@ class FrozenEngine:
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
         """The results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
-        return [forward(self._module, micro_batch).cpu() for micro_batch in micro_batches]
+        return [forward(self._module, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
 
     def sleep(self) -> None:
         """Move whole weights to host memory; partitioned ones stay, being small on every rank."""

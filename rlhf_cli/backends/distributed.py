@@ -56,7 +56,7 @@ def reduce_metrics(metrics: dict[str, float]) -> dict[str, float]:
     if dist.get_world_size() == 1:
         return metrics
     values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=device())
-    is_max = torch.tensor([name.endswith("_max") for name in metrics], device=values.device)
+    is_max = torch.tensor([name.endswith("_max") for name in metrics], dtype=torch.bool, device=values.device)
     sums, maxima = values.clone(), values
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)

@@ -6,17 +6,23 @@ Leaves out the engines themselves (rollout_vllm, rollout_transformers) and how w
 import importlib.util
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlhf_cli.backends.role_group import WorkerGroup
-from rlhf_cli.backends.rollout_engine import EngineDead, EngineSettings
+from rlhf_cli.backends.online_roles import TrainedGroup
+from rlhf_cli.backends.roles import EngineLink
+from rlhf_cli.backends.rollout_engine import EngineDead, EngineSettings, SyncBackend
 from rlhf_cli.backends.weight_transfer import PushReport
+from rlhf_cli.backends.weight_vllm_trainer import Rendezvous
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
+
+MAX_RESTARTS = 3
+"""Engines started again in one run; more deaths have a cause that a restart does not cure."""
 
 
 def rollout_backend(chosen: str) -> str:
@@ -58,6 +64,17 @@ class EngineHost:
         await self.engine.finish_weight_update(version)
 
 
+@dataclass(frozen=True)
+class CallWorkers:
+    """Calls a method of all engines at once and waits for all of them; travels to the actor's ranks."""
+
+    workers: list[Any]
+
+    def __call__(self, method: str, arguments: list[tuple[Any, ...]]) -> None:
+        pairs = zip(self.workers, arguments, strict=True)
+        _get_all([worker.call.remote(f"engine.{method}", *given) for worker, given in pairs])
+
+
 class EngineGroup:
     """All rollout engines.
 
@@ -65,6 +82,8 @@ class EngineGroup:
         start: begins building the engine of that number; (worker, building call).
         actor: the ranks whose weights the engines take.
         takes_turns: whether engines sleep while models train.
+        sync_backend: how weights travel.
+        ranks_per_engine: GPUs that share one engine.
     """
 
     def __init__(
@@ -72,12 +91,16 @@ class EngineGroup:
         start: Callable[[int], tuple[Any, Any]],
         *,
         num_engines: int,
-        actor: WorkerGroup,
+        actor: TrainedGroup,
         takes_turns: bool,
+        sync_backend: SyncBackend,
+        ranks_per_engine: int,
     ) -> None:
         self._start = start
         self._actor = actor
         self._takes_turns = takes_turns
+        self._sync_backend = sync_backend
+        self._ranks_per_engine = ranks_per_engine
         self._version = 0
         self._restarts = 0
         started = [start(number) for number in range(num_engines)]
@@ -93,6 +116,17 @@ class EngineGroup:
                 raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
             except RayActorError as error:
                 raise RunError(f"rollout engine {number} died while it was started: {error}") from error
+
+    def connect(self) -> None:
+        """Open the way weights take; to be called when actor and engines are built."""
+        link = EngineLink(
+            backend=self._sync_backend,
+            call_engines=CallWorkers(self._workers),
+            num_engines=len(self._workers),
+            ranks_per_engine=self._ranks_per_engine,
+            rendezvous=Rendezvous(*self._actor.group.address()),
+        )
+        self._actor.group.all("connect_engines", link)
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
         """One response per request, in their order; a dead engine is started again once and its share repeated."""
@@ -145,9 +179,9 @@ class EngineGroup:
                 ray.kill(worker)
 
     def _push(self, version: int, numbers: list[int]) -> PushReport:
-        report: PushReport = self._actor.all("push_weights", version)[0]
-        calls = [self._workers[number].call.remote("take_push", report.manifest, version) for number in numbers]
-        _get_all(calls)
+        report: PushReport = self._actor.group.all("push_weights", version)[0]
+        if report.manifest is not None:  # else the engines have taken part in the push already
+            _get_all([self._workers[number].call.remote("take_push", report.manifest, version) for number in numbers])
         return report
 
     def _heal(self, number: int, error: Exception) -> None:
@@ -155,11 +189,17 @@ class EngineGroup:
         if isinstance(error, RayTaskError) and not isinstance(cause, EngineDead):
             raise cause if isinstance(cause, ValueError | RuntimeError) else error
         self._restarts += 1
+        if self._restarts > MAX_RESTARTS:
+            raise RunError(
+                f"rollout engines died {self._restarts} times in this run, the last one was engine {number} ({error}); "
+                "run the same command with --load_checkpoint to continue from the last checkpoint"
+            )
         ray.kill(self._workers[number])
         self._workers[number], building = self._start(number)
         try:
             ray.get(building)
-            if self._version:
+            self.connect()
+            with self._actor.awake():
                 self._push(self._version, [number])
         except (RayActorError, RayTaskError) as again:
             raise RunError(

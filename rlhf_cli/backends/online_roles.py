@@ -3,7 +3,9 @@
 Deals sequences to the ranks of a role as packed micro-batches within the token bound and puts results back in order.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +80,13 @@ class TrainedGroup:
         if self._takes_turns:
             self.group.all("role.sleep")
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Hold the role on its accelerators for the block."""
+        self.wake()
+        yield
+        self.sleep()
+
     def sleep_optimizer(self) -> None:
         """Keep the weights alone on the accelerators."""
         if self._takes_turns:
@@ -90,15 +99,18 @@ class TrainedGroup:
     def save(self, directory: Path) -> None:
         """Write everything that shapes the future of this role."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.group.all("role.save", directory)
+        with self.awake():
+            self.group.all("role.save", directory)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote."""
-        self.group.all("role.load", directory)
+        with self.awake():
+            self.group.all("role.load", directory)
 
     def save_model(self, directory: Path) -> None:
         """Write the model in Hugging Face format."""
-        self.group.all("role.save_model", directory)
+        with self.awake():
+            self.group.all("role.save_model", directory)
 
     def update(self, samples: Seq[Sample], steps: Seq[np.ndarray], *flags: bool) -> list[dict[str, float]]:
         """Metrics of each optimizer step, over all ranks."""

@@ -77,18 +77,16 @@ class Reservation:
         self._cluster = cluster
         self._layout = layout
         self._cpus = _cpus_per_place(layout, cluster)
-        self._groups = [self._ask(island.num_gpus) for island in layout.islands]
+        self._groups = [self._ask(index) for index in range(len(layout.islands))]
         self._wait()
 
     def options(self, seat: Seat) -> dict[str, Any]:
         """Options of the Ray actor that takes this seat."""
         group = self._groups[seat.island]
         users = max(len(self._layout.users(seat.island, gpu)) for gpu in seat.gpus)
-        alone = len(seat.gpus) == 1
         return {
-            "num_cpus": self._cpus / users,
-            # an engine over several GPUs that others sit on too takes no share: it is told which ones to use
-            "num_gpus": (1 / users if alone else 0) if self._cluster.has_gpus else 0,
+            "num_cpus": _floor(self._cpus / users),
+            "num_gpus": self._gpu_share(seat, users) if self._cluster.has_gpus else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=seat.gpus[0], placement_group_capture_child_tasks=False
             ),
@@ -100,9 +98,19 @@ class Reservation:
             for group in self._groups:
                 remove_placement_group(group)
 
-    def _ask(self, num_places: int) -> PlacementGroup:
-        bundle = {"CPU": self._cpus} | ({"GPU": 1.0} if self._cluster.has_gpus else {})
-        return placement_group([bundle] * num_places, strategy="STRICT_PACK")
+    def _gpu_share(self, seat: Seat, users: int) -> float:
+        if not seat.shared:
+            return len(seat.gpus)
+        # an engine over several GPUs that others sit on too takes no share: it is told which ones to use
+        return _floor(1 / users) if len(seat.gpus) == 1 else 0
+
+    def _ask(self, index: int) -> PlacementGroup:
+        """A bundle for each GPU of an island, so that ranks do not share one by accident; one for an engine's own."""
+        size = self._layout.islands[index].num_gpus
+        is_engines_own = any(s.island == index and not s.shared and len(s.gpus) > 1 for s in self._layout.seats)
+        count, gpus = (1, size) if is_engines_own else (size, 1)
+        bundle = {"CPU": self._cpus} | ({"GPU": float(gpus)} if self._cluster.has_gpus else {})
+        return placement_group([bundle] * count, strategy="STRICT_PACK")
 
     def _wait(self) -> None:
         _, missing = ray.wait(
@@ -117,6 +125,11 @@ class Reservation:
 
 
 def _cpus_per_place(layout: Layout, cluster: Cluster) -> float:
-    """One core for each place, or an even part of what there is, in Ray's steps of 0.0001."""
+    """One core for each place, or an even part of what there is."""
     share = min(1.0, 0.9 * cluster.num_cpus / max(1, layout.num_gpus))
+    return _floor(share)
+
+
+def _floor(share: float) -> float:
+    """The share in Ray's steps of 0.0001, never more than it was: the users of a place must fit together."""
     return int(share * 10_000) / 10_000

@@ -58,6 +58,14 @@ class WorkerGroup:
                 ) from error
         return list(ray.get(calls))
 
+    def address(self) -> tuple[str, int]:
+        """(IP address of rank 0's node, a free port there)."""
+        return self.wait([self._workers[0].address.remote()])[0]
+
+    def visible_gpus(self) -> list[str]:
+        """CUDA_VISIBLE_DEVICES of every rank."""
+        return self.wait([worker.visible_gpus.remote() for worker in self._workers])
+
     def all(self, method: str, *args: Any) -> list[Any]:
         """Results of the same call on every rank."""
         return self.wait(self.start(method, *args))
@@ -93,7 +101,7 @@ def start_ranks(
     seats = layout.of(role)
     workers = [_worker(Worker, seat, reservation, log_dir=log_dir, threads=threads) for seat in seats]
     group = WorkerGroup(role, workers, log_dir)
-    host, port = group.wait([workers[0].address.remote()])[0]
+    host, port = group.address()
     common = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(seats)), "LOCAL_RANK": "0"}
     local = str(sum(seat.island == seats[0].island for seat in seats))
     building = [

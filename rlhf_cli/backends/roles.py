@@ -24,8 +24,10 @@ from rlhf_cli.backends.deepspeed_engine import (
     deepspeed_config,
     seed_everything,
 )
-from rlhf_cli.backends.weight_transfer import PushReport, WeightSender
+from rlhf_cli.backends.rollout_engine import SyncBackend
+from rlhf_cli.backends.weight_transfer import Idle, PushReport, Transport, WeightSender
 from rlhf_cli.backends.weight_transfer_shm import ShmTransport
+from rlhf_cli.backends.weight_vllm_trainer import CallEngines, EngineClient, Rendezvous, TensorSpec, connect
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import PolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
@@ -61,6 +63,28 @@ class UpdateStep:
 
     micro_batches: list[list[Sample]]
     totals: StepTotals
+
+
+@dataclass(frozen=True)
+class EngineLink:
+    """How weights travel from the actor to the engines, and where those are."""
+
+    backend: SyncBackend
+    call_engines: CallEngines
+    num_engines: int
+    ranks_per_engine: int
+    rendezvous: Rendezvous
+
+
+def _transport(link: EngineLink, hf_model: nn.Module) -> Transport:
+    if link.backend == "shm":
+        return ShmTransport() if dist.get_rank() == 0 else Idle()
+    client = EngineClient(link.call_engines, num_engines=link.num_engines, ranks_per_engine=link.ranks_per_engine)
+    specs = [
+        TensorSpec(name, weight.dtype, tuple(getattr(weight, "ds_shape", weight.shape)))
+        for name, weight in hf_model.named_parameters()
+    ]
+    return connect(link.backend, specs, client=client, rank=dist.get_rank(), rendezvous=link.rendezvous)
 
 
 class TrainedRole:
@@ -115,7 +139,7 @@ class Actor:
     def __init__(self, settings: RoleSettings) -> None:
         hf_model = _join_and_load(settings, load_causal_lm)
         self.role = TrainedRole(settings, hf_model, PolicyModel(hf_model))
-        self._sender = WeightSender(ShmTransport())
+        self._sender: WeightSender | None = None
 
     def logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
         """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
@@ -126,14 +150,16 @@ class Actor:
         names = self.COLUMNS[1:] if on_policy else self.COLUMNS
         return [self.role.engine.train_step(_packs(step, names), self._loss(step.totals)) for step in steps]
 
-    def push_weights(self, version: int) -> PushReport | None:
-        """Write the weights where engines read them; the report on rank 0, None on others."""
-        weights = self.role.engine.named_weights(self.role.hf_model)
-        if dist.get_rank() == 0:
-            return self._sender.send(weights, version)
-        for _ in weights:  # under ZeRO-3 every rank takes part in gathering
-            pass
-        return None
+    def connect_engines(self, link: EngineLink) -> None:
+        """Open the way weights take to the engines; every rank calls it."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = WeightSender(_transport(link, self.role.hf_model))
+
+    def push_weights(self, version: int) -> PushReport:
+        """Send the weights to the engines; every rank calls it, the report of rank 0 counts."""
+        assert self._sender is not None, "no engine is connected"
+        return self._sender.send(self.role.engine.named_weights(self.role.hf_model), version)
 
     def _loss(self, totals: StepTotals) -> ComputeLoss:
         settings = self.role.settings
@@ -209,8 +235,7 @@ def _join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn
 
 
 def _packs(step: UpdateStep, names: tuple[str, ...]) -> list[SamplePack]:
-    device = distributed.device()
-    return [pack_samples(samples, names=names).to(device) for samples in step.micro_batches]
+    return [pack_samples(samples, names=names) for samples in step.micro_batches]
 
 
 def _infer(
@@ -218,7 +243,7 @@ def _infer(
     micro_batches: list[list[Sequence]],
     forward: Callable[[nn.Module, Any], torch.Tensor],
 ) -> list[np.ndarray]:
-    packs = [pack(sequences).to(distributed.device()) for sequences in micro_batches]
+    packs = [pack(sequences) for sequences in micro_batches]
     return [result.float().numpy() for result in engine.infer(packs, forward)]
 
 

@@ -275,6 +275,8 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             tensor_parallel_size=settings.tensor_parallel_size,
+            # inside a Ray placement group vLLM would start Ray workers of its own, on GPUs it chooses
+            distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else None,
             enforce_eager=settings.enforce_eager or on_cpu,  # compiling takes a CPU minutes and gained nothing
             enable_prefix_caching=settings.enable_prefix_caching,
             logprobs_mode="processed_logprobs",

@@ -9,8 +9,10 @@ from pathlib import Path
 from rlhf_cli.backends.engine_group import make_engine, rollout_backend
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.commands.eval import EvalConfig
+from rlhf_cli.commands.run_directory import CONFIG
 from rlhf_cli.data.prompts import Prompt, load_prompts
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_tokenizer, resolve_model_path
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.sinks import SamplesFile
@@ -20,6 +22,8 @@ from rlhf_cli.trainers.rl_batch import rollout_metrics, sample_rows, score_reque
 
 def run_evaluation(config: EvalConfig) -> None:
     """Print accuracy with its 95 % interval, mean reward, lengths and truncation; keep them where asked."""
+    if config.out.output is not None and (Path(config.out.output) / CONFIG).exists():
+        raise UsageError(f"--output {config.out.output} is the directory of a run; choose a folder of its own")
     tokenizer = load_tokenizer(config.model)
     data = load_prompts(config.prompts, tokenizer, max_new_tokens=config.engine.max_new_tokens, seed=config.out.seed)
     prompts = list(data.prompts)
@@ -34,7 +38,8 @@ def run_evaluation(config: EvalConfig) -> None:
             scores = scorer.score(requests)
             figures = rollout_metrics(generations, scores) | {"num_prompts": float(len(prompts))}
             if "accuracy" in figures:
-                low, high = wilson_interval(figures["accuracy"], len(prompts))
+                judged = sum(score.status in ("correct", "wrong", "invalid") for score in scores)
+                low, high = wilson_interval(figures["accuracy"], judged)
                 figures |= {"accuracy_low": low, "accuracy_high": high}
             for line in report_lines(config.model.pretrain, figures):
                 terminal.console.print(line, markup=False)

@@ -11,7 +11,7 @@ from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same
 from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, deepspeed_config, seed_everything
 from rlhf_cli.backends.launch import stop_with_launcher
 from rlhf_cli.backends.roles import save_whole_model
-from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.backends.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
 from rlhf_cli.commands.run_directory import REPORT, RunDirectory, begin_log, prepare_run_directory, run_directory
 from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.data.sampling import StepBatches
@@ -50,8 +50,9 @@ def run_offline(config: SFTConfig, task: OfflineTask) -> None:
     continues = resume is not None
     if rank == 0:
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=continues, num_ranks=num_ranks)
-    stop = StopSignal()
-    if distributed_env.is_under_launcher():
+    is_rank = distributed_env.is_under_launcher()
+    stop = StopSignal(echo_seconds=ECHO_SECONDS if is_rank else 0.0)
+    if is_rank:
         stop_with_launcher()
     with quiet_process(begin_log(paths, rank, keep=continues)) as terminal:
         distributed.join_process_group()
@@ -130,6 +131,7 @@ class _Run:
             total_steps=total_steps(self.config, self.task),
             console=console,
             resume_step=resume.step if resume else None,
+            saved=resume.state["tracker"] if resume else None,
         )
         size = f"{num_parameters(self.hf_model) / 1e6:.1f}M parameters"
         tracker.start({"Model": f"{self.config.model.pretrain}, {size}", "Data": self.task.summary})
@@ -151,18 +153,21 @@ class _Run:
                 eval_steps=config.batch.eval_steps,
                 stop_eval_loss=config.batch.stop_eval_loss,
             ),
-            hooks=Hooks(tracker, self.save_checkpoint, lambda: distributed.any_rank(stop())),
+            hooks=Hooks(
+                tracker, lambda step: self.save_checkpoint(step, tracker.state()), lambda: distributed.any_rank(stop())
+            ),
         )
 
-    def save_checkpoint(self, step: int) -> None:
+    def save_checkpoint(self, step: int, tracker_state: dict[str, Any]) -> None:
         """Write the checkpoint of a step; every rank calls it, rank 0 makes the folder and publishes it."""
         rank, _ = distributed_env.rank_and_world_size()
         with ExitStack() as stack:
             failure: RunError | None = None
             if rank == 0:
                 needed = self.engine.checkpoint_bytes()
+                state = {"identity": self.identity, "tracker": tracker_state}
                 try:
-                    stack.enter_context(self.store.writing(step, {"identity": self.identity}, needed_bytes=needed))
+                    stack.enter_context(self.store.writing(step, state, needed_bytes=needed))
                 except RunError as error:
                     failure = error
             if distributed.any_rank(failure is not None):

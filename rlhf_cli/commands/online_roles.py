@@ -8,11 +8,12 @@ from typing import Any, Self
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.backends.engine_group import EngineGroup, host_engine
 from rlhf_cli.backends.online_roles import ActorGroup, CriticGroup, Dealer, ReferenceGroup, TrainedGroup
-from rlhf_cli.backends.placement import ENGINE, Layout
+from rlhf_cli.backends.placement import ENGINE, Layout, Seat
 from rlhf_cli.backends.ray_cluster import Cluster, Reservation
 from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
 from rlhf_cli.backends.roles import Actor, Critic, Reference, RoleSettings
 from rlhf_cli.backends.rollout_engine import EngineSettings
+from rlhf_cli.backends.weight_transfer import choose_sync_backend
 from rlhf_cli.commands.ppo import PPOConfig
 from rlhf_cli.models.loading import load_config, quadratic_cost, resolve_model_path
 from rlhf_cli.rewards.scorer import Scorer
@@ -43,31 +44,26 @@ class OnlineRoles:
         self._config = config
         self._where = where
         self._total_steps = total_steps
+        self._is_settled = False
+        self._sync_backend = choose_sync_backend(
+            config.rollout.vllm_sync_backend, on_gpu=where.cluster.has_gpus, shares_gpus=shares_gpus(where.layout)
+        )
         self._reservation = Reservation(where.layout, where.cluster)
         self._takes_turns = config.placement.deepspeed_enable_sleep
         self._quadratic_cost = quadratic_cost(load_config(config.model))
-        names = role_names(config, algorithm)
-        actor, actor_building = self._start("actor", Actor, config.optim.actor_learning_rate)
-        started = [(actor, actor_building)]
-        if "critic" in names:
-            started.append(self._start("critic", Critic, config.optim.critic_learning_rate))
-        if "ref" in names:
-            started.append(self._start("ref", Reference, config.optim.actor_learning_rate))
-        self.engines = EngineGroup(
-            self._start_engine,
-            num_engines=config.rollout.vllm_num_engines,
-            actor=actor,
-            takes_turns=config.rollout.vllm_enable_sleep,
-        )
-        for group, building in started:
-            group.wait(building)
-        self.engines.wait_until_built()
-        groups = {group.role: group for group, _ in started}
-        self.actor = ActorGroup(self._trained(actor))
+        started = self._start_trainers(role_names(config, algorithm))
+        groups = {role: group for role, (group, _) in started.items()}
+        self.actor = ActorGroup(self._trained(groups["actor"]))
         self.critic = CriticGroup(self._trained(groups["critic"])) if "critic" in groups else None
         self.reference = None
         if "ref" in groups:
             self.reference = ReferenceGroup(groups["ref"], self._dealer(groups["ref"]), takes_turns=self._takes_turns)
+        if shares_gpus(where.layout) and where.cluster.has_gpus:
+            self._settle(started)  # an engine measures what memory is free while it starts
+        self.engines = self._start_engines()
+        self._settle(started)
+        self.engines.wait_until_built()
+        self.engines.connect()
 
     def with_scorer(self, scorer: Scorer) -> Roles:
         """The roles as the loop takes them."""
@@ -94,6 +90,37 @@ class OnlineRoles:
     def __exit__(self, *error: object) -> None:
         self.engines.shutdown()
         self._reservation.release()
+
+    def _start_trainers(self, names: tuple[str, ...]) -> dict[str, tuple[WorkerGroup, list[Any]]]:
+        optim = self._config.optim
+        started = {"actor": self._start("actor", Actor, optim.actor_learning_rate)}
+        if "critic" in names:
+            started["critic"] = self._start("critic", Critic, optim.critic_learning_rate)
+        if "ref" in names:
+            started["ref"] = self._start("ref", Reference, optim.actor_learning_rate)
+        return started
+
+    def _settle(self, started: dict[str, tuple[WorkerGroup, list[Any]]]) -> None:
+        """Wait until the trainers are built, and let those that take turns make room; once."""
+        if self._is_settled:
+            return
+        for group, building in started.values():
+            group.wait(building)
+        for role in (self.actor, self.critic, self.reference):
+            if role is not None:
+                role.sleep()
+        self._is_settled = True
+
+    def _start_engines(self) -> EngineGroup:
+        rollout = self._config.rollout
+        return EngineGroup(
+            self._start_engine,
+            num_engines=rollout.vllm_num_engines,
+            actor=self.actor.trained,
+            takes_turns=rollout.vllm_enable_sleep,
+            sync_backend=self._sync_backend,
+            ranks_per_engine=rollout.vllm_tensor_parallel_size,
+        )
 
     def _all_trained(self) -> dict[str, TrainedGroup]:
         return {"actor": self.actor.trained} | ({"critic": self.critic.trained} if self.critic else {})
@@ -141,15 +168,30 @@ class OnlineRoles:
             enforce_eager=rollout.enforce_eager,
             enable_prefix_caching=rollout.enable_prefix_caching,
             enable_sleep=rollout.vllm_enable_sleep,
+            sync_backend=self._sync_backend,
             trust_remote_code=config.model.trust_remote_code,
             num_threads=self._threads(ENGINE),
         )
+        seat = self._where.layout.of(ENGINE)[number]
         return start_engine(
-            self._where.layout.of(ENGINE)[number],
+            seat,
             self._reservation,
             log_dir=self._where.log_dir,
             threads=self._threads(ENGINE),
-            environment={},
+            environment=self._engine_environment(seat),
             factory=host_engine,
             args=(self._where.backend, resolve_model_path(config.model.pretrain), settings),
         )
+
+    def _engine_environment(self, seat: Seat) -> dict[str, str]:
+        """Which GPUs an engine over several shared ones uses: those of the actor's ranks that sit there."""
+        if not (self._where.cluster.has_gpus and seat.shared and len(seat.gpus) > 1):
+            return {}
+        visible = self.actor.trained.group.visible_gpus()
+        here = [s for s in self._where.layout.of("actor") if s.island == seat.island and s.gpus[0] in seat.gpus]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[actor_seat.rank] for actor_seat in here)}
+
+
+def shares_gpus(layout: Layout) -> bool:
+    """Whether rollout engines sit on GPUs of other roles."""
+    return any(seat.shared for seat in layout.of(ENGINE))

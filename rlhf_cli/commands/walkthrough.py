@@ -61,9 +61,10 @@ class Walkthrough:
         """Practise with a verifier."""
         words = (
             f"ppo --pretrain {self.root / 'sft'} --prompt_data {self.train} --label_key answer --reward_funcs exact "
-            f"--max_len 64 --max_new_tokens 8 --rollout_batch_size 128 --n_samples_per_prompt 4 "
-            f"--train_batch_size 128 --max_iterations 60 --num_episodes 2 --lambd 0.95 "
-            f"--actor_learning_rate 3e-4 --critic_learning_rate 1e-3 --init_kl_coef 0 --enforce_eager "
+            f"--max_len 64 --max_new_tokens 8 --rollout_batch_size 256 --n_samples_per_prompt 4 "
+            f"--train_batch_size 256 --max_iterations 80 --num_episodes 3 --lambd 0.95 "
+            f"--actor_learning_rate 5e-4 --critic_learning_rate 2e-3 --lr_warmup_ratio 0.05 --init_kl_coef 0 "
+            f"--enforce_eager "
             f"--seed {self.seed} --output {self.root / 'ppo'} --logging_steps 5"
         )
         return words.split()
@@ -85,7 +86,7 @@ def run_quickstart(settings: QuickstartGroup) -> None:
     _make_room(walk.root, overwrite=settings.overwrite)
     write_problems(walk.root / "data", seed=settings.seed)
     console.print(f"[bold]Problems[/] such as 27+58= in {walk.root / 'data'}; held-out ones are never trained on.")
-    seconds = {}
+    seconds: dict[str, float] = {}
     for title, words in (
         ("Make an untrained model and its tokenizer", walk.scratch()),
         ("Imitate solved problems (supervised fine-tuning)", walk.sft()),

@@ -128,8 +128,8 @@ def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[st
     values = [score.value for score in scores if score.value is not None]
     judged = [score.status for score in scores if score.status in ("correct", "wrong", "invalid")]
     metrics = {
-        "reward": float(np.mean(values)),
-        "reward_std": float(np.std(values)),
+        "reward": float(np.mean(values)) if values else 0.0,
+        "reward_std": float(np.std(values)) if values else 0.0,
         "reward_failed": float(np.mean([score.status == "failed" for score in scores])),
         "response_length": float(lengths.mean()),
         "response_length_max": float(lengths.max()),
