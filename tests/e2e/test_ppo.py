@@ -1,0 +1,187 @@
+"""`rlhf ppo` as a user runs it: real Ray actors, DeepSpeed engines and rollout engines on a tiny model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_cli.tracking.sinks import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+MEASURED = ("time/", "perf/", "memory/")
+ITERATIONS = 4
+
+
+def rlhf(*words: str, **options) -> subprocess.Popen:
+    """A started `rlhf` command; one thread each, so that sums are the same in every run."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlhf_cli", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    """The output of a command that has to succeed."""
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, problems) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2"
+    finish(rlhf("scratch", "--dataset", str(problems), *size.split(), "--vocab_size", "300", "--output", str(path)))
+    return path
+
+
+def ppo_words(
+    model: Path, problems: Path, output: Path, *, backend: str, iterations: int = ITERATIONS, save_steps: int = 1
+) -> list[str]:
+    words = (
+        f"ppo --pretrain {model} --prompt_data {problems} --label_key answer --reward_funcs exact --max_len 64 "
+        f"--max_new_tokens 6 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 4 "
+        f"--max_iterations {iterations} --num_episodes {iterations} --actor_learning_rate 1e-3 "
+        f"--critic_learning_rate 1e-3 --init_kl_coef 0.01 "
+        f"--kl_target 1 --save_steps {save_steps} --output {output} --enforce_eager --rollout_backend {backend}"
+    )
+    return words.split()
+
+
+def plain_metrics(output: Path) -> dict:
+    """Metrics that have to be equal in equal runs."""
+    return {
+        step: {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
+        for step, metrics in read_metrics(output).items()
+    }
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    assert plain_metrics(first) == plain_metrics(second)
+    weights, others = (load_file(run / "model" / "model.safetensors") for run in (first, second))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert weight.equal(others[name]), name
+    assert (first / "samples.jsonl").read_text() == (second / "samples.jsonl").read_text()
+
+
+def processes_of(output: Path) -> list[str]:
+    """Processes that have a file of the run open, or the run's folder in their command line."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        try:
+            opened = [file.path for file in process.open_files()]
+            if any(path.startswith(str(output)) for path in opened) or str(output) in " ".join(process.cmdline()):
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
+        except psutil.Error:
+            continue
+    return found
+
+
+def assert_nothing_left(output: Path, *, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while left := processes_of(output):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
+
+
+def wait_for(path: Path, process: subprocess.Popen, *, seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """kill -9 of the command alone: what it started has to notice by itself."""
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.fixture(scope="module", params=["transformers", "vllm"])
+def finished_run(request, tmp_path_factory, model, problems) -> tuple[str, Path]:
+    """(backend, run directory) of a run that was never stopped."""
+    backend, output = request.param, tmp_path_factory.mktemp("ppo") / "whole"
+    finish(rlhf(*ppo_words(model, problems, output, backend=backend)))
+    assert_nothing_left(output)
+    return backend, output
+
+
+def test_a_run_leaves_a_model_metrics_samples_and_a_report(finished_run):
+    _, output = finished_run
+    metrics = plain_metrics(output)
+    assert sorted(metrics) == list(range(1, ITERATIONS + 1))
+    assert {"reward", "policy_loss", "critic/value_loss", "kl", "entropy", "rollout_k3"} <= metrics[1].keys()
+    assert len((output / "samples.jsonl").read_text().splitlines()) == ITERATIONS * 8
+    assert (output / "report.html").stat().st_size > 10_000
+    AutoModelForCausalLM.from_pretrained(output / "model")
+    assert AutoTokenizer.from_pretrained(output / "model").chat_template
+
+
+def test_engine_and_trainer_agree_on_probabilities(finished_run):
+    _, output = finished_run
+    for metrics in plain_metrics(output).values():
+        assert metrics["rollout_diff_max"] < 0.2
+        assert metrics["rollout_prob_correlation"] > 0.99
+
+
+def test_the_actor_moves(finished_run, model):
+    _, output = finished_run
+    before, after = load_file(model / "model.safetensors"), load_file(output / "model" / "model.safetensors")
+    moved = {name for name, weight in after.items() if not weight.equal(before[name])}
+    assert {name for name in after if name.endswith("proj.weight")} <= moved
+
+
+def test_a_killed_run_goes_on_as_if_never_stopped(finished_run, tmp_path, model, problems):
+    backend, whole = finished_run
+    output = tmp_path / "killed"
+    words = ppo_words(model, problems, output, backend=backend)
+    process = rlhf(*words)
+    wait_for(output / "checkpoints" / "step_000002" / "manifest.json", process)
+    kill_tree(process)
+    assert_nothing_left(output)
+    finish(rlhf(*words, "--load_checkpoint"))
+    assert_same_run(whole, output)
+
+
+def test_ctrl_c_finishes_the_iteration_saves_and_leaves_no_process(tmp_path, model, problems):
+    output = tmp_path / "interrupted"
+    words = ppo_words(model, problems, output, backend="transformers", iterations=500, save_steps=-1)
+    process = rlhf(*words, start_new_session=True)
+    try:
+        wait_for(output / "metrics.jsonl", process)
+        while not read_metrics(output):
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+        printed, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()  # else a failure of this test would leave 500 iterations running
+    assert process.returncode == 130, printed
+    last = max(read_metrics(output))
+    assert (output / "checkpoints" / f"step_{last:06d}" / "manifest.json").exists(), printed
+    assert "--load_checkpoint" in printed
+    assert_nothing_left(output)
