@@ -1,0 +1,67 @@
+"""`ray job submit -- rlhf ppo ...` on a real cluster with its job server, which asks for a token."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+BIN = Path(sys.executable).parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(*words: str, environment: dict[str, str], timeout: float = 300) -> str:
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Environment of a user of a running head node."""
+    home = tmp_path_factory.mktemp("home")
+    port, dashboard = free_port(), free_port()
+    environment = os.environ | {
+        "HOME": str(home),
+        "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    run(str(BIN / "ray"), "get-auth-token", "--generate", environment=environment)
+    head = f"start --head --port {port} --dashboard-host 127.0.0.1 --dashboard-port {dashboard} --num-cpus 2"
+    ray_folder = tmp_path_factory.mktemp("r")
+    run(str(BIN / "ray"), *head.split(), "--temp-dir", str(ray_folder), environment=environment)
+    yield environment | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+    subprocess.run([BIN / "ray", "stop", "--force"], env=environment, capture_output=True, timeout=120)
+
+
+def test_a_submitted_job_trains_on_the_cluster(cluster, tmp_path):
+    problems = tmp_path / "problems.jsonl"
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rlhf = str(BIN / "rlhf")
+    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2 --vocab_size 300"
+    model, output = tmp_path / "tiny", tmp_path / "run"
+    run(rlhf, "scratch", "--dataset", str(problems), *size.split(), "--output", str(model), environment=cluster)
+    words = (
+        f"ppo --pretrain {model} --prompt_data {problems} --label_key answer --reward_funcs exact --max_len 64 "
+        f"--max_new_tokens 6 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 --max_iterations 2 "
+        f"--rollout_backend transformers --output {output}"
+    )
+    printed = run(str(BIN / "ray"), "job", "submit", "--", rlhf, *words.split(), environment=cluster, timeout=600)
+    assert "succeeded" in printed
+    assert (output / "model" / "config.json").exists()
+    assert len((output / "metrics.jsonl").read_text().splitlines()) == 2
