@@ -27,7 +27,7 @@ def test_numbers_are_read_digit_by_digit(folder):
 
 def test_a_reloaded_tokenizer_gives_the_same_tokens(folder):
     fresh, reloaded = train_tokenizer(TEXTS, vocab_size=400), AutoTokenizer.from_pretrained(folder)
-    for text in [*TEXTS[:2], "naïve café – 99 %", "  two  spaces\n\nand lines", "<|im_start|>user\nhi<|im_end|>\n"]:
+    for text in [*TEXTS[:2], "naïve café, 99 %", "  two  spaces\n\nand lines", "<|im_start|>user\nhi<|im_end|>\n"]:
         assert reloaded(text)["input_ids"] == fresh(text)["input_ids"]
         assert reloaded.decode(reloaded(text)["input_ids"]) == text
 
