@@ -101,7 +101,7 @@ def pack(sequences: list[Sequence]) -> Pack:
 
 
 def plan_packs(
-    lengths: collections.abc.Sequence[int],
+    lengths: collections.abc.Sequence[int] | np.ndarray,
     *,
     max_tokens: int,
     num_ranks: int,

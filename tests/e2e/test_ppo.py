@@ -118,8 +118,7 @@ def wait_for(path: Path, process: subprocess.Popen, *, seconds: float = 400) -> 
 def kill_tree(process: subprocess.Popen) -> None:
     """kill -9 of the command alone: what it started has to notice by itself."""
     process.kill()
-    process.wait()
-    process.stdout.close()
+    process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module", params=["transformers", "vllm"])
