@@ -6,7 +6,7 @@ micro-batches therefore does not change the update.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ class DeepSpeedEngine:
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None]))
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> dict[str, float]:
+    def evaluate(self, micro_batches: Iterable[Any], compute_loss: ComputeLoss) -> dict[str, float]:
         """The metrics of `compute_loss` over all micro-batches of all ranks, without training."""
         self._engine.eval()
         total: Metrics = {}

@@ -4,7 +4,7 @@ Knows nothing of the objective beyond calling it, and nothing of processes: ever
 same order of items and takes its own share of each step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,7 +41,7 @@ class Engine(Protocol):
 
     def train_step(self, micro_batches: Sequence[Any], compute_loss: Any) -> dict[str, float]: ...
 
-    def evaluate(self, micro_batches: Sequence[Any], compute_loss: Any) -> dict[str, float]: ...
+    def evaluate(self, micro_batches: Iterable[Any], compute_loss: Any) -> dict[str, float]: ...
 
 
 class StepTracker(Protocol):
@@ -142,8 +142,14 @@ def train(
 
 
 def evaluate(engine: Engine, objective: Objective, *, data: ItemData, share: Share) -> dict[str, float]:
-    """The objective's metrics over all evaluation items, as one global mean."""
-    micro_batches, totals = share.micro_batches(data, np.arange(len(data.lengths)))
+    """The objective's metrics over all evaluation items, as one global mean.
+
+    Packed a training batch at a time, so that memory does not grow with the number of items.
+    """
+    num_items, size = len(data.lengths), share.batch.train_batch_size
+    totals = StepTotals(num_tokens=int(data.num_trained.sum()), num_sequences=num_items)
+    chunks = (np.arange(start, min(start + size, num_items)) for start in range(0, num_items, size))
+    micro_batches = (pack for chunk in chunks for pack in share.micro_batches(data, chunk)[0])
     return engine.evaluate(micro_batches, bind(objective, totals))
 
 
