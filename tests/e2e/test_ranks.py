@@ -1,0 +1,115 @@
+"""Two real ranks compute what one rank does, at every ZeRO stage, and go on from their checkpoints to the bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import CLOSE, farthest
+
+from rlhf_cli.backends.distributed_env import free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+STAGES = (0, 1, 2, 3)
+SCENARIOS = Path(__file__).parents[1] / "rank_scenarios.py"
+
+
+def start_ranks(num_ranks: int, model: str, folder: Path) -> list[subprocess.Popen]:
+    port = str(free_port())
+    ranks = []
+    for rank in range(num_ranks):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_SIZE": num_ranks}
+        environment = os.environ | {name: str(value) for name, value in place.items()}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        with (folder / f"rank{rank}of{num_ranks}.log").open("w") as log:
+            command = [sys.executable, str(SCENARIOS), model, str(folder)]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
+    """What each rank has found, by (rank, number of ranks)."""
+    folder = tmp_path_factory.mktemp("ranks")
+    processes = {n: start_ranks(n, tiny_model_dir, folder) for n in (1, 2)}
+    found = {}
+    try:
+        for num_ranks, ranks in processes.items():
+            for rank, process in enumerate(ranks):
+                status = process.wait(timeout=800)
+                log = (folder / f"rank{rank}of{num_ranks}.log").read_text()
+                assert status == 0, log[-3000:]
+                found[rank, num_ranks] = torch.load(folder / f"rank{rank}of{num_ranks}.pt")
+    finally:
+        for process in [process for ranks in processes.values() for process in ranks]:
+            process.kill()
+            process.wait()
+    return found
+
+
+def assert_equal_steps(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for alone, together in zip(one["metrics"], other["metrics"], strict=True):
+        assert alone == pytest.approx(together, rel=1e-5)
+    assert farthest(one["weights"], other["weights"]) < CLOSE
+
+
+@pytest.mark.parametrize("name", [*(f"steps {stage}" for stage in STAGES), "zpg", "overlap"])
+def test_two_ranks_take_the_steps_of_one(results, name):
+    """Loss, gradient norm, learning rate and weights, also in the step in which one of them is idle."""
+    assert_equal_steps(results[0, 1][name], results[0, 2][name])
+    assert results[0, 2][name]["metrics"] == results[1, 2][name]["metrics"]
+    assert farthest(results[0, 2][name]["weights"], results[1, 2][name]["weights"]) == 0
+    assert results[0, 1][name]["sizes"][-1] == 1
+    assert sorted(results[rank, 2][name]["sizes"][-1] for rank in (0, 1)) == [0, 1]
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_stages_take_the_same_steps(results, stage):
+    for place in results:
+        assert_equal_steps(results[place]["steps 0"], results[place][f"steps {stage}"])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_rank_goes_on_from_a_checkpoint_bit_for_bit(results, stage, dtype):
+    for place, found in results.items():
+        resumed = found[f"resume {stage} {dtype}"]
+        assert (resumed["metrics"], resumed["weights"], resumed["random numbers"]) == (True, True, True), place
+    drawn = [results[rank, 2][f"resume {stage} {dtype}"]["drawn"] for rank in (0, 1)]
+    assert not torch.equal(*drawn)  # each rank has its own random numbers
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_bf16_gradients_add_up_over_ranks_in_float32(results, stage):
+    assert {place: found[f"sum {stage}"] for place, found in results.items()} == {(0, 1): 257, (0, 2): 257, (1, 2): 257}
+
+
+def test_a_partitioned_critic_learns_as_a_whole_one(results):
+    for alone, together in zip(results[0, 1]["critic"], results[1, 2]["critic"], strict=True):
+        assert alone == pytest.approx(together, rel=1e-5)
+    first, second = results[0, 1]["critic"]
+    assert second["value_loss"] < first["value_loss"]
+
+
+def test_a_partitioned_reference_gives_the_same_logprobs(results):
+    expected = results[0, 1]["inference"]
+    assert [len(logprobs) for logprobs in expected][1] == 0
+    for place in results:
+        for one, other in zip(results[place]["inference"], expected, strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_evaluation_over_ranks_is_the_global_mean(results):
+    assert results[0, 2]["evaluation"] == results[1, 2]["evaluation"]
+    assert results[0, 2]["evaluation"] == pytest.approx(results[0, 1]["evaluation"], rel=1e-5)
+
+
+def test_metrics_are_summed_or_maxima_and_one_vote_is_enough(results):
+    assert results[0, 1]["reduced"] == {"sum": 1.0, "largest_max": 0.0}
+    assert results[0, 2]["reduced"] == results[1, 2]["reduced"] == {"sum": 3.0, "largest_max": 2.0}
+    assert [found["votes"] for found in results.values()] == [[False, True]] * 3

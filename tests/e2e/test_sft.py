@@ -1,0 +1,327 @@
+"""`rlhf sft` as a user runs it: every way of starting ranks, and every way of being stopped.
+
+A run that is killed or interrupted and started again ends with the weights and metrics of one never stopped, bit for
+bit, and no process is left after any end.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rlhf_cli.backends.checkpoint import CheckpointStore
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+PATIENCE = 240  # seconds for anything: the machine may be busy with other things
+STEPS, SAVE_STEPS = 24, 3
+MARK = "RLHF_TEST_RUN"
+UNEQUAL = ("time/", "perf/", "memory/")  # metrics that say how fast it was
+RLHF, DEEPSPEED, TORCHRUN = (str(Path(sys.executable).parent / name) for name in ("rlhf", "deepspeed", "torchrun"))
+LAUNCHERS = {
+    "one process": [RLHF, "sft"],
+    "num_processes": [RLHF, "sft", "--num_processes", "2"],
+    "deepspeed": [DEEPSPEED, "--num_accelerators", "2", "--master_port", "29617", "--module", "rlhf_cli", "sft"],
+    "torchrun": [TORCHRUN, "--nproc_per_node", "2", "--master_port", "29618", "-m", "rlhf_cli", "sft"],
+}
+
+
+class Running:
+    """A command with everything it has started, known by a mark in the environment."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._mark = uuid.uuid4().hex
+        self.log = log
+        environment = os.environ | {MARK: self._mark, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        with log.open("w") as output:
+            self.main = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if environment_of(process).get(MARK) == self._mark]
+
+    def ranks(self) -> list[psutil.Process]:
+        """Trained ranks by rank."""
+        found = {environment_of(process).get("RANK"): process for process in self.processes()}
+        return [found[rank] for rank in sorted(name for name in found if name is not None)]
+
+    def wait_for_a_step(self) -> None:
+        wait_until(lambda: "\nstep " in self.log.read_text(), what="a step is done", running=self)
+
+    def press_ctrl_c(self) -> None:
+        """What a terminal does: the signal goes to the foreground process group."""
+        os.killpg(self.main.pid, signal.SIGINT)
+
+    def wait(self) -> int:
+        """Exit status, once no process is left."""
+        try:
+            status = self.main.wait(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run does not end:\n{self.log.read_text()[-3000:]}")
+        wait_until(lambda: not self.processes(), within=120, what="no process is left")
+        return status
+
+    def kill_all(self) -> None:
+        for process in self.processes():
+            process.kill()
+        self.main.wait()
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ() if process.status() != psutil.STATUS_ZOMBIE else {}
+    except (psutil.Error, OSError):
+        return {}
+
+
+def wait_until(
+    true: Callable[[], bool], *, what: str, within: float = PATIENCE, running: Running | None = None
+) -> None:
+    end = time.monotonic() + within
+    while not true():
+        if time.monotonic() > end:
+            pytest.fail(f"waited {within} s in vain until {what}")
+        if running is not None and running.main.poll() is not None:
+            pytest.fail(f"the run ended before {what}:\n{running.log.read_text()[-3000:]}")
+        time.sleep(0.001)
+
+
+class Place:
+    """A folder of runs with data and a model in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        rng = random.Random(0)
+        sums = [(rng.randrange(100), rng.randrange(100)) for _ in range(64)]
+        rows = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in sums]
+        (folder / "sums.jsonl").write_text("\n".join(rows))
+        shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        shape |= {"vocab_size": 300}
+        flags = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+        command = [RLHF, "scratch", "--dataset", str(folder / "sums.jsonl"), *flags]
+        subprocess.run([*command, "--output", str(folder / "tiny")], check=True, timeout=PATIENCE)
+        self._started: list[Running] = []
+
+    def start(self, name: str, launcher: str, *flags: str, **settings: str) -> Running:
+        """`rlhf sft` with output in the folder of that name."""
+        data = str(self.folder / "sums.jsonl")
+        usual = {"pretrain": str(self.folder / "tiny"), "dataset": data, "output": str(self.folder / name)}
+        usual |= {"train_batch_size": "8", "max_epochs": "3", "learning_rate": "1e-2", "param_dtype": "fp32"}
+        usual |= {"save_steps": str(SAVE_STEPS), "eval_dataset": data, "eval_steps": "10"}
+        words = [word for key, value in (usual | settings).items() for word in (f"--{key}", value)]
+        log = self.folder / f"{name}-{len(self._started)}.log"
+        running = Running([*LAUNCHERS[launcher], *words, "--no_use_tensorboard", *flags], log)
+        self._started.append(running)
+        return running
+
+    def close(self) -> None:
+        for running in self._started:
+            running.kill_all()
+
+    def metrics(self, name: str) -> list[dict[str, float]]:
+        """Lines of metrics.jsonl without what depends on speed."""
+        path = self.folder / name / "metrics.jsonl"
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(UNEQUAL)} for line in lines]
+
+    def last_step(self, name: str) -> int:
+        return max((int(line["step"]) for line in self.metrics(name)), default=0)
+
+    def last_checkpoint(self, name: str) -> int:
+        return max(CheckpointStore(self.folder / name / "checkpoints", max_num=1).steps(), default=0)
+
+    def weights(self, name: str) -> bytes:
+        return (self.folder / name / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    place = Place(tmp_path_factory.mktemp("sft"))
+    yield place
+    place.close()
+
+
+@pytest.fixture(scope="module")
+def finished(place: Place) -> Callable[[str], str]:
+    """The name of a run that was never stopped, by launcher; each runs once."""
+    done: set[str] = set()
+
+    def run(launcher: str) -> str:
+        name = launcher.replace(" ", "_")
+        if launcher not in done:
+            running = place.start(name, launcher)
+            assert running.wait() == 0, running.log.read_text()[-3000:]
+            done.add(launcher)
+        return name
+
+    return run
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_trains_the_same_model(place, finished, launcher):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    alone, name = finished("one process"), finished(launcher)
+    assert place.last_step(name) == STEPS
+    for one, other in zip(place.metrics(alone), place.metrics(name), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    losses = [line["loss"] for line in place.metrics(name) if "loss" in line]
+    assert losses[-1] < 0.6 * losses[0]
+    models = [AutoModelForCausalLM.from_pretrained(place.folder / run / "model") for run in (alone, name)]
+    tokenizer = AutoTokenizer.from_pretrained(place.folder / name / "model")
+    prompt = tokenizer("1+1=", return_tensors="pt").input_ids
+    logits = [model(prompt).logits for model in models]
+    assert torch.allclose(*logits, atol=0.05)
+    assert models[1].generation_config.eos_token_id is not None
+    assert tokenizer.chat_template
+    said = (place.folder / name / "config.yaml").read_text()
+    assert "train_batch_size: 8" in said
+    assert (place.folder / name / "report.html").stat().st_size > 1000
+
+
+def test_several_ranks_show_their_progress_once(place, finished):
+    finished("num_processes")
+    (log,) = [running.log for running in place._started if "num_processes" in running.log.name]
+    shown = log.read_text()
+    assert shown.count("step 24/24") == 1
+    assert "Finished: 24/24 steps" in shown
+    assert "WARNING" not in shown
+    assert {path.name for path in (place.folder / "num_processes" / "logs").iterdir()} == {"rank0.log", "rank1.log"}
+
+
+def kill_in_a_step(place: Place, name: str, running: Running) -> None:
+    """Kill -9 of one rank at a random moment after the first checkpoint."""
+    wait_until(lambda: place.last_checkpoint(name) >= SAVE_STEPS, what="there is a checkpoint", running=running)
+    victims = running.ranks() or [psutil.Process(running.main.pid)]
+    time.sleep(random.uniform(0, 0.15))
+    victims[-1].kill()
+    assert running.wait() not in (0, 2, 130)
+    assert place.last_step(name) < STEPS, "the kill came too late"
+
+
+def kill_while_writing(place: Place, name: str, *, launcher: str) -> None:
+    """Kill -9 of every process, as when the power fails, while a checkpoint is written."""
+    writing = place.folder / name / "checkpoints" / ".writing"
+    for _ in range(5):
+        before = place.last_checkpoint(name)
+        running = place.start(name, launcher, "--load_checkpoint")
+        running.wait_for_a_step()
+        processes = running.processes()
+        wait_until(writing.exists, what="a checkpoint is written", running=running)
+        for process in processes:
+            process.kill()
+        running.wait()
+        if writing.exists() and place.last_checkpoint(name) == before:
+            return
+    pytest.fail("no kill came while a checkpoint was written")
+
+
+def stop(place: Place, name: str, *, launcher: str, press: Callable[[Running], None]) -> None:
+    """Ask for a stop after a step; it must be done, saved and said."""
+    running = place.start(name, launcher, "--load_checkpoint")
+    running.wait_for_a_step()
+    press(running)
+    assert running.wait() == 130, running.log.read_text()[-3000:]
+    assert place.last_checkpoint(name) == place.last_step(name) < STEPS
+    assert "Interrupted" in running.log.read_text()
+    assert not (place.folder / name / "model").exists()
+
+
+def finish(place: Place, name: str, *, launcher: str) -> None:
+    running = place.start(name, launcher, "--load_checkpoint")
+    assert running.wait() == 0, running.log.read_text()[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "press"),
+    [("one process", lambda running: running.main.terminate()), ("num_processes", Running.press_ctrl_c)],
+    ids=["one process", "num_processes"],
+)
+def test_a_run_stopped_in_every_way_ends_as_one_never_stopped(place, finished, launcher, press):
+    reference, name = finished(launcher), f"stopped_{launcher.replace(' ', '_')}"
+    kill_in_a_step(place, name, place.start(name, launcher))
+    kill_while_writing(place, name, launcher=launcher)
+    stop(place, name, launcher=launcher, press=press)
+    finish(place, name, launcher=launcher)
+    assert place.metrics(name) == place.metrics(reference)
+    assert place.weights(name) == place.weights(reference)
+    assert not (place.folder / name / "checkpoints" / ".writing").exists()
+
+
+# So many steps that a run has to be stopped; checkpoints are written only when it is.
+ENDLESS = {"max_epochs": "100000", "save_steps": "-1", "eval_steps": "-1"}
+LONG_STEPS = ENDLESS | {"train_batch_size": "64", "micro_train_batch_size": "1", "zero_stage": "3"}
+
+
+@pytest.mark.parametrize("launcher", ["one process", "num_processes"])
+def test_a_second_ctrl_c_ends_at_once(place, launcher):
+    name = f"twice_{launcher.replace(' ', '_')}"
+    running = place.start(name, launcher, **LONG_STEPS)
+    running.wait_for_a_step()
+    running.press_ctrl_c()
+    time.sleep(0.05)
+    running.press_ctrl_c()
+    assert running.wait() == 130
+    assert place.last_checkpoint(name) == 0
+    assert "Interrupted" not in running.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "end"),
+    [
+        ("num_processes", lambda running: running.main.kill()),
+        ("deepspeed", lambda running: running.main.terminate()),
+        ("torchrun", Running.press_ctrl_c),
+    ],
+    ids=["num_processes killed", "deepspeed terminated", "torchrun interrupted"],
+)
+def test_ranks_save_and_end_with_their_launcher(place, launcher, end):
+    name = f"orphans_{launcher}"
+    running = place.start(name, launcher, **ENDLESS)
+    running.wait_for_a_step()
+    end(running)
+    assert running.wait() != 0
+    assert place.last_checkpoint(name) == place.last_step(name) > 0
+
+
+def test_ctrl_c_while_ranks_are_starting_leaves_nothing(place):
+    running = place.start("early", "num_processes", **ENDLESS)
+    wait_until(lambda: len(running.ranks()) == 2, what="both ranks are there", running=running)
+    running.press_ctrl_c()
+    assert running.wait() == 130
+    assert place.last_step("early") == 0
+
+
+def test_a_full_disk_is_one_sentence_from_all_ranks(place, tmp_path):
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mounted, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this user may not mount a small disk")
+    try:
+        running = place.start("full", "num_processes", ckpt_path=str(tmp_path))
+        assert running.wait() == 1
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    said = [line for line in running.log.read_text().splitlines() if line.startswith("rlhf sft: ")]
+    assert len(said) == 1
+    assert f"no room for a checkpoint in {tmp_path}" in said[0]
+    assert place.last_step("full") == SAVE_STEPS
+
+
+def test_an_earlier_run_is_not_replaced_whoever_starts_the_ranks(place, finished):
+    name = finished("one process")
+    before = place.weights(name)
+    running = place.start(name, "deepspeed")
+    assert running.wait() != 0
+    assert "holds an earlier run (config.yaml): continue it with --load_checkpoint" in running.log.read_text()
+    assert place.weights(name) == before

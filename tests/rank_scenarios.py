@@ -1,0 +1,144 @@
+"""What one rank does in the tests of several ranks: `python rank_scenarios.py MODEL OUT`, with a rank's environment.
+
+Every scenario runs on one rank and on two; the tests compare what each rank has written.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
+from torch import nn
+
+from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
+from rlhf_cli.backends import distributed
+from rlhf_cli.backends.deepspeed_engine import FrozenEngine, seed_everything
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.data.packing import pack
+from rlhf_cli.models.loading import load_value_backbone
+from rlhf_cli.models.policy import ValueModel
+from rlhf_cli.trainers.loop import bind
+from rlhf_cli.trainers.sft import sft_objective
+
+STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
+"""The last step has one sequence: with two ranks, one of them has nothing to do."""
+STAGES = (0, 1, 2, 3)
+
+
+def layout(**bounds: Any) -> Layout:
+    return Layout(dist.get_rank(), dist.get_world_size(), **bounds)
+
+
+def steps(model: str, stage: int, **options: Any) -> dict[str, Any]:
+    """Three steps in float32."""
+    items = Items(make_sequences(10))
+    hf_model, module = load_policy(model, stage)
+    engine = make_engine(module, stage, **options)
+    metrics = train(engine, items, STEPS, layout(max_tokens=30))
+    return {"metrics": metrics, "weights": weights_of(engine, hf_model), "sizes": items.sizes}
+
+
+def resume(model: str, stage: int, dtype: str, folder: Path) -> dict[str, Any]:
+    """Whether an engine that was saved and loaded again goes on as if nothing had been."""
+    items = Items(make_sequences(10))
+    results = []
+    for is_first in (True, False):
+        seed_everything(dist.get_rank() if is_first else 99)
+        hf_model, module = load_policy(model, stage, dtype=dtype)
+        engine = make_engine(module, stage, dtype=dtype)
+        if is_first:
+            train(engine, items, STEPS[:2], layout())
+            engine.save(folder)
+        else:
+            engine.load(folder)
+        metrics = train(engine, items, STEPS[2:] + STEPS[:1], layout())
+        results.append((metrics, weights_of(engine, hf_model), torch.rand(3)))
+    (metrics, weights, drawn), (again, same_weights, drawn_again) = results
+    return {
+        "metrics": metrics == again,
+        "weights": all(torch.equal(weights[name], same_weights[name]) for name in weights),
+        "random numbers": torch.equal(drawn, drawn_again),
+        "drawn": drawn,
+    }
+
+
+class Counter(nn.Module):
+    """Its weight gets the sum of the inputs as gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+def sum_over_ranks(stage: int) -> float:
+    """The gradient norm of 256 + 1, which bf16 cannot hold: on two ranks, one number comes from each."""
+    numbers = [torch.tensor([number], dtype=torch.bfloat16) for number in (256, 1)]
+    engine = make_engine(Counter(), stage, dtype="bf16")
+    own = numbers if dist.get_world_size() == 1 else numbers[dist.get_rank() :][:1]
+    return engine.train_step(own, lambda model, x: (model(x).sum(), {}))["grad_norm"]
+
+
+def critic(model: str) -> list[dict[str, float]]:
+    """Two steps of a value model at stage 3 that learns the value 1."""
+    items = Items(make_sequences(7))
+    hf_model = load_value_backbone(ModelConfig(pretrain=model, param_dtype="fp32"))
+    engine = make_engine(ValueModel(hf_model), 3)
+
+    def squared_error(module: nn.Module, batch: Any, totals: StepTotals) -> Any:
+        loss = token_mean((module(batch) - 1).square(), totals)
+        return loss, {"value_loss": loss.detach()}
+
+    metrics = []
+    for _ in range(2):
+        micro_batches, totals = layout().share().micro_batches(items, items.lengths.argsort())
+        metrics.append(engine.train_step(micro_batches, bind(squared_error, totals)))
+    return metrics
+
+
+def inference(model: str) -> list[torch.Tensor]:
+    """Log-probs by a frozen policy partitioned over the ranks, of packs and an idle one."""
+    sequences = make_sequences(6)
+    _, module = load_policy(model, 3)
+    frozen = FrozenEngine(module, DeepSpeedConfig(zero_stage=3), param_dtype="fp32")
+    packs = [pack(sequences[:2]), pack([]), pack(sequences[2:])]
+    return frozen.infer(packs, lambda policy, batch: policy(batch)[0])
+
+
+def evaluation(model: str) -> dict[str, float]:
+    """Metrics over seven sequences at stage 3."""
+    items = Items(make_sequences(7))
+    _, module = load_policy(model, 3)
+    micro_batches, totals = layout(max_tokens=30).share().micro_batches(items, items.lengths.argsort())
+    return make_engine(module, 3).evaluate(micro_batches, bind(sft_objective, totals))
+
+
+def main(model: str, folder: Path) -> None:
+    distributed.join_process_group()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    results: dict[str, Any] = {}
+    for stage in STAGES:
+        results[f"steps {stage}"] = steps(model, stage)
+        results[f"sum {stage}"] = sum_over_ranks(stage)
+        for dtype in ("fp32", "bf16"):
+            saved = folder / f"{num_ranks}_{stage}_{dtype}"
+            saved.mkdir(exist_ok=True)
+            results[f"resume {stage} {dtype}"] = resume(model, stage, dtype, saved)
+    results["zpg"] = steps(model, 3, zpg=num_ranks)
+    results["overlap"] = steps(model, 2, overlap_comm=True)
+    results["critic"] = critic(model)
+    results["inference"] = inference(model)
+    results["evaluation"] = evaluation(model)
+    results["reduced"] = distributed.reduce_metrics({"sum": rank + 1.0, "largest_max": rank * 2.0})
+    results["votes"] = [distributed.any_rank(False), distributed.any_rank(rank == num_ranks - 1)]
+    torch.save(results, folder / f"rank{rank}of{num_ranks}.pt")
+    distributed.leave_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
