@@ -1,14 +1,27 @@
 """What a launcher has told this process about its ranks; imports nothing heavy."""
 
 import os
+import random
 import socket
+
+PORTS = (20_000, 32_000)
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this machine that nobody listens on.
+
+    Below the range from which the kernel gives ports to connections (32768 on): one from that range is often taken
+    before the rank that was told of it listens there.
+    """
+    chooser = random.SystemRandom()  # training seeds the global generator, alike in every process
+    while True:
+        port = chooser.randrange(*PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
 
 
 def is_under_launcher() -> bool:

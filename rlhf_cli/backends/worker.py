@@ -6,12 +6,13 @@ Imports nothing heavy by itself, so that environment variables are set before to
 import asyncio
 import faulthandler
 import os
-import socket
 import sys
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+from rlhf_cli.backends.distributed_env import free_port
 
 
 class Worker:
@@ -26,9 +27,7 @@ class Worker:
         """(IP address of this node, a free port) where the ranks of a role can meet."""
         import ray
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+        return ray.util.get_node_ip_address(), free_port()
 
     def visible_gpus(self) -> str:
         """CUDA_VISIBLE_DEVICES as Ray set it for this process."""
