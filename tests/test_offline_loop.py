@@ -1,6 +1,6 @@
 """The offline loop with a fake engine: what is trained in which step, and when something else is due."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,11 +38,11 @@ class FakeEngine:
         self.steps.append(list(micro_batches))
         return self._sum(micro_batches, compute_loss)
 
-    def evaluate(self, micro_batches: Sequence[Any], compute_loss: Any) -> dict[str, float]:
+    def evaluate(self, micro_batches: Iterable[Any], compute_loss: Any) -> dict[str, float]:
         self.journal.append("evaluate")
         return self._sum(micro_batches, compute_loss)
 
-    def _sum(self, micro_batches: Sequence[Any], compute_loss: Any) -> dict[str, float]:
+    def _sum(self, micro_batches: Iterable[Any], compute_loss: Any) -> dict[str, float]:
         return {"loss": sum(float(compute_loss(nn.Identity(), batch)[0]) for batch in micro_batches)}
 
 
