@@ -262,6 +262,22 @@ def test_bf16_trains_at_every_stage_as_float32_does(tiny_model_dir, items, stage
     assert losses["bf16"][-1] < 0.8 * losses["bf16"][0]
 
 
+@pytest.mark.parametrize(
+    ("stage", "dtype", "movable"),
+    [
+        (0, "fp32", False),
+        (0, "bf16", False),
+        (1, "fp32", True),
+        (1, "bf16", False),
+        (2, "bf16", True),
+        (3, "bf16", True),
+    ],
+)
+def test_states_that_deepspeed_cannot_move_are_known(tiny_model_dir, stage, dtype, movable):
+    _, module = load_policy(tiny_model_dir, stage, dtype=dtype)
+    assert make_engine(module, stage, dtype=dtype).has_movable_states == movable
+
+
 SCHEDULES: dict[str, list[float]] = {
     # Ten steps, the first two of warm-up. Step k of the eight after it is (k / 8) of the way down.
     "cosine_with_min_lr": [0.5, 1.0] + [0.1 + 0.9 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(1, 9)],

@@ -190,22 +190,27 @@ class DeepSpeedEngine:
         assert path is not None, f"{directory} has no DeepSpeed checkpoint"
         set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
 
+    @property
+    def has_movable_states(self) -> bool:
+        """Whether DeepSpeed can move this engine's states: not at stage 0, nor at stage 1 with bf16 weights."""
+        return hasattr(self._engine.optimizer, "offload_states")
+
     def sleep(self) -> None:
         """Move optimizer states, gradients and weights to host memory; a no-op without an accelerator."""
-        if torch.cuda.is_available() and self._stage > 0:
+        if torch.cuda.is_available() and self.has_movable_states:
             self._engine.offload_states(include=list(OffloadStateTypeEnum))
             torch.cuda.empty_cache()
 
     def sleep_optimizer(self) -> None:
         """Move all but the low-precision weights to host memory; a no-op without an accelerator."""
-        if torch.cuda.is_available() and self._stage > 0:
+        if torch.cuda.is_available() and self.has_movable_states:
             states = [state for state in OffloadStateTypeEnum if state != OffloadStateTypeEnum.lp_params]
             self._engine.offload_states(include=states)
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away."""
-        if torch.cuda.is_available() and self._stage > 0:
+        if torch.cuda.is_available() and self.has_movable_states:
             self._engine.reload_states()
 
 
