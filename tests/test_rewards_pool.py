@@ -1,13 +1,13 @@
 """Worker pools: each item has its own limit, and one that hangs or kills its worker takes no other item along."""
 
+import os
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
+from rlhf_cli.backends.rollout_processes import process_tree
 from rlhf_cli.rewards.pool import WorkerPool
 
 SOURCE = """
@@ -19,6 +19,9 @@ SOURCE = """
             time.sleep(600)
         if prompts[0] == "slow":
             time.sleep(0.4)
+        if prompts[0] == "who":
+            time.sleep(0.4)
+            return [os.getpid()]
         if prompts[0] == "die":
             os._exit(7)
         if prompts[0] == "die alone":  # the child keeps the worker's socket open
@@ -33,7 +36,7 @@ SOURCE = """
 def path(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "reward.py").write_text(textwrap.dedent(SOURCE))
     yield str(tmp_path / "reward.py")
-    assert not psutil.Process().children(recursive=True)
+    assert not process_tree(os.getpid())
 
 
 def pool_of(path: str, **settings) -> WorkerPool:
@@ -69,20 +72,15 @@ def test_the_limit_is_for_an_item_not_for_a_chunk(path: str) -> None:
 def test_slow_items_are_spread_over_workers(path: str) -> None:
     with pool_of(path, num_workers=4) as pool:
         values(pool, dict.fromkeys(range(4), "slow"), 4)
-        start = time.monotonic()
-        values(pool, dict.fromkeys(range(8), "slow"), 8)
-        assert time.monotonic() - start < 8 * 0.4
-        assert len(pool.workers) == 4
+        assert len(set(values(pool, dict.fromkeys(range(8), "who"), 8))) == 4
 
 
 def test_a_worker_that_died_between_calls_costs_no_item(path: str) -> None:
     with pool_of(path, num_workers=1) as pool:
         assert values(pool, {}, 1) == [0.0]
-        child = psutil.Process().children()[0]
+        child = process_tree(os.getpid())[0]
         child.kill()
-        deadline = time.monotonic() + 10
-        while child.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # all its threads have ended, it is not reaped
         assert values(pool, {}, 2) == [0.0, 1.0]
 
 
@@ -95,12 +93,9 @@ def test_a_task_that_can_no_longer_be_loaded_fails_what_waits(path: str) -> None
         assert all("is not valid Python" in result for result in results[1:])
 
 
-def test_ten_thousand_cheap_items_take_a_second_or_two(path: str) -> None:
+def test_ten_thousand_items_keep_their_order(path: str) -> None:
     with pool_of(path, chunk_size=64) as pool:
-        pool.start()
-        start = time.monotonic()
-        assert values(pool, {}, 10_000)[-1] == 9_999.0
-        assert time.monotonic() - start < 10.0
+        assert values(pool, {}, 10_000) == [float(i) for i in range(10_000)]
 
 
 def test_answers_of_an_interrupted_call_are_not_taken_for_those_of_the_next(path: str) -> None:

