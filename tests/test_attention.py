@@ -86,8 +86,8 @@ def reference(query, key, value, cu_seqlens, scale, window):
 @pytest.mark.parametrize("window", [0, 1, 3, 150])
 def test_cpu_operator_equals_a_loop_over_positions(window):
     torch.manual_seed(0)
-    cu_seqlens = torch.tensor([0, 4, 5, 205], dtype=torch.int32)
-    query, key, value = (torch.randn(205, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    cu_seqlens = torch.tensor([0, 4, 5, 22, 60, 63, 263, 265], dtype=torch.int32)
+    query, key, value = (torch.randn(265, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
     found = varlen_attention(query, key, value, cu_seqlens, 0.4, window)
     torch.testing.assert_close(found, reference(query, key, value, cu_seqlens, 0.4, window))
 
@@ -104,9 +104,9 @@ def test_gradients_of_the_cpu_operator_pass_gradcheck(window):
 
 def test_gradients_of_the_cpu_operator_equal_the_loop_across_blocks():
     torch.manual_seed(0)
-    cu_seqlens = torch.tensor([0, 3, 270], dtype=torch.int32)
-    inputs = [torch.randn(270, heads, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
-    weights = torch.randn(270, 2, 2, dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, 3, 270, 272, 290], dtype=torch.int32)
+    inputs = [torch.randn(290, heads, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
+    weights = torch.randn(290, 2, 2, dtype=torch.float64)
     looped = reference(inputs[0], inputs[1], inputs[2], cu_seqlens, 0.5, 0)
     expected = torch.autograd.grad((looped * weights).sum(), inputs)
     found = torch.autograd.grad((varlen_attention(*inputs, cu_seqlens, 0.5, 0) * weights).sum(), inputs)

@@ -129,7 +129,7 @@ class EngineGroup:
         self._actor.group.all("connect_engines", link)
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """One response per request, in their order; a dead engine is started again once and its share repeated."""
+        """One response per request, in their order; an engine that dies is started again and its share repeated."""
         shares = even_shares(requests, len(self._workers))
         calls = [
             worker.call.remote("engine.generate", share, sampling)
@@ -140,7 +140,9 @@ class EngineGroup:
             try:
                 generations += ray.get(call)
             except (RayActorError, RayTaskError) as error:
-                self._heal(number, error)
+                self._restart(number, error)
+                with self._actor.awake():
+                    self._push(self._version, [number])
                 generations += self._ask(number, "engine.generate", shares[number], sampling)
         return generations
 
@@ -155,7 +157,8 @@ class EngineGroup:
             self._all("engine.sleep")
 
     def receive_weights(self, version: int) -> dict[str, float]:
-        """Take the actor's present weights; size and seconds of the transfer."""
+        """Take the actor's present weights; metrics of the transfer. Engines that died meanwhile are started again."""
+        self._revive()
         begin = time.perf_counter()
         if self._takes_turns:
             self._all("engine.wake", ["weights"])
@@ -184,7 +187,16 @@ class EngineGroup:
             _get_all([self._workers[number].call.remote("take_push", report.manifest, version) for number in numbers])
         return report
 
-    def _heal(self, number: int, error: Exception) -> None:
+    def _revive(self) -> None:
+        checks = [worker.call.remote("engine.check_alive") for worker in self._workers]
+        for number, check in enumerate(checks):
+            try:
+                ray.get(check)
+            except (RayActorError, RayTaskError) as error:
+                self._restart(number, error)
+
+    def _restart(self, number: int, error: Exception) -> None:
+        """Replace an engine that died by a new one, which has the weights of the start yet."""
         cause = getattr(error, "cause", None)
         if isinstance(error, RayTaskError) and not isinstance(cause, EngineDead):
             raise cause if isinstance(cause, ValueError | RuntimeError) else error
@@ -199,8 +211,6 @@ class EngineGroup:
         try:
             ray.get(building)
             self.connect()
-            with self._actor.awake():
-                self._push(self._version, [number])
         except (RayActorError, RayTaskError) as again:
             raise RunError(
                 f"rollout engine {number} died and could not be started again ({again}); "

@@ -60,6 +60,9 @@ class TransformersEngine:
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
         return await self._run(lambda: self._generate(requests, sampling))
 
+    async def check_alive(self) -> None:
+        """Nothing to check: the engine has no process of its own."""
+
     async def sleep(self, level: int = 2) -> None:
         """Moves the weights to host memory; nothing is lost at any level."""
         self._asleep = True

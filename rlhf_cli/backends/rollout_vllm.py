@@ -13,6 +13,7 @@ from rlhf_cli.backends.rollout_cache import head_size
 from rlhf_cli.backends.rollout_engine import EngineDead, EngineSettings, check_lengths, eos_token_ids
 from rlhf_cli.backends.rollout_processes import OWNER_VARIABLE, end_processes, process_tree
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.environment import SPIN_COUNT
 from rlhf_cli.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
             # vLLM's own binding keeps a core for its scheduler: on two cores, one is left to compute
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
-            # threads that spin at barriers starve each other where cores are shared: seen 4 to 6 times slower
-            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": SPIN_COUNT,
         }
     return variables
 
@@ -126,6 +126,11 @@ class VllmEngine:
         if not self._llm.errored:
             await self._llm.abort(names)
             await self._llm.resume_generation()
+
+    async def check_alive(self) -> None:
+        """Raises EngineDead if a process of the engine has ended."""
+        if self._llm.errored:
+            raise EngineDead(_DEAD)
 
     async def sleep(self, level: int = 2) -> None:
         """Halts the engine; on a GPU level 1 moves weights to the host and level 2 drops them. Frees the KV cache."""

@@ -4,7 +4,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rlhf_cli.config.base import Group
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.online import EngineConfig, RewardConfig
 
 
@@ -22,7 +22,7 @@ class EvalConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: ModelConfig
+    model: ModelSource
     prompts: PromptConfig
     engine: EngineConfig = EngineConfig()
     reward: RewardConfig

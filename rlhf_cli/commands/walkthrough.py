@@ -51,8 +51,9 @@ class Walkthrough:
         """Imitate solved problems, but stop early."""
         words = (
             f"sft --pretrain {self.root / 'untrained'} --dataset {self.train} --output_key answer --max_len 64 "
-            f"--train_batch_size 128 --max_epochs 20 --learning_rate 2e-3 --lr_scheduler constant_with_warmup "
-            f"--eval_dataset {self.root / 'data' / 'validation.jsonl'} --eval_steps 10 --stop_eval_loss 0.5 "
+            f"--no_apply_chat_template --param_dtype fp32 --train_batch_size 64 --max_epochs 20 --learning_rate 1e-3 "
+            f"--lr_scheduler constant_with_warmup "
+            f"--eval_dataset {self.root / 'data' / 'validation.jsonl'} --eval_steps 10 --stop_eval_loss 0.55 "
             f"--seed {self.seed} --output {self.root / 'sft'} --logging_steps 25"
         )
         return words.split()
@@ -61,10 +62,10 @@ class Walkthrough:
         """Practise with a verifier."""
         words = (
             f"ppo --pretrain {self.root / 'sft'} --prompt_data {self.train} --label_key answer --reward_funcs exact "
-            f"--max_len 64 --max_new_tokens 8 --rollout_batch_size 256 --n_samples_per_prompt 4 "
-            f"--train_batch_size 256 --max_iterations 80 --num_episodes 3 --lambd 0.95 "
-            f"--actor_learning_rate 5e-4 --critic_learning_rate 2e-3 --lr_warmup_ratio 0.05 --init_kl_coef 0 "
-            f"--enforce_eager "
+            f"--no_apply_chat_template --param_dtype fp32 --max_len 64 --max_new_tokens 8 "
+            f"--rollout_batch_size 256 --n_samples_per_prompt 4 --train_batch_size 128 --max_iterations 60 "
+            f"--num_episodes 3 --lambd 0.95 --actor_learning_rate 4e-4 --critic_learning_rate 5e-4 "
+            f"--lr_warmup_ratio 0.05 --init_kl_coef 0 --enforce_eager "
             f"--seed {self.seed} --output {self.root / 'ppo'} --logging_steps 5"
         )
         return words.split()
@@ -73,7 +74,8 @@ class Walkthrough:
         """Answer the held-out problems."""
         words = (
             f"eval --pretrain {self.root / stage} --prompt_data {self.held_out} --label_key answer "
-            f"--reward_funcs exact --max_len 64 --max_new_tokens 8 --rollout_backend transformers "
+            f"--no_apply_chat_template --reward_funcs exact --max_len 64 --max_new_tokens 8 "
+            f"--rollout_backend transformers "
             f"--output {self.root / f'eval_{stage}'}"
         )
         return words.split()
@@ -117,12 +119,15 @@ def _make_room(root: Path, *, overwrite: bool) -> None:
 def _run(console: Console, title: str, words: list[str]) -> None:
     console.print(f"\n[bold cyan]{title}[/]")
     console.print(f"$ rlhf {shlex.join(words)}", style="dim", soft_wrap=True, markup=False)
-    # Ctrl-C reaches the command too, which finishes its step and saves; this process waits for it.
-    previous = signal.signal(signal.SIGINT, lambda signum, frame: None)
+    command = subprocess.Popen([sys.executable, "-m", "rlhf_cli", *words])
+    # Ctrl-C reaches the command too, SIGTERM is passed on: it finishes its step and saves; this process waits for it.
+    handlers = {signal.SIGINT: lambda signum, frame: None, signal.SIGTERM: lambda signum, frame: command.terminate()}
+    previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     try:
-        status = subprocess.run([sys.executable, "-m", "rlhf_cli", *words]).returncode
+        status = command.wait()
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
     if status == 130:
         raise KeyboardInterrupt
     if status:

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import is_liger_kernel_available
 
-from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.model import ModelConfig, ModelSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention import attention_needs, resolve_attention
 
@@ -81,14 +81,14 @@ def _naming_the_model(path: str, what: str) -> Iterator[None]:
         raise UsageError(f"pretrain {path!r}: {what} cannot be loaded: {reason}") from error
 
 
-def load_config(config: ModelConfig) -> PretrainedConfig:
+def load_config(config: ModelSource) -> PretrainedConfig:
     """Hugging Face configuration of the model."""
     path = resolve_model_path(config.pretrain)
     with _naming_the_model(path, "the configuration"):
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelSource) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with the chat template of the settings if there is one.
 
     No padding token is made up: training never pads, and one equal to the end of sequence would hide that token.

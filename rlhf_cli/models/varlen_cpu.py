@@ -1,19 +1,24 @@
 """Causal attention inside each sequence of a flat pack on a CPU, forward and backward, as one operator.
 
-PyTorch's flash kernel for CPUs spends most of its backward pass on padding when sequences are short. Here each sequence
-is a few batched matrix products over blocks of queries, the heads that share a key head together in one, and keys
-beyond the diagonal block are never touched. Probabilities are computed again in the backward pass, so memory does not
-grow with the square of the length.
+PyTorch's flash kernel for CPUs spends most of its backward pass on padding when sequences are short. Here a long
+sequence is a few batched matrix products over blocks of queries, the heads that share a key head together in one, and
+keys beyond the diagonal block are never touched; short ones of about one length are a padded batch. Probabilities are
+computed again in the backward pass, so memory does not grow with the square of the length.
 """
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 BLOCK = 128
 """Query rows per block: scores of 8 heads and a few hundred keys then stay in a core's cache."""
+LENGTH_STEP = 16
+"""Short sequences are padded to less than this many tokens more."""
+SHORT = 3 * LENGTH_STEP
+"""Longest sequences that are worth copying into a padded batch: a few large operations instead of many small ones."""
 
 
 @torch.library.custom_op("rlhf_cli::varlen_attention", mutates_args=())
@@ -34,10 +39,12 @@ def varlen_attention(
     query_GNTD, output_GNTD = _grouped(query, key.shape[1]), _grouped(output, key.shape[1])
     key_GTD, value_GTD = key.transpose(0, 1), value.transpose(0, 1)
     masks = _Masks(query, window)
+    for batch in _padded_batches(cu_seqlens):
+        inputs = batch.queries(query, key.shape[1]), batch.keys(key), batch.keys(value)
+        batch.put(_attend(*inputs, masks.of_whole(batch.length), scale=scale), output)
     for queries, keys in _blocks(cu_seqlens, window):
-        query_GRD = _rows(query_GNTD, queries)
-        probabilities = _probabilities(query_GRD, key_GTD[:, keys], masks.of(queries, keys), scale=scale)
-        result = torch.bmm(probabilities.to(value.dtype), value_GTD[:, keys])
+        inputs = _rows(query_GNTD, queries), key_GTD[:, keys], value_GTD[:, keys]
+        result = _attend(*inputs, masks.of(queries, keys), scale=scale)
         output_GNTD[:, :, queries] = result.unflatten(1, (-1, queries.stop - queries.start))
     return output
 
@@ -68,16 +75,18 @@ def varlen_attention_backward(
     key_GTD, value_GTD = key.transpose(0, 1), value.transpose(0, 1)
     grad_key_GTD, grad_value_GTD = grad_key.transpose(0, 1), grad_value.transpose(0, 1)
     masks = _Masks(query, window)
+    for batch in _padded_batches(cu_seqlens):
+        inputs = batch.queries(query, num_groups), batch.keys(key), batch.keys(value)
+        grad_rows = batch.queries(grad, num_groups, blank=True)
+        grads = _attend_backward(grad_rows, *inputs, masks.of_whole(batch.length), scale=scale)
+        for result, whole in zip(grads, (grad_query, grad_key, grad_value), strict=True):
+            batch.put(result, whole)
     for queries, keys in _blocks(cu_seqlens, window):
-        query_GRD, grad_GRD = _rows(query_GNTD, queries), _rows(grad_GNTD, queries)
-        probabilities = _probabilities(query_GRD, key_GTD[:, keys], masks.of(queries, keys), scale=scale)
-        grad_probabilities = torch.bmm(grad_GRD.to(wide), value_GTD[:, keys].to(wide).transpose(1, 2))
-        grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, wide).mul_(scale)
-        grad_scores = grad_scores.to(query.dtype)
-        result = torch.bmm(grad_scores, key_GTD[:, keys])
-        grad_query_GNTD[:, :, queries] = result.unflatten(1, (-1, queries.stop - queries.start))
-        grad_key_GTD[:, keys] += torch.bmm(grad_scores.transpose(1, 2), query_GRD)
-        grad_value_GTD[:, keys] += torch.bmm(probabilities.to(value.dtype).transpose(1, 2), grad_GRD)
+        inputs = _rows(query_GNTD, queries), key_GTD[:, keys], value_GTD[:, keys]
+        grads = _attend_backward(_rows(grad_GNTD, queries), *inputs, masks.of(queries, keys), scale=scale)
+        grad_query_GNTD[:, :, queries] = grads[0].unflatten(1, (-1, queries.stop - queries.start))
+        grad_key_GTD[:, keys] += grads[1]
+        grad_value_GTD[:, keys] += grads[2]
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
@@ -122,10 +131,56 @@ def _rows(tensor_GNTD: torch.Tensor, queries: slice) -> torch.Tensor:
     return tensor_GNTD[:, :, queries].flatten(1, 2)
 
 
+@dataclass(frozen=True)
+class _PaddedBatch:
+    """Sequences of a pack, n of at most `length` tokens, as rows of a rectangle.
+
+    Its padding comes last, so that under a causal mask no token sees it: what it holds does not matter, only its own
+    gradient must be zero.
+    """
+
+    length: int
+    index: torch.Tensor  # [n, length] positions in the pack; any where there is no token
+    is_token: torch.Tensor  # [n, length]
+
+    def queries(self, tensor_THD: torch.Tensor, num_groups: int, *, blank: bool = False) -> torch.Tensor:
+        """[n * groups, heads of a group * length, size]; with `blank`, zero where there is no token."""
+        tensor_BLHD = tensor_THD[self.index]
+        if blank:
+            tensor_BLHD.masked_fill_(~self.is_token[:, :, None, None], 0)
+        return tensor_BLHD.unflatten(2, (num_groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
+
+    def keys(self, tensor_TGD: torch.Tensor) -> torch.Tensor:
+        """[n * groups, length, size]."""
+        return tensor_TGD[self.index].transpose(1, 2).flatten(0, 1)
+
+    def put(self, result_BRD: torch.Tensor, whole_THD: torch.Tensor) -> None:
+        """Write what has the form of `queries` or `keys` to the tokens' places in the pack."""
+        result_BLHD = result_BRD.view(len(self.index), whole_THD.shape[1], self.length, -1).transpose(1, 2)
+        whole_THD[self.index[self.is_token]] = result_BLHD[self.is_token].to(whole_THD.dtype)
+
+
+def _padded_batches(cu_seqlens: torch.Tensor) -> Iterator[_PaddedBatch]:
+    """The short sequences of a pack, together with those of about their length."""
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff()
+    sizes = (lengths + LENGTH_STEP - 1) // LENGTH_STEP
+    for size in range(1, SHORT // LENGTH_STEP + 1):
+        chosen = sizes == size
+        if chosen.any():
+            length = int(lengths[chosen].max())
+            offsets = torch.arange(length)
+            is_token = offsets < lengths[chosen][:, None]
+            yield _PaddedBatch(
+                length, (starts[chosen][:, None] + offsets).clamp_(max=int(cu_seqlens[-1]) - 1), is_token
+            )
+
+
 def _blocks(cu_seqlens: torch.Tensor, window: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges (queries, keys) in the pack: near-equal blocks of about BLOCK queries and all keys that they see."""
+    """Ranges (queries, keys) of the longer sequences: near-equal blocks of about BLOCK queries, all keys they see."""
     for start, end in itertools.pairwise(cu_seqlens.tolist()):
         length = end - start
+        if length <= SHORT:
+            continue
         count = max(1, (length + BLOCK // 2) // BLOCK)
         bounds = [start + length * index // count for index in range(count + 1)]
         for first, stop in itertools.pairwise(bounds):
@@ -139,6 +194,10 @@ class _Masks:
         self._triangle = torch.full((2 * BLOCK, 2 * BLOCK), -torch.inf, dtype=_wide(like.dtype)).triu_(1)
         self._window = window
 
+    def of_whole(self, length: int) -> torch.Tensor:
+        """Mask [length, length] of a sequence."""
+        return self.of(slice(0, length), slice(0, length))
+
     def of(self, queries: slice, keys: slice) -> torch.Tensor:
         """Mask [rows, c] for the last c keys of the block; the keys before those are seen by every row."""
         rows, offset = queries.stop - queries.start, queries.start - keys.start
@@ -149,9 +208,38 @@ class _Masks:
         return torch.zeros(hidden.shape, dtype=self._triangle.dtype).masked_fill_(hidden, -torch.inf)
 
 
-def _probabilities(query_GRD: torch.Tensor, key_GTD: torch.Tensor, mask: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Softmax of the masked scores [groups, heads of a group * rows, keys], float32."""
-    wide = _wide(query_GRD.dtype)
-    scores = torch.bmm(query_GRD.to(wide) * scale, key_GTD.to(wide).transpose(1, 2))
+def _attend(
+    query_BRD: torch.Tensor, key_BTD: torch.Tensor, value_BTD: torch.Tensor, mask: torch.Tensor, *, scale: float
+) -> torch.Tensor:
+    probabilities = _probabilities(query_BRD, key_BTD, mask, scale=scale)
+    return torch.bmm(probabilities.to(value_BTD.dtype), value_BTD)
+
+
+def _attend_backward(
+    grad_BRD: torch.Tensor,
+    query_BRD: torch.Tensor,
+    key_BTD: torch.Tensor,
+    value_BTD: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value."""
+    wide = _wide(query_BRD.dtype)
+    probabilities = _probabilities(query_BRD, key_BTD, mask, scale=scale)
+    grad_probabilities = torch.bmm(grad_BRD.to(wide), value_BTD.to(wide).transpose(1, 2))
+    grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, wide).mul_(scale)
+    grad_scores = grad_scores.to(query_BRD.dtype)
+    return (
+        torch.bmm(grad_scores, key_BTD),
+        torch.bmm(grad_scores.transpose(1, 2), query_BRD),
+        torch.bmm(probabilities.to(value_BTD.dtype).transpose(1, 2), grad_BRD),
+    )
+
+
+def _probabilities(query_BRD: torch.Tensor, key_BTD: torch.Tensor, mask: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Softmax of the masked scores [..., heads of a group * rows, keys], float32."""
+    wide = _wide(query_BRD.dtype)
+    scores = torch.bmm(query_BRD.to(wide) * scale, key_BTD.to(wide).transpose(1, 2))
     scores.unflatten(1, (-1, mask.shape[0]))[..., -mask.shape[1] :] += mask
     return torch.softmax(scores, -1)

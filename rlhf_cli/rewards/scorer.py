@@ -145,7 +145,7 @@ class Scorer:
             reason, _ = Counter(failed).most_common(1)[0]
             raise RunError(
                 f"{len(failed)} of {len(scores)} rewards failed, more than --reward_max_failures {limit:g} allows: "
-                f"{reason}; mend the reward and go on with --load_checkpoint"
+                f"{reason}"
             )
 
 

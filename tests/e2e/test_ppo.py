@@ -167,6 +167,70 @@ def test_a_killed_run_goes_on_as_if_never_stopped(finished_run, tmp_path, model,
     assert_same_run(whole, output)
 
 
+def engine_process(output: Path, backend: str) -> psutil.Process:
+    """The process that generates: vLLM's core, or the Ray worker that holds the transformers engine."""
+    log = str(output / "logs" / "engine-0.log")
+    for process in psutil.process_iter():
+        try:
+            command = " ".join(process.cmdline())
+            is_engine = ("EngineCore" in command) if backend == "vllm" else ("Worker" in command)
+            if is_engine and any(log == os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)):
+                return process
+        except (psutil.Error, OSError):
+            continue
+    raise AssertionError(f"no process writes to {log}")
+
+
+def test_killed_engines_are_started_again_with_the_present_weights(finished_run, tmp_path, model, problems):
+    backend, whole = finished_run
+    output = tmp_path / "bereft"
+    process = rlhf(*ppo_words(model, problems, output, backend=backend))
+    try:
+        for iteration in (1, 2):
+            wait_for(output / "checkpoints" / f"step_{iteration:06d}" / "manifest.json", process)
+            engine_process(output, backend).kill()
+        finish(process)
+    finally:
+        process.kill()
+    assert_same_run(whole, output)
+    assert_nothing_left(output)
+
+
+def test_two_ranks_and_two_engines_do_what_one_of_each_does(tmp_path, model, problems):
+    runs = []
+    for ranks in (1, 2):
+        output = tmp_path / f"ranks_{ranks}"
+        words = ppo_words(model, problems, output, backend="transformers", iterations=2)
+        many = f"--actor_num_gpus_per_node {ranks} --critic_num_gpus_per_node {ranks} --vllm_num_engines {ranks}"
+        finish(rlhf(*words, *many.split(), "--param_dtype", "fp32"))
+        assert_nothing_left(output)
+        runs.append(output)
+    one, two = (plain_metrics(output) for output in runs)
+    assert one.keys() == two.keys() == {1, 2}
+    for step, metrics in one.items():
+        assert metrics == pytest.approx(two[step], rel=1e-3, abs=1e-5), step
+    responses = [[json.loads(line)["response"] for line in (run / "samples.jsonl").open()] for run in runs]
+    assert responses[0] == responses[1]
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, model, problems):
+    output = tmp_path / "impatient"
+    words = ppo_words(model, problems, output, backend="transformers", iterations=500, save_steps=-1)
+    process = rlhf(*words, start_new_session=True)
+    try:
+        wait_for(output / "metrics.jsonl", process)
+        while not read_metrics(output):
+            time.sleep(0.1)
+        for _ in range(2):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.2)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, printed
+    assert_nothing_left(output)
+
+
 def test_ctrl_c_finishes_the_iteration_saves_and_leaves_no_process(tmp_path, model, problems):
     output = tmp_path / "interrupted"
     words = ppo_words(model, problems, output, backend="transformers", iterations=500, save_steps=-1)
