@@ -51,9 +51,9 @@ class Walkthrough:
         """Imitate solved problems, but stop early."""
         words = (
             f"sft --pretrain {self.root / 'untrained'} --dataset {self.train} --output_key answer --max_len 64 "
-            f"--no_apply_chat_template --param_dtype fp32 --train_batch_size 64 --max_epochs 20 --learning_rate 1e-3 "
+            f"--param_dtype fp32 --train_batch_size 64 --max_epochs 20 --learning_rate 1e-3 "
             f"--lr_scheduler constant_with_warmup "
-            f"--eval_dataset {self.root / 'data' / 'validation.jsonl'} --eval_steps 10 --stop_eval_loss 0.55 "
+            f"--eval_dataset {self.root / 'data' / 'validation.jsonl'} --eval_steps 10 --stop_eval_loss 0.5 "
             f"--seed {self.seed} --output {self.root / 'sft'} --logging_steps 25"
         )
         return words.split()
@@ -62,10 +62,9 @@ class Walkthrough:
         """Practise with a verifier."""
         words = (
             f"ppo --pretrain {self.root / 'sft'} --prompt_data {self.train} --label_key answer --reward_funcs exact "
-            f"--no_apply_chat_template --param_dtype fp32 --max_len 64 --max_new_tokens 8 "
-            f"--rollout_batch_size 256 --n_samples_per_prompt 4 --train_batch_size 128 --max_iterations 60 "
-            f"--num_episodes 3 --lambd 0.95 --actor_learning_rate 4e-4 --critic_learning_rate 5e-4 "
-            f"--lr_warmup_ratio 0.05 --init_kl_coef 0 --enforce_eager "
+            f"--param_dtype fp32 --max_len 64 --max_new_tokens 8 --rollout_batch_size 256 --n_samples_per_prompt 4 "
+            f"--train_batch_size 256 --max_iterations 60 --num_episodes 3 --lambd 0.95 --actor_learning_rate 5e-4 "
+            f"--critic_learning_rate 5e-4 --lr_warmup_ratio 0.05 --init_kl_coef 0 --enforce_eager "
             f"--seed {self.seed} --output {self.root / 'ppo'} --logging_steps 5"
         )
         return words.split()
@@ -74,7 +73,7 @@ class Walkthrough:
         """Answer the held-out problems."""
         words = (
             f"eval --pretrain {self.root / stage} --prompt_data {self.held_out} --label_key answer "
-            f"--no_apply_chat_template --reward_funcs exact --max_len 64 --max_new_tokens 8 "
+            f"--reward_funcs exact --max_len 64 --max_new_tokens 8 "
             f"--rollout_backend transformers "
             f"--output {self.root / f'eval_{stage}'}"
         )
