@@ -43,10 +43,12 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
     if settings.sync_backend == "ipc":
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA handles are pickled between our own processes
     if on_cpu:
-        threads = settings.num_threads or len(os.sched_getaffinity(0))
+        # scheduler, sampler and queues have processes of their own: with all cores to compute, small models take twice
+        # as long on two cores, larger ones no less
+        threads = max(1, (settings.num_threads or len(os.sched_getaffinity(0))) - 1)
         variables |= {
             "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
-            # vLLM's own binding keeps a core for its scheduler: on two cores, one is left to compute
+            # vLLM would bind its threads to cores, which roles and other engines use too
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
             "GOMP_SPINCOUNT": SPIN_COUNT,
