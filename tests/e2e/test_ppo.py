@@ -115,6 +115,13 @@ def wait_for(path: Path, process: subprocess.Popen, *, seconds: float = 400) -> 
         time.sleep(0.05)
 
 
+def wait_for_an_iteration(output: Path, process: subprocess.Popen) -> None:
+    wait_for(output / "metrics.jsonl", process)
+    while not read_metrics(output):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+
+
 def kill_tree(process: subprocess.Popen) -> None:
     """kill -9 of the command alone: what it started has to notice by itself."""
     process.kill()
@@ -218,9 +225,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, model, problems):
     words = ppo_words(model, problems, output, backend="transformers", iterations=500, save_steps=-1)
     process = rlhf(*words, start_new_session=True)
     try:
-        wait_for(output / "metrics.jsonl", process)
-        while not read_metrics(output):
-            time.sleep(0.1)
+        wait_for_an_iteration(output, process)
         for _ in range(2):
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.2)
@@ -236,9 +241,7 @@ def test_ctrl_c_finishes_the_iteration_saves_and_leaves_no_process(tmp_path, mod
     words = ppo_words(model, problems, output, backend="transformers", iterations=500, save_steps=-1)
     process = rlhf(*words, start_new_session=True)
     try:
-        wait_for(output / "metrics.jsonl", process)
-        while not read_metrics(output):
-            time.sleep(0.1)
+        wait_for_an_iteration(output, process)
         os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
         printed, _ = process.communicate(timeout=240)
     finally:
