@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from rlhf_cli.data.columns import Columns
 from rlhf_cli.data.conversations import Conversation, Document, Message
-from rlhf_cli.data.formats import Columns, choose_format, choose_prompt_format
+from rlhf_cli.data.formats import choose_format, choose_prompt_format
 from rlhf_cli.data.sources import load_rows
 from rlhf_cli.errors import UsageError
 

@@ -10,7 +10,8 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.data.formats import Columns, PromptFormat, choose_prompt_format
+from rlhf_cli.data.columns import Columns
+from rlhf_cli.data.formats import PromptFormat, choose_prompt_format
 from rlhf_cli.data.rendering import Renderer
 from rlhf_cli.data.sources import Row, batches, load_rows
 from rlhf_cli.data.store import StoredTable, TableWriter

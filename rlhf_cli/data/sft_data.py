@@ -12,8 +12,9 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import DataConfig
+from rlhf_cli.data.columns import Columns
 from rlhf_cli.data.conversations import Conversation
-from rlhf_cli.data.formats import Columns, Format, choose_format
+from rlhf_cli.data.formats import Format, choose_format
 from rlhf_cli.data.packing import Sequence
 from rlhf_cli.data.rendering import Pieces, Renderer
 from rlhf_cli.data.sources import Row, Rows, batches, load_rows

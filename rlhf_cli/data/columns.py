@@ -1,0 +1,174 @@
+"""The columns of a source, and how the cells of a row become texts and messages.
+
+Which columns make a format is the business of `formats` and `preference_formats`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from rlhf_cli.data.conversations import Message, Role
+from rlhf_cli.data.sources import Row, Source
+from rlhf_cli.errors import UsageError
+
+MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input")
+RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "solution")
+SYSTEM_COLUMNS = ("system", "system_prompt")
+CONTEXT_COLUMNS = ("input", "context")
+"""What Alpaca and Dolly add to an `instruction`."""
+
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_call": "assistant",
+}
+"""Names of roles in OpenAI's, ShareGPT's and Gemma's data."""
+MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+"""Keys of role and text in the formats that hold a list of messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which columns the settings name; None leaves the choice to their names."""
+
+    input_key: str | None
+    output_key: str | None = None
+    label_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """The columns a source has."""
+
+    source: Source
+    names: list[str]
+
+    def error(self, message: str) -> UsageError:
+        """The error to raise about the source: names the columns it has."""
+        return UsageError(f"{self.source.name}: {message}; columns present: {', '.join(self.names)}")
+
+    def named(self, name: str | None, setting: str) -> str | None:
+        """A column the settings name, which must be there."""
+        if name is not None and name not in self.names:
+            raise self.error(f"no column {name!r} (--{setting})")
+        return name
+
+    def first(self, candidates: tuple[str, ...]) -> str | None:
+        """The first of the candidates that is there."""
+        return next((name for name in candidates if name in self.names), None)
+
+    def only(self, candidates: tuple[str, ...], meaning: str, setting: str) -> str | None:
+        """The one candidate there is; more than one is for the user to decide."""
+        found = [name for name in candidates if name in self.names]
+        if found and found[0] == "instruction":
+            found = ["instruction"]  # Alpaca's input goes with it
+        if len(found) > 1:
+            raise self.error(f"{' and '.join(found)} could all be {meaning}: choose one with --{setting}")
+        return found[0] if found else None
+
+
+def is_dialogue(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether a cell is a list of messages."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def keys_of(listed: list[dict[str, Any]]) -> tuple[str, str]:
+    """Keys of role and text in a list of messages, by its first."""
+    return MESSAGE_KEYS["sharegpt" if "from" in listed[0] else "messages"]
+
+
+def prompt_reader(column: str, present: Present, *, joined: bool) -> Callable[[Row], tuple[Message, ...]]:
+    """Reads the messages of a prompt: a text, with the Alpaca context where `joined`, or a list of messages."""
+    context = present.first(CONTEXT_COLUMNS) if joined and column == "instruction" else None
+    system = present.first(SYSTEM_COLUMNS)
+
+    def read(row: Row) -> tuple[Message, ...]:
+        if is_dialogue(row.get(column)):
+            messages = messages_of(row, column, keys_of(row[column]))
+        else:
+            text = text_of(row, column)
+            added = row.get(context) if context else None
+            messages = (Message("user", f"{text}\n\n{added}" if added else text),)
+        return with_system(messages, row, system)
+
+    return read
+
+
+def response_turn(row: Row, column: str) -> tuple[Message, ...]:
+    """The assistant's turn; TRL's data have it as a list of messages."""
+    if is_dialogue(row.get(column)):
+        return messages_of(row, column, keys_of(row[column]))
+    return (Message("assistant", text_of(row, column)),)
+
+
+def with_system(messages: tuple[Message, ...], row: Row, column: str | None) -> tuple[Message, ...]:
+    """The messages with the system message of this column first, unless they have one."""
+    content = row.get(column) if column else None
+    if not content or not messages or messages[0].role == "system":
+        return messages
+    return (Message("system", str(content)), *messages)
+
+
+def messages_of(row: Row, column: str, keys: tuple[str, str]) -> tuple[Message, ...]:
+    """The messages listed in a cell. Raises UsageError naming the row and what is wrong with it."""
+    listed = row.get(column)
+    if not isinstance(listed, list):
+        raise row.error(f"column {column!r} is not a list of messages but {described(listed, row, column)}")
+    return tuple(_message(row, number, entry, keys) for number, entry in enumerate(listed, start=1))
+
+
+def _message(row: Row, number: int, entry: Any, keys: tuple[str, str]) -> Message:
+    role_key, text_key = keys
+    if not isinstance(entry, dict) or role_key not in entry or text_key not in entry:
+        has = f"has {', '.join(entry) or 'nothing'}" if isinstance(entry, dict) else f"is {entry!r:.40}"
+        raise row.error(f"message {number} {has}, expected {role_key!r} and {text_key!r}")
+    role = ROLES.get(str(entry[role_key]).lower())
+    if role is None:
+        raise row.error(f"message {number} has the unknown role {entry[role_key]!r}; known: {', '.join(ROLES)}")
+    content = _parts_text(row, number, entry[text_key])
+    if content is None:
+        calls = " (tool calls are not read)" if entry.get("tool_calls") else ""
+        raise row.error(f"message {number} from {role} has null content{calls}")
+    return Message(role, content)
+
+
+def _parts_text(row: Row, number: int, content: Any) -> str | None:
+    """Text of a message, whose content may be OpenAI's list of parts."""
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    raise row.error(f"message {number} has content that is not text: {content!r:.60}")
+
+
+def text_of(row: Row, column: str) -> str:
+    """The text in a cell; numbers are text too. Raises UsageError naming the row and what is there instead."""
+    value = row.get(column)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise row.error(f"column {column!r} is not text but {described(value, row, column)}")
+
+
+def described(value: Any, row: Row, column: str) -> str:
+    """What is in a cell that should hold something else, for messages."""
+    if column not in row:
+        return f"missing; columns present: {', '.join(row)}"
+    return "null" if value is None else f"a {type(value).__name__}: {value!r:.60}"
+
+
+def refuse(row: Row, fault: str | None) -> None:
+    """Raises UsageError naming the row if there is a fault."""
+    if fault is not None:
+        raise row.error(fault)
