@@ -88,7 +88,7 @@ def test_cpu_operator_equals_a_loop_over_positions(window):
     torch.manual_seed(0)
     cu_seqlens = torch.tensor([0, 4, 5, 22, 60, 63, 263, 265], dtype=torch.int32)
     query, key, value = (torch.randn(265, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
-    found = varlen_attention(query, key, value, cu_seqlens, 0.4, window)
+    found = varlen_attention(query, key, value, cu_seqlens, cu_seqlens, 0.4, window)
     torch.testing.assert_close(found, reference(query, key, value, cu_seqlens, 0.4, window))
 
 
@@ -99,7 +99,9 @@ def test_gradients_of_the_cpu_operator_pass_gradcheck(window):
     inputs = [
         torch.randn(9, heads, size, dtype=torch.float64, requires_grad=True) for heads, size in [(4, 2), (2, 2), (2, 3)]
     ]
-    assert torch.autograd.gradcheck(lambda *tensors: varlen_attention(*tensors, cu_seqlens, 0.7, window), inputs)
+    assert torch.autograd.gradcheck(
+        lambda *tensors: varlen_attention(*tensors, cu_seqlens, cu_seqlens, 0.7, window), inputs
+    )
 
 
 def test_gradients_of_the_cpu_operator_equal_the_loop_across_blocks():
@@ -109,14 +111,14 @@ def test_gradients_of_the_cpu_operator_equal_the_loop_across_blocks():
     weights = torch.randn(290, 2, 2, dtype=torch.float64)
     looped = reference(inputs[0], inputs[1], inputs[2], cu_seqlens, 0.5, 0)
     expected = torch.autograd.grad((looped * weights).sum(), inputs)
-    found = torch.autograd.grad((varlen_attention(*inputs, cu_seqlens, 0.5, 0) * weights).sum(), inputs)
+    found = torch.autograd.grad((varlen_attention(*inputs, cu_seqlens, cu_seqlens, 0.5, 0) * weights).sum(), inputs)
     torch.testing.assert_close(found, expected)
 
 
 def test_cpu_operator_keeps_the_rules_of_custom_operators():
     cu_seqlens = torch.tensor([0, 5, 9], dtype=torch.int32)
     inputs = [torch.randn(9, heads, 4, requires_grad=True) for heads in (4, 2, 2)]
-    torch.library.opcheck(torch.ops.rlhf_cli.varlen_attention.default, (*inputs, cu_seqlens, 0.5, 0))
+    torch.library.opcheck(torch.ops.rlhf_cli.varlen_attention.default, (*inputs, cu_seqlens, cu_seqlens, 0.5, 0))
 
 
 def test_bfloat16_scores_are_float32():
@@ -126,8 +128,8 @@ def test_bfloat16_scores_are_float32():
     tensors = [(torch.randn(200, heads, 16) * 3).bfloat16().requires_grad_() for heads in (4, 2, 2)]
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     weights = torch.randn(200, 4, 16).bfloat16()
-    found = varlen_attention(*tensors, cu_seqlens, 0.25, 0)
-    expected = varlen_attention(*exact, cu_seqlens, 0.25, 0)
+    found = varlen_attention(*tensors, cu_seqlens, cu_seqlens, 0.25, 0)
+    expected = varlen_attention(*exact, cu_seqlens, cu_seqlens, 0.25, 0)
     grads = torch.autograd.grad(found, tensors, weights)
     expected_grads = torch.autograd.grad(expected, exact, weights.double())
     for one, other in zip([found, *grads], [expected, *expected_grads], strict=True):
@@ -147,7 +149,8 @@ def test_cuda_kernel_gets_bounds_window_and_groups():
 
     cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
     query, key = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8)
-    arguments = {"cu_seq_lens_q": cu_seqlens, "max_length_q": 3, "scaling": 0.1, "sliding_window": 4, "dropout": 0.0}
+    arguments = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 3, "max_length_k": 3}
+    arguments |= {"scaling": 0.1, "sliding_window": 4, "dropout": 0.0}
     attend_cuda(query, key, key, kernel, window=4, **arguments)
     attend_cuda(query, key, key, older_kernel, window=0, **arguments)
     bounds = (cu_seqlens, cu_seqlens, 3, 3)

@@ -429,7 +429,7 @@ def test_seven_sequences_on_eight_ranks_are_each_trained_once(items):
     assert {len(packs) for packs, _ in shares} == {1}
     assert sorted(packs[0].num_sequences for packs, _ in shares) == [0, 1, 1, 1, 1, 1, 1, 1]
     assert len({totals for _, totals in shares}) == 1
-    assert sum(packs[0].trained_K.numel() for packs, _ in shares) == shares[0][1].num_tokens
+    assert sum(packs[0].targets_K.numel() for packs, _ in shares) == shares[0][1].num_tokens
 
 
 @pytest.mark.e2e

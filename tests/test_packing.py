@@ -23,7 +23,6 @@ def test_pack_lays_sequences_end_to_end():
     assert packed.position_ids_T.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     assert packed.cu_seqlens.tolist() == [0, 3, 4, 8]
     assert packed.max_seqlen == 4
-    assert packed.trained_K.tolist() == [1, 2, 7]
     assert packed.cu_trained.tolist() == [0, 2, 2, 3]
     assert packed.targets_K.tolist() == [6, 7, 12]
     assert packed.rows_K.tolist() == [0, 1, 6]
@@ -32,7 +31,7 @@ def test_pack_lays_sequences_end_to_end():
 
 def test_pack_has_the_types_kernels_expect():
     packed = pack([sequence([5, 6], [1])])
-    assert packed.input_ids_T.dtype == packed.position_ids_T.dtype == packed.trained_K.dtype == torch.int64
+    assert packed.input_ids_T.dtype == packed.position_ids_T.dtype == packed.rows_K.dtype == torch.int64
     assert packed.cu_seqlens.dtype == torch.int32
     assert packed.cu_trained.dtype == torch.int64
     moved = packed.to("meta")
@@ -45,7 +44,7 @@ def test_idle_pack_has_one_token_and_nothing_to_train():
     packed = pack([])
     assert packed.input_ids_T.shape == (1,)
     assert packed.cu_seqlens.tolist() == [0, 1]
-    assert packed.trained_K.tolist() == packed.targets_K.tolist() == packed.rows_K.tolist() == []
+    assert packed.targets_K.tolist() == packed.rows_K.tolist() == []
     assert packed.cu_trained.tolist() == [0]
     assert packed.num_sequences == 0
 

@@ -1,11 +1,12 @@
 """Flat packs of token sequences, and the plan that deals sequences to micro-batches and ranks.
 
-There is no padding and no padded form here; which sequences form an optimizer step is decided in `sampling`.
+There is no padding and no padded form here; packs whose sequences share a beginning are made in `trees`; which
+sequences form an optimizer step is decided in `sampling`.
 """
 
 import collections.abc
 from bisect import bisect_left, insort
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -43,10 +44,25 @@ class Sequence:
 
 
 @dataclass(frozen=True)
+class KeyBounds:
+    """Which keys the runs of tokens of a pack see where several continue one beginning.
+
+    `index_U` are positions in the pack, for each run those of its beginning and then its own; `cu_seqlens` [S + 1]
+    bounds them per run.
+    """
+
+    index_U: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+
+
+@dataclass(frozen=True)
 class Pack:
     """One micro-batch: B sequences end to end, T tokens, K of them training targets.
 
-    `trained_K` are the positions of the targets in the pack, `cu_trained` [B + 1] bounds them per sequence.
+    `rows_K` are the positions of the hidden states that are read, to predict `targets_K` from them; `cu_trained`
+    [B + 1] bounds them per sequence. `cu_seqlens` [S + 1] bounds runs of tokens that attend together: the sequences,
+    or, with `keys`, beginnings and what follows them (`pack_branches`).
     An idle pack (`num_sequences` 0) has one dummy token in `input_ids_T` and `cu_seqlens`, for attention kernels
     that need one, and no target: `cu_trained` is [0].
     """
@@ -55,18 +71,10 @@ class Pack:
     position_ids_T: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int
-    trained_K: torch.Tensor
+    rows_K: torch.Tensor
+    targets_K: torch.Tensor
     cu_trained: torch.Tensor
-
-    @property
-    def targets_K(self) -> torch.Tensor:
-        """Token ids to be predicted."""
-        return self.input_ids_T[self.trained_K]
-
-    @property
-    def rows_K(self) -> torch.Tensor:
-        """Positions of the hidden states that predict the targets."""
-        return self.trained_K - 1
+    keys: KeyBounds | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -75,9 +83,13 @@ class Pack:
 
     def to(self, device: torch.device | str) -> "Pack":
         """The same pack on another device."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "max_seqlen"}
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        return Pack(max_seqlen=self.max_seqlen, **moved)
+        moved = _tensors_to(self, device)
+        return replace(self, **moved, keys=self.keys and replace(self.keys, **_tensors_to(self.keys, device)))
+
+
+def _tensors_to(record: Pack | KeyBounds, device: torch.device | str) -> dict[str, torch.Tensor]:
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, torch.Tensor)}
 
 
 def pack(sequences: list[Sequence]) -> Pack:
@@ -86,16 +98,18 @@ def pack(sequences: list[Sequence]) -> Pack:
     A rank without work runs the idle pack so that it takes part in collectives.
     """
     lengths = np.array([len(sequence) for sequence in sequences] or [1], dtype=np.int64)
-    token_ids = [sequence.token_ids for sequence in sequences] or [np.zeros(1)]
+    token_ids = np.concatenate([sequence.token_ids for sequence in sequences] or [np.zeros(1)]).astype(np.int64)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     trained = [np.flatnonzero(s.loss_mask) + start for s, start in zip(sequences, bounds[:-1], strict=False)]
     cu_trained = np.cumsum([0] + [positions.size for positions in trained])
+    trained_K = np.concatenate(trained or [np.zeros(0)]).astype(np.int64)
     return Pack(
-        input_ids_T=torch.from_numpy(np.concatenate(token_ids).astype(np.int64)),
+        input_ids_T=torch.from_numpy(token_ids),
         position_ids_T=torch.from_numpy(np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(lengths.max()),
-        trained_K=torch.from_numpy(np.concatenate(trained or [np.zeros(0)]).astype(np.int64)),
+        rows_K=torch.from_numpy(trained_K - 1),
+        targets_K=torch.from_numpy(token_ids[trained_K]),
         cu_trained=torch.from_numpy(cu_trained.astype(np.int64)),
     )
 

@@ -14,6 +14,17 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.logprobs import LogitTransform, token_logprobs
 
 
+class KeysLike(Protocol):
+    """Which keys the runs of a pack see where sequences share a beginning."""
+
+    @property
+    def index_U(self) -> torch.Tensor: ...
+    @property
+    def cu_seqlens(self) -> torch.Tensor: ...
+    @property
+    def max_seqlen(self) -> int: ...
+
+
 class PackLike(Protocol):
     """What is read of a pack: T tokens of B sequences end to end, K of them targets."""
 
@@ -29,18 +40,22 @@ class PackLike(Protocol):
     def rows_K(self) -> torch.Tensor: ...
     @property
     def targets_K(self) -> torch.Tensor: ...
+    @property
+    def keys(self) -> KeysLike | None: ...
 
 
 def run_decoder(decoder: nn.Module, pack: PackLike) -> torch.Tensor:
     """Hidden states [T, D] after the last norm, before any head."""
+    keys = pack.keys or pack
     output = decoder(
         input_ids=pack.input_ids_T[None],
         position_ids=pack.position_ids_T[None],
         use_cache=False,
         cu_seq_lens_q=pack.cu_seqlens,
-        cu_seq_lens_k=pack.cu_seqlens,
+        cu_seq_lens_k=keys.cu_seqlens,
         max_length_q=pack.max_seqlen,
-        max_length_k=pack.max_seqlen,
+        max_length_k=keys.max_seqlen,
+        **({"key_index": pack.keys.index_U} if pack.keys else {}),
     )
     return output.last_hidden_state[0]
 

@@ -30,8 +30,10 @@ def varlen_attention_forward(
     """Attention output [1, T, heads, head size] of query [1, heads, T, size], key and value [1, kv heads, T, size].
 
     Takes from `kwargs` what transformers passes to every attention function: `cu_seq_lens_q` (int32 [B + 1]),
-    `max_length_q`, `scaling`, `sliding_window` (tokens a position sees, itself included). The mask is ignored: the
-    bounds say it all. Raises ValueError for what the kernels cannot do, so that nothing is left out silently.
+    `max_length_q`, the same for the keys, `scaling`, `sliding_window` (tokens a position sees, itself included), and
+    `key_index` [U] of a pack with shared beginnings: which tokens' keys the sequences see, one after the other. The
+    mask is ignored: the bounds say it all. Raises ValueError for what the kernels cannot do, so that nothing is left
+    out silently.
     """
     del module, attention_mask
     if kwargs.get("cu_seq_lens_q") is None:
@@ -40,12 +42,15 @@ def varlen_attention_forward(
         if kwargs.get(feature) is not None and not (feature == "dropout" and kwargs["dropout"] == 0):
             raise ValueError(f"attention 'varlen' has no {feature}: use attn_implementation eager")
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if kwargs.get("key_index") is not None:
+        key_THD, value_THD = (tensor.index_select(0, kwargs["key_index"]) for tensor in (key_THD, value_THD))
     window = kwargs.get("sliding_window") or 0
     if query.is_cuda:
         output_THD = attend_cuda(query_THD, key_THD, value_THD, _cuda_kernel(), window=window, **kwargs)
     else:
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        output_THD = varlen_attention(query_THD, key_THD, value_THD, kwargs["cu_seq_lens_q"], scale, window)
+        bounds = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+        output_THD = varlen_attention(query_THD, key_THD, value_THD, *bounds, scale, window)
     return output_THD.unsqueeze(0), None
 
 
@@ -58,8 +63,10 @@ def attend_cuda(
     window: int,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attention output [T, heads, size] by `kernel`, which has the interface of `torch.nn.attention.varlen`."""
-    cu_seqlens, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    """Attention output [T, heads, size] by `kernel`, which has the interface of `torch.nn.attention.varlen`.
+
+    Like FlashAttention since 2.1 it aligns the last query with the last key where there are more keys.
+    """
     # Older releases find out alone that there are fewer KV heads, newer ones want to be told.
     takes_gqa = "enable_gqa" in inspect.signature(kernel).parameters
     grouped = {"enable_gqa": query_THD.shape[1] != key_THD.shape[1]} if takes_gqa else {}
@@ -67,10 +74,10 @@ def attend_cuda(
         query_THD,
         key_THD,
         value_THD,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
+        kwargs["cu_seq_lens_q"],
+        kwargs["cu_seq_lens_k"],
+        kwargs["max_length_q"],
+        kwargs["max_length_k"],
         scale=kwargs.get("scaling"),
         # The kernel counts the keys to the left of the query, transformers the query too.
         window_size=(window - 1 if window else -1, 0),

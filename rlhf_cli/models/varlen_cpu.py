@@ -27,31 +27,39 @@ def varlen_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
     scale: float,
     window: int,
 ) -> torch.Tensor:
-    """Attention output [T, heads, value size] of query [T, heads, size], key and value [T, kv heads, size].
+    """Attention output [T, heads, value size] of query [T, heads, size], key and value [U, kv heads, size].
 
-    `cu_seqlens` [B + 1] bounds the sequences; `window` is the number of tokens a position sees, itself included, or 0
-    for all before it. Scores and softmax are float32 (float64 for float64 operands).
+    `cu_seqlens` [S + 1] bounds the sequences' queries, `cu_seqlens_k` their keys, of which a sequence may have more:
+    those come before its own, and the last query sees the last key. `window` is the number of tokens a position sees,
+    itself included, or 0 for all before it. Scores and softmax are float32 (float64 for float64 operands).
     """
     output = query.new_empty(*query.shape[:2], value.shape[-1])
     query_GNTD, output_GNTD = _grouped(query, key.shape[1]), _grouped(output, key.shape[1])
     key_GTD, value_GTD = key.transpose(0, 1), value.transpose(0, 1)
     masks = _Masks(query, window)
-    for batch in _padded_batches(cu_seqlens):
+    for batch in _padded_batches(cu_seqlens, cu_seqlens_k):
         inputs = batch.queries(query, key.shape[1]), batch.keys(key), batch.keys(value)
-        batch.put(_attend(*inputs, masks.of_whole(batch.length), scale=scale), output)
-    for queries, keys in _blocks(cu_seqlens, window):
+        batch.put_queries(_attend(*inputs, masks.of_whole(batch.length), scale=scale), output)
+    for queries, keys, offset in _blocks(cu_seqlens, cu_seqlens_k, window):
         inputs = _rows(query_GNTD, queries), key_GTD[:, keys], value_GTD[:, keys]
-        result = _attend(*inputs, masks.of(queries, keys), scale=scale)
+        result = _attend(*inputs, masks.of(queries.stop - queries.start, offset), scale=scale)
         output_GNTD[:, :, queries] = result.unflatten(1, (-1, queries.stop - queries.start))
     return output
 
 
 @varlen_attention.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, window: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    window: int,
 ) -> torch.Tensor:
     return query.new_empty(*query.shape[:2], value.shape[-1])
 
@@ -63,6 +71,7 @@ def varlen_attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -75,15 +84,17 @@ def varlen_attention_backward(
     key_GTD, value_GTD = key.transpose(0, 1), value.transpose(0, 1)
     grad_key_GTD, grad_value_GTD = grad_key.transpose(0, 1), grad_value.transpose(0, 1)
     masks = _Masks(query, window)
-    for batch in _padded_batches(cu_seqlens):
+    for batch in _padded_batches(cu_seqlens, cu_seqlens_k):
         inputs = batch.queries(query, num_groups), batch.keys(key), batch.keys(value)
         grad_rows = batch.queries(grad, num_groups, blank=True)
         grads = _attend_backward(grad_rows, *inputs, masks.of_whole(batch.length), scale=scale)
-        for result, whole in zip(grads, (grad_query, grad_key, grad_value), strict=True):
-            batch.put(result, whole)
-    for queries, keys in _blocks(cu_seqlens, window):
+        batch.put_queries(grads[0], grad_query)
+        batch.put_keys(grads[1], grad_key)
+        batch.put_keys(grads[2], grad_value)
+    for queries, keys, offset in _blocks(cu_seqlens, cu_seqlens_k, window):
         inputs = _rows(query_GNTD, queries), key_GTD[:, keys], value_GTD[:, keys]
-        grads = _attend_backward(_rows(grad_GNTD, queries), *inputs, masks.of(queries, keys), scale=scale)
+        mask = masks.of(queries.stop - queries.start, offset)
+        grads = _attend_backward(_rows(grad_GNTD, queries), *inputs, mask, scale=scale)
         grad_query_GNTD[:, :, queries] = grads[0].unflatten(1, (-1, queries.stop - queries.start))
         grad_key_GTD[:, keys] += grads[1]
         grad_value_GTD[:, keys] += grads[2]
@@ -97,6 +108,7 @@ def _(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,14 +116,13 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    query, key, value, cu_seqlens, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(query, key, value, cu_seqlens)
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, cu_seqlens = ctx.saved_tensors
-    grads = varlen_attention_backward(grad, query, key, value, cu_seqlens, ctx.scale, ctx.window)
-    return (*grads, None, None, None)
+    grads = varlen_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
+    return (*grads, None, None, None, None)
 
 
 varlen_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -140,51 +151,69 @@ class _PaddedBatch:
     """
 
     length: int
-    index: torch.Tensor  # [n, length] positions in the pack; any where there is no token
+    query_index: torch.Tensor  # [n, length] positions of the queries; any where there is no token
+    key_index: torch.Tensor  # [n, length] positions of the keys
     is_token: torch.Tensor  # [n, length]
 
     def queries(self, tensor_THD: torch.Tensor, num_groups: int, *, blank: bool = False) -> torch.Tensor:
         """[n * groups, heads of a group * length, size]; with `blank`, zero where there is no token."""
-        tensor_BLHD = tensor_THD[self.index]
+        tensor_BLHD = tensor_THD[self.query_index]
         if blank:
             tensor_BLHD.masked_fill_(~self.is_token[:, :, None, None], 0)
         return tensor_BLHD.unflatten(2, (num_groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
 
-    def keys(self, tensor_TGD: torch.Tensor) -> torch.Tensor:
+    def keys(self, tensor_UGD: torch.Tensor) -> torch.Tensor:
         """[n * groups, length, size]."""
-        return tensor_TGD[self.index].transpose(1, 2).flatten(0, 1)
+        return tensor_UGD[self.key_index].transpose(1, 2).flatten(0, 1)
 
-    def put(self, result_BRD: torch.Tensor, whole_THD: torch.Tensor) -> None:
-        """Write what has the form of `queries` or `keys` to the tokens' places in the pack."""
-        result_BLHD = result_BRD.view(len(self.index), whole_THD.shape[1], self.length, -1).transpose(1, 2)
-        whole_THD[self.index[self.is_token]] = result_BLHD[self.is_token].to(whole_THD.dtype)
+    def put_queries(self, result_BRD: torch.Tensor, whole_THD: torch.Tensor) -> None:
+        """Write what has the form of `queries` to the queries' places."""
+        self._put(result_BRD, whole_THD, self.query_index)
+
+    def put_keys(self, result_BRD: torch.Tensor, whole_UGD: torch.Tensor) -> None:
+        """Write what has the form of `keys` to the keys' places."""
+        self._put(result_BRD, whole_UGD, self.key_index)
+
+    def _put(self, result_BRD: torch.Tensor, whole: torch.Tensor, index: torch.Tensor) -> None:
+        result_BLHD = result_BRD.view(len(index), whole.shape[1], self.length, -1).transpose(1, 2)
+        whole[index[self.is_token]] = result_BLHD[self.is_token].to(whole.dtype)
 
 
-def _padded_batches(cu_seqlens: torch.Tensor) -> Iterator[_PaddedBatch]:
-    """The short sequences of a pack, together with those of about their length."""
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff()
-    sizes = (lengths + LENGTH_STEP - 1) // LENGTH_STEP
+def _padded_batches(cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Iterator[_PaddedBatch]:
+    """The short sequences of a pack that have no keys but their own, together with those of about their length."""
+    lengths = cu_seqlens.diff()
+    sizes = torch.where(_is_short(lengths, cu_seqlens_k.diff()), (lengths + LENGTH_STEP - 1) // LENGTH_STEP, 0)
     for size in range(1, SHORT // LENGTH_STEP + 1):
         chosen = sizes == size
         if chosen.any():
-            length = int(lengths[chosen].max())
-            offsets = torch.arange(length)
-            is_token = offsets < lengths[chosen][:, None]
-            yield _PaddedBatch(
-                length, (starts[chosen][:, None] + offsets).clamp_(max=int(cu_seqlens[-1]) - 1), is_token
+            offsets = torch.arange(int(lengths[chosen].max()))
+            indices = (
+                (bounds[:-1].long()[chosen][:, None] + offsets).clamp_(max=int(bounds[-1]) - 1)
+                for bounds in (cu_seqlens, cu_seqlens_k)
             )
+            yield _PaddedBatch(offsets.numel(), *indices, offsets < lengths[chosen][:, None])
 
 
-def _blocks(cu_seqlens: torch.Tensor, window: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges (queries, keys) of the longer sequences: near-equal blocks of about BLOCK queries, all keys they see."""
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
-        length = end - start
-        if length <= SHORT:
+def _is_short(lengths: torch.Tensor, lengths_k: torch.Tensor) -> torch.Tensor:
+    return (lengths <= SHORT) & (lengths == lengths_k)
+
+
+def _blocks(cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int) -> Iterator[tuple[slice, slice, int]]:
+    """(queries, keys, offset) of the other sequences: near-equal blocks of about BLOCK queries, all keys they see.
+
+    `offset` is the number of keys that come before the one of the first query.
+    """
+    short = _is_short(cu_seqlens.diff(), cu_seqlens_k.diff()).tolist()
+    bounds, bounds_k = itertools.pairwise(cu_seqlens.tolist()), itertools.pairwise(cu_seqlens_k.tolist())
+    for is_short, (start, end), (start_k, end_k) in zip(short, bounds, bounds_k, strict=True):
+        if is_short:
             continue
+        length, shift = end - start, end_k - end
         count = max(1, (length + BLOCK // 2) // BLOCK)
-        bounds = [start + length * index // count for index in range(count + 1)]
-        for first, stop in itertools.pairwise(bounds):
-            yield slice(first, stop), slice(max(start, first - window + 1) if window else start, stop)
+        cuts = [start + length * index // count for index in range(count + 1)]
+        for first, stop in itertools.pairwise(cuts):
+            first_key = max(start_k, first + shift - window + 1) if window else start_k
+            yield slice(first, stop), slice(first_key, stop + shift), first + shift - first_key
 
 
 class _Masks:
@@ -196,11 +225,10 @@ class _Masks:
 
     def of_whole(self, length: int) -> torch.Tensor:
         """Mask [length, length] of a sequence."""
-        return self.of(slice(0, length), slice(0, length))
+        return self.of(length, 0)
 
-    def of(self, queries: slice, keys: slice) -> torch.Tensor:
-        """Mask [rows, c] for the last c keys of the block; the keys before those are seen by every row."""
-        rows, offset = queries.stop - queries.start, queries.start - keys.start
+    def of(self, rows: int, offset: int) -> torch.Tensor:
+        """Mask [rows, c] for the last c of `offset + rows` keys; the keys before those are seen by every row."""
         if not self._window or offset + rows <= self._window:
             return self._triangle[:rows, :rows]
         distance = torch.arange(rows)[:, None] + offset - torch.arange(offset + rows)
