@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf_cli.data.columns import Columns
-from rlhf_cli.data.conversations import Conversation, Document, Message
+from rlhf_cli.data.conversations import Conversation, Document, Message, ToolCall
 from rlhf_cli.data.formats import choose_format, choose_prompt_format
 from rlhf_cli.data.sources import load_rows
 from rlhf_cli.errors import UsageError
@@ -69,6 +69,22 @@ DETECTED = {
         {"conversations": [*SHAREGPT, {"from": "observation", "value": "T"}, {"from": "gpt", "value": "B"}]},
         "sharegpt",
         conversation(("user", "Q"), ("assistant", "A"), ("tool", "T"), ("assistant", "B")),
+    ),
+    "ShareGPT with function_call": (
+        {
+            "conversations": [
+                SHAREGPT[0],
+                {"from": "function_call", "value": '{"name": "f"}'},
+                {"from": "observation", "value": "T"},
+                SHAREGPT[1],
+            ],
+            "tools": '[{"name": "f"}]',
+        },
+        "sharegpt",
+        Conversation(
+            conversation(("user", "Q"), ("assistant", '{"name": "f"}'), ("tool", "T"), ("assistant", "A")).messages,
+            ({"type": "function", "function": {"name": "f"}},),
+        ),
     ),
     "OpenAI's keys in conversations": ({"conversations": OPENAI}, "messages", ASKED),
     "text": ({"text": "Once.", "meta": 1}, "text", Document("Once.")),
@@ -138,6 +154,60 @@ def said(*turns):
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": [1, "é"]}}}]
+
+
+def calling(calls):
+    return {"messages": [OPENAI[0], {"role": "assistant", "content": None, "tool_calls": calls}]}
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+ANSWERED = [{"role": "tool", "content": "T", "tool_call_id": "c1", "name": "f"}, OPENAI[1]]
+CALLED = Conversation(
+    (
+        Message("user", "Q"),
+        Message("assistant", "", (ToolCall("f", {"a": [1, "é"]}, "c1"),)),
+        Message("tool", "T", tool_call_id="c1", name="f"),
+        Message("assistant", "A"),
+    ),
+    (TOOL,),
+)
+WITH_CALLS = {
+    "objects": {"messages": calling(CALLS)["messages"] + ANSWERED, "tools": [TOOL]},
+    "JSON text": {
+        "messages": [
+            OPENAI[0],
+            {
+                "role": "assistant",
+                "tool_calls": [CALLS[0] | {"function": {"name": "f", "arguments": '{"a": [1, "é"]}'}}],
+            },
+            *ANSWERED,
+        ],
+        "tools": json.dumps([TOOL]),
+    },
+    "bare functions": {
+        "messages": [
+            OPENAI[0],
+            {"role": "assistant", "content": "", "tool_calls": [CALLS[0]["function"] | {"id": "c1"}]},
+            *ANSWERED,
+        ],
+        "tools": [json.dumps(TOOL["function"])],
+    },
+}
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_tools_and_tool_calls_are_read_in_any_of_their_forms(name, tmp_path):
+    assert read(tmp_path, WITH_CALLS[name])[1] == [CALLED]
+    prompt = {**WITH_CALLS[name], "messages": WITH_CALLS[name]["messages"][:3]}
+    assert prompts(tmp_path, prompt) == [(Conversation(CALLED.messages[:3], CALLED.tools), None)]
+
+
+@pytest.mark.parametrize("empty", [None, "", [], "[]"])
+def test_row_may_have_no_tools(empty, tmp_path):
+    assert read(tmp_path, {"messages": OPENAI, "tools": empty})[1] == [ASKED]
+
+
 BAD_ROWS = {
     "no assistant": (said(("user", "Q")), "no assistant turn"),
     "no messages": ({"messages": []}, "has no messages"),
@@ -146,9 +216,24 @@ BAD_ROWS = {
     "column missing": ({"other": 1}, "not a list of messages but missing; columns present: other"),
     "empty response": (said(("user", "Q"), ("assistant", " \n")), "the response is empty"),
     "null content": (said(("user", None), ("assistant", "A")), "message 1 from user has null content"),
-    "tool calls": (
-        {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": None, "tool_calls": [1]}]},
-        "null content .tool calls are not read",
+    "no call": (calling([1]), "message 2 has the tool call 1, expected"),
+    "call without a name": (calling([{"function": {"arguments": {}}}]), "message 2 has the tool call .*expected"),
+    "no list of calls": (calling({"name": "f"}), "message 2 has tool_calls that are not a list"),
+    "arguments": (calling([{"function": {"name": "f", "arguments": "Paris"}}]), "calls f with arguments .*'Paris'"),
+    "no calls": (calling([]), "message 2 from assistant has null content"),
+    "user who calls": (
+        {"messages": [{"role": "user", "content": "Q", "tool_calls": CALLS}, OPENAI[1]]},
+        "message 1 from user has tool calls",
+    ),
+    "tools in words": ({"messages": OPENAI, "tools": "f, g"}, "column 'tools' is not a list of functions but 'f, g'"),
+    "tool without a name": ({"messages": OPENAI, "tools": [{"type": "x"}]}, "column 'tools' has .* as tool 1"),
+    "user last": (
+        said(("user", "Q"), ("assistant", "A"), ("user", "Q")),
+        "the conversation ends with user, expected an assistant turn",
+    ),
+    "tool last": (
+        said(("user", "Q"), ("assistant", "A"), ("tool", "T")),
+        "the conversation ends with tool, expected an assistant turn",
     ),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, OPENAI[1]]},

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 from rlhf_cli.data.conversations import Message, Role
 from rlhf_cli.data.sources import Row, Source
+from rlhf_cli.data.tools import tool_calls_of
 from rlhf_cli.errors import UsageError
 
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
@@ -129,17 +130,19 @@ def messages_of(row: Row, column: str, keys: tuple[str, str]) -> tuple[Message, 
 
 def _message(row: Row, number: int, entry: Any, keys: tuple[str, str]) -> Message:
     role_key, text_key = keys
-    if not isinstance(entry, dict) or role_key not in entry or text_key not in entry:
+    called = isinstance(entry, dict) and bool(entry.get("tool_calls"))
+    if not isinstance(entry, dict) or role_key not in entry or (text_key not in entry and not called):
         has = f"has {', '.join(entry) or 'nothing'}" if isinstance(entry, dict) else f"is {entry!r:.40}"
         raise row.error(f"message {number} {has}, expected {role_key!r} and {text_key!r}")
     role = ROLES.get(str(entry[role_key]).lower())
     if role is None:
         raise row.error(f"message {number} has the unknown role {entry[role_key]!r}; known: {', '.join(ROLES)}")
-    content = _parts_text(row, number, entry[text_key])
-    if content is None:
-        calls = " (tool calls are not read)" if entry.get("tool_calls") else ""
-        raise row.error(f"message {number} from {role} has null content{calls}")
-    return Message(role, content)
+    content = _parts_text(row, number, entry.get(text_key))
+    calls = tool_calls_of(row, number, role, entry.get("tool_calls"))
+    if content is None and not calls:
+        raise row.error(f"message {number} from {role} has null content")
+    named = {key: str(entry[key]) for key in ("tool_call_id", "name") if role == "tool" and entry.get(key)}
+    return Message(role, content or "", calls, **named)
 
 
 def _parts_text(row: Row, number: int, content: Any) -> str | None:

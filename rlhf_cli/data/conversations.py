@@ -1,10 +1,10 @@
 """The records between formats and tokenising, and what every conversation must satisfy.
 
-Tool definitions, tool calls in structured form and images are not represented.
+Images are not represented.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -19,24 +19,40 @@ NEXT_ROLES: dict[Role | None, tuple[Role, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function the assistant asks for."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation. An assistant's may be tool calls with or without text; a tool's may name its call."""
 
     role: Role
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages in order: at most one system message first, then user and assistant in turns."""
+    """Messages in order: at most one system message first, then user and assistant in turns.
+
+    `tools` describes the functions that may be called, each as {"type": "function", "function": {...}}.
+    """
 
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
     def with_system_prompt(self, content: str | None) -> "Conversation":
         """The same conversation with this system message first, unless it has one or `content` is None."""
         if content is None or self.messages[0].role == "system":
             return self
-        return Conversation((Message("system", content), *self.messages))
+        return replace(self, messages=(Message("system", content), *self.messages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,29 @@ class Document:
     """Plain text, all of which is trained on."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two ways to go on from the same prompt, of which the first is better.
+
+    Each side begins where the conversations may differ and ends with an assistant turn; `margin` says by how much the
+    first is better, None where nothing does.
+    """
+
+    prompt: tuple[Message, ...]
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A response to a prompt, and whether it is desirable; the response ends with an assistant turn."""
+
+    prompt: tuple[Message, ...]
+    response: tuple[Message, ...]
+    desirable: bool
 
 
 def fault_of_order(messages: tuple[Message, ...]) -> str | None:
@@ -64,10 +103,28 @@ def fault_of_example(messages: tuple[Message, ...]) -> str | None:
     fault = fault_of_order(messages)
     if fault is not None:
         return fault
-    answers = [message.content for message in messages if message.role == "assistant"]
+    answers = [message for message in messages if message.role == "assistant"]
     if not answers:
         return "the conversation has no assistant turn"
-    return "the response is empty" if any(not answer.strip() for answer in answers) else None
+    if any(not answer.content.strip() and not answer.tool_calls for answer in answers):
+        return "the response is empty"
+    last = messages[-1].role
+    return f"the conversation ends with {last}, expected an assistant turn at its end" if last != "assistant" else None
+
+
+def fault_of_answered(messages: tuple[Message, ...]) -> str | None:
+    """Why the conversation is no prompt with a response, None if it is one."""
+    fault = fault_of_example(messages)
+    if fault is not None:
+        return fault
+    last = messages[-1].role
+    return f"the conversation ends with a turn of the {last}, not of the assistant" if last != "assistant" else None
+
+
+def num_common(first: tuple[Message, ...], second: tuple[Message, ...]) -> int:
+    """Messages at the start that two conversations have in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def fault_of_prompt(messages: tuple[Message, ...]) -> str | None:

@@ -26,6 +26,7 @@ from rlhf_cli.data.columns import (
 )
 from rlhf_cli.data.conversations import Conversation, Document, fault_of_example, fault_of_prompt
 from rlhf_cli.data.sources import Row, Source
+from rlhf_cli.data.tools import tools_of
 
 LABEL_COLUMNS = ("label", "answer", "ground_truth", "final_answer", "solution")
 
@@ -74,7 +75,7 @@ def choose_prompt_format(source: Source, wanted: Columns) -> PromptFormat:
     def read_prompt(row: Row) -> Conversation:
         messages = read(row)
         refuse(row, fault_of_prompt(messages))
-        return Conversation(messages)
+        return Conversation(messages, tools_of(row))
 
     def read_label(row: Row) -> str | None:
         return None if label is None else _label_text(row, label, required=wanted.label_key is not None)
@@ -115,7 +116,7 @@ def _prompt_response(present: Present, wanted: Columns) -> Format:
     def read(row: Row) -> Example:
         messages = read_prompt(row) + response_turn(row, response)
         refuse(row, fault_of_example(messages))
-        return Conversation(messages)
+        return Conversation(messages, tools_of(row))
 
     return Format("prompt_response", f"{prompt} -> {response}", read)
 
@@ -130,7 +131,7 @@ def _messages_in(name: str) -> Callable[[Present, Columns], Format]:
         def read(row: Row) -> Example:
             messages = with_system(messages_of(row, column, MESSAGE_KEYS[name]), row, system)
             refuse(row, fault_of_example(messages))
-            return Conversation(messages)
+            return Conversation(messages, tools_of(row))
 
         return Format(name, column, read)
 

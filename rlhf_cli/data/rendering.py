@@ -42,6 +42,7 @@ class Renderer:
         """An example to train on. Raises TemplateFault if it cannot be rendered."""
         if isinstance(example, Document):
             return Pieces((_whole(example.text),), plain=True)
+        _refuse_tools(example)
         if self._config.apply_chat_template:
             conversation = example.with_system_prompt(self._config.system_prompt)
             return Pieces((self.template.example(conversation),), plain=False)
@@ -50,6 +51,7 @@ class Renderer:
 
     def prompt(self, conversation: Conversation) -> str:
         """Text that generation starts from. Raises TemplateFault if it cannot be rendered."""
+        _refuse_tools(conversation)
         if self._config.apply_chat_template:
             return self.template.prompt(conversation.with_system_prompt(self._config.system_prompt))
         return self._around(conversation.messages)
@@ -66,3 +68,8 @@ class Renderer:
 def _whole(text: str) -> Rendered:
     """All of the text carries loss; nothing does where it is blank."""
     return Rendered(text, ((0, len(text)),) if text.strip() else (), None)
+
+
+def _refuse_tools(conversation: Conversation) -> None:
+    if conversation.tools or any(message.tool_calls for message in conversation.messages):
+        raise TemplateFault("tools and tool calls are not rendered")
