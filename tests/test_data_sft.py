@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from chat_tokenizers import CHATML, make_tokenizer
+from chat_tokenizers import CHATML, VICUNA, make_tokenizer
 
 from rlhf_cli.config.data import DataConfig, PromptConfig
 from rlhf_cli.data.packing import pack, plan_packs
@@ -107,6 +107,24 @@ def test_overlong_rows_are_truncated_dropped_or_an_error(tmp_path):
         load(tmp_path, tokenizer, *rows, max_len=50, overlong="error")
 
 
+def test_invalid_rows_are_dropped_and_counted_where_wanted(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    rows = [{"prompt": "What?", "answer": "46"}, {"prompt": "What?", "answer": " "}, {"prompt": "Why?", "answer": "1"}]
+    data = load(tmp_path, tokenizer, *rows, invalid_rows="drop")
+    assert [trained(tokenizer, sequence) for sequence in data.sequences] == ["46<|im_end|>", "1<|im_end|>"]
+    assert (data.report.rows, data.report.dropped_invalid) == (3, 1)
+    assert "1 dropped as invalid" in data.report.summary
+    with pytest.raises(UsageError, match="line 2: the response is empty"):
+        load(tmp_path, tokenizer, *rows)
+
+
+def test_template_that_alters_what_is_trained_is_an_error_even_where_invalid_rows_are_dropped(tmp_path):
+    row = {"prompt": "What?", "answer": "one"}
+    template = VICUNA.replace("'ASSISTANT:' }}", "'ASSISTANT: ' }}")
+    with pytest.raises(UsageError, match="generation prompt, which ends in"):
+        load(tmp_path, make_tokenizer(template, trim_offsets=True), row, invalid_rows="drop")
+
+
 def test_nothing_left_is_an_error_that_says_why(tmp_path):
     with pytest.raises(UsageError, match=r"no sequence is left to train on: .*1 dropped with nothing to train on"):
         load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?", "answer": "46"}, max_len=4)
@@ -118,7 +136,7 @@ def test_report_and_arrays_count_what_the_sequences_hold(tmp_path):
     data = load(tmp_path, tokenizer, *rows)
     assert data.lengths.tolist() == [len(sequence) for sequence in data.sequences]
     assert data.num_trained.tolist() == [sequence.num_trained for sequence in data.sequences]
-    assert (data.report.rows, data.report.sequences) == (1200, 1200)
+    assert (data.report.rows, data.report.items) == (1200, 1200)
     assert data.report.tokens == data.lengths.sum()
     assert data.report.trained_tokens == data.num_trained.sum()
     assert "rows.jsonl (prompt_response: question -> answer), 1,200 rows gave 1,200 sequences" in data.report.summary

@@ -32,8 +32,8 @@ class TextConfig(Group):
         return self
 
 
-class DataConfig(TextConfig):
-    """Data"""
+class OfflineDataConfig(TextConfig):
+    """Which rows are read: shared by all offline commands."""
 
     dataset: str
     """Training data: file, folder or Hub name[:config], with @split if needed; several separated by commas."""
@@ -45,16 +45,43 @@ class DataConfig(TextConfig):
     """Data to evaluate on."""
     eval_split: str = "train"
     """Split of the evaluation data read where the name gives none."""
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """What to do with rows longer than max_len; the number of them is always reported."""
+    invalid_rows: Literal["error", "drop"] = "error"
+    """What to do with rows that cannot be used; the number of dropped ones is always reported."""
+    max_samples: int = Field(100_000_000, gt=0)
+    """Rows read at most."""
+
+
+class DataConfig(OfflineDataConfig):
+    """Data"""
+
     data_format: Literal["auto", "prompt_response", "messages", "sharegpt", "text"] = "auto"
     """How rows are read; auto decides by the columns."""
     output_key: str | None = None
     """Column with the response; found by its name if not given."""
     pretrain_mode: bool = False
     """Train on every token, not only on the assistant's."""
-    overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """What to do with rows longer than max_len; the number of them is always reported."""
-    max_samples: int = Field(100_000_000, gt=0)
-    """Rows read at most."""
+
+
+class PreferenceDataConfig(OfflineDataConfig):
+    """Data"""
+
+    chosen_key: str | None = None
+    """Column with the better response, or the conversation with it; found by its name if not given."""
+    rejected_key: str | None = None
+    """Column with the worse response, or the conversation with it; found by its name if not given."""
+
+
+class LabelledDataConfig(PreferenceDataConfig):
+    """Data"""
+
+    data_format: Literal["auto", "unpaired", "preference"] = "auto"
+    """How rows are read; auto decides by the columns. A pair counts as a desirable and an undesirable response."""
+    output_key: str | None = None
+    """Column with the response; found by its name if not given."""
+    label_key: str | None = None
+    """Column that says whether the response is desirable; found by its name if not given."""
 
 
 class PromptConfig(TextConfig):

@@ -25,6 +25,10 @@ COLUMN_ROWS = 100
 """Rows at the start of a source whose keys are its columns."""
 
 
+class RowFault(UsageError):
+    """A row cannot be used; others may be."""
+
+
 class Row(dict[str, Any]):
     """One row: columns and values, with the source it came from."""
 
@@ -33,9 +37,14 @@ class Row(dict[str, Any]):
         self.source = source
         self.index = index
 
-    def error(self, message: str) -> UsageError:
+    @property
+    def where(self) -> str:
+        """File and line, for messages."""
+        return self.source.where(self.index)
+
+    def error(self, message: str) -> RowFault:
         """The error to raise about this row: names file and line."""
-        return UsageError(f"{self.source.where(self.index)}: {message}")
+        return RowFault(f"{self.where}: {message}")
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,11 @@ class StoredTable:
         batch, position = self._find(row)
         return batch.column(name)[position].values.to_numpy()
 
+    def column(self, name: str) -> np.ndarray:
+        """A whole column of plain numbers or truths."""
+        parts = [batch.column(name).to_numpy(zero_copy_only=False) for batch in self._batches]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
     def value(self, name: str, row: int) -> Any:
         """A cell as a Python value."""
         batch, position = self._find(row)
