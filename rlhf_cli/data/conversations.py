@@ -74,6 +74,7 @@ class Preference:
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
     margin: float | None
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Labelled:
     prompt: tuple[Message, ...]
     response: tuple[Message, ...]
     desirable: bool
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 def fault_of_order(messages: tuple[Message, ...]) -> str | None:
@@ -110,15 +112,6 @@ def fault_of_example(messages: tuple[Message, ...]) -> str | None:
         return "the response is empty"
     last = messages[-1].role
     return f"the conversation ends with {last}, expected an assistant turn at its end" if last != "assistant" else None
-
-
-def fault_of_answered(messages: tuple[Message, ...]) -> str | None:
-    """Why the conversation is no prompt with a response, None if it is one."""
-    fault = fault_of_example(messages)
-    if fault is not None:
-        return fault
-    last = messages[-1].role
-    return f"the conversation ends with a turn of the {last}, not of the assistant" if last != "assistant" else None
 
 
 def num_common(first: tuple[Message, ...], second: tuple[Message, ...]) -> int:

@@ -1,0 +1,307 @@
+"""Data sets as tokenised preference pairs and labelled responses.
+
+A prompt is stored once for both sides of a pair. How items are packed is the business of `trees` and `packing`.
+"""
+
+import collections.abc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.config.data import LabelledDataConfig, OfflineDataConfig, PreferenceDataConfig
+from rlhf_cli.data.conversations import Conversation, Document, Labelled, Message, Preference
+from rlhf_cli.data.preference_formats import PairColumns, choose_labelled_format, choose_pair_format
+from rlhf_cli.data.preparing import DataReport, Encoded, Encoder, Preparation, described, fitting, flat, mask_of
+from rlhf_cli.data.sources import Row, Rows, load_rows
+from rlhf_cli.data.store import StoredTable
+from rlhf_cli.data.tokenising import Tokens
+from rlhf_cli.data.trees import Branch
+from rlhf_cli.errors import UsageError
+
+NUMBERS = pa.list_(pa.int32())
+PAIR_SCHEMA = pa.schema(
+    {
+        "prompt_ids": NUMBERS,
+        "chosen_ids": NUMBERS,
+        "chosen_spans": NUMBERS,
+        "rejected_ids": NUMBERS,
+        "rejected_spans": NUMBERS,
+        "margin": pa.float64(),
+        "prompt_length": pa.int32(),
+        "chosen_length": pa.int32(),
+        "rejected_length": pa.int32(),
+        "num_trained": pa.int32(),
+    }
+)
+LABELLED_SCHEMA = pa.schema(
+    {
+        "prompt_ids": NUMBERS,
+        "response_ids": NUMBERS,
+        "response_spans": NUMBERS,
+        "desirable": pa.bool_(),
+        "prompt_length": pa.int32(),
+        "response_length": pa.int32(),
+        "num_trained": pa.int32(),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prompt, int32 [P] with P > 0, and two ways to go on, of which `chosen` is better by `margin` if that is known.
+
+    The prompt is all that both sides begin with, up to the first trained token. Unless cut at max_len, a branch ends
+    with the end of its last turn.
+    """
+
+    prompt_ids: np.ndarray
+    chosen: Branch
+    rejected: Branch
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledItem:
+    """A prompt, int32 [P] with P > 0, a response that begins with a trained token, and whether that is desirable."""
+
+    prompt_ids: np.ndarray
+    response: Branch
+    desirable: bool
+
+
+class StoredPairs(collections.abc.Sequence[Pair]):
+    """Pairs in a file mapped into memory."""
+
+    def __init__(self, table: StoredTable) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        table, row = self._table, int(index)
+        chosen, rejected = _stored_branch(table, "chosen", row), _stored_branch(table, "rejected", row)
+        return Pair(table.numbers("prompt_ids", row), chosen, rejected, table.value("margin", row))
+
+
+class StoredResponses(collections.abc.Sequence[LabelledItem]):
+    """Labelled responses in a file mapped into memory."""
+
+    def __init__(self, table: StoredTable) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        table, row = self._table, int(index)
+        response = _stored_branch(table, "response", row)
+        return LabelledItem(table.numbers("prompt_ids", row), response, table.value("desirable", row))
+
+
+def _stored_branch(table: StoredTable, name: str, row: int) -> Branch:
+    token_ids = table.numbers(f"{name}_ids", row)
+    return Branch(token_ids, mask_of(table.numbers(f"{name}_spans", row), token_ids.size))
+
+
+@dataclass(frozen=True)
+class PairData:
+    """Tokenised pairs, in the order of their rows.
+
+    int32 [N] each: tokens of the prompt, tokens of both branches without it, and trained tokens of both together.
+    """
+
+    pairs: collections.abc.Sequence[Pair]
+    prompt_lengths: np.ndarray
+    chosen_lengths: np.ndarray
+    rejected_lengths: np.ndarray
+    num_trained: np.ndarray
+    report: DataReport
+
+
+@dataclass(frozen=True)
+class LabelledData:
+    """Tokenised labelled responses, in the order of their rows; the chosen side of a pair before the rejected.
+
+    int32 [N] each: tokens of the prompt, of the response without it, and trained ones; `desirable` is bool [N].
+    """
+
+    items: collections.abc.Sequence[LabelledItem]
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
+    num_trained: np.ndarray
+    desirable: np.ndarray
+    report: DataReport
+
+
+def load_pairs(
+    config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, dataset: str, split: str, seed: int
+) -> PairData:
+    """Tokenised preference pairs of a data set, in the order of its rows, with a report of how they were read.
+
+    The assistant's text and end-of-turn tokens after the common messages carry loss; what the template writes behind
+    the last of them is left out. `dataset_probs` apply where `dataset` is the settings' own.
+
+    Raises UsageError naming file and line of a row that cannot be used, or where no pair is left.
+    """
+    rows = _rows(config, dataset, split, seed)
+    wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key)
+    formats = {source.name: choose_pair_format(source, wanted) for source in rows.sources}
+    report = DataReport("pairs", described(rows, [formats[s.name].columns for s in rows.sources]), rows=len(rows))
+
+    def read(row: Row) -> tuple[Preference, list[Conversation | Document]]:
+        pair = formats[row.source.name].read(row)
+        return pair, [Conversation(pair.prompt + side, pair.tools) for side in (pair.chosen, pair.rejected)]
+
+    def make(encoded: Encoded[Preference], report: DataReport) -> list[dict[str, Any]]:
+        return _pair(encoded, config, report)
+
+    table = _table(PAIR_SCHEMA, read, make, config=config, tokenizer=tokenizer, rows=rows, report=report)
+    return PairData(
+        StoredPairs(table),
+        prompt_lengths=table.column("prompt_length"),
+        chosen_lengths=table.column("chosen_length"),
+        rejected_lengths=table.column("rejected_length"),
+        num_trained=table.column("num_trained"),
+        report=report,
+    )
+
+
+def load_labelled(
+    config: LabelledDataConfig, tokenizer: PreTrainedTokenizerBase, *, dataset: str, split: str, seed: int
+) -> LabelledData:
+    """Tokenised labelled responses of a data set, in the order of its rows; a pair gives two.
+
+    Carrying loss, `dataset_probs` and errors as for `load_pairs`.
+    """
+    rows = _rows(config, dataset, split, seed)
+    wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key, config.output_key, config.label_key)
+    formats = {
+        source.name: choose_labelled_format(source, wanted, data_format=config.data_format) for source in rows.sources
+    }
+    forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
+    report = DataReport("responses", described(rows, forms), rows=len(rows))
+
+    def read(row: Row) -> tuple[list[Labelled], list[Conversation | Document]]:
+        listed = formats[row.source.name].read(row)
+        return listed, [Conversation(labelled.prompt + labelled.response, labelled.tools) for labelled in listed]
+
+    def make(encoded: Encoded[list[Labelled]], report: DataReport) -> list[dict[str, Any]]:
+        return _responses(encoded, config, report)
+
+    table = _table(LABELLED_SCHEMA, read, make, config=config, tokenizer=tokenizer, rows=rows, report=report)
+    return LabelledData(
+        StoredResponses(table),
+        prompt_lengths=table.column("prompt_length"),
+        response_lengths=table.column("response_length"),
+        num_trained=table.column("num_trained"),
+        desirable=table.column("desirable"),
+        report=report,
+    )
+
+
+def _rows(config: OfflineDataConfig, dataset: str, split: str, seed: int) -> Rows:
+    probs = config.dataset_probs if dataset == config.dataset else None
+    return load_rows(dataset, split=split, probs=probs, seed=seed, max_samples=config.max_samples)
+
+
+def _table(
+    schema: pa.Schema,
+    read: Callable[[Row], tuple[Any, list[Conversation | Document]]],
+    make: Callable[[Encoded[Any], DataReport], list[dict[str, Any]]],
+    *,
+    config: OfflineDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Rows,
+    report: DataReport,
+) -> StoredTable:
+    encoder = Encoder(config, tokenizer)
+    if config.apply_chat_template:
+        report.end_of_turn = encoder.tried_template()
+    preparation = Preparation(schema, read, make, encoder, drops_invalid=config.invalid_rows == "drop")
+    table = preparation.table(rows, report)
+    if len(table) == 0:
+        raise UsageError(f"no {report.items_are[:-1]} is left to train on: {report.summary}")
+    return table
+
+
+def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataReport) -> list[dict[str, Any]]:
+    whole = [_answer(tokens, encoded.read.prompt) for tokens in encoded.tokens]
+    if whole[0].ids == whole[1].ids:
+        raise encoded.row.error("chosen and rejected are the same tokens")
+    kept = fitting(encoded.row, whole, config, report)
+    if kept is None:
+        return []
+    chosen, rejected = (_ended(tokens) for tokens in kept)
+    if chosen.ids == rejected.ids:
+        report.dropped_equal += 1
+        return []
+    num_prompt = _num_shared(chosen, rejected)
+    if num_prompt == 0:
+        raise encoded.row.error("the prompt has no tokens")
+    num_trained = chosen.num_trained + rejected.num_trained
+    lengths = [len(side.ids) - num_prompt for side in (chosen, rejected)]
+    report.truncated += kept != whole
+    report.tokens += num_prompt + sum(lengths)
+    report.trained_tokens += num_trained
+    report.merged_starts += chosen.merged or rejected.merged
+    _count(report, "with a margin", encoded.read.margin is not None)
+    item = {"prompt_ids": chosen.ids[:num_prompt], "prompt_length": num_prompt, "num_trained": num_trained}
+    item |= _branch("chosen", chosen, num_prompt) | _branch("rejected", rejected, num_prompt)
+    return [item | {"margin": encoded.read.margin}]
+
+
+def _responses(encoded: Encoded[list[Labelled]], config: OfflineDataConfig, report: DataReport) -> list[dict[str, Any]]:
+    items = []
+    for labelled, tokens in zip(encoded.read, encoded.tokens, strict=True):
+        whole = [_answer(tokens, labelled.prompt)]
+        kept = fitting(encoded.row, whole, config, report)
+        if kept is None:
+            continue
+        report.truncated += kept != whole
+        response = _ended(kept[0])
+        num_prompt = response.spans[0][0]
+        report.tokens += len(response.ids)
+        report.trained_tokens += response.num_trained
+        report.merged_starts += response.merged
+        _count(report, "desirable", labelled.desirable)
+        item = {"prompt_ids": response.ids[:num_prompt], "prompt_length": num_prompt}
+        item |= _branch("response", response, num_prompt)
+        items.append(item | {"num_trained": response.num_trained, "desirable": labelled.desirable})
+    return items
+
+
+def _answer(tokens: Tokens, prompt: tuple[Message, ...]) -> Tokens:
+    """The tokens with those spans that lie behind the prompt's messages, up to the last of them."""
+    num_before = sum(message.role == "assistant" for message in prompt)
+    return _ended(replace(tokens, spans=tokens.spans[num_before:]))
+
+
+def _ended(tokens: Tokens) -> Tokens:
+    """The tokens up to the last trained one: a reward model reads its score there."""
+    return replace(tokens, ids=tokens.ids[: tokens.spans[-1][1]])
+
+
+def _num_shared(chosen: Tokens, rejected: Tokens) -> int:
+    """Tokens at the start that both have in common and neither trains."""
+    limit = min(chosen.spans[0][0], rejected.spans[0][0])
+    pairs = enumerate(zip(chosen.ids[:limit], rejected.ids[:limit], strict=True))
+    return next((place for place, (a, b) in pairs if a != b), limit)
+
+
+def _branch(name: str, tokens: Tokens, num_prompt: int) -> dict[str, Any]:
+    spans = [(start - num_prompt, stop - num_prompt) for start, stop in tokens.spans]
+    ids = tokens.ids[num_prompt:]
+    return {f"{name}_ids": ids, f"{name}_spans": flat(spans), f"{name}_length": len(ids)}
+
+
+def _count(report: DataReport, what: str, is_so: bool) -> None:
+    report.details[what] = report.details.get(what, 0) + is_so

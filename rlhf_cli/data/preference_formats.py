@@ -1,0 +1,255 @@
+"""How the columns of a row become a preference pair or a labelled response.
+
+Scores of the two sides are not made into margins, and several marked responses to one prompt have no format here: rows
+of one response each, with its label, say the same.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from rlhf_cli.data.columns import (
+    MESSAGE_COLUMNS,
+    PROMPT_COLUMNS,
+    RESPONSE_COLUMNS,
+    ROLES,
+    SYSTEM_COLUMNS,
+    Present,
+    described,
+    is_dialogue,
+    keys_of,
+    messages_of,
+    prompt_reader,
+    refuse,
+    text_of,
+    with_system,
+)
+from rlhf_cli.data.conversations import (
+    Labelled,
+    Message,
+    Preference,
+    fault_of_example,
+    fault_of_prompt,
+    num_common,
+)
+from rlhf_cli.data.sources import Row, Source
+from rlhf_cli.data.tools import tools_of
+
+CHOSEN_COLUMN, REJECTED_COLUMN = "chosen", "rejected"
+MARGIN_COLUMN, LABEL_COLUMN = "margin", "label"
+TURN = re.compile(r"\n\n(Human|Assistant):")
+"""What begins a turn in the plain text of Anthropic's hh-rlhf."""
+TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+"""What a label may be, in lower case; 1 and 0 are equal to True and False."""
+
+Turns = tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PairColumns:
+    """Which columns the settings name; None leaves the choice to their names."""
+
+    input_key: str | None
+    chosen_key: str | None = None
+    rejected_key: str | None = None
+    output_key: str | None = None
+    label_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PairFormat:
+    """How the pairs of one source are read. `columns` says which are used: 'prompt -> chosen, rejected'."""
+
+    columns: str
+    read: Callable[[Row], Preference]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledFormat:
+    """How the labelled responses of one source are read; a pair gives two, the chosen one first."""
+
+    name: str
+    columns: str
+    read: Callable[[Row], list[Labelled]]
+
+
+def choose_pair_format(source: Source, wanted: PairColumns) -> PairFormat:
+    """Where the sides of a source's pairs stand. Raises UsageError naming the columns present."""
+    return _pairs(Present(source, source.columns()), wanted)
+
+
+def choose_labelled_format(source: Source, wanted: PairColumns, *, data_format: str) -> LabelledFormat:
+    """How a source's labelled responses are read: 'unpaired', 'preference', or by its columns ('auto').
+
+    Raises UsageError naming the columns present where they fit no format.
+    """
+    present = Present(source, source.columns())
+    if data_format == "preference" or (data_format == "auto" and _has_pairs(present, wanted)):
+        pairs = _pairs(present, wanted)
+        return LabelledFormat("preference", pairs.columns, lambda row: _both(pairs.read(row)))
+    return _unpaired(present, wanted)
+
+
+def _has_pairs(present: Present, wanted: PairColumns) -> bool:
+    if wanted.label_key or wanted.output_key:
+        return False
+    both_there = {CHOSEN_COLUMN, REJECTED_COLUMN} <= set(present.names)
+    return both_there or wanted.chosen_key is not None or wanted.rejected_key is not None
+
+
+def _both(pair: Preference) -> list[Labelled]:
+    sides = ((pair.chosen, True), (pair.rejected, False))
+    return [Labelled(pair.prompt, response, desirable, pair.tools) for response, desirable in sides]
+
+
+def _pairs(present: Present, wanted: PairColumns) -> PairFormat:
+    chosen = present.named(wanted.chosen_key, "chosen_key") or present.first((CHOSEN_COLUMN,))
+    rejected = present.named(wanted.rejected_key, "rejected_key") or present.first((REJECTED_COLUMN,))
+    if chosen is None or rejected is None:
+        side = "chosen" if chosen is None else "rejected"
+        raise present.error(f"no column for the {side} response ({side}): name it with --{side}_key")
+    first = present.source.row(0)
+    alone = wanted.input_key is None and _is_whole(first.get(chosen)) and _is_whole(first.get(rejected))
+    prompt = None if alone else _prompt_column(present, wanted, used=(chosen, rejected))
+    read_prompt = _reader_of_prompt(present, prompt, joined=wanted.input_key is None)
+    system = present.first(SYSTEM_COLUMNS)
+
+    def read(row: Row) -> Preference:
+        sides = [_conversation(row, column, read_prompt, system) for column in (chosen, rejected)]
+        return _preference(row, sides[0], sides[1], (chosen, rejected))
+
+    columns = f"{chosen}, {rejected}" if prompt is None else f"{prompt} -> {chosen}, {rejected}"
+    return PairFormat(columns + (f", margin {MARGIN_COLUMN}" if MARGIN_COLUMN in present.names else ""), read)
+
+
+def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:
+    label = present.named(wanted.label_key, "label_key") or present.first((LABEL_COLUMN,))
+    if label is None:
+        raise present.error(
+            f"no column that says whether a response is desirable ({LABEL_COLUMN}): name it with --label_key, "
+            "or give pairs in columns chosen and rejected"
+        )
+    response = present.named(wanted.output_key, "output_key")
+    left = tuple(name for name in RESPONSE_COLUMNS if name not in (label, wanted.input_key))
+    response = response or present.only(left, "the response", "output_key")
+    if response is None:
+        response = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
+        prompt = None
+    else:
+        prompt = _prompt_column(present, wanted, used=(response, label))
+    if response is None:
+        raise present.error(
+            f"no column for the response ({', '.join(RESPONSE_COLUMNS)}; {', '.join(MESSAGE_COLUMNS)}): name it with "
+            "--output_key, or a conversation with --input_key"
+        )
+    read_prompt = _reader_of_prompt(present, prompt, joined=wanted.input_key is None)
+    system = present.first(SYSTEM_COLUMNS)
+
+    def read(row: Row) -> list[Labelled]:
+        turns = _conversation(row, response, read_prompt, system)
+        refuse(row, fault_of_example(turns))
+        return [Labelled(turns[:-1], turns[-1:], _truth(row, label), tools_of(row))]
+
+    columns = response if prompt is None else f"{prompt} -> {response}"
+    return LabelledFormat("unpaired", f"{columns}, label {label}", read)
+
+
+def _prompt_column(present: Present, wanted: PairColumns, *, used: tuple[str, ...]) -> str | None:
+    named = present.named(wanted.input_key, "input_key")
+    candidates = tuple(name for name in PROMPT_COLUMNS if name not in used)
+    left = tuple(name for name in MESSAGE_COLUMNS if name not in used)
+    return named or present.only(candidates, "the prompt", "input_key") or present.first(left)
+
+
+def _reader_of_prompt(present: Present, column: str | None, *, joined: bool) -> Callable[[Row], Turns]:
+    """Reads a prompt, which may be written in the manner of hh."""
+    plain = prompt_reader(column, present, joined=joined) if column is not None else None
+    system = present.first(SYSTEM_COLUMNS)
+
+    def read(row: Row) -> Turns:
+        if plain is None or column is None:
+            raise row.error(
+                f"it has no prompt: a response alone needs a column for it ({', '.join(PROMPT_COLUMNS)}) or --input_key"
+            )
+        text = row.get(column)
+        prompt = with_system(_hh_prompt(text), row, system) if _is_hh(text) else plain(row)
+        refuse(row, fault_of_prompt(prompt))
+        return prompt
+
+    return read
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a cell is a conversation with its prompt, instead of the response alone."""
+    if isinstance(value, str):
+        return _is_hh(value)
+    first = value[0] if is_dialogue(value) else value if isinstance(value, dict) else {}
+    role = str(first.get("role", first.get("from", "assistant")))
+    return ROLES.get(role.lower()) != "assistant"
+
+
+def _conversation(row: Row, column: str, read_prompt: Callable[[Row], Turns], system: str | None) -> Turns:
+    """The conversation that ends with this column's response: the cell itself, or the prompt before it."""
+    turns = _turns(row, column)
+    return read_prompt(row) + turns if turns[0].role == "assistant" else with_system(turns, row, system)
+
+
+def _turns(row: Row, column: str) -> Turns:
+    value = row.get(column)
+    if isinstance(value, dict):  # LLaMA-Factory writes a single message so
+        row, value = Row({**row, column: [value]}, row.source, row.index), [value]
+    if is_dialogue(value):
+        return messages_of(row, column, keys_of(value))
+    return _hh_turns(value) if _is_hh(value) else (Message("assistant", text_of(row, column)),)
+
+
+def _is_hh(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and value.startswith("\n\nHuman:")
+
+
+def _hh_turns(text: str) -> Turns:
+    """The turns of '\\n\\nHuman: ...\\n\\nAssistant: ...'."""
+    _, *parts = TURN.split(text)
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return tuple(Message("user" if speaker == "Human" else "assistant", said.strip()) for speaker, said in turns)
+
+
+def _hh_prompt(text: str) -> Turns:
+    """The same without the last 'Assistant:', which only asks for a response."""
+    turns = _hh_turns(text)
+    return turns[:-1] if turns[-1] == Message("assistant", "") else turns
+
+
+def _preference(row: Row, chosen: Turns, rejected: Turns, columns: tuple[str, str]) -> Preference:
+    for turns, column in zip((chosen, rejected), columns, strict=True):
+        fault = fault_of_example(turns)
+        refuse(row, f"{column}: {fault}" if fault else None)
+    if chosen == rejected:
+        raise row.error(f"{columns[0]} and {columns[1]} are the same")
+    common = min(num_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    if all(message.role == "system" for message in chosen[:common]):
+        raise row.error(f"{columns[0]} and {columns[1]} have no prompt in common: they begin with different questions")
+    return Preference(chosen[:common], chosen[common:], rejected[common:], _margin(row), tools_of(row))
+
+
+def _margin(row: Row) -> float | None:
+    value = row.get(MARGIN_COLUMN)
+    if value is None or value == "":  # a CSV file has no null
+        return None
+    try:
+        margin = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise row.error(f"column {MARGIN_COLUMN!r} is not a number but {described(value, row, MARGIN_COLUMN)}")
+    return margin
+
+
+def _truth(row: Row, column: str) -> bool:
+    value = row.get(column)
+    known = value.strip().lower() if isinstance(value, str) else value
+    if not isinstance(known, str | int | float) or known not in TRUTHS:
+        raise row.error(f"column {column!r} is neither true nor false (1 nor 0) but {described(value, row, column)}")
+    return TRUTHS[known]
