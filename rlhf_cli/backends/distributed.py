@@ -78,6 +78,19 @@ def reduce_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return dict(zip(metrics, torch.where(is_max, maxima, sums).tolist(), strict=True))
 
 
+def gather_rows(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Rows of all ranks end to end, on this rank's device, and where this rank's begin; every rank must call it.
+
+    Ranks may have different numbers of rows, of the same shape and type.
+    """
+    if dist.get_world_size() == 1:
+        return rows, 0
+    parts: list[torch.Tensor] = [rows] * dist.get_world_size()
+    dist.all_gather_object(parts, rows.cpu())
+    start = sum(len(part) for part in parts[: dist.get_rank()])
+    return torch.cat(parts).to(rows.device), start
+
+
 def any_rank(flag: bool) -> bool:
     """Whether `flag` is true on at least one rank; every rank must call it."""
     if dist.get_world_size() == 1:

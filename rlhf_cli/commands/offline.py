@@ -4,7 +4,8 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from rlhf_cli.backends import distributed, distributed_env
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
@@ -13,15 +14,67 @@ from rlhf_cli.backends.launch import stop_with_launcher
 from rlhf_cli.backends.roles import save_whole_model
 from rlhf_cli.backends.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
 from rlhf_cli.commands.run_directory import REPORT, RunDirectory, begin_log, prepare_run_directory, run_directory
-from rlhf_cli.commands.sft import SFTConfig
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.train import (
+    CheckpointConfig,
+    DeepSpeedConfig,
+    OfflineBatchConfig,
+    SingleOptimConfig,
+    TrackingConfig,
+)
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
-from rlhf_cli.models.loading import num_parameters, quadratic_cost
+from rlhf_cli.models.loading import load_config, num_parameters, quadratic_cost
 from rlhf_cli.options import to_yaml
 from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.terminal import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
-from rlhf_cli.trainers.loop import Finished, Hooks, ItemData, Objective, Schedule, Share, train
+from rlhf_cli.trainers.loop import Finished, Hooks, ItemData, Objective, Prepare, Schedule, Share, train
+
+
+class OfflineConfig(Protocol):
+    """What the settings of every offline command have."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def batch(self) -> OfflineBatchConfig: ...
+    @property
+    def optim(self) -> SingleOptimConfig: ...
+    @property
+    def deepspeed(self) -> DeepSpeedConfig: ...
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
+    @property
+    def tracking(self) -> TrackingConfig: ...
+
+
+@dataclass(frozen=True)
+class Items:
+    """What is trained on and, where there is any, what is evaluated on."""
+
+    data: ItemData
+    eval_data: ItemData | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What an objective compares the trained model with.
+
+    `prepare` is called with the micro-batches of every step, `after_step` (engine, step) after every step; `save` and
+    `load` take the folder of a checkpoint, every rank calls them.
+    """
+
+    prepare: Prepare | None = None
+    after_step: Callable[[Any, int], None] | None = None
+    save: Callable[[Path], None] | None = None
+    load: Callable[[Path], None] | None = None
+
+
+def no_reference(items: Items, share: Share) -> tuple[Items, Reference]:
+    """For objectives that compare with nothing."""
+    del share
+    return items, Reference()
 
 
 @dataclass(frozen=True)
@@ -30,15 +83,19 @@ class OfflineTask:
 
     command: str
     objective: Objective
-    data: ItemData
-    eval_data: ItemData | None
+    items: Items
     summary: str  # of the data, for the terminal
     load: Callable[[dict[str, Any] | None], Any]  # ZeRO-3 configuration or None -> Hugging Face model
     wrap: Callable[[Any], Any]  # Hugging Face model -> module that the objective calls
     tokenizer: Any
+    # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
+    begin: Callable[[Items, Share], tuple[Items, Reference]] = no_reference
+    finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
+    # Metrics of the last evaluation -> settings to be saved in the model's configuration.
+    describe: Callable[[dict[str, float]], dict[str, Any]] = lambda evaluated: {}
 
 
-def run_offline(config: SFTConfig, task: OfflineTask) -> None:
+def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
     """Train the task from its newest checkpoint, or from the start, to the end; save the model and the report."""
     rank, num_ranks = distributed_env.rank_and_world_size()
     paths = run_directory(config.checkpoint)
@@ -57,13 +114,19 @@ def run_offline(config: SFTConfig, task: OfflineTask) -> None:
     with quiet_process(begin_log(paths, rank, keep=continues)) as terminal:
         distributed.join_process_group()
         seed_everything(config.batch.seed)
+        share = Share(rank, num_ranks, config.batch, quadratic_cost(load_config(config.model)))
+        items, reference = task.begin(task.items, share)
         hf_model, engine = _build(config, task)
         if resume is not None:
             engine.load(resume.path / "model")
-        run = _Run(config, task, paths, store, identity, hf_model, engine)
+            if reference.load is not None:
+                reference.load(resume.path / "model")
+        run = _Run(config, task, items, reference, share, paths, store, identity, hf_model, engine)
         with run.tracker(terminal.console, resume) if rank == 0 else SilentTracker() as tracker:
             finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
             if not finished.interrupted:
+                for name, value in task.describe(finished.evaluated).items():
+                    setattr(hf_model.config, name, value)
                 save_whole_model(engine, hf_model, task.tokenizer, paths.model)
             conclude(tracker, paths, finished)
         if rank == 0:
@@ -73,14 +136,14 @@ def run_offline(config: SFTConfig, task: OfflineTask) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _identity(config: SFTConfig, task: OfflineTask, num_ranks: int) -> dict[str, Any]:
+def _identity(config: OfflineConfig, task: OfflineTask, num_ranks: int) -> dict[str, Any]:
     """What has to be equal for a checkpoint to be continued."""
     return {
         "command": task.command,
         "number of ranks": num_ranks,
         "zero_stage": config.deepspeed.zero_stage,
         "param_dtype": config.model.param_dtype,
-        "number of training rows": len(task.data.lengths),
+        "number of training rows": len(task.items.data.lengths),
         "train_batch_size": config.batch.train_batch_size,
         "max_epochs": config.batch.max_epochs,
         "max_steps": config.batch.max_steps,
@@ -88,7 +151,7 @@ def _identity(config: SFTConfig, task: OfflineTask, num_ranks: int) -> dict[str,
     }
 
 
-def _build(config: SFTConfig, task: OfflineTask) -> tuple[Any, DeepSpeedEngine]:
+def _build(config: OfflineConfig, task: OfflineTask) -> tuple[Any, DeepSpeedEngine]:
     settings = deepspeed_config(config.deepspeed, param_dtype=config.model.param_dtype, max_norm=config.optim.max_norm)
     hf_model = task.load(settings if config.deepspeed.zero_stage == 3 else None)
     engine = DeepSpeedEngine(
@@ -102,11 +165,11 @@ def _build(config: SFTConfig, task: OfflineTask) -> tuple[Any, DeepSpeedEngine]:
     return hf_model, engine
 
 
-def total_steps(config: SFTConfig, task: OfflineTask) -> int:
+def total_steps(config: OfflineConfig, task: OfflineTask) -> int:
     """Optimizer steps of the whole run."""
     batch = config.batch
     batches = StepBatches(
-        len(task.data.lengths), batch_size=batch.train_batch_size, epochs=batch.max_epochs, seed=batch.seed
+        len(task.items.data.lengths), batch_size=batch.train_batch_size, epochs=batch.max_epochs, seed=batch.seed
     )
     return min(len(batches), batch.max_steps or len(batches))
 
@@ -115,8 +178,11 @@ def total_steps(config: SFTConfig, task: OfflineTask) -> int:
 class _Run:
     """Everything built, on one rank."""
 
-    config: SFTConfig
+    config: OfflineConfig
     task: OfflineTask
+    items: Items
+    reference: Reference
+    share: Share
     paths: RunDirectory
     store: CheckpointStore
     identity: dict[str, Any]
@@ -139,13 +205,12 @@ class _Run:
 
     def train(self, tracker: Any, stop: StopSignal, *, start_step: int) -> Finished:
         config = self.config
-        rank, num_ranks = distributed_env.rank_and_world_size()
         return train(
             self.engine,
             self.task.objective,
-            data=self.task.data,
-            eval_data=self.task.eval_data,
-            share=Share(rank, num_ranks, config.batch, quadratic_cost(self.hf_model.config)),
+            data=self.items.data,
+            eval_data=self.items.eval_data,
+            share=self.share,
             schedule=Schedule(
                 start_step=start_step,
                 total_steps=total_steps(config, self.task),
@@ -154,7 +219,12 @@ class _Run:
                 stop_eval_loss=config.batch.stop_eval_loss,
             ),
             hooks=Hooks(
-                tracker, lambda step: self.save_checkpoint(step, tracker.state()), lambda: distributed.any_rank(stop())
+                tracker,
+                lambda step: self.save_checkpoint(step, tracker.state()),
+                lambda: distributed.any_rank(stop()),
+                prepare=self.reference.prepare,
+                after_step=self.reference.after_step,
+                finish_metrics=self.task.finish_metrics,
             ),
         )
 
@@ -179,6 +249,8 @@ class _Run:
         try:
             folder.mkdir(exist_ok=True)
             self.engine.save(folder)
+            if self.reference.save is not None:
+                self.reference.save(folder)
         except (OSError, RuntimeError) as error:
             if rank == 0:
                 raise  # the store makes a sentence of it and removes what was written

@@ -46,7 +46,7 @@ def sft(config: SFTConfig) -> None:
 
         sys.exit(run_ranks(config.launch.num_processes, sys.argv[1:]))
 
-    from rlhf_cli.commands.offline import OfflineTask, run_offline
+    from rlhf_cli.commands.offline import Items, OfflineTask, run_offline
     from rlhf_cli.data.sft_data import load_sft_sequences
     from rlhf_cli.models.loading import load_causal_lm, load_tokenizer
     from rlhf_cli.models.policy import PolicyModel
@@ -63,8 +63,7 @@ def sft(config: SFTConfig) -> None:
     task = OfflineTask(
         command="sft",
         objective=sft_objective,
-        data=SequenceItems(train_data),
-        eval_data=SequenceItems(eval_data) if eval_data is not None else None,
+        items=Items(SequenceItems(train_data), SequenceItems(eval_data) if eval_data is not None else None),
         summary=train_data.report.summary,
         load=lambda zero3: load_causal_lm(config.model, zero3_config=zero3),
         wrap=PolicyModel,

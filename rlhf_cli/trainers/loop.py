@@ -5,7 +5,7 @@ same order of items and takes its own share of each step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,9 @@ from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.tracking.phases import PhaseTimer
 
 Objective = Callable[[nn.Module, Any, StepTotals], tuple[torch.Tensor, Metrics]]
+Prepare = Callable[[Any, list[Any]], list[Any]]
+"""(engine, this rank's micro-batches of a step) -> the same with what the objective has to know of a model or of the
+whole step beforehand, such as the reference's log-probabilities. Every rank calls it for every step."""
 
 
 class ItemData(Protocol):
@@ -91,11 +94,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop calls besides the engine."""
+    """What the loop calls besides engine and objective."""
 
     tracker: StepTracker
     save_checkpoint: Callable[[int], None]
     should_stop: Callable[[], bool]
+    prepare: Prepare | None = None
+    after_step: Callable[[Any, int], None] | None = None
+    finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,8 @@ class Finished:
 
     step: int
     interrupted: bool
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last evaluation."""
 
 
 def train(
@@ -120,37 +128,44 @@ def train(
     batches = StepBatches(
         len(data.lengths), batch_size=share.batch.train_batch_size, epochs=share.batch.max_epochs, seed=share.batch.seed
     )
+    evaluated: dict[str, float] = {}
     for step in range(schedule.start_step + 1, schedule.total_steps + 1):
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         with timer("data"):
             micro_batches, totals = share.micro_batches(data, batches[step - 1])
+        if hooks.prepare is not None:
+            with timer("forward"):
+                micro_batches = hooks.prepare(engine, micro_batches)
         with timer("train"):
-            metrics = engine.train_step(micro_batches, bind(objective, totals))
+            metrics = hooks.finish_metrics(engine.train_step(micro_batches, bind(objective, totals)))
+            if hooks.after_step is not None:
+                hooks.after_step(engine, step)
         counts = {"num_tokens": float(totals.num_tokens), "num_sequences": float(totals.num_sequences)}
         hooks.tracker.log(step, metrics | counts, timer.take())
         if eval_data is not None and is_due(step, schedule.eval_steps, schedule.total_steps):
-            evaluated = evaluate(engine, objective, data=eval_data, share=share)
+            evaluated = evaluate(engine, objective, data=eval_data, share=share, hooks=hooks)
             hooks.tracker.evaluation(step, evaluated)
             if schedule.stop_eval_loss is not None and evaluated["loss"] <= schedule.stop_eval_loss:
-                return Finished(step, interrupted=False)
+                return Finished(step, interrupted=False, evaluated=evaluated)
         stop = hooks.should_stop() and step < schedule.total_steps
         if stop or (is_due(step, schedule.save_steps, schedule.total_steps) and schedule.save_steps > 0):
             hooks.save_checkpoint(step)
         if stop:
             return Finished(step, interrupted=True)
-    return Finished(schedule.total_steps, interrupted=False)
+    return Finished(schedule.total_steps, interrupted=False, evaluated=evaluated)
 
 
-def evaluate(engine: Engine, objective: Objective, *, data: ItemData, share: Share) -> dict[str, float]:
+def evaluate(engine: Engine, objective: Objective, *, data: ItemData, share: Share, hooks: Hooks) -> dict[str, float]:
     """The objective's metrics over all evaluation items, as one global mean.
 
     Packed a training batch at a time, so that memory does not grow with the number of items.
     """
+    prepare = hooks.prepare or (lambda engine, micro_batches: micro_batches)
     num_items, size = len(data.lengths), share.batch.train_batch_size
     totals = StepTotals(num_tokens=int(data.num_trained.sum()), num_sequences=num_items)
     chunks = (np.arange(start, min(start + size, num_items)) for start in range(0, num_items, size))
-    micro_batches = (pack for chunk in chunks for pack in share.micro_batches(data, chunk)[0])
-    return engine.evaluate(micro_batches, bind(objective, totals))
+    micro_batches = (pack for chunk in chunks for pack in prepare(engine, share.micro_batches(data, chunk)[0]))
+    return hooks.finish_metrics(engine.evaluate(micro_batches, bind(objective, totals)))
 
 
 def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]:
