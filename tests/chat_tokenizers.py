@@ -1,5 +1,7 @@
 """Small byte-level tokenizers with the chat templates of well-known model families, for tests of data."""
 
+from collections.abc import Sequence
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -12,6 +14,7 @@ CORPUS = [
     "Answer:(yes) Answer:(no) Answer:(maybe)",
 ] * 20
 
+SPECIALS = ("<|end|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|stop|>")
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -106,9 +109,18 @@ TRAINABLE = {
 
 
 def make_tokenizer(
-    chat_template: str | None = None, *, adds_bos: bool = False, trim_offsets: bool = False
+    chat_template: str | None = None,
+    *,
+    adds_bos: bool = False,
+    trim_offsets: bool = False,
+    specials: Sequence[str] = SPECIALS,
+    bos: str | None = "<|bos|>",
+    eos: str = "<|end|>",
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer; `adds_bos` as Llama's does, `trim_offsets` as GPT-2's does."""
+    """A byte-level BPE tokenizer whose padding is its end of sequence.
+
+    `adds_bos` as Llama's does, `trim_offsets` as GPT-2's does.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -117,10 +129,9 @@ def make_tokenizer(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    specials = ["<|end|>", "<|bos|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|stop|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=500,
-        special_tokens=specials,
+        special_tokens=list(specials),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -130,9 +141,9 @@ def make_tokenizer(
     tokenizer.post_processor = processors.Sequence([byte_level, starts] if adds_bos else [byte_level])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<|bos|>",
-        eos_token="<|end|>",
-        pad_token="<|end|>",
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=eos,
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )

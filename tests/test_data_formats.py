@@ -1,6 +1,7 @@
 """How rows of each format become conversations, and how formats are told apart."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -154,7 +155,9 @@ def said(*turns):
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": [1, "é"]}}}]
+CALLS: list[dict[str, Any]] = [
+    {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": [1, "é"]}}}
+]
 
 
 def calling(calls):

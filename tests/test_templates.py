@@ -158,7 +158,7 @@ def test_text_that_occurs_earlier_in_the_template_is_found_where_it_was_said(tmp
 
 def test_thought_that_the_template_drops_is_refused(tmp_path):
     tokenizer = make_tokenizer(DEEPSEEK_R1)
-    with pytest.raises(UsageError, match=r"line 2: the chat template leaves out or alters .*well"):
+    with pytest.raises(UsageError, match=r"line 2: the chat template leaves out the thought of the last turn, .*well"):
         load(tmp_path, tokenizer, ["What?", "Paris"], ["What?", "<think>\nwell\n</think>\n\nParis"])
 
 

@@ -16,8 +16,9 @@ from rlhf_cli.data.conversations import Conversation, Document
 from rlhf_cli.data.rendering import Pieces, Renderer
 from rlhf_cli.data.sources import Row, RowFault, Rows, batches
 from rlhf_cli.data.store import StoredTable, TableWriter
-from rlhf_cli.data.templates import TRIAL, Span, TemplateFault
+from rlhf_cli.data.templates import TRIAL, TemplateFault
 from rlhf_cli.data.tokenising import Tokeniser, Tokens
+from rlhf_cli.data.turns import Span
 from rlhf_cli.errors import UsageError
 
 BATCH_ROWS = 512
@@ -50,6 +51,7 @@ class DataReport:
     dropped_untrained: int = 0
     dropped_equal: int = 0
     merged_starts: int = 0
+    unthought_turns: int = 0
 
     @property
     def summary(self) -> str:
@@ -61,6 +63,7 @@ class DataReport:
             "dropped with nothing to train on": self.dropped_untrained,
             "dropped as equal within max_len": self.dropped_equal,
             "with leading white space that carries no loss": self.merged_starts,
+            "earlier turns without the thought they had, which the chat template drops": self.unthought_turns,
         }
         parts = [
             "; ".join(self.sources),

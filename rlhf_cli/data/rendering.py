@@ -42,18 +42,18 @@ class Renderer:
         """An example to train on. Raises TemplateFault if it cannot be rendered."""
         if isinstance(example, Document):
             return Pieces((_whole(example.text),), plain=True)
-        _refuse_tools(example)
         if self._config.apply_chat_template:
             conversation = example.with_system_prompt(self._config.system_prompt)
             return Pieces((self.template.example(conversation),), plain=False)
         *before, response = example.messages
+        _refuse_tools(example)
         return Pieces((Rendered(self._around(tuple(before)), (), None), _whole(response.content)), plain=True)
 
     def prompt(self, conversation: Conversation) -> str:
         """Text that generation starts from. Raises TemplateFault if it cannot be rendered."""
-        _refuse_tools(conversation)
         if self._config.apply_chat_template:
             return self.template.prompt(conversation.with_system_prompt(self._config.system_prompt))
+        _refuse_tools(conversation)
         return self._around(conversation.messages)
 
     def _around(self, messages: tuple[Message, ...]) -> str:
@@ -71,5 +71,6 @@ def _whole(text: str) -> Rendered:
 
 
 def _refuse_tools(conversation: Conversation) -> None:
+    """Raises TemplateFault if only a chat template could render the conversation."""
     if conversation.tools or any(message.tool_calls for message in conversation.messages):
-        raise TemplateFault("tools and tool calls are not rendered")
+        raise TemplateFault("tools and tool calls need a chat template")

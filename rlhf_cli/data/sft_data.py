@@ -104,5 +104,6 @@ def _sequence(encoded: Encoded[None], config: DataConfig, report: DataReport) ->
     report.tokens += len(sequence.ids)
     report.trained_tokens += sequence.num_trained
     report.merged_starts += sequence.merged
+    report.unthought_turns += sequence.num_unthought
     item = {"token_ids": sequence.ids, "spans": flat(sequence.spans), "length": len(sequence.ids)}
     return [item | {"num_trained": sequence.num_trained}]

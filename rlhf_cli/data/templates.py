@@ -4,7 +4,10 @@ Nothing is tokenised here but a trial conversation, which shows what the templat
 assistant turns cannot be told apart from what it writes around them is refused.
 """
 
+import itertools
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,11 +16,21 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf_cli.data.conversations import Conversation, Message
+from rlhf_cli.data.conversations import Conversation, Message, ToolCall
+from rlhf_cli.data.turns import (
+    Said,
+    Span,
+    left_out,
+    missing_call,
+    num_shared,
+    place_after,
+    skip_space,
+    turn_at,
+    turn_from,
+)
 from rlhf_cli.errors import UsageError
 
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-SPACE = re.compile(r"\s*")
 TRIAL = (
     Message("user", "first question"),
     Message("assistant", "first answer"),
@@ -25,8 +38,21 @@ TRIAL = (
     Message("assistant", "second answer"),
 )
 """Rendered once to learn how the template ends a turn; no template has a reason to alter these words."""
-
-Span = tuple[int, int]
+TRIAL_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "look up",
+        "parameters": {"type": "object", "properties": {"subject": {"type": "string", "description": "a word"}}},
+    },
+}
+TRIAL_CALL = (
+    Message("user", "first question"),
+    Message("assistant", "", (ToolCall("lookup", {"subject": "word"}, "abcdefghi"),)),
+    Message("tool", "found", tool_call_id="abcdefghi", name="lookup"),
+    Message("assistant", "first answer"),
+)
+"""Rendered once to learn how the template takes a call; Mistral's wants an id of nine letters."""
 
 
 class TemplateFault(ValueError):
@@ -38,11 +64,39 @@ class Rendered:
     """A conversation as text. `spans` bound the characters that carry loss: each assistant's text and end of turn.
 
     `prompt` is what a rollout of the first turn would start from, where the text continues exactly that, else None.
+    `num_unthought` counts the turns whose thought the template leaves out, as it does for those before the last.
     """
 
     text: str
     spans: tuple[Span, ...]
     prompt: str | None
+    num_unthought: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template takes calls: arguments as JSON text or as an object, and what stands for the text beside them."""
+
+    arguments_as_text: bool
+    no_content: str | None
+
+    def entry(self, message: Message) -> dict[str, Any]:
+        """The message as templates get it, without keys that have no value: templates ask whether they are there."""
+        named = {"tool_call_id": message.tool_call_id, "name": message.name}
+        entry: dict[str, Any] = {"role": message.role, "content": message.content}
+        entry |= {key: value for key, value in named.items() if value is not None}
+        if message.tool_calls:
+            entry["content"] = message.content or self.no_content
+            entry["tool_calls"] = [self._call(call) for call in message.tool_calls]
+        return entry
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        text = json.dumps(call.arguments, ensure_ascii=False)
+        function = {"name": call.name, "arguments": text if self.arguments_as_text else call.arguments}
+        return {"type": "function", "function": function, **({"id": call.id} if call.id is not None else {})}
+
+
+CALL_FORMS = tuple(itertools.starmap(CallForm, itertools.product((False, True), (None, ""))))
 
 
 class ChatTemplate:
@@ -65,7 +119,7 @@ class ChatTemplate:
 
         Raises TemplateFault if it ends turns with no token of its own.
         """
-        text, _ = self._render(TRIAL)
+        text, _ = self._render(TRIAL, ())
         encoding = self._tokenizer(text, add_special_tokens=False)
         ends = []
         for answer in (TRIAL[3].content, TRIAL[1].content):
@@ -84,40 +138,82 @@ class ChatTemplate:
             ends.append(added.content)
         return tuple(dict.fromkeys(ends))
 
+    @cached_property
+    def _call_form(self) -> CallForm:
+        """The form of calls that the template takes, by a trial: without Python's `None` and `{'subject': ...}`."""
+        tried: dict[CallForm, str] = {}
+        for form in CALL_FORMS:
+            try:
+                tried[form] = self._render(TRIAL_CALL, (TRIAL_TOOL,), form=form)[0]
+            except TemplateFault:
+                continue
+        fewest = min((text.count("None") for text in tried.values()), default=0)
+        fit = (form for form, text in tried.items() if "{'subject'" not in text and text.count("None") == fewest)
+        return next(fit, CALL_FORMS[0])
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        """Whether the template writes anything of the functions that may be called."""
+        try:
+            return self._render(TRIAL[:1], (TRIAL_TOOL,))[0] != self._render(TRIAL[:1], ())[0]
+        except TemplateFault:
+            return True  # rendering the row says what is wrong
+
     def prompt(self, conversation: Conversation) -> str:
         """Text that the assistant's next turn would continue. Raises TemplateFault if the template refuses it."""
-        return self._render(conversation.messages, add_generation_prompt=True)[0]
+        text, _ = self._render(conversation.messages, conversation.tools, add_generation_prompt=True)
+        self._refuse_left_out(conversation, text, ())
+        return text
 
     def example(self, conversation: Conversation) -> Rendered:
         """Text of a whole conversation and the spans of its assistant turns.
 
         Spans come from the template's `{% generation %}` blocks if it has them, else from comparing the text with
         that of the messages before each turn. Raises TemplateFault where a turn is not in the text as it was given
-        (white space around it aside), or without an end of turn.
+        (white space around it and thoughts before the last turn aside), or without an end of turn.
         """
-        text, marked = self._render(conversation.messages)
+        text, marked = self._render(conversation.messages, conversation.tools)
         if self._marks_turns:
-            return Rendered(text, self._marked_turns(conversation, text, marked), None)
+            found = self._marked_turns(conversation, text, marked)
+        else:
+            found = self._compared_turns(conversation, text)
+        self._refuse_left_out(conversation, text, found.spans)
+        return found
+
+    def _compared_turns(self, conversation: Conversation, text: str) -> Rendered:
         spans: list[Span] = []
         prompt = None
-        for number, message in enumerate(conversation.messages):
-            if message.role != "assistant":
-                continue
-            before = self._render(conversation.messages[:number], add_generation_prompt=True)[0]
+        num_unthought = 0
+        for number, readings in _readings(conversation):
+            before = self._render(conversation.messages[:number], conversation.tools, add_generation_prompt=True)[0]
             floor = spans[-1][1] if spans else 0
-            span = self._turn_at(text, len(before), message.content) if text.startswith(before) else None
-            if span and not spans:
-                prompt = before
-            span = span or self._turn_behind(conversation.messages[:number], text, message.content, floor)
+            for said in readings:
+                direct = turn_at(text, len(before), said, self.ends_of_turn) if text.startswith(before) else None
+                span = direct or self._turn_behind(conversation, number, said, text, floor)
+                if span is not None:
+                    break
+            else:
+                raise self._fault(conversation, number, text[floor:])
+            prompt = before if direct and direct[0] == len(before) and not spans else prompt
+            num_unthought += said is not readings[0]
             spans.append(span)
-        return Rendered(text, tuple(spans), prompt)
+        return Rendered(text, tuple(spans), prompt, num_unthought)
 
-    def _render(self, messages: tuple[Message, ...], *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
+    def _render(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[dict[str, Any], ...],
+        *,
+        add_generation_prompt: bool = False,
+        form: CallForm | None = None,
+    ) -> tuple[str, list[Span]]:
         """Text, and the spans of its generation blocks (none for a prompt)."""
-        chat: list[dict[str, Any]] = [{"role": m.role, "content": m.content} for m in messages]
+        if form is None:
+            form = self._call_form if any(message.tool_calls for message in messages) else CALL_FORMS[0]
         try:
             texts, marked = render_jinja_template(
-                conversations=[chat],
+                conversations=[[form.entry(message) for message in messages]],
+                tools=list(tools) or None,
                 chat_template=self._template,
                 return_assistant_tokens_mask=self._marks_turns and not add_generation_prompt,
                 add_generation_prompt=add_generation_prompt,
@@ -127,66 +223,108 @@ class ChatTemplate:
             raise TemplateFault(f"the chat template does not take this conversation: {error}") from error
         return texts[0], marked[0] if marked else []
 
-    def _turn_at(self, text: str, start: int, content: str) -> Span | None:
-        """Span from `start` over this content and the end of turn; None if the text goes on otherwise."""
-        body = content.strip()
-        begin = skip_space(text, start)
-        if not text.startswith(body, begin):
-            return None
-        stop = skip_space(text, begin + len(body))
-        end = next((end for end in self.ends_of_turn if text.startswith(end, stop)), None)
-        return None if end is None else (start, stop + len(end))
-
-    def _turn_behind(self, before: tuple[Message, ...], text: str, content: str, floor: int) -> Span:
+    def _turn_behind(self, conversation: Conversation, number: int, said: Said, text: str, floor: int) -> Span | None:
         """Span of a turn before which the template writes more than, or other than, its generation prompt.
 
-        Qwen 3 puts an empty thought there, DeepSeek R1 opens one in the generation prompt alone.
+        Qwen 3 puts an empty thought there, DeepSeek R1 opens one in the generation prompt alone, and Mistral has the
+        tools before the last user turn.
         """
-        body = content.strip()
-        for prompted in (True, False):
-            context = self._render(before, add_generation_prompt=prompted)[0]
-            shared = _num_shared(context, text)
-            if prompted and shared < len(context):
-                continue
-            begin = text.find(body, max(shared, floor))
-            while begin >= 0 and not any(end in text[max(shared, floor) : begin] for end in self.ends_of_turn):
-                span = self._turn_at(text, begin, content)
+        before, tools = conversation.messages[:number], conversation.tools
+        prompt = self._render(before, tools, add_generation_prompt=True)[0]
+        context = self._render(before, tools)[0]
+        floor = place_after(before, text, floor)
+        alone = self._render(conversation.messages[: number + 1], tools)[0]
+        span = turn_at(alone, len(prompt), said, self.ends_of_turn) if alone.startswith(prompt) else None
+        place = text.find(alone[slice(*span)], floor) if span else -1
+        if span and place >= 0 and not any(end in text[floor:place] for end in self.ends_of_turn):
+            return place, place + span[1] - span[0]
+        if not said.parts:
+            return self._calls_behind(prompt, context, said, text)
+        for start in (prompt, context):
+            if start is context or text.startswith(prompt):
+                span = turn_from(text, max(num_shared(start, text), floor), said, self.ends_of_turn)
                 if span is not None:
                     return span
-                begin = text.find(body, begin + 1)
-        raise TemplateFault(f"the chat template leaves out or alters what the assistant says: {content[:60]!r}")
+        return None
 
-    def _marked_turns(self, conversation: Conversation, text: str, marked: list[Span]) -> tuple[Span, ...]:
+    def _calls_behind(self, prompt: str, context: str, said: Said, text: str) -> Span | None:
+        """Span of a turn of calls alone, which has no words to begin with: behind what it shares with the prompt."""
+        if not (text.startswith(context) and prompt.startswith(context)):
+            return None
+        header = self._num_shared_tokens(prompt[len(context) :], text[len(context) :])
+        return turn_at(text, len(context) + header, said, self.ends_of_turn) if header else None
+
+    def _num_shared_tokens(self, first: str, second: str) -> int:
+        """Characters of the tokens at the start that two texts have in common."""
+        ids = [self._tokenizer(text, add_special_tokens=False) for text in (first, second[: 2 * len(first)])]
+        shared = num_shared(ids[0]["input_ids"], ids[1]["input_ids"])
+        return ids[0].token_to_chars(shared - 1).end if shared else 0
+
+    def _fault(self, conversation: Conversation, number: int, rest: str) -> TemplateFault:
+        """Why there is no turn in the text that says what message `number` does."""
+        message = conversation.messages[number]
+        call = missing_call(rest, message.tool_calls)
+        if call is not None:
+            return TemplateFault(f"the chat template leaves out or alters the assistant's call of {call.name}")
+        if message.tool_calls and not message.content.strip():
+            ends = " or ".join(self.ends_of_turn)
+            return TemplateFault(
+                f"the assistant's call of {message.tool_calls[0].name} cannot be told from what the chat template "
+                f"writes around it, or does not end with {ends} as other turns do"
+            )
+        said = Said.without_thought(message)
+        if said is not None and said.parts and turn_from(rest, 0, said, self.ends_of_turn):
+            return TemplateFault(
+                f"the chat template leaves out the thought of the last turn, {message.content[:60]!r}, so it would "
+                "not be learned: use a template that keeps it, or rows without thoughts"
+            )
+        return TemplateFault(
+            f"the chat template leaves out or alters what the assistant says: {message.content[:60]!r}"
+        )
+
+    def _refuse_left_out(self, conversation: Conversation, text: str, spans: Sequence[Span]) -> None:
+        """Raises TemplateFault if the template leaves out the tools, or what others than the assistant say."""
+        if conversation.tools and not self._shows_tools:
+            raise TemplateFault("the chat template leaves out the tools of the row: it has no place for them")
+        missing = left_out(conversation.messages, text, spans)
+        if missing is not None:
+            raise TemplateFault(
+                f"the chat template leaves out or alters what the {missing.role} says: {missing.content[:60]!r}"
+            )
+
+    def _marked_turns(self, conversation: Conversation, text: str, marked: list[Span]) -> Rendered:
         """The generation blocks, less white space behind the end of turn."""
-        turns = [message.content for message in conversation.messages if message.role == "assistant"]
+        turns = list(_readings(conversation))
         if len(turns) != len(marked):
             raise TemplateFault(
                 f"the chat template has {len(marked)} generation blocks for {len(turns)} assistant turns"
             )
         spans = []
-        for content, (start, stop) in zip(turns, marked, strict=True):
-            span = self._turn_at(text, start, content)
+        num_unthought = 0
+        for (number, readings), (start, stop) in zip(turns, marked, strict=True):
+            found = ((said, turn_at(text, start, said, self.ends_of_turn)) for said in readings)
+            said, span = next(((said, span) for said, span in found if span), (None, None))
             if span is None or text[span[1] : stop].strip():
                 raise TemplateFault(
                     f"the chat template's generation block {text[start:stop][:60]!r} is not the assistant's text "
-                    f"{content[:60]!r} and the end of turn"
+                    f"{conversation.messages[number].content[:60]!r} and the end of turn"
                 )
             if span[1] > stop:
                 raise TemplateFault(
                     "the chat template's generation block ends before the end-of-turn token "
                     f"{text[stop : span[1]]!r}, so the model would never learn to stop"
                 )
+            num_unthought += said is not readings[0]
             spans.append(span)
-        return tuple(spans)
+        return Rendered(text, tuple(spans), None, num_unthought)
 
 
-def _num_shared(first: str, second: str) -> int:
-    """Characters at the start that two texts have in common."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def skip_space(text: str, position: int) -> int:
-    """Position of the first character from `position` on that is not white space."""
-    match = SPACE.match(text, position)
-    return match.end() if match else position
+def _readings(conversation: Conversation) -> list[tuple[int, tuple[Said, ...]]]:
+    """Number of each assistant message and what may stand for it: all of it, before the last also without thought."""
+    numbers = [number for number, message in enumerate(conversation.messages) if message.role == "assistant"]
+    readings = []
+    for number in numbers:
+        message = conversation.messages[number]
+        unthought = Said.without_thought(message) if number != numbers[-1] else None
+        readings.append((number, (Said.by(message), *([unthought] if unthought else []))))
+    return readings

@@ -5,13 +5,14 @@ A piece of text is tokenised once as a whole; the offsets of its tokens say whic
 
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.data.rendering import Pieces
-from rlhf_cli.data.templates import Rendered, Span, TemplateFault
+from rlhf_cli.data.templates import Rendered, TemplateFault
+from rlhf_cli.data.turns import Span
 from rlhf_cli.errors import UsageError
 
 
@@ -20,12 +21,13 @@ class Tokens:
     """Token ids of one sequence; `spans` bound the tokens that carry loss.
 
     `merged` is true where white space at the start of an assistant's text is in one token with the end of what the
-    template writes before it: that token carries no loss.
+    template writes before it: that token carries no loss. `num_unthought` counts turns without the thought they had.
     """
 
     ids: list[int]
     spans: list[Span]
     merged: bool = False
+    num_unthought: int = 0
 
     @property
     def num_trained(self) -> int:
@@ -35,7 +37,7 @@ class Tokens:
     def cut(self, max_len: int) -> "Tokens":
         """The first `max_len` tokens; nothing takes the place of what is lost, so no end of sequence is faked."""
         spans = [(start, min(stop, max_len)) for start, stop in self.spans if start < max_len]
-        return Tokens(self.ids[:max_len], spans, self.merged)
+        return replace(self, ids=self.ids[:max_len], spans=spans)
 
     def all_trained(self) -> "Tokens":
         """The same ids, all but the first carrying loss, if any did."""
@@ -103,7 +105,8 @@ class Tokeniser:
             merged |= part.merged
         if pieces.plain:
             ids, spans = self._closed(ids, spans)
-        return Tokens(ids, [(max(start, 1), stop) for start, stop in spans if stop > 1], merged)
+        spans = [(max(start, 1), stop) for start, stop in spans if stop > 1]
+        return Tokens(ids, spans, merged, sum(piece.num_unthought for piece in pieces.texts))
 
     def _closed(self, ids: list[int], spans: list[Span]) -> tuple[list[int], list[Span]]:
         """Plain text between start of text and end of sequence, which belongs to what is trained last."""
@@ -168,6 +171,9 @@ def _tokens(encoding: Encoding, piece: Rendered) -> Tokens:
 
 
 def _token_at(encoding: Encoding, start: int, stop: int) -> int | None:
-    """First token in the span; some tokenizers give white space to no token."""
+    """First token in the span. Some tokenizers leave white space out of their offsets, or give it no token."""
+    before = encoding.char_to_token(start - 1) if start else None
+    if before is not None and encoding.char_to_token(start) is None:
+        return before + 1
     tokens = (encoding.char_to_token(position) for position in range(start, stop))
     return next((token for token in tokens if token is not None), None)
