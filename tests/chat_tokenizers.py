@@ -1,8 +1,19 @@
 """Small byte-level tokenizers with the chat templates of well-known model families, for tests of data."""
 
+import json
 from collections.abc import Sequence
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = [
@@ -144,6 +155,33 @@ def make_tokenizer(
         bos_token=bos,
         eos_token=eos,
         pad_token=eos,
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_metaspace_tokenizer(
+    chat_template: str, *, specials: Sequence[str], bos: str | None, eos: str
+) -> PreTrainedTokenizerFast:
+    """A tokenizer as Llama 2 and Mistral have: spaces are part of words, and one is put behind special tokens."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁?[^▁\n]+|▁+|\n+"), behavior="isolated")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    letters = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=letters, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    # Trained, the bytes are special tokens, which would be skipped in decoding.
+    tokenizer = Tokenizer.from_str(json.dumps({**json.loads(tokenizer.to_str()), "added_tokens": []}))
+    tokenizer.add_special_tokens([AddedToken(special, normalized=False) for special in specials])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=eos,
+        unk_token="<unk>",
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )

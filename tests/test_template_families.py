@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from chat_tokenizers import make_metaspace_tokenizer
 from model_templates import FAMILIES
 
 from rlhf_cli.config.data import DataConfig, PromptConfig
@@ -153,6 +154,16 @@ def test_trained_tokens_are_the_assistants_text_and_end_of_turn(name, kind, tmp_
     data = load(tmp_path, tokenizer, row_of(messages))
     assert trained_turns(tokenizer, data.sequences[0]) == expected_turns(family, messages)
     assert data.report.merged_starts == 0
+
+
+@pytest.mark.parametrize("name", ["Mistral 7B", "Mistral Small", "Gemma 3"])
+def test_tokenizers_whose_words_begin_with_a_space_train_the_same_texts(name, tmp_path):
+    family = FAMILIES[name]
+    tokenizer = make_metaspace_tokenizer(family.template, specials=family.specials, bos=family.bos, eos=family.end)
+    for messages in conversations(family).values():
+        (sequence,) = load(tmp_path, tokenizer, row_of(messages)).sequences
+        trained = [turn.replace("[TOOL_CALLS]  [", "[TOOL_CALLS] [") for turn in trained_turns(tokenizer, sequence)]
+        assert trained == expected_turns(family, messages)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -144,8 +144,8 @@ class Tokeniser:
 
 
 def _comparable(text: str) -> str:
-    """Tokenizers may normalise accents and drop the space before a first word."""
-    return unicodedata.normalize("NFC", text).strip()
+    """Tokenizers may normalise accents, drop the space before a first word, or put one behind special tokens."""
+    return "".join(unicodedata.normalize("NFC", text).split())
 
 
 def _tokens(encoding: Encoding, piece: Rendered) -> Tokens:
