@@ -51,6 +51,8 @@ class OfflineDataConfig(TextConfig):
     """What to do with rows that cannot be used; the number of dropped ones is always reported."""
     max_samples: int = Field(100_000_000, gt=0)
     """Rows read at most."""
+    data_cache: str = "auto"
+    """Folder with tokenised data for next runs; auto is ~/.cache/rlhf-cli/data for larger sets, off is none."""
 
 
 class DataConfig(OfflineDataConfig):

@@ -7,6 +7,7 @@ another may hold as text.
 
 import csv
 import gzip
+import hashlib
 import json
 import mmap
 import re
@@ -15,7 +16,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,12 +40,16 @@ SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rows of one file. `read(i)` gives a row as a dict, `place(i)` where it stands in the file: 'line 3'."""
+    """The rows of one file. `read(i)` gives a row as a dict, `place(i)` where it stands in the file: 'line 3'.
+
+    `checksum()` is of all its content; None where nobody knows one, so that nothing made from it is kept.
+    """
 
     path: str
     num_rows: int
     read: Callable[[int], dict[str, Any]]
     place: Callable[[int], str]
+    checksum: Callable[[], str] | None = None
 
     def where(self, index: int) -> str:
         """File and place of a row, for messages."""
@@ -71,7 +76,12 @@ def read_file(path: Path) -> Table:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     if table.num_rows == 0:
         raise UsageError(f"{path} is empty: it has no rows")
-    return table
+    return replace(table, checksum=lambda: _checksum(path))
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 @contextmanager

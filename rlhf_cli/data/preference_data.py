@@ -4,7 +4,6 @@ A prompt is stored once for both sides of a pair. How items are packed is the bu
 """
 
 import collections.abc
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +12,21 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import LabelledDataConfig, OfflineDataConfig, PreferenceDataConfig
+from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.conversations import Conversation, Document, Labelled, Message, Preference
 from rlhf_cli.data.preference_formats import PairColumns, choose_labelled_format, choose_pair_format
-from rlhf_cli.data.preparing import DataReport, Encoded, Encoder, Preparation, described, fitting, flat, mask_of
+from rlhf_cli.data.preparing import (
+    DataReport,
+    Encoded,
+    Encoder,
+    Preparation,
+    Progress,
+    described,
+    fitting,
+    flat,
+    mask_of,
+    no_progress,
+)
 from rlhf_cli.data.sources import Row, Rows, load_rows
 from rlhf_cli.data.store import StoredTable
 from rlhf_cli.data.tokenising import Tokens
@@ -143,19 +154,27 @@ class LabelledData:
 
 
 def load_pairs(
-    config: PreferenceDataConfig, tokenizer: PreTrainedTokenizerBase, *, dataset: str, split: str, seed: int
+    config: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dataset: str,
+    split: str,
+    seed: int,
+    progress: Progress = no_progress,
 ) -> PairData:
     """Tokenised preference pairs of a data set, in the order of its rows, with a report of how they were read.
 
     The assistant's text and end-of-turn tokens after the common messages carry loss; what the template writes behind
-    the last of them is left out. `dataset_probs` apply where `dataset` is the settings' own.
+    the last of them is left out. `dataset_probs` apply where `dataset` is the settings' own. `progress` is told how
+    many rows are done, and of how many.
 
     Raises UsageError naming file and line of a row that cannot be used, or where no pair is left.
     """
     rows = _rows(config, dataset, split, seed)
     wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key)
     formats = {source.name: choose_pair_format(source, wanted) for source in rows.sources}
-    report = DataReport("pairs", described(rows, [formats[s.name].columns for s in rows.sources]), rows=len(rows))
+    forms = [formats[source.name].columns for source in rows.sources]
+    report = DataReport("pairs", described(rows, forms), rows=len(rows))
 
     def read(row: Row) -> tuple[Preference, list[Conversation | Document]]:
         pair = formats[row.source.name].read(row)
@@ -164,7 +183,10 @@ def load_pairs(
     def make(encoded: Encoded[Preference], report: DataReport) -> list[dict[str, Any]]:
         return _pair(encoded, config, report)
 
-    table = _table(PAIR_SCHEMA, read, make, config=config, tokenizer=tokenizer, rows=rows, report=report)
+    encoder = _tried(Encoder(config, tokenizer), config, report)
+    preparation = Preparation(PAIR_SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress)
+    kept_at = kept_path(config, tokenizer, rows, kind="pairs", formats=forms)
+    table = _not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return PairData(
         StoredPairs(table),
         prompt_lengths=table.column("prompt_length"),
@@ -176,11 +198,17 @@ def load_pairs(
 
 
 def load_labelled(
-    config: LabelledDataConfig, tokenizer: PreTrainedTokenizerBase, *, dataset: str, split: str, seed: int
+    config: LabelledDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dataset: str,
+    split: str,
+    seed: int,
+    progress: Progress = no_progress,
 ) -> LabelledData:
     """Tokenised labelled responses of a data set, in the order of its rows; a pair gives two.
 
-    Carrying loss, `dataset_probs` and errors as for `load_pairs`.
+    Carrying loss, `dataset_probs`, `progress` and errors as for `load_pairs`.
     """
     rows = _rows(config, dataset, split, seed)
     wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key, config.output_key, config.label_key)
@@ -197,7 +225,10 @@ def load_labelled(
     def make(encoded: Encoded[list[Labelled]], report: DataReport) -> list[dict[str, Any]]:
         return _responses(encoded, config, report)
 
-    table = _table(LABELLED_SCHEMA, read, make, config=config, tokenizer=tokenizer, rows=rows, report=report)
+    encoder = _tried(Encoder(config, tokenizer), config, report)
+    preparation = Preparation(LABELLED_SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress)
+    kept_at = kept_path(config, tokenizer, rows, kind="responses", formats=forms)
+    table = _not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return LabelledData(
         StoredResponses(table),
         prompt_lengths=table.column("prompt_length"),
@@ -213,21 +244,13 @@ def _rows(config: OfflineDataConfig, dataset: str, split: str, seed: int) -> Row
     return load_rows(dataset, split=split, probs=probs, seed=seed, max_samples=config.max_samples)
 
 
-def _table(
-    schema: pa.Schema,
-    read: Callable[[Row], tuple[Any, list[Conversation | Document]]],
-    make: Callable[[Encoded[Any], DataReport], list[dict[str, Any]]],
-    *,
-    config: OfflineDataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Rows,
-    report: DataReport,
-) -> StoredTable:
-    encoder = Encoder(config, tokenizer)
+def _tried(encoder: Encoder, config: OfflineDataConfig, report: DataReport) -> Encoder:
     if config.apply_chat_template:
         report.end_of_turn = encoder.tried_template()
-    preparation = Preparation(schema, read, make, encoder, drops_invalid=config.invalid_rows == "drop")
-    table = preparation.table(rows, report)
+    return encoder
+
+
+def _not_empty(table: StoredTable, report: DataReport) -> StoredTable:
     if len(table) == 0:
         raise UsageError(f"no {report.items_are[:-1]} is left to train on: {report.summary}")
     return table
@@ -253,6 +276,7 @@ def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataR
     report.tokens += num_prompt + sum(lengths)
     report.trained_tokens += num_trained
     report.merged_starts += chosen.merged or rejected.merged
+    report.unthought_turns += max(chosen.num_unthought, rejected.num_unthought)
     _count(report, "with a margin", encoded.read.margin is not None)
     item = {"prompt_ids": chosen.ids[:num_prompt], "prompt_length": num_prompt, "num_trained": num_trained}
     item |= _branch("chosen", chosen, num_prompt) | _branch("rejected", rejected, num_prompt)
@@ -272,6 +296,7 @@ def _responses(encoded: Encoded[list[Labelled]], config: OfflineDataConfig, repo
         report.tokens += len(response.ids)
         report.trained_tokens += response.num_trained
         report.merged_starts += response.merged
+        report.unthought_turns += response.num_unthought
         _count(report, "desirable", labelled.desirable)
         item = {"prompt_ids": response.ids[:num_prompt], "prompt_length": num_prompt}
         item |= _branch("response", response, num_prompt)

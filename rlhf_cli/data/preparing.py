@@ -3,8 +3,10 @@
 Which tokens of a row make an item, and how items are stored, is the business of `sft_data` and `preference_data`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -12,6 +14,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.data.cache import KeptTableWriter, one_at_a_time, read_kept
 from rlhf_cli.data.conversations import Conversation, Document
 from rlhf_cli.data.rendering import Pieces, Renderer
 from rlhf_cli.data.sources import Row, RowFault, Rows, batches
@@ -26,6 +29,10 @@ BATCH_ROWS = 512
 CHECKED_ROWS = 32
 """Rows at the start whose trained tokens are decoded and compared; later the first of each batch is."""
 
+KNOWN_BEFORE = {"items_are", "sources", "end_of_turn", "rows"}
+"""Fields of a report that are known before any row is read."""
+
+Progress = Callable[[int, int], None]
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -52,6 +59,15 @@ class DataReport:
     dropped_equal: int = 0
     merged_starts: int = 0
     unthought_turns: int = 0
+
+    def counts(self) -> dict[str, Any]:
+        """What was counted, without what is known before any row is read."""
+        return {name: value for name, value in asdict(self).items() if name not in KNOWN_BEFORE}
+
+    def take(self, counts: dict[str, Any]) -> None:
+        """Take over what was counted when the same data were prepared before."""
+        for name, value in counts.items():
+            setattr(self, name, value)
 
     @property
     def summary(self) -> str:
@@ -91,6 +107,19 @@ class Encoded(Generic[T]):
     tokens: list[Tokens]
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What was read from a row, and the text of its examples."""
+
+    row: Row
+    read: Any
+    texts: list[Pieces]
+
+
+Found = list[Tokens] | RowFault
+"""The tokens of a row's examples, or why one of them has none."""
+
+
 class Encoder:
     """Renders and tokenises what rows say, and checks that the trained tokens are those of the assistant."""
 
@@ -117,26 +146,32 @@ class Encoder:
         except TemplateFault as fault:
             raise row.error(str(fault)) from fault
 
-    def tokens(self, texts: list[tuple[Row, list[Pieces]]]) -> list[list[Tokens] | RowFault]:
-        """Tokens of every row's examples, or why one of them has none."""
-        tokenised = iter(self._tokeniser.examples([pieces for _, listed in texts for pieces in listed]))
-        found: list[list[Tokens] | RowFault] = []
-        for row, listed in texts:
-            tokens = [next(tokenised) for _ in listed]
-            fault = next((part for part in tokens if isinstance(part, TemplateFault)), None)
-            found.append(row.error(str(fault)) if fault else [part for part in tokens if isinstance(part, Tokens)])
+    def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
+        """Tokens of every row's examples; the first `num_checked` are decoded and compared with their text.
+
+        Raises UsageError if they differ. The template is at fault then, not the row: no row is dropped for it.
+        """
+        tokenised = iter(self._tokeniser.examples([pieces for draft in drafts for pieces in draft.texts]))
+        found: list[Found] = []
+        for draft in drafts:
+            parts = [next(tokenised) for _ in draft.texts]
+            fault = next((part for part in parts if isinstance(part, TemplateFault)), None)
+            if fault is not None:
+                found.append(draft.row.error(str(fault)))
+                continue
+            tokens = [part for part in parts if isinstance(part, Tokens)]
+            if num_checked > 0:
+                self._check(draft, tokens)
+                num_checked -= 1
+            found.append(tokens)
         return found
 
-    def check(self, row: Row, tokens: list[Tokens], texts: list[Pieces]) -> None:
-        """Raises UsageError if the trained tokens do not decode to what the assistant said.
-
-        The template is at fault, not this row: no row is dropped for it.
-        """
+    def _check(self, draft: Draft, tokens: list[Tokens]) -> None:
         try:
-            for part, pieces in zip(tokens, texts, strict=True):
+            for part, pieces in zip(tokens, draft.texts, strict=True):
                 self._tokeniser.check(part, pieces)
         except TemplateFault as fault:
-            raise UsageError(f"{row.where}: {fault}") from fault
+            raise UsageError(f"{draft.row.where}: {fault}") from fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +180,7 @@ class Preparation(Generic[T]):
 
     `read` gives what a row says and the examples to tokenise; `make` what is stored of a row, one dict an item, which
     may be none. A row for which either raises RowFault stops everything, or is dropped and counted, by `invalid_rows`.
+    `progress` is called with the number of rows done and of all.
     """
 
     schema: pa.Schema
@@ -152,26 +188,49 @@ class Preparation(Generic[T]):
     make: Callable[[Encoded[T], DataReport], list[dict[str, Any]]]
     encoder: Encoder
     drops_invalid: bool
+    progress: Progress
 
-    def table(self, rows: Rows, report: DataReport) -> StoredTable:
-        """All items; what happened to the rows is counted in the report."""
-        writer = TableWriter(self.schema)
-        for number, batch in enumerate(batches(rows, BATCH_ROWS)):
-            items = self._items(batch, report, num_checked=max(1, CHECKED_ROWS - number * BATCH_ROWS))
+    def table(self, rows: Rows, report: DataReport, *, kept_at: Path | None) -> StoredTable:
+        """All items; what happened to the rows is counted in the report. Read from `kept_at`, or kept there."""
+        if kept_at is None:
+            return self._fill(TableWriter(self.schema), rows, report).finish()
+        with one_at_a_time(kept_at):
+            kept = read_kept(kept_at, self.schema)
+            if kept is not None:
+                report.take(kept.counts)
+                return kept.table
+            with KeptTableWriter(self.schema, kept_at) as writer:
+                self._fill(writer, rows, report)
+                return writer.keep(report.counts())
+
+    def _fill(self, writer: TableWriter, rows: Rows, report: DataReport) -> TableWriter:
+        for num_rows, drafts, tokens in self._tokenised(rows, report):
+            items: list[dict[str, Any]] = []
+            for draft, found in zip(drafts, tokens, strict=True):
+                items += self._unless_invalid(report, self._made, draft, found, report)
             writer.append_columns({name: [item[name] for item in items] for name in self.schema.names})
             report.items += len(items)
-        return writer.finish()
+            self.progress(num_rows, len(rows))
+        return writer
 
-    def _items(self, batch: list[Row], report: DataReport, *, num_checked: int) -> list[dict[str, Any]]:
-        drafts = [draft for row in batch for draft in self._unless_invalid(report, self._draft, row)]
-        found = self.encoder.tokens([(row, texts) for row, _, texts in drafts])
-        items: list[dict[str, Any]] = []
-        for (row, read, texts), tokens in zip(drafts, found, strict=True):
-            if num_checked > 0 and not isinstance(tokens, RowFault):
-                self.encoder.check(row, tokens, texts)
-                num_checked -= 1
-            items += self._unless_invalid(report, self._made, row, read, tokens, report)
-        return items
+    def _tokenised(self, rows: Rows, report: DataReport) -> Iterator[tuple[int, list[Draft], list[Found]]]:
+        """Number of rows so far, what they say and its tokens, batch by batch.
+
+        A batch is tokenised in a thread while the next one is read and rendered: the tokenizer leaves Python alone.
+        """
+        num_rows = 0
+        waiting: tuple[int, list[Draft], Future[list[Found]]] | None = None
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            for batch in batches(rows, BATCH_ROWS):
+                drafts = [draft for row in batch for draft in self._unless_invalid(report, self._draft, row)]
+                num_checked = max(1, CHECKED_ROWS - num_rows)
+                num_rows += len(batch)
+                future = executor.submit(self.encoder.tokens, drafts, num_checked=num_checked)
+                if waiting is not None:
+                    yield waiting[0], waiting[1], waiting[2].result()
+                waiting = num_rows, drafts, future
+            if waiting is not None:
+                yield waiting[0], waiting[1], waiting[2].result()
 
     def _unless_invalid(self, report: DataReport, step: Callable[..., list[S]], *args: Any) -> list[S]:
         """What the step gives; nothing where its row is at fault and such rows are dropped."""
@@ -183,14 +242,14 @@ class Preparation(Generic[T]):
             report.dropped_invalid += 1
             return []
 
-    def _draft(self, row: Row) -> list[tuple[Row, T, list[Pieces]]]:
+    def _draft(self, row: Row) -> list[Draft]:
         read, examples = self.read(row)
-        return [(row, read, self.encoder.rendered(row, examples))]
+        return [Draft(row, read, self.encoder.rendered(row, examples))]
 
-    def _made(self, row: Row, read: T, tokens: list[Tokens] | RowFault, report: DataReport) -> list[dict[str, Any]]:
+    def _made(self, draft: Draft, tokens: Found, report: DataReport) -> list[dict[str, Any]]:
         if isinstance(tokens, RowFault):
             raise tokens
-        return self.make(Encoded(row, read, tokens), report)
+        return self.make(Encoded(draft.row, draft.read, tokens), report)
 
 
 def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: DataReport) -> list[Tokens] | None:
@@ -212,6 +271,10 @@ def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: D
         report.dropped_untrained += 1
         return None
     return cut
+
+
+def no_progress(done: int, total: int) -> None:
+    """Shows nothing."""
 
 
 def flat(spans: list[Span]) -> list[int]:

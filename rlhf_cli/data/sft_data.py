@@ -12,11 +12,23 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import DataConfig
+from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.columns import Columns
 from rlhf_cli.data.conversations import Conversation, Document
 from rlhf_cli.data.formats import choose_format
 from rlhf_cli.data.packing import Sequence
-from rlhf_cli.data.preparing import DataReport, Encoded, Encoder, Preparation, described, fitting, flat, mask_of
+from rlhf_cli.data.preparing import (
+    DataReport,
+    Encoded,
+    Encoder,
+    Preparation,
+    Progress,
+    described,
+    fitting,
+    flat,
+    mask_of,
+    no_progress,
+)
 from rlhf_cli.data.sources import Row, load_rows
 from rlhf_cli.data.store import StoredTable
 from rlhf_cli.errors import UsageError
@@ -58,12 +70,19 @@ class SequenceData:
 
 
 def load_sft_sequences(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, dataset: str, split: str, seed: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dataset: str,
+    split: str,
+    seed: int,
+    progress: Progress = no_progress,
 ) -> SequenceData:
     """Tokenised sequences of a data set, in the order of its rows, with a report of how they were read.
 
     The assistant's text and the end-of-turn tokens behind it carry loss; of plain text, and in `pretrain_mode`,
-    every token but the first. `dataset_probs` apply where `dataset` is the settings' own.
+    every token but the first. `dataset_probs` apply where `dataset` is the settings' own. `progress` is told how many
+    rows are done, and of how many.
 
     Raises UsageError naming file and line of a row that cannot be used, or where no sequence is left.
     """
@@ -72,10 +91,8 @@ def load_sft_sequences(
     wanted = Columns(config.input_key, config.output_key)
     formats = {source.name: choose_format(source, wanted, data_format=config.data_format) for source in rows.sources}
     encoder = Encoder(config, tokenizer)
-    sources = described(
-        rows, [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
-    )
-    report = DataReport("sequences", sources, rows=len(rows))
+    forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
+    report = DataReport("sequences", described(rows, forms), rows=len(rows))
     if config.apply_chat_template and any(form.name != "text" for form in formats.values()):
         report.end_of_turn = encoder.tried_template()
 
@@ -85,8 +102,9 @@ def load_sft_sequences(
     def make(encoded: Encoded[None], report: DataReport) -> list[dict[str, Any]]:
         return _sequence(encoded, config, report)
 
-    preparation = Preparation(SCHEMA, read, make, encoder, drops_invalid=config.invalid_rows == "drop")
-    table = preparation.table(rows, report)
+    preparation = Preparation(SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress)
+    kept_at = kept_path(config, tokenizer, rows, kind="sequences", formats=forms)
+    table = preparation.table(rows, report, kept_at=kept_at)
     if len(table) == 0:
         raise UsageError(f"no sequence is left to train on: {report.summary}")
     return SequenceData(StoredSequences(table), table.column("length"), table.column("num_trained"), report)

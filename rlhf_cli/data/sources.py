@@ -261,7 +261,9 @@ def _read_hub(name: str, split: str) -> Table:
 def _table_of(loaded: Any, path: str) -> Table:
     if len(loaded) == 0:
         raise UsageError(f"{path} is empty: it has no rows")
-    return Table(path, len(loaded), loaded.__getitem__, lambda index: f"row {index + 1}")
+    return Table(
+        path, len(loaded), loaded.__getitem__, lambda index: f"row {index + 1}", lambda: str(loaded._fingerprint)
+    )
 
 
 def batches(rows: Rows, size: int) -> Iterator[list[Row]]:

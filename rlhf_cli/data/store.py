@@ -1,23 +1,23 @@
 """Tables too large for memory: written once to a temporary Arrow file, then read through a memory map.
 
 The file has no name once it is read, so that nothing is left behind however the process ends. It lies in the
-system's folder for temporary files (TMPDIR). A cache of tokenised data would give `TableWriter` a path of its own.
+system's folder for temporary files (TMPDIR). Tables that are kept for later runs are in `cache`.
 """
 
 import tempfile
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 
 
 class TableWriter:
-    """Collects record batches of one schema in a temporary file."""
+    """Collects record batches of one schema in a file: a temporary one, or one opened for writing and reading."""
 
-    def __init__(self, schema: pa.Schema) -> None:
+    def __init__(self, schema: pa.Schema, file: IO[bytes] | None = None) -> None:
         self.schema = schema
-        self._file = tempfile.NamedTemporaryFile(prefix="rlhf-", suffix=".arrow")  # noqa: SIM115 (closed in finish)
-        self._writer = pa.ipc.new_stream(self._file, schema)
+        self.file: Any = file or tempfile.NamedTemporaryFile(prefix="rlhf-", suffix=".arrow")  # noqa: SIM115 (closed in finish)
+        self._writer = pa.ipc.new_stream(self.file, schema)
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Write a batch; reading is by row within batches, so some hundreds of rows each are best."""
@@ -27,14 +27,22 @@ class TableWriter:
         """Write a batch from one list of values per column."""
         self.append(pa.record_batch([pa.array(columns[f.name], f.type) for f in self.schema], schema=self.schema))
 
+    def close(self) -> None:
+        """End the stream of batches."""
+        self._writer.close()
+        self.file.flush()
+
+    def mapped(self) -> "StoredTable":
+        """The table of everything written before `close`."""
+        with pa.memory_map(self.file.name) as mapped:
+            return StoredTable(pa.ipc.open_stream(mapped).read_all())
+
     def finish(self) -> "StoredTable":
         """The table of everything written; the writer cannot be used afterwards."""
-        self._writer.close()
-        self._file.flush()
-        with pa.memory_map(self._file.name) as mapped:
-            table = pa.ipc.open_stream(mapped).read_all()
-        self._file.close()
-        return StoredTable(table)
+        self.close()
+        table = self.mapped()
+        self.file.close()
+        return table
 
 
 class StoredTable:

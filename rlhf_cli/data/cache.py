@@ -1,0 +1,201 @@
+"""Tokenised data kept between runs: one file for each combination of rows, tokenizer, settings and this code.
+
+What a file was made from is in its name, as a checksum over contents, so that nothing has to be compared or cleaned up
+after a change; files that no run has used for a month are removed. A file is an Arrow stream, the counts of the report
+as JSON, the length of that and a checksum of all before. It appears under its name only when it is complete.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow as pa
+import tokenizers
+import transformers
+
+from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.data.sources import Rows
+from rlhf_cli.data.store import StoredTable, TableWriter
+from rlhf_cli.errors import UsageError
+
+FORMAT = 1
+"""Of the files; the code that fills them is part of the key by itself."""
+LENGTH_BYTES, DIGEST_BYTES = 8, 32
+AUTO_ROWS = 5_000
+"""Fewer rows are tokenised in a second or two: not worth a file that nobody has asked for."""
+UNUSED_SECONDS = 30 * 24 * 3600
+WRITING_SECONDS = 2 * 24 * 3600
+"""Age of a temporary file that no living process still writes."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+KEPT_NAME = re.compile(r"\.?[a-z]+-[0-9a-f]{32}\.(arrow|lock)(?P<writing>\.[0-9a-f]{16})?")
+NOT_KEYED = {"dataset", "dataset_probs", "dataset_split", "eval_dataset", "eval_split", "max_samples", "data_cache"}
+"""Settings that only say which rows are read: the rows themselves are in the key, by content and order."""
+
+
+def cache_folder(setting: str, num_rows: int) -> Path | None:
+    """The folder that --data_cache means for so many rows; None if nothing is kept."""
+    if setting == "off" or (setting == "auto" and num_rows < AUTO_ROWS):
+        return None
+    if setting == "auto":
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlhf-cli" / "data"
+    return Path(setting).expanduser()
+
+
+def kept_path(config: OfflineDataConfig, tokenizer: Any, rows: Rows, *, kind: str, formats: list[str]) -> Path | None:
+    """Where the items of these rows are kept; None if they are not.
+
+    They are not where the cache is off, where rows come from something without a checksum, or where the folder of
+    `auto` cannot be written. Raises UsageError where a folder that was asked for cannot be.
+    """
+    folder = cache_folder(config.data_cache, len(rows))
+    if folder is None or any(table.checksum is None for source in rows.sources for table in source.tables):
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(None, "Permission denied")
+    except OSError as error:
+        if config.data_cache == "auto":
+            return None
+        raise UsageError(f"--data_cache {config.data_cache} cannot be written: {error.strerror or error}") from error
+    return folder / f"{kind}-{_key(config, tokenizer, rows, kind, formats)}.arrow"
+
+
+def _key(config: OfflineDataConfig, tokenizer: Any, rows: Rows, kind: str, formats: list[str]) -> str:
+    settings = {name: value for name, value in config.model_dump(mode="json").items() if name not in NOT_KEYED}
+    contents = [[table.checksum() for table in source.tables if table.checksum] for source in rows.sources]
+    versions = [FORMAT, pa.__version__, tokenizers.__version__, transformers.__version__, _code_checksum()]
+    said = json.dumps([kind, formats, settings, contents, versions, _tokenizer_parts(tokenizer)], sort_keys=True)
+    digest = hashlib.blake2b(said.encode(), digest_size=16)
+    for order in (rows.source_N, rows.index_N):
+        digest.update(order.tobytes())
+    return digest.hexdigest()
+
+
+def _tokenizer_parts(tokenizer: Any) -> list[Any]:
+    """All that decides about tokens: tokenizer.json without what calls change, the chat template, special tokens."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())
+    lasting = json.dumps({key: value for key, value in model.items() if key not in ("truncation", "padding")})
+    name, special_tokens = type(tokenizer).__name__, dict(tokenizer.special_tokens_map)
+    return [name, hashlib.blake2b(lasting.encode()).hexdigest(), tokenizer.chat_template, special_tokens]
+
+
+def _code_checksum() -> str:
+    """Of the modules that make items from rows."""
+    digest = hashlib.blake2b()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A table of an earlier run, and what the report counted."""
+
+    table: StoredTable
+    counts: dict[str, Any]
+
+
+def read_kept(path: Path, schema: pa.Schema) -> Kept | None:
+    """The table kept at `path`; None if there is none or it is damaged."""
+    try:
+        with pa.memory_map(str(path)) as mapped:
+            kept = _parsed(mapped.read_buffer(), schema)
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
+        return None
+    with suppress(OSError):
+        os.utime(path)  # was used
+    return kept
+
+
+def _parsed(content: pa.Buffer, schema: pa.Schema) -> Kept:
+    end = content.size - DIGEST_BYTES
+    start = end - LENGTH_BYTES
+    if start < 0:
+        raise ValueError("cut off")
+    if hashlib.blake2b(memoryview(content)[:end], digest_size=DIGEST_BYTES).digest() != content[end:].to_pybytes():
+        raise ValueError("altered")
+    length = int.from_bytes(content[start:end].to_pybytes(), "little")
+    counts = json.loads(content[start - length : start].to_pybytes())
+    table = pa.ipc.open_stream(content[: start - length]).read_all()
+    if table.schema != schema:
+        raise ValueError("another schema")
+    return Kept(StoredTable(table), counts)
+
+
+class KeptTableWriter(TableWriter):
+    """Writes a table that is kept at `path`; left without `keep`, it leaves nothing behind."""
+
+    def __init__(self, schema: pa.Schema, path: Path) -> None:
+        self._path = path
+        self._writing = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        super().__init__(schema, self._writing.open("x+b"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):
+            self.file.close()
+        self._writing.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise UsageError(
+                f"tokenised data cannot be kept in {self._path.parent}: {error.strerror or error}; "
+                "give another folder with --data_cache DIR, or --data_cache off"
+            ) from error
+
+    def keep(self, counts: dict[str, Any]) -> StoredTable:
+        """The table of everything written, under its name from now on."""
+        self.close()
+        said = json.dumps(counts).encode()
+        self.file.write(said + len(said).to_bytes(LENGTH_BYTES, "little"))
+        self.file.seek(0)
+        digest = hashlib.file_digest(self.file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).digest()
+        self.file.write(digest)
+        self.file.flush()
+        table = self.mapped()
+        self._writing.replace(self._path)
+        _remove_unused(self._path.parent)
+        return table
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove files that no run has used for long, and what killed processes were writing."""
+    for path in folder.iterdir():
+        known = KEPT_NAME.fullmatch(path.name)
+        if known is None:
+            continue
+        allowed = WRITING_SECONDS if known["writing"] else UNUSED_SECONDS
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > allowed:
+                path.unlink()
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Lets one process after the other make what is kept at `path`: the next ones find it made.
+
+    Where the file system knows no locks they make it all at once, which is slower but as correct.
+    """
+    try:
+        lock = path.with_suffix(".lock").open("w")
+    except OSError:
+        yield
+        return
+    with lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
