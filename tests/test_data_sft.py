@@ -125,6 +125,16 @@ def test_template_that_alters_what_is_trained_is_an_error_even_where_invalid_row
         load(tmp_path, make_tokenizer(template, trim_offsets=True), row, invalid_rows="drop")
 
 
+def test_truncation_that_the_tokenizer_brings_with_it_is_not_applied(tmp_path):
+    row = {"prompt": "What is 12 + 34?", "answer": "The answer is 46."}
+    (whole,) = load(tmp_path, make_tokenizer(CHATML), row).sequences
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=500)
+    (sequence,) = load(tmp_path, tokenizer, row).sequences
+    assert sequence.token_ids.tolist() == whole.token_ids.tolist()
+
+
 def test_nothing_left_is_an_error_that_says_why(tmp_path):
     with pytest.raises(UsageError, match=r"no sequence is left to train on: .*1 dropped with nothing to train on"):
         load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?", "answer": "46"}, max_len=4)

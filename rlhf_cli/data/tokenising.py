@@ -60,23 +60,18 @@ class Tokeniser:
         self._start = self._start_of_text()
 
     def _start_of_text(self) -> list[int]:
-        """What the tokenizer itself puts before a text: the beginning-of-sequence token, or nothing."""
+        """What the tokenizer itself puts before a text: the beginning-of-sequence token, or nothing.
+
+        These calls also end any truncation and padding that tokenizer.json asks for.
+        """
         text = self._tokenizer("a", add_special_tokens=False)["input_ids"]
         whole = self._tokenizer("a", add_special_tokens=True)["input_ids"]
         places = (place for place in range(len(whole)) if whole[place : place + len(text)] == text)
         return whole[: next(places, 0)]
 
     def _encodings(self, texts: list[str]) -> list[Encoding]:
-        if not texts:
-            return []
-        batch = self._tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # no warning of texts longer than the model's context: they are cut or dropped later
-        )
-        return batch.encodings
+        """Not by calling the tokenizer, which turns every encoding into lists first: a sixth of all time for sft."""
+        return self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False) if texts else []
 
     def prompts(self, texts: list[str], *, plain: bool) -> list[list[int]]:
         """Token ids that generation starts from; `plain` texts get the start of text unless they have it."""
