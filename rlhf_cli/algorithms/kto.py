@@ -73,14 +73,6 @@ UNPAIRED_LOSSES = {
 }
 
 
-def kl_baseline_part(logprobs_B: Tensor, ref_logprobs_B: Tensor, *, num_sequences: int) -> Tensor:
-    """Part of the mean of `logprobs - ref_logprobs` over the `num_sequences` mismatched responses of the whole step.
-
-    Mismatched: the response to one prompt under another prompt, which estimates the KL divergence of policy and
-    reference (arXiv 2402.01306). Sums over tokens, nats, no gradient.
-    """
-    return (logprobs_B - ref_logprobs_B).detach().sum() / max(num_sequences, 1)
-
 
 def kl_baseline(mean_log_ratio: Tensor) -> Tensor:
     """z0: the sum of all parts, not below 0.

@@ -296,15 +296,6 @@ def aot_partners(pairs: PairLogprobs) -> Tensor:
     return partners_B
 
 
-def next_bco_delta(delta: float, *, num_seen: int, step_mean: float, num_pairs: int) -> float:
-    """The mean reward over the run with one more step: `num_seen` pairs before it, then `num_pairs` of `step_mean`.
-
-    TRL updates it in every micro-batch, so that those of one step are measured against different baselines. Here a
-    step uses one delta: this one after a pass over the step beforehand, or the one it began with.
-    """
-    total = num_seen + num_pairs
-    return delta if total == 0 else delta + (step_mean - delta) * num_pairs / total
-
 
 def implicit_rewards(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Tensor]:
     """(chosen_B, rejected_B) without gradient: `beta (logprobs - ref)`, summed over tokens (arXiv 2305.18290, eq. 5).

@@ -187,11 +187,11 @@ def _padded_batches(cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Ite
         chosen = sizes == size
         if chosen.any():
             offsets = torch.arange(int(lengths[chosen].max()))
-            indices = (
+            queries, keys = (
                 (bounds[:-1].long()[chosen][:, None] + offsets).clamp_(max=int(bounds[-1]) - 1)
                 for bounds in (cu_seqlens, cu_seqlens_k)
             )
-            yield _PaddedBatch(offsets.numel(), *indices, offsets < lengths[chosen][:, None])
+            yield _PaddedBatch(offsets.numel(), queries, keys, offsets < lengths[chosen][:, None])
 
 
 def _is_short(lengths: torch.Tensor, lengths_k: torch.Tensor) -> torch.Tensor:
