@@ -6,6 +6,7 @@ import pytest
 from chat_tokenizers import CHATML, LLAMA_3, make_tokenizer
 
 from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.data.conversations import Message
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.errors import UsageError
 
@@ -47,6 +48,22 @@ def test_messages_and_system_prompt_are_rendered(tmp_path):
         "<|im_start|>system\nmine",
     ]
     assert [prompt.label for prompt in prompts] == ["p - q", "7"]
+
+
+def test_the_messages_behind_a_prompt_are_read_again_with_the_system_message_of_the_settings(tmp_path):
+    rows = [{"prompt": "overlong " * 100}, {"prompt": "What?"}]
+    data = load(tmp_path, make_tokenizer(CHATML), *rows, max_len=80, system_prompt="yours")
+    (prompt,) = data.prompts
+    assert data.conversation_of(prompt).messages == (Message("system", "yours"), Message("user", "What?"))
+
+
+def test_prompts_that_differ_in_text_label_or_order_have_another_fingerprint(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    one, other = {"prompt": "What?", "label": "a"}, {"prompt": "Who?", "label": "a"}
+    sets = [[one, other], [other, one], [one], [{**one, "label": "b"}], [{"prompt": "What?"}]]
+    found = [load(tmp_path, tokenizer, *rows).fingerprint for rows in sets]
+    assert len(set(found)) == len(sets)
+    assert load(tmp_path, tokenizer, one, other).fingerprint == found[0]
 
 
 def test_prompts_without_room_for_the_response_are_dropped_or_an_error(tmp_path):

@@ -4,6 +4,9 @@ Prompts lie in a temporary file that is mapped into memory. Their order here is 
 """
 
 import collections.abc
+import hashlib
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -11,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.data.columns import Columns
+from rlhf_cli.data.conversations import Conversation
 from rlhf_cli.data.formats import PromptFormat, choose_prompt_format
 from rlhf_cli.data.rendering import Renderer
 from rlhf_cli.data.sources import Row, batches, load_rows
@@ -85,10 +89,16 @@ class StoredPrompts(collections.abc.Sequence[Prompt]):
 
 @dataclass(frozen=True)
 class PromptData:
-    """Prompts in the order of their rows."""
+    """Prompts in the order of their rows.
+
+    `fingerprint` is of all texts and labels; `conversation_of` reads the messages behind a prompt from its row again,
+    the system message of the settings included.
+    """
 
     prompts: collections.abc.Sequence[Prompt]
     report: PromptReport
+    fingerprint: str
+    conversation_of: Callable[[Prompt], Conversation]
 
 
 def load_prompts(
@@ -116,17 +126,26 @@ def load_prompts(
     formats = {source.name: choose_prompt_format(source, wanted) for source in rows.sources}
     report = PromptReport([f"{name} ({form.columns})" for name, form in formats.items()], len(rows))
     writer = TableWriter(SCHEMA)
+    fingerprint = hashlib.blake2b(digest_size=16)
     steps = _Steps(formats, Renderer(config, tokenizer), Tokeniser(tokenizer), plain=not config.apply_chat_template)
     for batch in batches(rows, BATCH_ROWS):
         read = zip(batch, steps.prompts(batch), strict=True)
         kept = [prompt for row, prompt in read if _fits(row, prompt, room, config, report)]
         writer.append_columns({name: [getattr(prompt, name) for prompt in kept] for name in SCHEMA.names})
+        for prompt in kept:
+            fingerprint.update(json.dumps([prompt.text, prompt.label]).encode())
         report.prompts += len(kept)
         report.labelled += sum(prompt.label is not None for prompt in kept)
         report.longest = max([report.longest, *(len(prompt.prompt_ids) for prompt in kept)])
     if not report.prompts:
         raise UsageError(f"no prompt is left: {report.summary}")
-    return PromptData(StoredPrompts(writer.finish()), report)
+    sources = {source.name: source for source in rows.sources}
+
+    def conversation_of(prompt: Prompt) -> Conversation:
+        conversation = formats[prompt.source].read_prompt(sources[prompt.source].row(prompt.index))
+        return conversation.with_system_prompt(config.system_prompt)
+
+    return PromptData(StoredPrompts(writer.finish()), report, fingerprint.hexdigest(), conversation_of)
 
 
 @dataclass(frozen=True, slots=True)

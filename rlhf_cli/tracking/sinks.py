@@ -92,6 +92,10 @@ class JsonLines:
         record = {"step": step, **fields}
         self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n")
 
+    def sync(self) -> None:
+        """Return when everything written is on the disk."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -129,8 +133,10 @@ class SamplesFile:
         self._lines = JsonLines(output / SAMPLES_FILE, resume_step=resume_step)
 
     def log(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append the samples of a step; they are on the disk when this returns."""
         for sample in samples:
             self._lines.write(step, without_non_finite(sample))
+        self._lines.sync()
 
     def close(self) -> None:
         self._lines.close()
