@@ -80,7 +80,7 @@ class EngineGroup:
 
     Args:
         start: begins building the engine of that number; (worker, building call).
-        actor: the ranks whose weights the engines take.
+        actor: the ranks whose weights the engines take; None where they keep those they were built with.
         takes_turns: whether engines sleep while models train.
         sync_backend: how weights travel.
         ranks_per_engine: GPUs that share one engine.
@@ -91,7 +91,7 @@ class EngineGroup:
         start: Callable[[int], tuple[Any, Any]],
         *,
         num_engines: int,
-        actor: TrainedGroup,
+        actor: TrainedGroup | None,
         takes_turns: bool,
         sync_backend: SyncBackend,
         ranks_per_engine: int,
@@ -119,6 +119,8 @@ class EngineGroup:
 
     def connect(self) -> None:
         """Open the way weights take; to be called when actor and engines are built."""
+        if self._actor is None:
+            return
         link = EngineLink(
             backend=self._sync_backend,
             call_engines=CallWorkers(self._workers),
@@ -141,8 +143,9 @@ class EngineGroup:
                 generations += ray.get(call)
             except (RayActorError, RayTaskError) as error:
                 self._restart(number, error)
-                with self._actor.awake():
-                    self._push(self._version, [number])
+                if self._actor is not None:
+                    with self._actor.awake():
+                        self._push(self._version, [number])
                 generations += self._ask(number, "engine.generate", shares[number], sampling)
         return generations
 
@@ -182,6 +185,7 @@ class EngineGroup:
                 ray.kill(worker)
 
     def _push(self, version: int, numbers: list[int]) -> PushReport:
+        assert self._actor is not None, "there is no actor to take weights from"
         report: PushReport = self._actor.group.all("push_weights", version)[0]
         if report.manifest is not None:  # else the engines have taken part in the push already
             _get_all([self._workers[number].call.remote("take_push", report.manifest, version) for number in numbers])

@@ -1,5 +1,6 @@
 """Records of generation: what is asked of a rollout engine and what comes back."""
 
+import zlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,3 +36,11 @@ class Generation:
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
     weight_version: int
+
+
+def scattered_seed(seed: int, count: int) -> int:
+    """The seed of request number `count` of a run, below 2^31 and unlike that of the 2^31 before and after it.
+
+    The count is scattered by an odd multiplier (Knuth's, of the golden ratio), which maps it one to one.
+    """
+    return (zlib.crc32(str(seed).encode()) + count) * 2_654_435_761 % (1 << 31)

@@ -18,7 +18,7 @@ from rlhf_cli.config.online import PolicyConfig, RewardConfig, RolloutConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.data.samples import Sample
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
@@ -292,14 +292,9 @@ def _next_kl_coef(
 
 
 def request_seed(settings: OnlineSettings, iteration: int, number: int) -> int:
-    """The seed of one request, below 2^31 and unlike that of the 2^31 requests before and after it.
-
-    Requests are counted through the run, and the count is scattered by an odd multiplier (Knuth's, of the golden
-    ratio), which maps it one to one.
-    """
+    """The seed of one request; requests are counted through the run."""
     per_iteration = settings.rollout.rollout_batch_size * settings.rollout.n_samples_per_prompt
-    count = zlib.crc32(str(settings.batch.seed).encode()) + iteration * per_iteration + number
-    return count * 2_654_435_761 % (1 << 31)
+    return scattered_seed(settings.batch.seed, iteration * per_iteration + number)
 
 
 def update_steps(num_samples: int, batch: BatchConfig, *, iteration: int) -> list[np.ndarray]:

@@ -124,16 +124,13 @@ def _split(values_N: torch.Tensor, cu: torch.Tensor) -> list[np.ndarray]:
 
 def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[str, float]:
     """Rewards, verdicts and lengths of an iteration's responses; failed rewards are counted, not averaged in."""
-    lengths = np.array([len(generation.token_ids) for generation in generations])
     values = [score.value for score in scores if score.value is not None]
     judged = [score.status for score in scores if score.status in ("correct", "wrong", "invalid")]
     metrics = {
         "reward": float(np.mean(values)) if values else 0.0,
         "reward_std": float(np.std(values)) if values else 0.0,
         "reward_failed": float(np.mean([score.status == "failed" for score in scores])),
-        "response_length": float(lengths.mean()),
-        "response_length_max": float(lengths.max()),
-        "truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
+        **length_metrics(generations),
     }
     if judged:
         metrics["accuracy"] = judged.count("correct") / len(judged)
@@ -142,6 +139,16 @@ def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[st
         for name, value in score.parts.items():
             parts.setdefault(f"reward/{name}", []).append(value)
     return metrics | {name: float(np.mean(part)) for name, part in parts.items()}
+
+
+def length_metrics(generations: Seq[Generation]) -> dict[str, float]:
+    """Lengths of responses in tokens, and the share that was cut at the limit."""
+    lengths = np.array([len(generation.token_ids) for generation in generations])
+    return {
+        "response_length": float(lengths.mean()),
+        "response_length_max": float(lengths.max()),
+        "truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
+    }
 
 
 def score_requests(
