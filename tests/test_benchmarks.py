@@ -68,6 +68,16 @@ def test_ratios_are_to_the_fastest_setting_of_the_peer_in_the_same_round():
     assert "Loss of rlhf bf16 against TRL fp32: 0.0000 apart on average, 0.0000 at most" in text
 
 
+def test_both_ways_of_the_data_benchmark_make_the_same_tokens(tmp_path):
+    from chat_tokenizers import GENERATION, make_tokenizer
+
+    data, setting = load("data_speed"), load("setting")
+    rows = setting.write_word_problems(tmp_path / "rows.jsonl", num_rows=20)
+    ways = data.one_round(data.Setting(rows, make_tokenizer(GENERATION), tmp_path / "cache"))
+    assert list(ways) == ["rlhf", "rlhf, cached", "datasets.map"]
+    assert (tmp_path / "cache" / "rlhf").is_dir()
+
+
 def test_padded_batches_keep_every_sequence_within_the_bound():
     gpu = load("gpu_training")
     lengths = [5, 90, 10, 40, 41, 3, 100]
