@@ -1,6 +1,7 @@
 """Tokenised preference pairs and labelled responses: what is prompt, what is trained, what is cut or dropped."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -65,6 +66,29 @@ def test_prompt_is_all_that_both_sides_begin_with_and_none_of_what_is_trained(na
         assert trained(tokenizer, branch) == row[side][-1]["content"] + "<|im_end|>"
     assert "Why?" in tokenizer.decode(pair.prompt_ids)
     assert pair.prompt_ids.dtype == pair.chosen.token_ids.dtype == np.int32
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_prompt_and_branches_are_the_whole_texts_whatever_they_say(name, tmp_path):
+    tokenizer = make_tokenizer(TRAINABLE[name])
+    chance = random.Random(name)
+    words = ["Paris", "12", "é", "👩‍🚀", "漢字", "\n\n", "  ", "(", "</s>", "assistant", "\t", ".", "ASSISTANT:"]
+
+    def text(end):
+        return "x" + " ".join(chance.choices(words, k=chance.randint(1, 8))) + end
+
+    rows = []
+    for _ in range(40):
+        prompt = [text("x") for _ in range(chance.choice((1, 3)))]
+        begun = text("")  # both sides may begin alike, and with what stands in the prompt
+        rows.append({side: dialogue(*prompt, begun + text(end)) for side, end in (("chosen", "y"), ("rejected", "z"))})
+    data = pairs(tmp_path, tokenizer, *rows)
+    for row, pair in zip(rows, data.pairs, strict=True):
+        for side, branch in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            whole = tokenizer.apply_chat_template(row[side], return_dict=False)
+            both = [*pair.prompt_ids.tolist(), *branch.token_ids.tolist()]
+            assert both == whole[: len(both)]
+            assert trained(tokenizer, branch) == row[side][-1]["content"] + "<|im_end|>"
 
 
 def test_pair_by_hand(tmp_path):
