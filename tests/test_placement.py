@@ -9,6 +9,7 @@ from rlhf_cli.config.online import PlacementConfig, RolloutConfig
 from rlhf_cli.errors import UsageError
 
 ROLES = ("actor", "critic", "ref")
+JUDGED = (*ROLES, "reward")
 
 
 def layout_of(
@@ -53,6 +54,25 @@ def test_one_gpu_is_shared_by_all_when_colocated():
     assert describe(layout, unit="GPU") == ["node 0: 1 GPU for actor + critic + ref + engine"]
 
 
+def test_one_gpu_is_shared_with_a_reward_model_when_colocated():
+    layout = layout_of([1], roles=JUDGED, colocate_all_models=True)
+    assert_sound(layout, [1])
+    assert users(layout) == [["actor", "critic", "ref", "reward", ENGINE]]
+    assert describe(layout, unit="GPU") == ["node 0: 1 GPU for actor + critic + ref + reward + engine"]
+
+
+def test_four_gpus_do_not_hold_five_roles_that_are_apart():
+    with pytest.raises(UsageError) as caught:
+        layout_of([4], roles=JUDGED)
+    assert str(caught.value).startswith(
+        "rollout engines: 1 x 1 GPUs are needed (nodes x GPUs on each), and of 1 x 4 there are none not taken by other "
+        "roles; let roles share GPUs with --colocate_all_models"
+    )
+    with pytest.raises(UsageError, match=r"reward: 1 x 1 GPUs are needed .* or lower --reward_num_nodes or"):
+        layout_of([3], roles=JUDGED)
+    assert_sound(layout_of([4], roles=JUDGED, colocate_critic_reward=True), [4])
+
+
 def test_one_gpu_does_not_hold_roles_that_are_apart():
     with pytest.raises(UsageError) as caught:
         layout_of([1])
@@ -82,6 +102,20 @@ def test_actor_and_reference_on_the_same_gpus_leave_room_for_others():
     assert [seat.shared for role in ("actor", "ref", "critic", ENGINE) for seat in layout.of(role)] == (
         [True] * 4 + [False] * 6
     )
+
+
+def test_critic_and_reward_model_on_the_same_gpus_of_eight():
+    sizes = shape(1, 2, "actor", "ref") | shape(1, 3, "critic", "reward")
+    layout = layout_of([8], **sizes, roles=JUDGED, engines=3, colocate_actor_ref=True, colocate_critic_reward=True)
+    assert_sound(layout, [8])
+    assert users(layout) == [["actor", "ref"]] * 2 + [["critic", "reward"]] * 3 + [[ENGINE]] * 3
+    assert all(seat.shared for seat in layout.of("reward"))
+
+
+def test_a_reward_model_apart_has_gpus_of_its_own():
+    layout = layout_of([8], **shape(1, 2, "reward"), roles=JUDGED, engines=3)
+    assert_sound(layout, [8])
+    assert users(layout) == [["actor"], ["critic"], ["ref"], ["reward"], ["reward"]] + [[ENGINE]] * 3
 
 
 def test_eight_colocated_gpus_carry_tensor_parallel_engines():
@@ -124,6 +158,35 @@ def test_128_gpus_shared_by_all():
     assert [seat.island for seat in layout.of(ENGINE)] == list(range(16))
     assert users(layout) == [["actor", "critic", "ref", ENGINE]] * 128
     assert describe(layout, unit="GPU") == ["nodes 0-15: 8 GPUs each for actor + critic + ref + engine"]
+
+
+def test_128_gpus_shared_by_all_with_a_reward_model():
+    nodes = [8] * 16
+    layout = layout_of(
+        nodes, **shape(16, 8, *JUDGED), roles=JUDGED, engines=16, tensor_parallel=8, colocate_all_models=True
+    )
+    assert_sound(layout, nodes)
+    assert users(layout) == [[*JUDGED, ENGINE]] * 128
+
+
+def test_128_gpus_with_critic_and_reward_model_together():
+    nodes = [8] * 16
+    layout = layout_of(
+        nodes,
+        **shape(4, 8, "actor", "ref"),
+        **shape(4, 8, "critic", "reward"),
+        roles=JUDGED,
+        engines=16,
+        tensor_parallel=4,
+        colocate_actor_ref=True,
+        colocate_critic_reward=True,
+    )
+    assert_sound(layout, nodes)
+    assert describe(layout, unit="GPU") == [
+        "nodes 0-3: 8 GPUs each for actor + ref",
+        "nodes 4-7: 8 GPUs each for critic + reward",
+        "nodes 8-15: 8 GPUs each for engine",
+    ]
 
 
 def test_128_gpus_with_actor_and_reference_together():
@@ -176,11 +239,12 @@ def test_too_few_gpus_for_a_role_of_several_nodes_counts_what_it_would_take_itse
     [
         ("colocate_all_models", shape(1, 2, "actor", "critic"), "actor 1 x 2, critic 1 x 2, ref 1 x 1"),
         ("colocate_actor_ref", shape(2, 1, "ref"), "actor 1 x 1, ref 2 x 1"),
+        ("colocate_critic_reward", shape(1, 2, "reward"), "critic 1 x 1, reward 1 x 2"),
     ],
 )
 def test_roles_of_unequal_shape_do_not_share(flag, sizes, said):
     with pytest.raises(UsageError) as caught:
-        layout_of([8, 8], **(sizes | {flag: True}))
+        layout_of([8, 8], roles=JUDGED if "reward" in said else ROLES, **(sizes | {flag: True}))
     assert str(caught.value).endswith(f"got {said}")
     assert f"--{flag} " in str(caught.value)
 

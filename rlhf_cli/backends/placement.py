@@ -70,7 +70,7 @@ def plan_layout(
     """The places of the trained and frozen roles and of the rollout engines.
 
     Args:
-        roles: the roles this run has, of "actor", "critic", "ref".
+        roles: the roles this run has, of "actor", "critic", "ref", "reward".
         node_gpus: free GPUs of each node, largest first.
 
     Raises:
@@ -121,6 +121,7 @@ def _shape(placement: PlacementConfig, role: str) -> tuple[int, int]:
         "actor": (placement.actor_num_nodes, placement.actor_num_gpus_per_node),
         "critic": (placement.critic_num_nodes, placement.critic_num_gpus_per_node),
         "ref": (placement.ref_num_nodes, placement.ref_num_gpus_per_node),
+        "reward": (placement.reward_num_nodes, placement.reward_num_gpus_per_node),
     }
     return sizes[role]
 

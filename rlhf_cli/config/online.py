@@ -104,8 +104,12 @@ class PlacementConfig(Group):
     """Nodes of the reference model."""
     ref_num_gpus_per_node: int = Field(1, gt=0)
     """Reference ranks per node."""
+    reward_num_nodes: int = Field(1, gt=0)
+    """Nodes of the reward model."""
+    reward_num_gpus_per_node: int = Field(1, gt=0)
+    """Reward model ranks per node."""
     colocate_all_models: bool = False
-    """Actor, critic, reference and engines share the same GPUs and take turns."""
+    """Actor, critic, reference, reward model and engines share the same GPUs and take turns."""
     colocate_actor_ref: bool = False
     """Actor and reference share GPUs."""
     colocate_critic_reward: bool = False
