@@ -19,7 +19,11 @@ UPDATE = "UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/test_flags_frozen.py"
 # What a command needs besides its required settings, for checks that look at several settings at once.
 ALSO_NEEDED = {"reward_funcs": "gsm8k"}
 # Settings that are only valid together with others.
-TOGETHER: dict[str, dict[str, Any]] = {"input_template": {"apply_chat_template": False}}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "input_template": {"apply_chat_template": False},
+    "normalize_reward": {"reward_pretrain": "x"},
+    "reward_model_weight": {"reward_pretrain": "x"},
+}
 # Samples where the type alone does not give a valid one.
 SAMPLES = {
     "input_template": "User: {}",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.config.online import PolicyConfig, RewardConfig, RolloutConfig
+from rlhf_cli.config.online import OnlineRewardConfig, PolicyConfig, RolloutConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt
@@ -25,10 +25,12 @@ WITHOUT_REFERENCE, WITH_REFERENCE = PolicyConfig(init_kl_coef=0.0), PolicyConfig
 ONE_STEP = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
 TWO_STEPS = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
 FAILED = Score(None, "failed", "grader broke")
+EXACT = OnlineRewardConfig(reward_funcs=["exact"])
+WITH_REWARD_MODEL = OnlineRewardConfig(reward_funcs=["exact"], reward_pretrain="rm", reward_model_weight=0.5)
 
 
 class FakeModel:
-    """Actor, critic or reference: writes down its calls and answers with numbers that depend on the tokens alone."""
+    """A model of any role: writes down its calls and answers with numbers that depend on the tokens alone."""
 
     def __init__(self, name: str, journal: list[str], *, level: float = 0.0) -> None:
         self.name, self.journal, self.level = name, journal, level
@@ -55,6 +57,10 @@ class FakeModel:
     def values(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]:
         self._note("values")
         return [np.arange(sequence.num_trained, dtype=np.float32) / 10 for sequence in sequences]
+
+    def scores(self, sequences: Sequence[packing.Sequence]) -> list[float]:
+        self._note("scores")
+        return [float(sequence.token_ids[-1]) for sequence in sequences]
 
     def update(
         self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool = False
@@ -137,11 +143,13 @@ class Run:
         episodes: int = 2,
         fails: Callable[[int], bool] = lambda index: False,
         stop_after: int | None = None,
+        reward: OnlineRewardConfig = EXACT,
     ) -> None:
         self.journal: list[str] = []
         self.actor = FakeModel("actor", self.journal, level=-1.0)
         self.critic = FakeModel("critic", self.journal)
         self.reference = FakeModel("ref", self.journal, level=-1.25) if policy.init_kl_coef else None
+        self.reward_model = FakeModel("reward", self.journal) if reward.reward_pretrain else None
         self.engines = FakeEngines(self.journal)
         self.scorer = FakeScorer(self.journal, fails)
         self.tracker = FakeTracker()
@@ -151,7 +159,7 @@ class Run:
             rollout=RolloutConfig(
                 rollout_batch_size=BATCH, n_samples_per_prompt=SAMPLES_EACH, num_episodes=episodes, max_new_tokens=4
             ),
-            reward=RewardConfig(reward_funcs=["exact"]),
+            reward=reward,
             policy=policy,
             batch=batch,
         )
@@ -159,7 +167,7 @@ class Run:
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:
         return train_online(
-            Roles(self.actor, self.critic, self.reference, self.engines, self.scorer),
+            Roles(self.actor, self.critic, self.reference, self.reward_model, self.engines, self.scorer),
             self.settings,
             prompts=[Prompt([20 + i, 30 + i], f"prompt {i}: ", str(i), "data.jsonl", i) for i in range(NUM_PROMPTS)],
             decode=lambda token_ids: "".join(map(str, token_ids)),
@@ -187,6 +195,26 @@ def test_one_role_after_the_other_is_awake():
         # The weights alone stay until the engines have them.
         *("actor.wake", "actor.update", "actor.sleep_optimizer", "engines.receive_weights 1", "actor.sleep"),
     ]
+
+
+def test_a_reward_model_is_awake_between_the_other_rewards_and_the_first_forward_pass():
+    run = Run(reward=WITH_REWARD_MODEL)
+    run(total_iterations=1)
+    assert run.journal[2:7] == ["engines.sleep", "scorer.score", "reward.wake", "reward.scores", "reward.sleep"]
+    assert run.journal[7] == "critic.wake"
+
+
+def test_a_reward_model_adds_its_weighted_score_of_prompt_and_response_and_is_logged_apart():
+    run = Run(reward=WITH_REWARD_MODEL)
+    run(total_iterations=1)
+    metrics, rows = run.tracker.logged[0][1], run.tracker.rows[0][1]
+    last_tokens = [float(row["response"][-1]) for row in rows]  # the fake decoder writes one digit a token
+    assert [row["reward/reward_model"] for row in rows] == last_tokens
+    lengths = [row["length"] for row in rows]
+    assert [row["reward"] for row in rows] == [n + 0.5 * last for n, last in zip(lengths, last_tokens, strict=True)]
+    assert metrics["reward/reward_model"] == pytest.approx(np.mean(last_tokens))
+    samples, _ = run.critic.updates[0]  # gamma and lambda are 1, so a return is the score
+    assert [sample.columns["returns"][-1] for sample in samples] == [row["reward"] for row in rows]
 
 
 def test_phases_follow_each_other_and_do_not_overlap():

@@ -7,11 +7,12 @@ import pytest
 from tiny_training import make_sequences
 
 from rlhf_cli.backends.engine_group import even_shares
-from rlhf_cli.backends.online_roles import Dealer
+from rlhf_cli.backends.online_roles import Dealer, RewardGroup
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing import Sequence
 from rlhf_cli.data.rollouts import GenerationRequest
 from rlhf_cli.data.samples import Sample
+from rlhf_cli.models.reward_model import ScoreStatistics
 
 LAYOUTS = [(1, 1000, None), (1, 20, None), (2, 25, None), (3, 1000, 1), (8, 12, None)]
 
@@ -19,11 +20,13 @@ LAYOUTS = [(1, 1000, None), (1, 20, None), (2, 25, None), (3, 1000, 1), (8, 12, 
 class FakeGroup:
     """Ranks that answer every trained token with ten times its id."""
 
+    METHODS = ("logprobs", "scores")
+
     def __init__(self) -> None:
         self.micro_batches: list[list[int]] = []
 
     def start_each(self, method: str, args_by_rank: list[tuple[Any, ...]]) -> list[Any]:
-        assert method == "logprobs"
+        assert method in self.METHODS
         return [self._rank(micro_batches) for (micro_batches,) in args_by_rank]
 
     def _rank(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
@@ -50,6 +53,21 @@ def test_results_come_back_to_their_sequences(num_ranks, max_tokens, max_sequenc
     assert len(group.micro_batches) == num_ranks
     assert len({len(batches) for batches in group.micro_batches}) == 1
     assert all(size <= max_tokens for batches in group.micro_batches for size in batches)
+
+
+@pytest.mark.parametrize(("num_ranks", "max_tokens", "max_sequences"), LAYOUTS)
+def test_a_reward_model_reads_the_last_token_of_each_sequence(num_ranks, max_tokens, max_sequences):
+    sequences, group = make_sequences(7), FakeGroup()
+    deal = dealer(num_ranks, max_tokens, max_sequences)
+    reward = RewardGroup(group, deal, takes_turns=False, statistics=None)  # type: ignore[arg-type]
+    assert reward.scores(sequences) == [10.0 * sequence.token_ids[-1] for sequence in sequences]
+
+
+def test_scores_are_normalised_by_the_statistics_of_the_model():
+    sequences, deal = make_sequences(3), dealer(1, 1000, None)
+    statistics = ScoreStatistics(mean=4.0, std=2.0)
+    reward = RewardGroup(FakeGroup(), deal, takes_turns=False, statistics=statistics)  # type: ignore[arg-type]
+    assert reward.scores(sequences) == [(10.0 * sequence.token_ids[-1] - 4.0) / 2.0 for sequence in sequences]
 
 
 @pytest.mark.parametrize(("num_ranks", "max_tokens", "max_sequences"), LAYOUTS)

@@ -1,5 +1,6 @@
 """The scorer with real worker processes: rewards that are right, wrong, raise, hang or die, and what is left behind."""
 
+import math
 import os
 import signal
 import subprocess
@@ -14,8 +15,9 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_cli.backends.rollout_processes import process_tree
-from rlhf_cli.config.online import RewardConfig
+from rlhf_cli.config.online import OnlineRewardConfig, RewardConfig
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 
@@ -309,6 +311,47 @@ def test_labels_that_a_verifier_cannot_use_are_found_beforehand() -> None:
 def test_bad_reward_settings_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         RewardConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "no reward: give --reward_funcs .* or --reward_pretrain MODEL"),
+        ({"reward_funcs": ["exact"], "normalize_reward": True}, "normalize_reward is about .*: give --reward_pretrain"),
+        ({"reward_funcs": ["exact"], "reward_model_weight": 2.0}, "reward_model_weight is about"),
+        ({"reward_pretrain": "rm", "reward_clip_range": (1.0, 1.0)}, "is empty"),
+        ({"reward_pretrain": "rm", "reward_weights": [1.0]}, "1 values for 0"),
+    ],
+)
+def test_bad_settings_of_a_reward_model_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        OnlineRewardConfig(**settings)
+
+
+def test_a_reward_model_alone_starts_from_zero_and_no_process() -> None:
+    with Scorer(OnlineRewardConfig(reward_pretrain="rm")) as scorer:
+        scorer.check_labels([None])
+        scores = scorer.score([request("a"), request("b", label=None)])
+        assert not process_tree(os.getpid())
+    assert scores == [Score(0.0, "scored")] * 2
+
+
+def test_a_reward_models_score_is_added_with_its_weight() -> None:
+    scores = [Score(1.0, "correct", "18", {"gsm8k": 1.0}), Score(0.0, "wrong"), Score(None, "failed", "grader broke")]
+    joined = with_model_scores(scores, [2.0, -3.0, 4.0], weight=0.25, max_failures=0.5)
+    assert joined == [
+        Score(1.5, "correct", "18", {"gsm8k": 1.0, "reward_model": 2.0}),
+        Score(-0.75, "wrong", "", {"reward_model": -3.0}),
+        Score(None, "failed", "grader broke", {"reward_model": 4.0}),
+    ]
+
+
+def test_a_score_that_is_no_number_has_failed_and_too_many_of_them_stop_the_run() -> None:
+    scores = [Score(1.0, "correct", "18")] * 4
+    joined = with_model_scores(scores, [1.0, math.nan, 1.0, 1.0], weight=1.0, max_failures=0.25)
+    assert joined[1] == Score(None, "failed", "the reward model's score is nan")
+    with pytest.raises(RunError, match=r"2 of 4 rewards failed, more than .* 0.25 allows: the reward model's score is"):
+        with_model_scores(scores, [1.0, math.inf, math.inf, 1.0], weight=1.0, max_failures=0.25)
 
 
 def test_an_exception_in_the_run_leaves_no_process(reward_file: WriteFile) -> None:

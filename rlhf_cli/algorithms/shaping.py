@@ -1,12 +1,18 @@
 """From one score per response to one reward per token.
 
-The order is fixed: the raw score is clipped, the KL penalty is spread over the tokens, the score is added at the last
-token. Clipping after a baseline or after the penalty would clip something else than what the user set limits for.
+The order is fixed: the score of a reward model is normalised, the score is clipped, the KL penalty is spread over the
+tokens, the score is added at the last token. Clipping after a baseline or after the penalty would clip something else
+than what the user set limits for.
 """
 
 from torch import Tensor
 
 from rlhf_cli.algorithms.ragged import last_index
+
+
+def normalised_scores(scores_B: Tensor, *, mean: float, std: float) -> Tensor:
+    """Scores of a reward model less their mean, in units of their spread, both of the data it was evaluated on."""
+    return (scores_B - mean) / std
 
 
 def clip_scores(scores_B: Tensor, clip_range: tuple[float, float]) -> Tensor:

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.objective import finish_policy_metrics, finish_value_metrics
+from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.backends.role_group import WorkerGroup
 from rlhf_cli.backends.roles import UpdateStep
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing import Sequence, plan_packs
 from rlhf_cli.data.samples import Sample
+from rlhf_cli.models.reward_model import ScoreStatistics
 
 
 @dataclass(frozen=True)
@@ -171,3 +174,33 @@ class ReferenceGroup:
     def logprobs(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Log-probs of each sequence's trained tokens, in nats."""
         return self._dealer.forward(self._group, "logprobs", sequences)
+
+
+class RewardGroup:
+    """The reward model, which scores whole responses."""
+
+    def __init__(
+        self, group: WorkerGroup, dealer: Dealer, *, takes_turns: bool, statistics: ScoreStatistics | None
+    ) -> None:
+        self._group = group
+        self._dealer = dealer
+        self._takes_turns = takes_turns
+        self._statistics = statistics
+
+    def wake(self) -> None:
+        """Be ready to compute; does nothing for a role that never sleeps."""
+        if self._takes_turns:
+            self._group.all("wake")
+
+    def sleep(self) -> None:
+        """Leave the accelerators to others."""
+        if self._takes_turns:
+            self._group.all("sleep")
+
+    def scores(self, sequences: Seq[Sequence]) -> list[float]:
+        """The score of each sequence, read at its last token; normalised where there are statistics."""
+        ends = [Sequence(s.token_ids, np.arange(len(s)) == len(s) - 1) for s in sequences]
+        scores_B = torch.from_numpy(np.concatenate(self._dealer.forward(self._group, "scores", ends)))
+        if self._statistics is not None:
+            scores_B = normalised_scores(scores_B, mean=self._statistics.mean, std=self._statistics.std)
+        return scores_B.tolist()

@@ -1,11 +1,11 @@
-"""What one rank of each online role holds and can do: actor, critic and reference.
+"""What one rank of each online role holds and can do: actor, critic, reference and reward model.
 
 Leaves out how ranks are started and given work (role_group, online_roles). Micro-batches arrive as lists of
 sequences and are packed here, so that only token ids and numbers travel between processes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from rlhf_cli.config.online import PolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.data.samples import Sample, SamplePack, pack_samples
-from rlhf_cli.models.loading import load_causal_lm, load_tokenizer, load_value_backbone, save_hf
+from rlhf_cli.models.loading import load_causal_lm, load_reward_model, load_tokenizer, load_value_backbone, save_hf
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 
 
@@ -218,6 +218,26 @@ class Reference:
     def logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
         """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
         return _infer(self.engine, micro_batches, _logprobs_at(self._settings.temperature))
+
+    def sleep(self) -> None:
+        """Leave the accelerator to others."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Be ready to compute."""
+        self.engine.wake()
+
+
+class Reward:
+    """One rank of the reward model."""
+
+    def __init__(self, settings: RoleSettings) -> None:
+        hf_model = _join_and_load(settings, load_reward_model)
+        self.engine = FrozenEngine(ValueModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
+
+    def scores(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+        """Scores read at the marked tokens of each micro-batch, float32 [K]: at the tokens, not before them."""
+        return _infer(self.engine, micro_batches, lambda model, batch: model(replace(batch, rows_K=batch.rows_K + 1)))
 
     def sleep(self) -> None:
         """Leave the accelerator to others."""

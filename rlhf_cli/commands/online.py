@@ -20,6 +20,7 @@ from rlhf_cli.commands.run_directory import RunDirectory, prepare_run_directory,
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_tokenizer
+from rlhf_cli.models.reward_model import RewardModel, find_reward_model
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.report import write_report
@@ -39,6 +40,7 @@ class _Run:
     backend: str
     tokenizer: Any
     data: PromptData
+    reward_model: RewardModel | None
     paths: RunDirectory
     store: CheckpointStore
     resume: Checkpoint | None
@@ -107,11 +109,16 @@ def _check(config: PPOConfig, command: str) -> _Run:
     check_batches(config, algorithm)
     backend = rollout_backend(config.rollout.rollout_backend)
     tokenizer = load_tokenizer(config.model)
+    reward_model = None
+    if config.reward.reward_pretrain is not None:
+        reward_model = find_reward_model(
+            config.reward.reward_pretrain, config.model, tokenizer, normalize=config.reward.normalize_reward
+        )
     data = load_prompts(config.prompts, tokenizer, max_new_tokens=config.rollout.max_new_tokens, seed=config.batch.seed)
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
-    run = _Run(config, command, algorithm, backend, tokenizer, data, paths, store, resume)
+    run = _Run(config, command, algorithm, backend, tokenizer, data, reward_model, paths, store, resume)
     if resume is not None:
         check_same_run(resume, run.identity)
     with Scorer(config.reward) as scorer:  # the one used for training starts later, when its output goes to a log
@@ -166,13 +173,14 @@ def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
         {
             "Model": config.model.pretrain,
             "Prompts": run.data.report.summary,
+            **({"Reward model": run.reward_model.source.pretrain} if run.reward_model else {}),
             "Engine": f"{config.rollout.vllm_num_engines} x {run.backend}",
             "Placement": "; ".join(describe(layout, unit=cluster.unit)),
             "Logs": str(run.paths.logs),
         }
     )
     where = OnlineCluster(cluster, layout, run.paths.logs, run.backend)
-    return OnlineRoles(config, run.algorithm, where, total_steps=run.total_steps)
+    return OnlineRoles(config, run.algorithm, where, reward_model=run.reward_model, total_steps=run.total_steps)
 
 
 def _train(run: _Run, roles: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal) -> Finished:

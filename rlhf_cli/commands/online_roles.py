@@ -7,15 +7,24 @@ from typing import Any, Self
 
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.backends.engine_group import EngineGroup, host_engine
-from rlhf_cli.backends.online_roles import ActorGroup, CriticGroup, Dealer, ReferenceGroup, TrainedGroup
+from rlhf_cli.backends.online_roles import (
+    ActorGroup,
+    CriticGroup,
+    Dealer,
+    ReferenceGroup,
+    RewardGroup,
+    TrainedGroup,
+)
 from rlhf_cli.backends.placement import ENGINE, Layout, Seat
 from rlhf_cli.backends.ray_cluster import Cluster, Reservation
 from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
-from rlhf_cli.backends.roles import Actor, Critic, Reference, RoleSettings
+from rlhf_cli.backends.roles import Actor, Critic, Reference, Reward, RoleSettings
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.backends.weight_transfer import choose_sync_backend
 from rlhf_cli.commands.ppo import PPOConfig
+from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.models.loading import load_config, quadratic_cost, resolve_model_path
+from rlhf_cli.models.reward_model import RewardModel
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.trainers.rl import Roles
 
@@ -24,7 +33,8 @@ def role_names(config: PPOConfig, algorithm: Algorithm) -> tuple[str, ...]:
     """The roles this run has besides the engines; a reference only where the KL divergence counts."""
     critic = ("critic",) if algorithm.critic else ()
     reference = ("ref",) if config.policy.init_kl_coef > 0 else ()
-    return ("actor", *critic, *reference)
+    reward = ("reward",) if config.reward.reward_pretrain is not None else ()
+    return ("actor", *critic, *reference, *reward)
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,15 @@ class OnlineCluster:
 class OnlineRoles:
     """All roles and engines of a run, started together and ended together."""
 
-    def __init__(self, config: PPOConfig, algorithm: Algorithm, where: OnlineCluster, *, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        algorithm: Algorithm,
+        where: OnlineCluster,
+        *,
+        reward_model: RewardModel | None,
+        total_steps: int,
+    ) -> None:
         self._config = config
         self._where = where
         self._total_steps = total_steps
@@ -51,13 +69,16 @@ class OnlineRoles:
         self._reservation = Reservation(where.layout, where.cluster)
         self._takes_turns = config.placement.deepspeed_enable_sleep
         self._quadratic_cost = quadratic_cost(load_config(config.model))
-        started = self._start_trainers(role_names(config, algorithm))
+        started = self._start_models(role_names(config, algorithm), reward_model)
         groups = {role: group for role, (group, _) in started.items()}
         self.actor = ActorGroup(self._trained(groups["actor"]))
         self.critic = CriticGroup(self._trained(groups["critic"])) if "critic" in groups else None
         self.reference = None
         if "ref" in groups:
             self.reference = ReferenceGroup(groups["ref"], self._dealer(groups["ref"]), takes_turns=self._takes_turns)
+        self.reward_model = None
+        if reward_model is not None:
+            self.reward_model = self._reward_group(groups["reward"], reward_model)
         if shares_gpus(where.layout) and where.cluster.has_gpus:
             self._settle(started)  # an engine measures what memory is free while it starts
         self.engines = self._start_engines()
@@ -67,7 +88,7 @@ class OnlineRoles:
 
     def with_scorer(self, scorer: Scorer) -> Roles:
         """The roles as the loop takes them."""
-        return Roles(self.actor, self.critic, self.reference, self.engines, scorer)
+        return Roles(self.actor, self.critic, self.reference, self.reward_model, self.engines, scorer)
 
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint of all trained roles, as an estimate."""
@@ -91,22 +112,26 @@ class OnlineRoles:
         self.engines.shutdown()
         self._reservation.release()
 
-    def _start_trainers(self, names: tuple[str, ...]) -> dict[str, tuple[WorkerGroup, list[Any]]]:
-        optim = self._config.optim
-        started = {"actor": self._start("actor", Actor, optim.actor_learning_rate)}
+    def _start_models(
+        self, names: tuple[str, ...], reward_model: RewardModel | None
+    ) -> dict[str, tuple[WorkerGroup, list[Any]]]:
+        model, optim = self._config.model, self._config.optim
+        started = {"actor": self._start("actor", Actor, model, optim.actor_learning_rate)}
         if "critic" in names:
-            started["critic"] = self._start("critic", Critic, optim.critic_learning_rate)
+            started["critic"] = self._start("critic", Critic, model, optim.critic_learning_rate)
         if "ref" in names:
-            started["ref"] = self._start("ref", Reference, optim.actor_learning_rate)
+            started["ref"] = self._start("ref", Reference, model, optim.actor_learning_rate)
+        if reward_model is not None:
+            started["reward"] = self._start("reward", Reward, reward_model.source, optim.actor_learning_rate)
         return started
 
     def _settle(self, started: dict[str, tuple[WorkerGroup, list[Any]]]) -> None:
-        """Wait until the trainers are built, and let those that take turns make room; once."""
+        """Wait until the models are built, and let those that take turns make room; once."""
         if self._is_settled:
             return
         for group, building in started.values():
             group.wait(building)
-        for role in (self.actor, self.critic, self.reference):
+        for role in (self.actor, self.critic, self.reference, self.reward_model):
             if role is not None:
                 role.sleep()
         self._is_settled = True
@@ -131,14 +156,20 @@ class OnlineRoles:
     def _dealer(self, group: WorkerGroup) -> Dealer:
         return Dealer(len(group), self._config.batch, self._quadratic_cost)
 
+    def _reward_group(self, group: WorkerGroup, model: RewardModel) -> RewardGroup:
+        dealer = Dealer(len(group), self._config.batch, model.quadratic_cost)
+        return RewardGroup(group, dealer, takes_turns=self._takes_turns, statistics=model.statistics)
+
     def _threads(self, role: str) -> int:
         """CPU threads of a rank: roles take turns, the ranks of a role share the cores."""
         return max(1, (os.cpu_count() or 1) // len(self._where.layout.of(role)))
 
-    def _start(self, role: str, factory: type, learning_rate: float) -> tuple[WorkerGroup, list[Any]]:
+    def _start(
+        self, role: str, factory: type, model: ModelConfig, learning_rate: float
+    ) -> tuple[WorkerGroup, list[Any]]:
         config = self._config
         settings = RoleSettings(
-            model=config.model,
+            model=model,
             deepspeed=config.deepspeed,
             optim=config.optim,
             learning_rate=learning_rate,

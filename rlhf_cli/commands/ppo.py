@@ -7,7 +7,13 @@ from pydantic import BaseModel, ConfigDict
 
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.online import ActorCriticOptimConfig, PlacementConfig, PolicyConfig, RewardConfig, RolloutConfig
+from rlhf_cli.config.online import (
+    ActorCriticOptimConfig,
+    OnlineRewardConfig,
+    PlacementConfig,
+    PolicyConfig,
+    RolloutConfig,
+)
 from rlhf_cli.config.train import BatchConfig, CheckpointConfig, DeepSpeedConfig, TrackingConfig
 
 
@@ -19,7 +25,7 @@ class PPOConfig(BaseModel):
     model: ModelConfig
     prompts: PromptConfig
     rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig
+    reward: OnlineRewardConfig
     policy: PolicyConfig = PolicyConfig()
     placement: PlacementConfig = PlacementConfig()
     batch: BatchConfig = BatchConfig()

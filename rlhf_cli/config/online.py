@@ -71,9 +71,13 @@ class RewardConfig(Group):
 
     @model_validator(mode="after")
     def _there_is_a_reward(self) -> "RewardConfig":
-        names = ", ".join(REWARD_FUNCS)
         if not self.reward_funcs and self.reward_func is None:
-            raise ValueError(f"no reward: give --reward_funcs ({names}) or --reward_func FILE.py")
+            raise ValueError(f"no reward: give --reward_funcs ({', '.join(REWARD_FUNCS)}) or --reward_func FILE.py")
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_are_named_and_weighted(self) -> "RewardConfig":
+        names = ", ".join(REWARD_FUNCS)
         for name in self.reward_funcs:
             if name not in REWARD_FUNCS:
                 raise ValueError(f"reward_funcs has no {name!r}; there are {names}; a file is given by reward_func")
@@ -86,6 +90,33 @@ class RewardConfig(Group):
         low, high = self.reward_clip_range
         if not low < high:
             raise ValueError(f"reward_clip_range {low:g} {high:g} is empty: the first must be below the second")
+        return self
+
+
+class OnlineRewardConfig(RewardConfig):
+    """Reward"""
+
+    reward_pretrain: str | None = None
+    """Reward model, added to other rewards: a folder, a run of `rlhf rm` or a Hugging Face name; same token ids."""
+    reward_model_weight: float = 1.0
+    """Weight of the reward model's score."""
+    normalize_reward: bool = False
+    """Take the reward model's score less its mean and by its spread, which `rlhf rm` writes into its configuration."""
+
+    @model_validator(mode="after")
+    def _there_is_a_reward(self) -> "OnlineRewardConfig":
+        if not self.reward_funcs and self.reward_func is None and self.reward_pretrain is None:
+            raise ValueError(
+                f"no reward: give --reward_funcs ({', '.join(REWARD_FUNCS)}), --reward_func FILE.py or "
+                "--reward_pretrain MODEL"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _settings_of_a_reward_model_have_one(self) -> "OnlineRewardConfig":
+        if self.reward_pretrain is None and (self.normalize_reward or self.reward_model_weight != 1.0):
+            name = "normalize_reward" if self.normalize_reward else "reward_model_weight"
+            raise ValueError(f"{name} is about the score of a reward model: give --reward_pretrain MODEL")
         return self
 
 

@@ -140,12 +140,25 @@ def load_value_backbone(
     )
 
 
+def load_reward_model(config: ModelConfig, *, zero3_config: dict[str, Any] | None = None) -> PreTrainedModel:
+    """The model with the scalar head `score` that its folder has. UsageError where it has none."""
+    return _load(
+        AutoModelForSequenceClassification,
+        config,
+        device_map=None,
+        zero3_config=zero3_config,
+        num_labels=1,
+        has_score_head=True,
+    )
+
+
 def _load(
     auto_class: Any,
     config: ModelConfig,
     *,
     device_map: str | dict[str, Any] | None,
     zero3_config: dict[str, Any] | None,
+    has_score_head: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     if config.compile_model and zero3_config is not None:
@@ -172,7 +185,7 @@ def _load(
         )
     if not model.is_backend_compatible():
         raise UsageError(f"{type(model).__name__} cannot be trained on packs: its attention takes no other kernel")
-    _complete_weights(model, path, report)
+    _complete_weights(model, path, report, has_score_head=has_score_head)
     if config.use_liger_kernel:
         _use_liger_kernels(model)
     if config.gradient_checkpointing:
@@ -203,10 +216,10 @@ def _require_packed_layers(config: PretrainedConfig) -> None:
         raise UsageError(f"models of type {config.model_type} cannot be trained on packs: layers {', '.join(others)}")
 
 
-def _complete_weights(model: PreTrainedModel, path: str, report: dict[str, Any]) -> None:
-    """Fills a scalar head that the folder does not have; any other weight that is missing is a UsageError."""
+def _complete_weights(model: PreTrainedModel, path: str, report: dict[str, Any], *, has_score_head: bool) -> None:
+    """Fills a scalar head that the folder need not have; any other weight that is missing is a UsageError."""
     missing = set(report["missing_keys"]) - set(model.all_tied_weights_keys)
-    if "score.weight" in missing:
+    if "score.weight" in missing and not has_score_head:
         missing.remove("score.weight")
         _fill(model.score.weight, _value_head(model.config.hidden_size))
     wrong = sorted(missing) + sorted(str(key) for key in report["mismatched_keys"])

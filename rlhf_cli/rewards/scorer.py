@@ -91,7 +91,7 @@ class Scorer:
         if self._file is not None and requests:
             columns[FILE_PART] = self._ask_file(self._file, requests)
         scores = [self._join({name: parts[i] for name, parts in columns.items()}) for i in range(len(requests))]
-        self._stop_if_too_many_failed(scores)
+        stop_if_too_many_failed(scores, self._config.reward_max_failures)
         return scores
 
     def _verify(self, requests: Sequence[ScoreRequest]) -> dict[str, list[_Part]]:
@@ -128,7 +128,12 @@ class Scorer:
         return parts
 
     def _join(self, parts: dict[str, _Part]) -> Score:
-        """One score of all parts. Its verdict is that of the first verifier named in reward_funcs."""
+        """One score of all parts. Its verdict is that of the first verifier named in reward_funcs.
+
+        Without verifiers and file, where a reward model alone is asked, it is 0.
+        """
+        if not parts:
+            return Score(0.0, "scored")
         values = {name: part.value for name, part in parts.items() if part.value is not None}
         if len(values) < len(parts):
             failed = next(part for part in parts.values() if part.value is None)
@@ -138,15 +143,15 @@ class Scorer:
             sum(self._weights[name] * value for name, value in values.items()), first.status, first.detail, values
         )
 
-    def _stop_if_too_many_failed(self, scores: Sequence[Score]) -> None:
-        failed = [score.detail.partition("\n")[0] for score in scores if score.value is None]
-        limit = self._config.reward_max_failures
-        if len(failed) > limit * len(scores):
-            reason, _ = Counter(failed).most_common(1)[0]
-            raise RunError(
-                f"{len(failed)} of {len(scores)} rewards failed, more than --reward_max_failures {limit:g} allows: "
-                f"{reason}"
-            )
+
+def stop_if_too_many_failed(scores: Sequence[Score], limit: float) -> None:
+    """Raise RunError, with the most frequent reason, if more than this share of the scores failed."""
+    failed = [score.detail.partition("\n")[0] for score in scores if score.value is None]
+    if len(failed) > limit * len(scores):
+        reason, _ = Counter(failed).most_common(1)[0]
+        raise RunError(
+            f"{len(failed)} of {len(scores)} rewards failed, more than --reward_max_failures {limit:g} allows: {reason}"
+        )
 
 
 def _verifier_pool(config: RewardConfig) -> WorkerPool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhf_cli.algorithms.kl import next_kl_coef
 from rlhf_cli.algorithms.table import Algorithm
-from rlhf_cli.config.online import PolicyConfig, RewardConfig, RolloutConfig
+from rlhf_cli.config.online import OnlineRewardConfig, PolicyConfig, RolloutConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt
@@ -22,12 +22,14 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.data.samples import Sample
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
+from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.loop import Finished, is_due
 from rlhf_cli.trainers.rl_batch import (
     Evaluated,
     Rollouts,
+    as_sequence,
     learning_samples,
     rollout_metrics,
     sample_rows,
@@ -69,6 +71,12 @@ class Critic(Sleeper, Protocol):
     def update(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[dict[str, float]]: ...
 
 
+class RewardModel(Sleeper, Protocol):
+    """The frozen model that scores whole responses."""
+
+    def scores(self, sequences: Sequence[packing.Sequence]) -> list[float]: ...
+
+
 class Engines(Protocol):
     """All rollout engines."""
 
@@ -107,6 +115,7 @@ class Roles:
     actor: Actor
     critic: Critic | None
     reference: Reference | None
+    reward_model: RewardModel | None
     engines: Engines
     scorer: Scoring
 
@@ -117,7 +126,7 @@ class OnlineSettings:
 
     algorithm: Algorithm
     rollout: RolloutConfig
-    reward: RewardConfig
+    reward: OnlineRewardConfig
     policy: PolicyConfig
     batch: BatchConfig
 
@@ -201,7 +210,7 @@ def _iterate(
         roles.engines.sleep()
     with timer("reward"):
         questions = score_requests(asked, generations, decode)
-        scores = roles.scorer.score(questions)
+        scores = _scores(roles, settings.reward, asked=asked, generations=generations, questions=questions)
         rollouts = scored_rollouts(asked, generations, scores)
         if not len(rollouts):
             raise RunError(f"iteration {iteration}: every reward failed ({scores[0].detail}), nothing can be learned")
@@ -229,6 +238,25 @@ def _iterate(
     tracker.log(iteration, metrics, timer.take())
     tracker.samples(iteration, sample_rows(questions, generations, scores))
     return LoopState(iteration, _next_kl_coef(settings, metrics, state=state, num_sequences=len(rollouts)))
+
+
+def _scores(
+    roles: Roles,
+    reward: OnlineRewardConfig,
+    *,
+    asked: Sequence[Prompt],
+    generations: Sequence[Generation],
+    questions: list[ScoreRequest],
+) -> list[Score]:
+    """The score of each response from all rewards; the reward model reads up to its last token, also of cut ones."""
+    scores = roles.scorer.score(questions)
+    if roles.reward_model is None:
+        return scores
+    pairs = zip(asked, generations, strict=True)
+    sequences = [as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation in pairs]
+    with awake(roles.reward_model):
+        values = roles.reward_model.scores(sequences)
+    return with_model_scores(scores, values, weight=reward.reward_model_weight, max_failures=reward.reward_max_failures)
 
 
 def _evaluate(roles: Roles, rollouts: Rollouts, *, needs_old: bool) -> Evaluated:

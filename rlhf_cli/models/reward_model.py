@@ -1,0 +1,93 @@
+"""Whether a reward model fits the policy it is to judge, seen from configuration and tokenizer alone.
+
+Leaves out its weights, which the ranks of its role load.
+"""
+
+import math
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.loading import load_config, load_tokenizer, quadratic_cost
+
+CLASSIFIER = "ForSequenceClassification"
+"""End of the class names of models with a score for a whole sequence."""
+
+
+@dataclass(frozen=True)
+class ScoreStatistics:
+    """Mean and spread of a reward model's scores on the data it was evaluated on."""
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A reward model that reads the policy's token ids, before its weights are loaded.
+
+    `statistics` are there where its scores are to be normalised.
+    """
+
+    source: ModelConfig
+    quadratic_cost: float
+    statistics: ScoreStatistics | None
+
+
+def find_reward_model(
+    reward_pretrain: str, policy: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, normalize: bool
+) -> RewardModel:
+    """The reward model of the settings, loaded the way the policy is.
+
+    Raises UsageError where it is no model, has not one label, reads other token ids than the policy's tokenizer gives,
+    or has no statistics and `normalize` asks for them.
+    """
+    changes = {"pretrain": reward_pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
+    source = policy.model_copy(update=changes)
+    try:
+        config, own_tokenizer = load_config(source), load_tokenizer(source)
+    except UsageError as error:
+        raise UsageError(f"--reward_pretrain: {error}") from error
+    _require_one_label(config, reward_pretrain)
+    _require_same_tokens(own_tokenizer, tokenizer, reward_pretrain)
+    statistics = score_statistics(config, reward_pretrain) if normalize else None
+    return RewardModel(source, quadratic_cost(config), statistics)
+
+
+def score_statistics(config: PretrainedConfig, name: str) -> ScoreStatistics:
+    """What the configuration says of the model's scores. UsageError where it says nothing that can be used."""
+    mean, std = (getattr(config, f"reward_{what}", None) for what in ("mean", "std"))
+    if mean is None or std is None:
+        raise UsageError(
+            f"--normalize_reward: the configuration of {name!r} has no reward_mean and reward_std; `rlhf rm` writes "
+            "them where it has an --eval_dataset"
+        )
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise UsageError(f"--normalize_reward: {name!r} has a reward_mean of {mean} and a reward_std of {std}")
+    return ScoreStatistics(float(mean), float(std))
+
+
+def _require_one_label(config: PretrainedConfig, name: str) -> None:
+    kinds = config.architectures or []
+    if not any(kind.endswith(CLASSIFIER) for kind in kinds):
+        raise UsageError(
+            f"--reward_pretrain {name!r} is {' '.join(kinds) or config.model_type}, not a sequence-classification "
+            "model with one label: `rlhf rm` trains one"
+        )
+    if config.num_labels != 1:
+        raise UsageError(f"--reward_pretrain {name!r} has {config.num_labels} labels, and a reward model has one")
+
+
+def _require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, name: str) -> None:
+    """Token ids of the policy go to the reward model as they are; tokens that only it has do no harm."""
+    own_ids = own.get_vocab()
+    others = sorted((number, token) for token, number in policy.get_vocab().items() if own_ids.get(token) != number)
+    if others:
+        number, token = others[0]
+        said = f"{own_ids[token]} there" if token in own_ids else "not there"
+        raise UsageError(
+            f"--reward_pretrain {name!r} has another vocabulary than the policy, whose token ids it would read: "
+            f"{len(others):,} of {len(policy):,} tokens differ, the first is {token!r}: {number} here, {said}"
+        )

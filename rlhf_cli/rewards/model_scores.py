@@ -1,0 +1,35 @@
+"""A reward model's scores beside those of verifiers and files: added with a weight, and failed where they are none.
+
+Leaves out the model itself, which is a role of its own (backends.roles).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlhf_cli.rewards.records import Score
+from rlhf_cli.rewards.scorer import stop_if_too_many_failed
+
+MODEL_PART = "reward_model"
+"""Name of the reward model's part of a score."""
+
+
+def with_model_scores(
+    scores: Sequence[Score], values: Sequence[float], *, weight: float, max_failures: float
+) -> list[Score]:
+    """The scores with `weight` times the reward model's values on top; the verdict stays that of the other rewards.
+
+    What has failed stays failed, and a value that is not finite is a failure. Raises RunError if the share of failed
+    ones is above `max_failures`.
+    """
+    joined = [_joined(score, float(value), weight) for score, value in zip(scores, values, strict=True)]
+    stop_if_too_many_failed(joined, max_failures)
+    return joined
+
+
+def _joined(score: Score, value: float, weight: float) -> Score:
+    if not math.isfinite(value):
+        said = score.detail if score.status == "failed" else f"the reward model's score is {value}"
+        return replace(score, value=None, status="failed", detail=said)
+    total = None if score.value is None else score.value + weight * value
+    return replace(score, value=total, parts=score.parts | {MODEL_PART: value})
