@@ -1,5 +1,8 @@
 """Tiny models with tokenizers, made on the spot: nothing is fetched."""
 
+import gc
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,35 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**_shape(tokenizer), tie_word_embeddings=False))
     return _save(model, tokenizer, tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def environment_of_one_rank() -> Iterator[dict[str, str]]:
+    """The environment of a process group that this process alone has joined.
+
+    Once for all modules: DeepSpeed keeps its groups for good, so that a second one of a process is none it knows.
+    """
+    from rlhf_cli.backends import distributed
+
+    before = dict(os.environ)
+    distributed.join_process_group()
+    joined = dict(os.environ)
+    _set_environment(before)
+    yield joined
+    distributed.leave_process_group()
+
+
+@pytest.fixture(scope="module")
+def group_of_one(environment_of_one_rank: dict[str, str]) -> Iterator[None]:
+    """A process group of this process; the environment is put back, so that it does not look like a rank's."""
+    before = dict(os.environ)
+    _set_environment(environment_of_one_rank)
+    gc.freeze()  # DeepSpeed collects garbage a dozen times for each engine; let it not look at all of torch each time
+    yield
+    gc.unfreeze()
+    _set_environment(before)
+
+
+def _set_environment(values: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(values)

@@ -1,9 +1,6 @@
 """The engine on one rank, with real DeepSpeed: what a step computes does not depend on how it is cut up or stored."""
 
-import gc
 import math
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,7 +25,6 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
 from rlhf_cli.algorithms.objective import value_objective
-from rlhf_cli.backends import distributed
 from rlhf_cli.backends.deepspeed_engine import FrozenEngine, make_schedule, seed_everything
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import PolicyConfig
@@ -45,17 +41,7 @@ STAGES = (0, 1, 2, 3)
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def group_of_one() -> Iterator[None]:
-    """A process group of this process; the environment is put back, so that it does not look like a rank's."""
-    before = dict(os.environ)
-    distributed.join_process_group()
-    gc.freeze()  # DeepSpeed collects garbage a dozen times for each engine; let it not look at all of torch each time
-    yield
-    gc.unfreeze()
-    distributed.leave_process_group()
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 @pytest.fixture

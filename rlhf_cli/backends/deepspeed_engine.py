@@ -7,6 +7,7 @@ micro-batches therefore does not change the update.
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import get_scheduler
 
 from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends import distributed
+from rlhf_cli.backends.deepspeed_weights import DEEPSPEED
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import PolicyModel, parameter_groups
@@ -166,27 +168,36 @@ class DeepSpeedEngine:
         self._engine.eval()
         return [forward(self._engine, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
 
-    def named_weights(self, part: nn.Module, *, bucket_bytes: int = 1 << 28) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(
+        self, part: nn.Module, *, bucket_bytes: int = 1 << 28, only_trained: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights (name, tensor) of a part of the module; every rank must iterate to the end.
 
         Under ZeRO-3 they are gathered bucket by bucket and valid only until the next one is asked for.
         """
-        yield from whole_weights(part, gather=self._stage == 3, bucket_bytes=bucket_bytes)
+        chosen = [(name, p) for name, p in part.named_parameters() if p.requires_grad or not only_trained]
+        yield from whole_weights(chosen, gather=self._stage == 3, bucket_bytes=bucket_bytes)
 
     def checkpoint_bytes(self) -> int:
-        """Bytes that `save` writes over all ranks: weights, and master copy and two moments in float32."""
-        sizes = [(getattr(p, "ds_numel", p.numel()), p.element_size()) for p in self.module.parameters()]
-        return sum(numel * (element_size + 12) for numel, element_size in sizes)
+        """Bytes that `save` writes over all ranks: trained weights, master copy and two moments in float32."""
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        return sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12) for p in trained)
 
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer, schedule and RNG states of all ranks below `directory`; all ranks call it."""
-        self._engine.save_checkpoint(str(directory), tag="deepspeed", save_latest=False)
+        """Write trained weights, optimizer, schedule and RNG states of all ranks below `directory`; all call it.
+
+        Frozen weights are left out: they are those the model was loaded with.
+        """
+        with without_frozen_weights(self.module):
+            self._engine.save_checkpoint(
+                str(directory), tag=DEEPSPEED, save_latest=False, exclude_frozen_parameters=True
+            )
         torch.save(rng_state(), directory / f"rng_rank{dist.get_rank()}.pt")
         distributed.barrier()
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, on the same number of ranks."""
-        path, _ = self._engine.load_checkpoint(str(directory), tag="deepspeed")
+        path, _ = self._engine.load_checkpoint(str(directory), tag=DEEPSPEED, custom_load_fn=load_trained_weights)
         assert path is not None, f"{directory} has no DeepSpeed checkpoint"
         set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
 
@@ -264,9 +275,38 @@ def register_external_parameters(module: nn.Module) -> None:
             deepspeed.zero.register_external_parameter(user, parameter)
 
 
-def whole_weights(module: nn.Module, *, gather: bool, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every parameter and persistent buffer, shared ones once."""
-    parameters = list(module.named_parameters())
+def frozen_names(module: nn.Module) -> set[str]:
+    """Names of parameters that are not trained, each under all its names."""
+    return {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+@contextmanager
+def without_frozen_weights(module: nn.Module) -> Iterator[None]:
+    """Within the block the state dict has no frozen weights; DeepSpeed itself forgets the second names of tied ones."""
+    frozen = frozen_names(module)
+
+    def drop(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for name in frozen:
+            state.pop(prefix + name, None)
+
+    hook = module.register_state_dict_post_hook(drop)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def load_trained_weights(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+    """Load a state dict that has every weight of the module but frozen ones."""
+    result = dst.load_state_dict(src, strict=False)
+    others = (set(result.missing_keys) - frozen_names(dst)) | set(result.unexpected_keys)
+    assert not others, f"the checkpoint has other weights than the model: {sorted(others)}"
+
+
+def whole_weights(
+    parameters: list[tuple[str, nn.Parameter]], *, gather: bool, bucket_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of the parameters."""
     if not gather:
         yield from ((name, parameter.detach()) for name, parameter in parameters)
         return

@@ -6,6 +6,7 @@ sequences and are packed here, so that only token ids and numbers travel between
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rlhf_cli.backends.deepspeed_engine import (
     deepspeed_config,
     seed_everything,
 )
+from rlhf_cli.backends.deepspeed_weights import DESCRIPTION
 from rlhf_cli.backends.rollout_engine import SyncBackend
 from rlhf_cli.backends.weight_transfer import Idle, PushReport, Transport, WeightSender
 from rlhf_cli.backends.weight_transfer_shm import ShmTransport
@@ -33,7 +35,15 @@ from rlhf_cli.config.online import PolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.data.samples import Sample, SamplePack, pack_samples
-from rlhf_cli.models.loading import load_causal_lm, load_reward_model, load_tokenizer, load_value_backbone, save_hf
+from rlhf_cli.models.adapters import describe_adapter, is_adapted, save_adapter
+from rlhf_cli.models.loading import (
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+    load_value_backbone,
+    save_all_but_weights,
+    save_hf,
+)
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 
 
@@ -121,6 +131,7 @@ class TrainedRole:
     def save(self, directory: Path) -> None:
         """Write everything that shapes the future of this role."""
         self.engine.save(directory)
+        describe_model(self.hf_model, self._tokenizer, directory)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote."""
@@ -128,7 +139,11 @@ class TrainedRole:
 
     def save_model(self, directory: Path) -> None:
         """Write the model in Hugging Face format."""
-        save_whole_model(self.engine, self.hf_model, load_tokenizer(self.settings.model), directory)
+        save_whole_model(self.engine, self.hf_model, self._tokenizer, directory)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.settings.model)
 
 
 class Actor:
@@ -271,10 +286,22 @@ def _logprobs_at(temperature: float) -> Callable[[nn.Module, Any], torch.Tensor]
     return lambda model, batch: model(batch, temperature=temperature)[0]
 
 
-def save_whole_model(engine: DeepSpeedEngine, hf_model: nn.Module, tokenizer: Any, directory: Path) -> None:
-    """Write the model in Hugging Face format; all ranks call it, rank 0 writes."""
-    is_writer = dist.get_rank() == 0
-    weights = {name: weight.to("cpu", copy=True) for name, weight in engine.named_weights(hf_model) if is_writer}
+def save_whole_model(engine: DeepSpeedEngine, hf_model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write the model, or the adapter on it, in Hugging Face format; all ranks call it, rank 0 writes."""
+    is_writer, adapted = dist.get_rank() == 0, is_adapted(hf_model)
+    gathered = engine.named_weights(hf_model, only_trained=adapted)
+    weights = {name: weight.to("cpu", copy=True) for name, weight in gathered if is_writer}
     if is_writer:
-        save_hf(hf_model, tokenizer, directory, state_dict=weights)
+        save = save_adapter if adapted else save_hf
+        save(hf_model, tokenizer, directory, state_dict=weights)
     distributed.barrier()
+
+
+def describe_model(hf_model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write beside a saved engine what its weights need to become a Hugging Face folder; rank 0 writes."""
+    if dist.get_rank() == 0:
+        folder = directory / DESCRIPTION
+        folder.mkdir(exist_ok=True)
+        save_all_but_weights(hf_model, tokenizer, folder)
+        if is_adapted(hf_model):
+            describe_adapter(hf_model, folder)

@@ -10,6 +10,7 @@ from rlhf_cli.errors import UsageError
 
 CONFIG, LOGS, REPORT = "config.yaml", "logs", "report.html"
 OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, "tensorboard", "error.log")
+OF_A_MODEL = ("config.json", "adapter_config.json")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def check_run_directory(settings: CheckpointConfig) -> None:
     for path in (paths.root, paths.checkpoints, paths.model):
         if path.exists() and not path.is_dir():
             raise UsageError(f"--output: {path} is a file, a folder is needed")
-    if _is_used(paths.model) and not (paths.model / "config.json").is_file():
+    if _is_used(paths.model) and not any((paths.model / name).is_file() for name in OF_A_MODEL):
         raise UsageError(
             f"{paths.model} is where the model is to be saved, but holds other things: choose another --save_path"
         )

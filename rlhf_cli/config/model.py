@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from rlhf_cli.config.base import Group
 
 
@@ -31,3 +33,18 @@ class ModelConfig(ModelSource):
     """Compile the decoder with torch.compile: faster steps after a minute or two of compiling; not with ZeRO-3."""
     use_liger_kernel: bool = False
     """Use Liger's fused Triton kernels for norms, rotary embeddings and MLPs (CUDA, extra `liger`)."""
+
+
+class AdapterConfig(Group):
+    """Adapter (LoRA)"""
+
+    lora_rank: int = Field(0, ge=0)
+    """Train an adapter of this rank and leave the model itself as it is; 0 trains the model."""
+    lora_alpha: int = Field(16, gt=0)
+    """Strength of the adapter: its product of matrices is scaled by lora_alpha / lora_rank."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of a layer's inputs that the adapter does not see in a training step."""
+    target_modules: list[str] = ["all-linear"]
+    """Names of the linear layers that get an adapter (q_proj,v_proj); all-linear: every one but the head."""
+    load_in_4bit: bool = False
+    """Keep the model under the adapter in 4 bits (NF4; NVIDIA GPU, extra `quant`, not with ZeRO-3)."""

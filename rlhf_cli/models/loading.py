@@ -4,9 +4,7 @@ What a model computes on a pack is in `policy`; engines and sharding are in the 
 """
 
 import contextlib
-import ctypes
-import os
-import shutil
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,21 +16,24 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_liger_kernel_available
+from transformers.utils import is_bitsandbytes_available, is_liger_kernel_available
 
 from rlhf_cli.config.model import ModelConfig, ModelSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention import attention_needs, resolve_attention
+from rlhf_cli.models.folders import whole_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """At least one is in a folder with a tokenizer; without any, transformers makes up an empty one."""
+ADAPTER_FILE = "adapter_config.json"
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that keep the sequences of a pack apart."""
 
@@ -52,7 +53,15 @@ def resolve_model_path(pretrain: str) -> str:
     return pretrain
 
 
+def adapter_folder(pretrain: str) -> Path | None:
+    """Folder of the adapter that this path stands for, itself or as the result of a run; None for other things."""
+    path = Path(pretrain).expanduser()
+    return next((folder for folder in (path, path / "model") if (folder / ADAPTER_FILE).is_file()), None)
+
+
 def _model_folder(path: Path) -> Path:
+    if adapter_folder(str(path)) is not None:
+        raise UsageError(f"{str(path)!r} is an adapter, not a whole model: `rlhf merge` folds it into its base")
     if not (path / "config.json").is_file():
         if (path / "model" / "config.json").is_file():
             path = path / "model"
@@ -93,7 +102,7 @@ def load_tokenizer(config: ModelSource) -> PreTrainedTokenizerBase:
 
     No padding token is made up: training never pads, and one equal to the end of sequence would hide that token.
     """
-    path = resolve_model_path(config.pretrain)
+    path = str(adapter_folder(config.pretrain) or resolve_model_path(config.pretrain))
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
         raise UsageError(f"pretrain {path!r} has no tokenizer (tokenizer.json)")
     with _naming_the_model(path, "the tokenizer"):
@@ -117,12 +126,15 @@ def load_causal_lm(
     *,
     device_map: str | dict[str, Any] | None = None,
     zero3_config: dict[str, Any] | None = None,
+    in_4bit: bool = False,
 ) -> PreTrainedModel:
     """Causal language model in evaluation mode, attention and gradient checkpointing set.
 
-    With `zero3_config`, a DeepSpeed configuration of stage 3, weights are partitioned over ranks while they are loaded.
+    With `zero3_config`, a DeepSpeed configuration of stage 3, weights are partitioned over ranks while they are loaded;
+    with `in_4bit` they are quantised, for training an adapter on them.
     """
-    return _load(AutoModelForCausalLM, config, device_map=device_map, zero3_config=zero3_config)
+    options = _in_4bit(config, zero3_config) if in_4bit else {"device_map": device_map}
+    return _load(AutoModelForCausalLM, config, zero3_config=zero3_config, **options)
 
 
 def load_value_backbone(
@@ -130,33 +142,45 @@ def load_value_backbone(
     *,
     device_map: str | dict[str, Any] | None = None,
     zero3_config: dict[str, Any] | None = None,
+    in_4bit: bool = False,
 ) -> PreTrainedModel:
     """The model with a scalar head `score`; a head that the folder does not have starts near zero, always the same.
 
     Its weights are normal with spread 1 / (hidden size + 1): normed hidden states then give values well under 1.
     """
-    return _load(
-        AutoModelForSequenceClassification, config, device_map=device_map, zero3_config=zero3_config, num_labels=1
-    )
+    options = _in_4bit(config, zero3_config) if in_4bit else {"device_map": device_map}
+    return _load(AutoModelForSequenceClassification, config, zero3_config=zero3_config, num_labels=1, **options)
 
 
 def load_reward_model(config: ModelConfig, *, zero3_config: dict[str, Any] | None = None) -> PreTrainedModel:
     """The model with the scalar head `score` that its folder has. UsageError where it has none."""
     return _load(
-        AutoModelForSequenceClassification,
-        config,
-        device_map=None,
-        zero3_config=zero3_config,
-        num_labels=1,
-        has_score_head=True,
+        AutoModelForSequenceClassification, config, zero3_config=zero3_config, num_labels=1, has_score_head=True
     )
+
+
+def _in_4bit(config: ModelConfig, zero3_config: dict[str, Any] | None) -> dict[str, Any]:
+    """What `from_pretrained` takes to quantise linear layers (NF4) on this process's GPU."""
+    if not torch.cuda.is_available():
+        raise UsageError("load_in_4bit needs an NVIDIA GPU; without it the model is trained under its adapter as it is")
+    if zero3_config is not None:
+        raise UsageError("load_in_4bit does not go with --zero_stage 3, which cannot partition 4-bit weights")
+    if not is_bitsandbytes_available():
+        raise UsageError("load_in_4bit: bitsandbytes is not installed (extra `quant`)")
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[config.param_dtype],
+        llm_int8_skip_modules=["lm_head", "score"],
+    )
+    return {"quantization_config": quantization, "device_map": {"": torch.cuda.current_device()}}
 
 
 def _load(
     auto_class: Any,
     config: ModelConfig,
     *,
-    device_map: str | dict[str, Any] | None,
     zero3_config: dict[str, Any] | None,
     has_score_head: bool = False,
     **options: Any,
@@ -167,19 +191,13 @@ def _load(
     dtype = DTYPES[config.param_dtype]
     architecture = load_config(config)
     _require_packed_layers(architecture)
-    attention = resolve_attention(
-        config.attn_implementation,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        dtype=dtype,
-        needs=attention_needs(architecture),
-    )
+    attention = packed_attention(config, architecture)
     with _partitioned(zero3_config), _naming_the_model(path, "the model"):
         model, report = auto_class.from_pretrained(
             path,
             dtype=dtype,
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
-            device_map=device_map,
             output_loading_info=True,
             **options,
         )
@@ -209,6 +227,16 @@ def _partitioned(zero3_config: dict[str, Any] | None) -> Iterator[None]:
     del alive
 
 
+def packed_attention(config: ModelConfig, architecture: PretrainedConfig) -> str:
+    """Name of the attention kernel that a model of this architecture runs with on packs."""
+    return resolve_attention(
+        config.attn_implementation,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        dtype=DTYPES[config.param_dtype],
+        needs=attention_needs(architecture),
+    )
+
+
 def _require_packed_layers(config: PretrainedConfig) -> None:
     """UsageError for models whose layers would mix the sequences of a pack (recurrent, chunked, convolutions)."""
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
@@ -221,7 +249,7 @@ def _complete_weights(model: PreTrainedModel, path: str, report: dict[str, Any],
     missing = set(report["missing_keys"]) - set(model.all_tied_weights_keys)
     if "score.weight" in missing and not has_score_head:
         missing.remove("score.weight")
-        _fill(model.score.weight, _value_head(model.config.hidden_size))
+        fill(model.score.weight, _value_head(model.config.hidden_size))
     wrong = sorted(missing) + sorted(str(key) for key in report["mismatched_keys"])
     if wrong:
         raise UsageError(
@@ -235,7 +263,7 @@ def _value_head(hidden_size: int) -> torch.Tensor:
     return torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
 
 
-def _fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
+def fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Sets a parameter, or this rank's share of one that ZeRO-3 has partitioned."""
     with torch.no_grad():
         if not hasattr(parameter, "ds_tensor"):
@@ -294,18 +322,34 @@ def save_hf(
     `state_dict` (Hugging Face names) replaces the model's own weights, where those are partitioned. What was at `path`
     stays until the new folder is complete and on disk.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f".{path.name}.writing-{os.getpid()}")
-    shutil.rmtree(written, ignore_errors=True)
-    try:
-        _make_generation_valid(model, tokenizer)
+    with whole_folder(path) as written:
+        make_generation_valid(model, tokenizer)
         model.save_pretrained(written, state_dict=_without_tied_copies(model, state_dict))
         tokenizer.save_pretrained(written)
-        _flush_folder(written)
-        _put_in_place(written, path)
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
+
+
+def save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes what a Hugging Face folder has besides weights: configuration, tokenizer, template, generation."""
+    config_to_save(model).save_pretrained(folder)
+    save_tokenizer(model, tokenizer, folder)
+
+
+def config_to_save(model: PreTrainedModel) -> PretrainedConfig:
+    """The model's configuration as `save_pretrained` writes it, but without a quantisation of weights in memory."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def save_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes tokenizer, template and generation settings."""
+    make_generation_valid(model, tokenizer)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _without_tied_copies(
@@ -318,7 +362,7 @@ def _without_tied_copies(
     return {name: tensor for name, tensor in state_dict.items() if tied.get(name) not in state_dict}
 
 
-def _make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Generation stops at the tokenizer's end of sequence, pads with something, and has no contradicting settings."""
     generation: GenerationConfig | None = getattr(model, "generation_config", None)
     if generation is None:
@@ -338,41 +382,3 @@ def _make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenize
     except ValueError:
         # Published models carry a temperature without sampling, which transformers refuses to save.
         generation.do_sample = True
-
-
-def _flush_folder(folder: Path) -> None:
-    for entry in (*(p for p in folder.rglob("*") if p.is_file()), folder):
-        descriptor = os.open(entry, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _put_in_place(written: Path, path: Path) -> None:
-    """Renames `written` to `path`; a folder already there changes places with it, so one is there at any moment."""
-    if path.is_dir():
-        _exchange(written, path)
-    else:
-        os.rename(written, path)
-    _flush_folder_entry(path.parent)
-
-
-def _flush_folder_entry(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _exchange(first: Path, second: Path) -> None:
-    at_cwd, exchange = -100, 2
-    libc = ctypes.CDLL(None, use_errno=True)
-    renamed = libc.renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange)
-    if renamed != 0:
-        # Some network file systems have no exchange: two renames, with the older folder beside in between.
-        aside = second.with_name(f".{second.name}.old-{os.getpid()}")
-        os.rename(second, aside)
-        os.rename(first, second)
-        shutil.rmtree(aside)

@@ -1,0 +1,63 @@
+"""Weights of a saved engine, at any ZeRO stage, read one tensor at a time under the names of the Hugging Face model.
+
+They are the weights the model computed with: float32 copies of the optimizer are rounded to the type of the run.
+"""
+
+import contextlib
+import io
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_cli.errors import UsageError
+
+DEEPSPEED = "deepspeed"
+"""Folder of DeepSpeed's own files in a saved engine."""
+DESCRIPTION = "huggingface"
+"""Folder beside it with what a Hugging Face folder has besides weights."""
+WHOLE = "mp_rank_00_model_states.pt"
+PARTITIONED = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+WRAPPER = "model."
+"""Before the Hugging Face name in every key: the attribute of PolicyModel and ValueModel."""
+
+
+class EngineWeights:
+    """Tensors of a saved engine: parts of mapped files that are put together when they are asked for."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, *, tied: Collection[str] = ()) -> None:
+        """`dtype` is the type of the run, for stage 3 keeps float32 copies alone; `tied` names are left out."""
+        self._tied = tied
+        self._dtype: torch.dtype | None = None
+        folder = directory / DEEPSPEED
+        if (folder / PARTITIONED).is_file():
+            self._dtype = dtype
+            self._tensors = _partitioned(directory)
+        elif (folder / WHOLE).is_file():
+            self._tensors = torch.load(folder / WHOLE, map_location="cpu", mmap=True, weights_only=False)["module"]
+        else:
+            raise UsageError(f"{directory} is no saved model of a checkpoint: {folder} has no model states")
+
+    def names(self) -> list[str]:
+        return [name for key in self._tensors if (name := key.removeprefix(WRAPPER)) not in self._tied]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[WRAPPER + name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype or self._tensors[WRAPPER + name].dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[WRAPPER + name].contiguous().to(self.dtype(name))
+
+
+def _partitioned(directory: Path) -> dict[str, Any]:
+    """Stage 3's tensors by name, put together from the ranks' mapped files by `contiguous`."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=DEEPSPEED, lazy_mode=True)
+        except (FileNotFoundError, ValueError) as error:
+            raise UsageError(f"{directory} cannot be put together from the files of its ranks: {error}") from error

@@ -1,0 +1,286 @@
+"""Adapters (LoRA, by PEFT) on models that stay frozen under them: put on, switched off, saved and loaded.
+
+The layers go into the Hugging Face model itself, so whatever takes that takes it with an adapter too. A `score` head is
+trained and saved whole. Leaves out folding an adapter into its base (merging).
+"""
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.config.model import AdapterConfig, ModelConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.folders import whole_folder
+from rlhf_cli.models.loading import (
+    ADAPTER_FILE,
+    adapter_folder,
+    config_to_save,
+    fill,
+    num_parameters,
+    resolve_model_path,
+    save_tokenizer,
+)
+from rlhf_cli.models.weight_files import fingerprint, folder_of
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+BASE_FILE = "adapter_base.json"
+"""What PEFT's own file does not say: the fingerprint of the base."""
+MODEL_FILE = "model_config.json"
+"""Configuration of base and adapter together; where it is called config.json, transformers sees a whole model."""
+HEAD = "score"
+PREFIX = "base_model.model."
+"""Before every name in PEFT's files: there the model sits in two wrappers."""
+ACTIVE = "default"
+"""PEFT's name for the one adapter there is; a part of names in memory, not in files."""
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """An adapter to be trained: new, or one that is on disk."""
+
+    base: str  # folder or Hub name
+    fingerprint: str  # of the base
+    config: Any  # PEFT's LoraConfig
+    weights: Path | None  # to start from
+    in_4bit: bool
+    seed: int
+
+    def identity(self) -> str:
+        """What has to be equal for a checkpoint of it to be continued."""
+        config = self.config
+        targets = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)
+        bits = ", 4 bits" if self.in_4bit else ""
+        return f"rank {config.r}, alpha {config.lora_alpha}, {targets} on {self.fingerprint}{bits}"
+
+
+def plan_adapter(model: ModelConfig, adapter: AdapterConfig, *, seed: int) -> AdapterPlan | None:
+    """What the settings ask for: a new adapter, the one at `pretrain`, or None.
+
+    Raises:
+        UsageError: the adapter at `pretrain` has another rank than asked for, or its base is not what it was.
+    """
+    folder = adapter_folder(model.pretrain)
+    if folder is None and adapter.lora_rank == 0:
+        if adapter.load_in_4bit:
+            raise UsageError("load_in_4bit: weights in 4 bits cannot be trained themselves; give --lora_rank")
+        return None
+    config = _new_config(adapter) if folder is None else _stored_config(folder, adapter)
+    base = resolve_model_path(model.pretrain) if folder is None else base_of(folder, config)
+    if Path(base).is_dir():
+        base = str(Path(base).resolve())  # a saved adapter is looked at from other places
+    config.base_model_name_or_path = base
+    mark = fingerprint(folder_of(base))
+    if folder is not None:
+        require_same_base(folder, base, mark)
+    weights = None if folder is None else folder / WEIGHTS_FILE
+    return AdapterPlan(base, mark, config, weights, adapter.load_in_4bit, seed)
+
+
+def _new_config(adapter: AdapterConfig) -> Any:
+    from peft import LoraConfig
+
+    everywhere = adapter.target_modules == ["all-linear"]
+    return LoraConfig(
+        r=adapter.lora_rank,
+        lora_alpha=adapter.lora_alpha,
+        lora_dropout=adapter.lora_dropout,
+        target_modules="all-linear" if everywhere else adapter.target_modules,
+    )
+
+
+def _stored_config(folder: Path, adapter: AdapterConfig) -> Any:
+    config = read_config(folder)
+    if adapter.lora_rank not in (0, config.r):
+        raise UsageError(
+            f"pretrain {str(folder)!r} is an adapter of rank {config.r}, not {adapter.lora_rank}: leave --lora_rank "
+            "away to train it further, or fold it into its base with `rlhf merge` to begin another"
+        )
+    if others := set(config.modules_to_save or ()) - {HEAD}:
+        raise UsageError(f"pretrain {str(folder)!r}: adapters that save {', '.join(sorted(others))} are not trained")
+    config.inference_mode, config.modules_to_save = False, None
+    config.lora_dropout = adapter.lora_dropout
+    return config
+
+
+def read_config(folder: Path) -> Any:
+    """PEFT's configuration of the adapter in a folder. UsageError unless it is a LoRA."""
+    from peft import LoraConfig, PeftConfig
+
+    config = PeftConfig.from_pretrained(str(folder))
+    if not isinstance(config, LoraConfig):
+        raise UsageError(f"adapter {folder} is a {config.peft_type.value}: LoRA is what is known here")
+    return config
+
+
+def base_of(folder: Path, config: Any) -> str:
+    """Path or Hub name of the model under the adapter. UsageError where it is gone."""
+    base = config.base_model_name_or_path
+    if not base:
+        raise UsageError(f"adapter {folder} does not say which model it belongs to (base_model_name_or_path)")
+    try:
+        return resolve_model_path(base)
+    except UsageError as error:
+        raise UsageError(f"adapter {folder}: the model it belongs to cannot be found: {error}") from error
+
+
+def require_same_base(folder: Path, base: str, mark: str) -> None:
+    """UsageError if the adapter in the folder was trained on weights with another fingerprint."""
+    file = folder / BASE_FILE
+    if file.is_file() and (written := json.loads(file.read_text())["fingerprint"]) != mark:
+        raise UsageError(
+            f"adapter {folder} belongs to another model: the weights at {base} are not those it was trained on "
+            f"(fingerprint {mark}, not {written})"
+        )
+
+
+def load_with_adapter(
+    load: Callable[..., PreTrainedModel],
+    model: ModelConfig,
+    plan: AdapterPlan | None,
+    *,
+    zero3_config: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """The model by `load` (`load_causal_lm`, `load_value_backbone`), under the adapter if one is planned."""
+    if plan is None:
+        return load(model, zero3_config=zero3_config)
+    base = model.model_copy(update={"pretrain": plan.base})
+    hf_model = load(base, zero3_config=zero3_config, in_4bit=plan.in_4bit)
+    put_adapter(hf_model, plan)
+    return hf_model
+
+
+def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
+    """Puts the adapter on the model and freezes everything else but a `score` head.
+
+    A new adapter changes nothing yet: one of its two factors is zero. Its weights have the model's type; DeepSpeed
+    keeps float32 copies of trained weights.
+    """
+    from peft import inject_adapter_in_model
+
+    config = copy.deepcopy(plan.config)
+    config.task_type = "SEQ_CLS" if _has_head(model) else "CAUSAL_LM"
+    with torch.random.fork_rng():
+        torch.manual_seed(plan.seed)  # the same weights however the model was loaded
+        try:
+            inject_adapter_in_model(config, model, adapter_name=ACTIVE)
+        except ValueError as error:
+            raise UsageError(f"target_modules: {str(error).strip().splitlines()[0]}") from error
+    _require_linear_layers(model)
+    config.target_modules = _short_names(model)
+    if _has_head(model):
+        model.score.requires_grad_(True)
+    if plan.weights is not None:
+        _load_weights(model, plan.weights)
+    model.adapter_fingerprint = plan.fingerprint
+
+
+def _has_head(model: nn.Module) -> bool:
+    return isinstance(getattr(model, HEAD, None), nn.Linear)
+
+
+def _tuned(model: nn.Module) -> dict[str, Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+def _require_linear_layers(model: PreTrainedModel) -> None:
+    outputs = [model.get_output_embeddings(), getattr(model, HEAD, None)]
+    for name, layer in _tuned(model).items():
+        if any(layer is output for output in outputs) or not isinstance(layer.get_base_layer(), nn.Linear):
+            raise UsageError(f"target_modules: {name} cannot have an adapter, only linear layers below the head can")
+
+
+def _short_names(model: nn.Module) -> list[str]:
+    """The last parts of the names of layers with an adapter, or whole names where other layers end alike."""
+    tuned = _tuned(model)
+    last = {name.rsplit(".", 1)[-1] for name in tuned}
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} | set(tuned)
+    alike = {name for name in linear if name.rsplit(".", 1)[-1] in last}
+    return sorted(last if alike == set(tuned) else tuned)
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether the model has an adapter."""
+    return hasattr(model, "adapter_fingerprint")
+
+
+@contextlib.contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Within the block the model, or any module around it, computes what its base does.
+
+    For use without gradients. PEFT's own switch also changes which parameters take gradients, whose hooks DeepSpeed
+    has set up by then.
+    """
+    layers = list(_tuned(model).values())
+    assert layers, "there is no adapter to switch off"
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def parameters_said(model: nn.Module) -> str:
+    """How many parameters there are and, where not all, how many are trained: for the terminal."""
+    trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+    total = num_parameters(model)
+    said = f"{total / 1e6:.1f}M parameters"
+    return said if trained == total else f"{said}, {trained / 1e6:.3g}M of them trained"
+
+
+def file_name(name: str) -> str:
+    """The name in PEFT's files of a parameter of the model."""
+    return PREFIX + name.replace(f".{ACTIVE}.", ".")
+
+
+def save_adapter(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | Path,
+    *,
+    state_dict: dict[str, torch.Tensor],
+) -> None:
+    """Writes the adapter, whose whole trained weights are given, as a folder that PEFT loads; whole or not at all."""
+    with whole_folder(path) as written:
+        weights = {file_name(name): weight.contiguous() for name, weight in state_dict.items()}
+        save_file(weights, written / WEIGHTS_FILE, metadata={"format": "pt"})
+        describe_adapter(model, written)
+        config_to_save(model).to_json_file(written / MODEL_FILE)
+        save_tokenizer(model, tokenizer, written)
+
+
+def describe_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Writes PEFT's configuration of the adapter, and the fingerprint of its base."""
+    config = copy.deepcopy(model.peft_config[ACTIVE])
+    config.inference_mode = True
+    config.modules_to_save = [HEAD] if _has_head(model) else None
+    config.save_pretrained(str(folder))
+    (folder / BASE_FILE).write_text(json.dumps({"fingerprint": model.adapter_fingerprint}) + "\n")
+
+
+def _load_weights(model: PreTrainedModel, file: Path) -> None:
+    if not file.is_file():
+        raise UsageError(f"adapter {file.parent} has an {ADAPTER_FILE} but no {file.name}")
+    weights = load_file(file)
+    wanted = {file_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    problem = next((name for name in sorted(wanted.keys() ^ weights.keys()) if not name.endswith(f"{HEAD}.weight")), "")
+    for name, parameter in wanted.items():
+        if name in weights and weights[name].shape != getattr(parameter, "ds_shape", parameter.shape):
+            problem = name
+    if problem:
+        raise UsageError(f"adapter {file.parent} does not fit the model it names: look at {problem}")
+    for name, parameter in wanted.items():
+        if name in weights:  # a head that the adapter does not have is new
+            fill(parameter, weights[name])

@@ -1,0 +1,61 @@
+"""Folders that appear whole or not at all."""
+
+import contextlib
+import ctypes
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """An empty folder beside `path` to fill, which becomes `path` when the block ends well.
+
+    What was at `path` stays until the new folder is complete and on disk.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    shutil.rmtree(written, ignore_errors=True)
+    try:
+        written.mkdir()
+        yield written
+        _flush_folder(written)
+        _put_in_place(written, path)
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    for entry in (*(p for p in folder.rglob("*") if p.is_file()), folder):
+        _flush(entry)
+
+
+def _flush(entry: Path) -> None:
+    descriptor = os.open(entry, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(written: Path, path: Path) -> None:
+    """Renames `written` to `path`; a folder already there changes places with it, so one is there at any moment."""
+    if path.is_dir():
+        _exchange(written, path)
+    else:
+        os.rename(written, path)
+    _flush(path.parent)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    at_cwd, exchange = -100, 2
+    libc = ctypes.CDLL(None, use_errno=True)
+    renamed = libc.renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange)
+    if renamed != 0:
+        # Some network file systems have no exchange: two renames, with the older folder beside in between.
+        aside = second.with_name(f".{second.name}.old-{os.getpid()}")
+        os.rename(second, aside)
+        os.rename(first, second)
+        shutil.rmtree(aside)
