@@ -51,7 +51,7 @@ class RolloutConfig(EngineConfig):
 REWARD_FUNCS = ("gsm8k", "exact", "boxed")
 
 
-class RewardConfig(Group):
+class ScoringConfig(Group):
     """Reward"""
 
     reward_funcs: list[str] = []
@@ -60,8 +60,6 @@ class RewardConfig(Group):
     """Weight of each of reward_funcs; 1 by default."""
     reward_func: str | None = None
     """Python file with reward_func(queries, prompts, labels) -> list of floats; plain or async."""
-    reward_clip_range: tuple[float, float] = (-10.0, 10.0)
-    """Scores are clipped to this before anything else is done with them."""
     reward_timeout: float = Field(30.0, gt=0)
     """Seconds a call of a reward may take before it is killed and counts as failed."""
     reward_retries: int = Field(1, ge=0)
@@ -70,16 +68,10 @@ class RewardConfig(Group):
     """Share of an iteration's rewards that may fail; above it the run stops."""
 
     @model_validator(mode="after")
-    def _there_is_a_reward(self) -> "RewardConfig":
-        if not self.reward_funcs and self.reward_func is None:
-            raise ValueError(f"no reward: give --reward_funcs ({', '.join(REWARD_FUNCS)}) or --reward_func FILE.py")
-        return self
-
-    @model_validator(mode="after")
-    def _rewards_are_named_and_weighted(self) -> "RewardConfig":
-        names = ", ".join(REWARD_FUNCS)
+    def _rewards_fit(self) -> "ScoringConfig":
         for name in self.reward_funcs:
             if name not in REWARD_FUNCS:
+                names = ", ".join(REWARD_FUNCS)
                 raise ValueError(f"reward_funcs has no {name!r}; there are {names}; a file is given by reward_func")
         if len(set(self.reward_funcs)) < len(self.reward_funcs):
             raise ValueError(f"reward_funcs names one twice: {' '.join(self.reward_funcs)}; give it a weight instead")
@@ -87,13 +79,10 @@ class RewardConfig(Group):
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward_funcs"
             )
-        low, high = self.reward_clip_range
-        if not low < high:
-            raise ValueError(f"reward_clip_range {low:g} {high:g} is empty: the first must be below the second")
         return self
 
 
-class OnlineRewardConfig(RewardConfig):
+class ModelScoringConfig(ScoringConfig):
     """Reward"""
 
     reward_pretrain: str | None = None
@@ -104,19 +93,44 @@ class OnlineRewardConfig(RewardConfig):
     """Take the reward model's score less its mean and by its spread, which `rlhf rm` writes into its configuration."""
 
     @model_validator(mode="after")
-    def _there_is_a_reward(self) -> "OnlineRewardConfig":
-        if not self.reward_funcs and self.reward_func is None and self.reward_pretrain is None:
-            raise ValueError(
-                f"no reward: give --reward_funcs ({', '.join(REWARD_FUNCS)}), --reward_func FILE.py or "
-                "--reward_pretrain MODEL"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _settings_of_a_reward_model_have_one(self) -> "OnlineRewardConfig":
+    def _settings_of_a_reward_model_have_one(self) -> "ModelScoringConfig":
         if self.reward_pretrain is None and (self.normalize_reward or self.reward_model_weight != 1.0):
             name = "normalize_reward" if self.normalize_reward else "reward_model_weight"
             raise ValueError(f"{name} is about the score of a reward model: give --reward_pretrain MODEL")
+        return self
+
+
+class RewardConfig(ScoringConfig):
+    """Reward"""
+
+    reward_clip_range: tuple[float, float] = (-10.0, 10.0)
+    """Scores are clipped to this before anything else is done with them."""
+
+    @model_validator(mode="after")
+    def _there_is_a_reward(self) -> "RewardConfig":
+        if not self.reward_funcs and self.reward_func is None:
+            names = ", ".join(REWARD_FUNCS)
+            raise ValueError(f"no reward: give --reward_funcs ({names}) or --reward_func FILE.py")
+        return self
+
+    @model_validator(mode="after")
+    def _clip_range_is_not_empty(self) -> "RewardConfig":
+        low, high = self.reward_clip_range
+        if not low < high:
+            raise ValueError(f"reward_clip_range {low:g} {high:g} is empty: the first must be below the second")
+        return self
+
+
+class OnlineRewardConfig(ModelScoringConfig, RewardConfig):
+    """Reward"""
+
+    @model_validator(mode="after")
+    def _there_is_a_reward(self) -> "OnlineRewardConfig":
+        if not self.reward_funcs and self.reward_func is None and self.reward_pretrain is None:
+            names = ", ".join(REWARD_FUNCS)
+            raise ValueError(
+                f"no reward: give --reward_funcs ({names}), --reward_func FILE.py or --reward_pretrain MODEL"
+            )
         return self
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlhf_cli.config.online import RewardConfig
+from rlhf_cli.config.online import ScoringConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards.pool import Failure, Outcome, WorkerPool
 from rlhf_cli.rewards.records import Score, ScoreRequest, Status
@@ -47,7 +47,7 @@ class Scorer:
     Raises UsageError on construction if the reward file is missing, cannot be imported or has no `reward_func`.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: ScoringConfig) -> None:
         self._config = config
         self._weights = dict.fromkeys(config.reward_funcs, 1.0) | {FILE_PART: 1.0}
         self._weights |= dict(zip(config.reward_funcs, config.reward_weights, strict=False))
@@ -154,7 +154,7 @@ def stop_if_too_many_failed(scores: Sequence[Score], limit: float) -> None:
         )
 
 
-def _verifier_pool(config: RewardConfig) -> WorkerPool:
+def _verifier_pool(config: ScoringConfig) -> WorkerPool:
     return WorkerPool(
         "rlhf_cli.rewards.verifiers:load",
         None,
@@ -164,7 +164,7 @@ def _verifier_pool(config: RewardConfig) -> WorkerPool:
     )
 
 
-def _file_pool(reward_func: str, config: RewardConfig) -> WorkerPool:
+def _file_pool(reward_func: str, config: ScoringConfig) -> WorkerPool:
     """A worker that has loaded the user's file."""
     path = Path(reward_func).expanduser().resolve()
     if not path.is_file():
