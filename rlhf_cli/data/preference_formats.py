@@ -174,7 +174,7 @@ def _reader_of_prompt(present: Present, column: str | None, *, joined: bool) -> 
                 f"it has no prompt: a response alone needs a column for it ({', '.join(PROMPT_COLUMNS)}) or --input_key"
             )
         text = row.get(column)
-        prompt = with_system(_hh_prompt(text), row, system) if _is_hh(text) else plain(row)
+        prompt = with_system(_hh_prompt(text), row, system) if is_hh(text) else plain(row)
         refuse(row, fault_of_prompt(prompt))
         return prompt
 
@@ -184,7 +184,7 @@ def _reader_of_prompt(present: Present, column: str | None, *, joined: bool) -> 
 def _is_whole(value: Any) -> bool:
     """Whether a cell is a conversation with its prompt, instead of the response alone."""
     if isinstance(value, str):
-        return _is_hh(value)
+        return is_hh(value)
     first = value[0] if is_dialogue(value) else value if isinstance(value, dict) else {}
     role = str(first.get("role", first.get("from", "assistant")))
     return ROLES.get(role.lower()) != "assistant"
@@ -202,10 +202,10 @@ def _turns(row: Row, column: str) -> Turns:
         row, value = Row({**row, column: [value]}, row.source, row.index), [value]
     if is_dialogue(value):
         return messages_of(row, column, keys_of(value))
-    return _hh_turns(value) if _is_hh(value) else (Message("assistant", text_of(row, column)),)
+    return _hh_turns(value) if is_hh(value) else (Message("assistant", text_of(row, column)),)
 
 
-def _is_hh(value: Any) -> TypeGuard[str]:
+def is_hh(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and value.startswith("\n\nHuman:")
 
 

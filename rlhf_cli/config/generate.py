@@ -1,0 +1,84 @@
+"""Sampling, selection and output of batch generation."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_cli.config.base import Group
+from rlhf_cli.config.online import EngineConfig, ModelScoringConfig
+
+
+class SamplingConfig(EngineConfig):
+    """Sampling"""
+
+    rollout_batch_size: int = Field(1024, gt=0)
+    """Prompts answered, scored and written together: the bound on memory, and what a kill costs at most."""
+    n_samples_per_prompt: int = Field(1, gt=0)
+    """Responses sampled for each prompt."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 takes the likeliest token."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this probability."""
+    vllm_num_engines: int = Field(1, gt=0)
+    """Rollout engines."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> "SamplingConfig":
+        if self.temperature == 0 and self.n_samples_per_prompt > 1:
+            raise ValueError(
+                f"temperature 0 gives the same response each time: n_samples_per_prompt {self.n_samples_per_prompt} "
+                "needs a temperature above 0"
+            )
+        return self
+
+
+class OptionalRewardConfig(ModelScoringConfig):
+    """Reward"""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether responses are scored at all."""
+        return bool(self.reward_funcs) or self.reward_func is not None or self.reward_pretrain is not None
+
+
+class RewardPlacementConfig(Group):
+    """Placement"""
+
+    reward_num_gpus_per_node: int = Field(1, gt=0)
+    """Reward model ranks: GPUs, or processes where there is none."""
+    colocate_all_models: bool = False
+    """Reward model and engines share the same GPUs; what vllm_gpu_memory_utilization leaves is the reward model's."""
+
+
+class SelectConfig(Group):
+    """Selection"""
+
+    select: Literal["none", "best", "best_worst", "all"] = "none"
+    """Rows of selected.jsonl: the best response to a prompt or all of them (sft), or the best with the worst (dpo)."""
+    min_score: float | None = None
+    """Responses below this score are not selected; in a pair it is the chosen one that has to reach it."""
+
+    @model_validator(mode="after")
+    def _threshold_is_used(self) -> "SelectConfig":
+        if self.min_score is not None and self.select == "none":
+            raise ValueError("min_score is a threshold of the selection: add --select best, all or best_worst")
+        return self
+
+
+class GenerateOutputConfig(Group):
+    """Output"""
+
+    output: str
+    """Folder for samples.jsonl (every response), selected.jsonl, settings, metrics and logs."""
+    seed: int = 42
+    """Seed of the sampled responses, and of the order in which mixed prompt sets are read."""
+    load_checkpoint: bool = False
+    """Continue behind the rows that are there; starts fresh where there is nothing to continue."""
+    overwrite: bool = False
+    """Replace what an earlier generation left in the folder."""
+
+    @model_validator(mode="after")
+    def _continue_or_replace(self) -> "GenerateOutputConfig":
+        if self.load_checkpoint and self.overwrite:
+            raise ValueError("load_checkpoint continues a generation and overwrite replaces it: give one of them")
+        return self

@@ -1,0 +1,128 @@
+"""Which of several scored responses to a prompt are kept, as rows to train on: for sft, or as pairs for dpo and rm.
+
+Reads samples as `rlhf generate` writes them, those of a prompt one after the other. Sampling and scoring come before;
+what makes a response good is the reward's business.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.config.generate import SelectConfig
+from rlhf_cli.data.conversations import Conversation
+from rlhf_cli.data.preference_formats import is_hh
+from rlhf_cli.data.templates import CallForm
+
+Cells = dict[str, Any]
+AS_OPENAI = CallForm(arguments_as_text=True, no_content=None)
+
+REASONS = {
+    "failed": "failed rewards",
+    "empty": "empty responses",
+    "cut": "responses cut at the limit",
+    "low": "responses below min_score",
+    "repeated": "repeated responses",
+    "equal": "prompts whose responses score alike",
+    "without": "prompts with too few responses left",
+}
+
+
+def prompt_cells(conversation: Conversation) -> Cells:
+    """The columns of a prompt: the text of a lone user message, else the messages, with the tools there are."""
+    messages = conversation.messages
+    listed = [AS_OPENAI.entry(message) for message in messages]
+    prompt = messages[0].content if [message.role for message in messages] == ["user"] else listed
+    return {"prompt": prompt} | ({"tools": list(conversation.tools)} if conversation.tools else {})
+
+
+def select_samples(samples: Iterable[Cells], settings: SelectConfig, counts: Counter[str]) -> Iterable[Cells]:
+    """Rows to train on, in the order of the prompts; `counts` is told how many of what were left out.
+
+    A response that was cut at the limit is never kept as a good one: a model would learn to end there.
+    """
+    for _, group in groupby(samples, key=lambda sample: sample["prompt_index"]):
+        rows = _of_prompt(list(group), settings, counts)
+        counts["prompts"] += 1
+        counts["rows"] += len(rows)
+        yield from rows
+
+
+def _of_prompt(samples: list[Cells], settings: SelectConfig, counts: Counter[str]) -> list[Cells]:
+    scored = [sample for sample in samples if sample.get("verdict") != "failed"]
+    usable = [sample for sample in scored if sample["response"].strip()]
+    whole = [sample for sample in usable if sample["finish_reason"] == "stop"]
+    good = [sample for sample in whole if settings.min_score is None or sample["score"] >= settings.min_score]
+    stages = (samples, scored, usable, whole, good)
+    for reason, (before, after) in zip(("failed", "empty", "cut", "low"), pairwise(stages), strict=True):
+        counts[reason] += len(before) - len(after)
+    if not good:
+        counts["without"] += 1
+        return []
+    if settings.select == "all":
+        different: dict[str, Cells] = {}
+        for sample in good:
+            different.setdefault(_text(sample), sample)
+        counts["repeated"] += len(good) - len(different)
+        return [_example(sample) for sample in different.values()]
+    best = max(good, key=lambda sample: sample["score"])
+    return [_example(best)] if settings.select == "best" else _pair(best, usable, counts)
+
+
+def _pair(best: Cells, usable: list[Cells], counts: Counter[str]) -> list[Cells]:
+    """The best response against the worst, which may have been cut; none where nothing tells them apart."""
+    worst = min(usable, key=lambda sample: sample["score"])
+    margin = best["score"] - worst["score"]
+    reason = "without" if len(usable) == 1 else "equal" if not margin else "repeated" if _same(best, worst) else None
+    if reason is not None:
+        counts[reason] += 1
+        return []
+    prompt, chosen, rejected = best["prompt"], best["response"], worst["response"]
+    if not isinstance(prompt, str) or any(map(is_hh, (prompt, chosen, rejected))):
+        prompt, chosen, rejected = _messages(prompt), _turn(chosen), _turn(rejected)
+    return [{"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": margin, **_tools(best)}]
+
+
+def _example(sample: Cells) -> Cells:
+    score = {"score": sample["score"]} if "score" in sample else {}
+    return {"prompt": sample["prompt"], "response": sample["response"], **score, **_tools(sample)}
+
+
+def _tools(sample: Cells) -> Cells:
+    return {"tools": sample["tools"]} if "tools" in sample else {}
+
+
+def _messages(prompt: str | list[Cells]) -> list[Cells]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _turn(response: str) -> list[Cells]:
+    return [{"role": "assistant", "content": response}]
+
+
+def _text(sample: Cells) -> str:
+    return str(sample["response"]).strip()
+
+
+def _same(one: Cells, other: Cells) -> bool:
+    return _text(one) == _text(other)
+
+
+def summary(counts: Counter[str]) -> str:
+    """In one line what was selected and what was left out, and why."""
+    left_out = ", ".join(f"{counts[name]:,} {words}" for name, words in REASONS.items() if counts[name])
+    return f"{counts['rows']:,} rows of {counts['prompts']:,} prompts" + (f"; left out: {left_out}" if left_out else "")
+
+
+def write_rows(path: Path, rows: Iterable[Cells]) -> None:
+    """Write JSON lines, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as lines:
+        for row in rows:
+            lines.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
+        lines.flush()
+        os.fsync(lines.fileno())
+    os.replace(temporary, path)
