@@ -44,6 +44,7 @@ class Entry(NamedTuple):
 COMMANDS = {
     "sft": Entry("sft", OFFLINE, "Fine-tune on examples: prompts with responses, conversations, or plain text."),
     "ppo": Entry("ppo", ONLINE, "Train a policy and a critic on sampled and scored responses (PPO with GAE)."),
+    "generate": Entry("generate", USE, "Sample responses to prompts, score them and select some to train on."),
     "eval": Entry("eval", USE, "Answer prompts with a model and count what a verifier finds right."),
     "scratch": Entry("scratch", USE, "Make a small untrained model and tokenizer, to try things offline."),
     "quickstart": Entry(

@@ -21,6 +21,7 @@ ALSO_NEEDED = {"reward_funcs": "gsm8k"}
 # Settings that are only valid together with others.
 TOGETHER: dict[str, dict[str, Any]] = {
     "input_template": {"apply_chat_template": False},
+    "min_score": {"select": "best"},
     "normalize_reward": {"reward_pretrain": "x"},
     "reward_model_weight": {"reward_pretrain": "x"},
 }

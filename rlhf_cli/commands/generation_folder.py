@@ -1,0 +1,98 @@
+"""The folder of a generation: what may already be in it, whose it is, and how much of it is there."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.commands.run_directory import CONFIG, LOGS
+from rlhf_cli.config.generate import GenerateOutputConfig
+from rlhf_cli.errors import UsageError
+
+SAMPLES, SELECTED, IDENTITY = "samples.jsonl", "selected.jsonl", "generation.json"
+LEFTOVERS = (SAMPLES, SELECTED, "metrics.jsonl", "run.json", CONFIG, "error.log", LOGS, IDENTITY)
+BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Prompts in chunks of the same size, the last one smaller, each with some samples per prompt."""
+
+    num_prompts: int
+    size: int
+    num_samples: int
+
+    def __len__(self) -> int:
+        return -(-self.num_prompts // self.size)
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """First prompt of chunk `number`, from 0, and the one after its last."""
+        return number * self.size, min((number + 1) * self.size, self.num_prompts)
+
+    def whole(self, num_rows: int) -> int:
+        """Chunks whose rows are all among the first `num_rows`."""
+        if num_rows >= self.num_prompts * self.num_samples:
+            return len(self)
+        return num_rows // (self.size * self.num_samples)
+
+
+def check_folder(out: GenerateOutputConfig) -> None:
+    """Raise UsageError if the generation would mix with something else in its folder; nothing is touched."""
+    root = Path(out.output)
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"--output: {root} is a file, a folder is needed")
+    if not (root / IDENTITY).exists():
+        found = next((name for name in (CONFIG, SAMPLES, SELECTED) if (root / name).exists()), None)
+        if found is not None:
+            raise UsageError(f"--output {root} holds other things ({found}): choose a folder of its own")
+    elif not out.load_checkpoint and not out.overwrite:
+        raise UsageError(
+            f"--output {root} holds an earlier generation: continue it with --load_checkpoint, replace it with "
+            "--overwrite, or choose another folder"
+        )
+
+
+def chunks_done(out: GenerateOutputConfig, chunks: Chunks, identity: Mapping[str, Any]) -> int | None:
+    """Chunks that are whole in the folder; None where none is to be continued.
+
+    Raises UsageError, naming the first difference, if the rows there were made with other settings.
+    """
+    file = Path(out.output) / IDENTITY
+    if not out.load_checkpoint or not file.exists():
+        return None
+    written = json.loads(file.read_text(encoding="utf-8"))
+    for name, value in identity.items():
+        if written.get(name) != value:
+            raise UsageError(
+                f"--output {out.output} holds responses of other settings: its {name} is {written.get(name)!r}, not "
+                f"{value!r}; use another --output, or --overwrite to start again"
+            )
+    return chunks.whole(num_lines(Path(out.output) / SAMPLES))
+
+
+def num_lines(path: Path) -> int:
+    """Lines of a file that end, 0 where there is none: a last one that was torn does not count."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))
+
+
+def prepare_folder(out: GenerateOutputConfig, config_yaml: str, identity: Mapping[str, Any], *, keep: bool) -> Path:
+    """The folder with settings and identity written down; what an earlier generation left is removed unless kept."""
+    root = Path(out.output)
+    if not keep:
+        for path in (root / name for name in LEFTOVERS):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    (root / LOGS).mkdir(parents=True, exist_ok=True)
+    temporary = root / f"{IDENTITY}.tmp"
+    temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, root / IDENTITY)
+    (root / CONFIG).write_text(config_yaml, encoding="utf-8")
+    return root

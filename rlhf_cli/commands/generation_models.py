@@ -1,0 +1,167 @@
+"""Starts the rollout engines of `rlhf generate`, and a reward model beside them, on the cluster; ends them again.
+
+Weights stay those of the folders they were loaded from: there is nothing to push and nobody takes turns.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.backends.engine_group import EngineGroup, host_engine
+from rlhf_cli.backends.online_roles import Dealer, RewardGroup
+from rlhf_cli.backends.placement import ENGINE, Layout, Seat, describe, plan_layout
+from rlhf_cli.backends.ray_cluster import Cluster, Reservation, ray_cluster
+from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
+from rlhf_cli.backends.roles import Reward, RoleSettings
+from rlhf_cli.backends.rollout_engine import EngineSettings
+from rlhf_cli.commands.generate import GenerateConfig
+from rlhf_cli.config.online import PlacementConfig, PolicyConfig, RolloutConfig
+from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
+from rlhf_cli.models.loading import resolve_model_path
+from rlhf_cli.models.reward_model import RewardModel
+
+REWARD = "reward"
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is started."""
+
+    engines: EngineGroup
+    reward_model: RewardGroup | None
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where engines and ranks go, and their settings."""
+
+    config: GenerateConfig
+    backend: str
+    layout: Layout
+    reservation: Reservation
+    cluster: Cluster
+    log_dir: Path
+
+    def threads(self, role: str) -> int:
+        """CPU threads of a process of the role: roles take turns, the processes of one share the cores."""
+        return max(1, (os.cpu_count() or 1) // len(self.layout.of(role)))
+
+
+@contextmanager
+def started_models(
+    config: GenerateConfig,
+    backend: str,
+    reward_model: RewardModel | None,
+    *,
+    log_dir: Path,
+    announce: Callable[[str], None],
+) -> Iterator[Models]:
+    """Engines and reward model, ready to use; all their processes end with the block.
+
+    `announce` is told the placement before anything is loaded.
+    """
+    with ray_cluster() as cluster, ExitStack() as stack:
+        layout = _layout(config, cluster, has_reward_model=reward_model is not None)
+        announce("; ".join(describe(layout, unit=cluster.unit)))
+        reservation = Reservation(layout, cluster)
+        stack.callback(reservation.release)
+        places = _Places(config, backend, layout, reservation, cluster, log_dir)
+        ranks = None if reward_model is None else _start_reward_model(places, reward_model)
+        engines = _start_engines(places, ranks)
+        stack.callback(engines.shutdown)
+        engines.wait_until_built()
+        yield Models(engines, None if reward_model is None else _reward_group(places, ranks, reward_model))
+
+
+def _layout(config: GenerateConfig, cluster: Cluster, *, has_reward_model: bool) -> Layout:
+    sampling, places = config.sampling, config.placement
+    placement = PlacementConfig(
+        reward_num_gpus_per_node=places.reward_num_gpus_per_node,
+        colocate_all_models=places.colocate_all_models and has_reward_model,
+    )
+    engines = RolloutConfig(
+        vllm_num_engines=sampling.vllm_num_engines, vllm_tensor_parallel_size=sampling.vllm_tensor_parallel_size
+    )
+    roles = (REWARD,) if has_reward_model else ()
+    return plan_layout(placement, engines, roles=roles, node_gpus=cluster.node_gpus)
+
+
+def _start_reward_model(places: _Places, model: RewardModel) -> WorkerGroup:
+    """The ranks of the reward model, built: an engine beside it measures what memory is free."""
+    settings = RoleSettings(
+        model=model.source,
+        deepspeed=DeepSpeedConfig(),
+        optim=OptimConfig(),
+        learning_rate=0.0,
+        total_steps=1,
+        seed=places.config.out.seed,
+        temperature=1.0,
+        policy=PolicyConfig(),
+    )
+    group, building = start_ranks(
+        REWARD,
+        places.layout,
+        places.reservation,
+        log_dir=places.log_dir,
+        threads=places.threads(REWARD),
+        factory=Reward,
+        args=(settings,),
+    )
+    group.wait(building)
+    return group
+
+
+def _reward_group(places: _Places, ranks: WorkerGroup | None, model: RewardModel) -> RewardGroup:
+    assert ranks is not None
+    default = BatchConfig()
+    max_tokens = max(default.train_max_tokens_per_gpu, places.config.prompts.max_len)
+    dealer = Dealer(len(ranks), BatchConfig(train_max_tokens_per_gpu=max_tokens), model.quadratic_cost)
+    return RewardGroup(ranks, dealer, takes_turns=False, statistics=model.statistics)
+
+
+def _start_engines(places: _Places, ranks: WorkerGroup | None) -> EngineGroup:
+    config, sampling = places.config, places.config.sampling
+    settings = EngineSettings(
+        max_model_len=config.prompts.max_len,
+        dtype=config.model.param_dtype,
+        seed=config.out.seed,
+        tensor_parallel_size=sampling.vllm_tensor_parallel_size,
+        gpu_memory_utilization=sampling.vllm_gpu_memory_utilization,
+        enforce_eager=sampling.enforce_eager,
+        enable_prefix_caching=sampling.enable_prefix_caching,
+        trust_remote_code=config.model.trust_remote_code,
+        num_threads=places.threads(ENGINE),
+    )
+
+    def start(number: int) -> tuple[Any, Any]:
+        seat = places.layout.of(ENGINE)[number]
+        return start_engine(
+            seat,
+            places.reservation,
+            log_dir=places.log_dir,
+            threads=places.threads(ENGINE),
+            environment=_engine_environment(places, seat, ranks),
+            factory=host_engine,
+            args=(places.backend, resolve_model_path(config.model.pretrain), settings),
+        )
+
+    return EngineGroup(
+        start,
+        num_engines=sampling.vllm_num_engines,
+        actor=None,
+        takes_turns=False,
+        sync_backend="shm",
+        ranks_per_engine=sampling.vllm_tensor_parallel_size,
+    )
+
+
+def _engine_environment(places: _Places, seat: Seat, ranks: WorkerGroup | None) -> dict[str, str]:
+    """Which GPUs an engine over several shared ones uses: those of the reward model's ranks that sit there."""
+    if ranks is None or not (places.cluster.has_gpus and seat.shared and len(seat.gpus) > 1):
+        return {}
+    visible = ranks.visible_gpus()
+    here = [s for s in places.layout.of(REWARD) if s.island == seat.island and s.gpus[0] in seat.gpus]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[other.rank] for other in here)}

@@ -1,0 +1,210 @@
+"""`rlhf generate` as a user runs it: real engines on a tiny model, killed, continued, scored by a reward model."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf_cli.config.data import PreferenceDataConfig, PromptConfig
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.data.preference_data import load_pairs
+from rlhf_cli.data.prompts import load_prompts
+from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.models.loading import load_tokenizer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+PROMPTS, SAMPLES = 32, 4
+REWARD = "def reward_func(queries, prompts, labels):\n    return [float(len(query)) for query in queries]\n"
+
+
+def rlhf(*words: str, **options) -> subprocess.Popen:
+    """A started `rlhf` command; one thread each, so that sums are the same in every run."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlhf_cli", *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def finish(process: subprocess.Popen, *, status: int = 0) -> str:
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == status, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> tuple[Path, Path, Path]:
+    """(model, prompts, reward file); some prompts are messages, and rewards are lengths."""
+    root = tmp_path_factory.mktemp("inputs")
+    problems, model, reward = root / "problems.jsonl", root / "model", root / "reward.py"
+    rows: list[dict] = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(8)]
+    for row in rows[::4]:
+        row["prompt"] = [{"role": "system", "content": "Add."}, {"role": "user", "content": row["prompt"]}]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward.write_text(REWARD)
+    texts = root / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"prompt": "1+2= Add.", "answer": "3"}) + "\n" for _ in range(4)))
+    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2"
+    finish(rlhf("scratch", "--dataset", str(texts), *size.split(), "--vocab_size", "300", "--output", str(model)))
+    return model, problems, reward
+
+
+def generate_words(inputs: tuple[Path, Path, Path], output: Path, *further: str) -> list[str]:
+    model, problems, reward = inputs
+    words = (
+        f"generate --pretrain {model} --prompt_data {problems} --reward_func {reward} --rollout_backend transformers "
+        f"--max_len 192 --max_new_tokens 96 --rollout_batch_size 2 --n_samples_per_prompt {SAMPLES} "
+        f"--select best_worst --output {output}"
+    )
+    return [*words.split(), *further]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, inputs) -> Path:
+    """The folder of a generation that was never stopped."""
+    output = tmp_path_factory.mktemp("generate") / "whole"
+    finish(rlhf(*generate_words(inputs, output)))
+    assert_nothing_left(output)
+    return output
+
+
+def assert_nothing_left(output: Path, *, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [process for process in psutil.process_iter() if uses(process, str(output))]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
+
+
+def uses(process: psutil.Process, folder: str) -> bool:
+    try:
+        opened = [file.path for file in process.open_files()]
+        return any(path.startswith(folder) for path in opened) or folder in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def wait_for_rows(output: Path, process: subprocess.Popen, *, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    samples = output / "samples.jsonl"
+    while not samples.exists() or samples.read_bytes().count(b"\n") < 2 * 2 * SAMPLES:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.open()]
+
+
+def test_every_prompt_has_its_samples_with_scores(finished):
+    rows = rows_of(finished / "samples.jsonl")
+    places = [(row["prompt_index"], row["sample_index"]) for row in rows]
+    assert places == [(prompt, sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)]
+    assert all(row["num_tokens"] == 96 or row["finish_reason"] == "stop" for row in rows)
+    assert all(row["score"] >= len(row["response"]) for row in rows)
+    assert isinstance(rows[0]["prompt"], list)
+    assert isinstance(rows[SAMPLES]["prompt"], str)
+    assert len({row["response"] for row in rows}) > len(rows) / 2
+
+
+def test_selected_pairs_are_preference_data(finished, inputs):
+    selected = rows_of(finished / "selected.jsonl")
+    config = PreferenceDataConfig(dataset=str(finished / "selected.jsonl"), data_cache="off")
+    tokenizer = load_tokenizer(ModelConfig(pretrain=str(inputs[0])))
+    data = load_pairs(config, tokenizer, dataset=config.dataset, split="train", seed=0)
+    assert len(data.pairs) == len(selected) > 5
+    assert [data.pairs[i].margin for i in range(len(selected))] == [row["margin"] for row in selected]
+    assert min(row["margin"] for row in selected) > 0
+
+
+def test_a_killed_generation_goes_on_to_the_same_rows(finished, inputs, tmp_path):
+    output = tmp_path / "killed"
+    words = generate_words(inputs, output, "--load_checkpoint")
+    process = rlhf(*words)
+    wait_for_rows(output, process)
+    process.kill()
+    process.communicate(timeout=60)
+    assert_nothing_left(output)
+    assert not (output / "selected.jsonl").exists()
+    with (output / "samples.jsonl").open("a") as file:
+        file.write('{"step": 9, "prompt')  # as a kill in the middle of a line leaves it
+    printed = finish(rlhf(*words))
+    assert "after chunk" in printed
+    for name in ("samples.jsonl", "selected.jsonl"):
+        assert (output / name).read_bytes() == (finished / name).read_bytes()
+
+
+def test_ctrl_c_finishes_the_chunk_and_says_how_to_continue(finished, inputs, tmp_path):
+    output = tmp_path / "interrupted"
+    words = generate_words(inputs, output)
+    process = rlhf(*words, start_new_session=True)
+    try:
+        wait_for_rows(output, process)
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+        printed = finish(process, status=130)
+    finally:
+        process.kill()
+    assert "--load_checkpoint" in printed
+    rows = (output / "samples.jsonl").read_text().splitlines()
+    assert len(rows) % (2 * SAMPLES) == 0
+    assert rows == (finished / "samples.jsonl").read_text().splitlines()[: len(rows)]
+    assert_nothing_left(output)
+
+
+def test_a_finished_generation_is_selected_from_again_without_engines(finished, inputs, tmp_path):
+    words = generate_words(inputs, finished, "--load_checkpoint")
+    words[words.index("best_worst")] = "best"
+    before = (finished / "selected.jsonl").read_bytes()
+    finish(rlhf(*words))
+    best = rows_of(finished / "selected.jsonl")
+    assert {tuple(row) for row in best} == {("prompt", "response", "score")}
+    (finished / "selected.jsonl").write_bytes(before)
+    refused = finish(rlhf(*words, "--temperature", "0.5"), status=2)
+    assert "its temperature is 1.0, not 0.5" in refused
+
+
+def test_a_reward_model_reads_the_sampled_tokens_to_the_last(inputs, tmp_path):
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from rlhf_cli.backends.rollout_engine import EngineSettings
+    from rlhf_cli.backends.rollout_transformers import TransformersEngine
+
+    model, problems, _ = inputs
+    torch.manual_seed(0)
+    judge = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(judge.score.weight)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    judge.save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    output = tmp_path / "scored"
+    words = (
+        f"generate --pretrain {model} --prompt_data {problems} --reward_pretrain {tmp_path / 'judge'} --max_samples 4 "
+        f"--rollout_backend transformers --max_len 64 --max_new_tokens 8 --param_dtype fp32 --temperature 0 "
+        f"--output {output}"
+    )
+    finish(rlhf(*words.split()))
+    assert_nothing_left(output)
+
+    rows = rows_of(output / "samples.jsonl")
+    prompts = load_prompts(PromptConfig(prompt_data=str(problems)), tokenizer, max_new_tokens=8, seed=0).prompts[:4]
+    engine = TransformersEngine(str(model), EngineSettings(max_model_len=64, dtype="fp32"))
+    requests = [GenerationRequest(prompt.prompt_ids, seed=0) for prompt in prompts]
+    generations = asyncio.run(engine.generate(requests, SamplingParams(8, greedy=True)))
+    for row, prompt, generation in zip(rows, prompts, generations, strict=True):
+        token_ids = torch.tensor([prompt.prompt_ids + generation.token_ids])
+        hidden = judge.model(token_ids).last_hidden_state[0, -1]
+        assert row["score"] == pytest.approx(judge.score(hidden).item(), abs=1e-4)
+        assert row["scores"] == {"reward_model": row["score"]}
+    assert len({row["score"] for row in rows}) > 1
