@@ -43,9 +43,13 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "sft": Entry("sft", OFFLINE, "Fine-tune on examples: prompts with responses, conversations, or plain text."),
+    "rm": Entry("rm", OFFLINE, "Train a reward model on pairs of a chosen and a rejected response."),
+    "dpo": Entry("dpo", OFFLINE, "Train a policy on pairs: DPO, IPO, SimPO, ORPO and other losses."),
+    "kto": Entry("kto", OFFLINE, "Train a policy on single responses labelled desirable or undesirable."),
     "ppo": Entry("ppo", ONLINE, "Train a policy and a critic on sampled and scored responses (PPO with GAE)."),
     "generate": Entry("generate", USE, "Sample responses to prompts, score them and select some to train on."),
     "eval": Entry("eval", USE, "Answer prompts with a model and count what a verifier finds right."),
+    "merge": Entry("merge", USE, "Fold an adapter into its model, or turn a checkpoint into a Hugging Face folder."),
     "scratch": Entry("scratch", USE, "Make a small untrained model and tokenizer, to try things offline."),
     "quickstart": Entry(
         "quickstart", HELP, "Train a tiny model to add numbers in minutes, by sft and ppo, on this machine."

@@ -12,7 +12,6 @@ from rlhf_cli.algorithms.kto import (
     apo_zero_unpaired_loss,
     balanced_weights,
     kl_baseline,
-    kl_baseline_part,
     kto_loss,
     kto_metrics,
 )
@@ -98,19 +97,14 @@ def test_extreme_log_ratios_give_a_finite_loss_and_gradient(name) -> None:
 
 
 def test_the_baseline_is_limited_after_the_mean_of_the_whole_step() -> None:
-    logprobs, ref = torch.tensor([-10.0, -10.0, -10.0]), torch.tensor([-13.0, -8.0, -10.5])
-    # Log-ratios 3, -2, 0.5: their mean is 0.5. Limited one by one they would give 3.5 / 3.
-    parts = [kl_baseline_part(logprobs[i : i + 1], ref[i : i + 1], num_sequences=3) for i in range(3)]
-    assert kl_baseline(torch.stack(parts).sum()).item() == pytest.approx(0.5)
-    assert kl_baseline_part(logprobs, ref, num_sequences=3).item() == pytest.approx(0.5)
+    # Limited one by one they would give 3.5 / 3.
+    assert kl_baseline(torch.tensor([3.0, -2.0, 0.5]).mean()).item() == pytest.approx(0.5)
 
 
 def test_the_baseline_is_never_negative_and_has_no_gradient() -> None:
-    logprobs = torch.tensor([-10.0, -12.0], requires_grad=True)
-    part = kl_baseline_part(logprobs, torch.tensor([-9.0, -9.0]), num_sequences=2)
-    assert part.item() == -2.0
-    assert not part.requires_grad
-    assert kl_baseline(part).item() == 0.0
+    below, above = (torch.tensor(mean, requires_grad=True) for mean in (-2.0, 1.0))
+    assert (kl_baseline(below).item(), kl_baseline(above).item()) == (0.0, 1.0)
+    assert not kl_baseline(above).requires_grad
 
 
 def test_metrics_by_hand() -> None:
@@ -133,7 +127,7 @@ def test_loss_and_metrics_do_not_depend_on_how_the_step_is_cut() -> None:
     ratio_B = torch.randn(12, generator=generator, dtype=torch.float64) * 5
     desirable_B = torch.rand(12, generator=generator) < 0.4
     counts = {"num_desirable": int(desirable_B.sum()), "num_undesirable": int((~desirable_B).sum())}
-    z0 = kl_baseline(kl_baseline_part(ratio_B, torch.zeros_like(ratio_B), num_sequences=12))
+    z0 = kl_baseline(ratio_B.mean())
     settings = UnpairedSettings()
     loss_B = kto_loss(ratio_B, desirable_B, z0, settings)
     whole = kto_metrics(ratio_B, desirable_B, z0, beta=0.1, **counts)

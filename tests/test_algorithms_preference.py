@@ -16,7 +16,6 @@ from rlhf_cli.algorithms.preference import (
     aot_partners,
     implicit_rewards,
     mixed_loss,
-    next_bco_delta,
     preference_losses,
     preference_metrics,
 )
@@ -245,16 +244,6 @@ def test_aot_partners_depend_on_the_whole_step_and_carry_no_gradient() -> None:
     halves = torch.cat([aot_partners(sliced(pairs, slice(0, 4))), aot_partners(sliced(pairs, slice(4, 8)))])
     assert not torch.equal(whole, halves)
     assert not whole.requires_grad
-
-
-def test_bco_delta_runs_as_the_mean_over_all_pairs_seen() -> None:
-    steps = [(4, 0.5), (4, -1.5), (2, 3.0)]
-    delta, seen = 0.0, 0
-    for num_pairs, mean in steps:
-        delta = next_bco_delta(delta, num_seen=seen, step_mean=mean, num_pairs=num_pairs)
-        seen += num_pairs
-    assert delta == pytest.approx((4 * 0.5 - 4 * 1.5 + 2 * 3.0) / 10)
-    assert next_bco_delta(0.7, num_seen=0, step_mean=0.0, num_pairs=0) == 0.7
 
 
 def test_no_gradient_flows_through_bco_delta() -> None:

@@ -28,6 +28,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
 # Samples where the type alone does not give a valid one.
 SAMPLES = {
     "input_template": "User: {}",
+    "loss": "ipo,simpo",
+    "loss_weights": "0.5",
     "reward_funcs": "gsm8k,exact",
     "reward_weights": "0.5",
     "reward_clip_range": "-5 5",
@@ -62,12 +64,12 @@ def least(flags: dict[str, Flag]) -> dict[str, Any]:
 
 def other_value(flag: Flag) -> str | list[str] | bool:
     """A valid value that is not the default."""
+    if flag.choices:
+        return str(next(choice for choice in reversed(flag.choices) if choice != flag.default))
     if flag.name in SAMPLES:
         return SAMPLES[flag.name].split() if flag.takes > 1 else SAMPLES[flag.name]
     if flag.takes == 0:
         return not flag.default
-    if flag.choices:
-        return str(next(choice for choice in reversed(flag.choices) if choice != flag.default))
     if flag.takes > 1:
         return ["0.25", "0.75"][: flag.takes]
     if flag.annotation is int:

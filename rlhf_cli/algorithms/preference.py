@@ -176,8 +176,8 @@ def apo_down_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 def bco_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     """`-log s(beta h_c - delta) - log s(-(beta h_r - delta))`: BCO on pairs, arXiv 2404.04656.
 
-    `delta`, `pairs.bco_delta`, is the mean of the implicit rewards of chosen and rejected responses: over the pairs of
-    the step, or of the run so far (`next_bco_delta`), but one for all micro-batches. No gradient flows through it.
+    `delta`, `pairs.bco_delta`, is the mean of the implicit rewards of chosen and rejected responses over all pairs of
+    the step; the paper and TRL keep a running mean, which would be a state of its own. No gradient flows through it.
     """
     assert pairs.bco_delta is not None, "bco_pair needs the step's delta"
     delta = pairs.bco_delta.detach() if isinstance(pairs.bco_delta, Tensor) else pairs.bco_delta

@@ -5,16 +5,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+from pydantic import BaseModel
 
 from rlhf_cli.backends import distributed, distributed_env
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, deepspeed_config, seed_everything
 from rlhf_cli.backends.launch import stop_with_launcher
-from rlhf_cli.backends.roles import save_whole_model
+from rlhf_cli.backends.roles import describe_model, save_whole_model
 from rlhf_cli.backends.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
 from rlhf_cli.commands.run_directory import REPORT, RunDirectory, begin_log, prepare_run_directory, run_directory
-from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.config.model import AdapterConfig, ModelConfig
 from rlhf_cli.config.train import (
     CheckpointConfig,
     DeepSpeedConfig,
@@ -24,12 +27,14 @@ from rlhf_cli.config.train import (
 )
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
-from rlhf_cli.models.loading import load_config, num_parameters, quadratic_cost
+from rlhf_cli.models.adapters import AdapterPlan, load_with_adapter, parameters_said, plan_adapter
+from rlhf_cli.models.loading import load_config, load_tokenizer, packed_attention, quadratic_cost
 from rlhf_cli.options import to_yaml
 from rlhf_cli.tracking.report import write_report
+from rlhf_cli.tracking.rows_bar import rows_bar
 from rlhf_cli.tracking.terminal import quiet_process
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
-from rlhf_cli.trainers.loop import Finished, Hooks, ItemData, Objective, Prepare, Schedule, Share, train
+from rlhf_cli.trainers.loop import Finished, Hooks, Objective, Prepare, Schedule, Share, train
 
 
 class OfflineConfig(Protocol):
@@ -51,10 +56,20 @@ class OfflineConfig(Protocol):
 
 @dataclass(frozen=True)
 class Items:
-    """What is trained on and, where there is any, what is evaluated on."""
+    """What is trained on and, where there is any, what is evaluated on: each an `ItemData` of the command's own."""
 
-    data: ItemData
-    eval_data: ItemData | None
+    data: Any
+    eval_data: Any | None
+
+
+def load_items(data: OfflineDataConfig, load: Callable[..., Any]) -> Items:
+    """Training and evaluation data; `load(dataset=..., split=..., progress=...)` makes items of one of them."""
+    rank, _ = distributed_env.rank_and_world_size()
+    with rows_bar(shown=rank == 0) as progress:
+        train = load(dataset=data.dataset, split=data.dataset_split, progress=progress)
+        if data.eval_dataset is None:
+            return Items(train, None)
+        return Items(train, load(dataset=data.eval_dataset, split=data.eval_split, progress=progress))
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,28 @@ def no_reference(items: Items, share: Share) -> tuple[Items, Reference]:
 
 
 @dataclass(frozen=True)
+class TrainedModel:
+    """The model that the settings name, perhaps under an adapter, before its weights are loaded."""
+
+    base: ModelConfig
+    plan: AdapterPlan | None
+    architecture: Any
+    tokenizer: Any
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention kernel it is going to run with."""
+        return packed_attention(self.base, self.architecture)
+
+
+def trained_model(model: ModelConfig, adapter: AdapterConfig, *, seed: int) -> TrainedModel:
+    """The model of the settings. UsageError where it is none, or its adapter belongs to another one."""
+    plan = plan_adapter(model, adapter, seed=seed)
+    base = model if plan is None else model.model_copy(update={"pretrain": plan.base})
+    return TrainedModel(base, plan, load_config(base), load_tokenizer(model))
+
+
+@dataclass(frozen=True)
 class OfflineTask:
     """What is trained, on what, and by which objective."""
 
@@ -85,9 +122,9 @@ class OfflineTask:
     objective: Objective
     items: Items
     summary: str  # of the data, for the terminal
-    load: Callable[[dict[str, Any] | None], Any]  # ZeRO-3 configuration or None -> Hugging Face model
+    model: TrainedModel
+    load: Callable[..., Any]  # `load_causal_lm` or `load_value_backbone`
     wrap: Callable[[Any], Any]  # Hugging Face model -> module that the objective calls
-    tokenizer: Any
     # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
     begin: Callable[[Items, Share], tuple[Items, Reference]] = no_reference
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
@@ -106,7 +143,7 @@ def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
         check_same_run(resume, identity)
     continues = resume is not None
     if rank == 0:
-        prepare_run_directory(config.checkpoint, to_yaml(config), keep=continues, num_ranks=num_ranks)
+        prepare_run_directory(config.checkpoint, to_yaml(cast(BaseModel, config)), keep=continues, num_ranks=num_ranks)
     is_rank = distributed_env.is_under_launcher()
     stop = StopSignal(echo_seconds=ECHO_SECONDS if is_rank else 0.0)
     if is_rank:
@@ -114,7 +151,7 @@ def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
     with quiet_process(begin_log(paths, rank, keep=continues)) as terminal:
         distributed.join_process_group()
         seed_everything(config.batch.seed)
-        share = Share(rank, num_ranks, config.batch, quadratic_cost(load_config(config.model)))
+        share = Share(rank, num_ranks, config.batch, quadratic_cost(task.model.architecture))
         items, reference = task.begin(task.items, share)
         hf_model, engine = _build(config, task)
         if resume is not None:
@@ -127,7 +164,7 @@ def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
             if not finished.interrupted:
                 for name, value in task.describe(finished.evaluated).items():
                     setattr(hf_model.config, name, value)
-                save_whole_model(engine, hf_model, task.tokenizer, paths.model)
+                save_whole_model(engine, hf_model, task.model.tokenizer, paths.model)
             conclude(tracker, paths, finished)
         if rank == 0:
             write_report(paths.root)
@@ -143,6 +180,7 @@ def _identity(config: OfflineConfig, task: OfflineTask, num_ranks: int) -> dict[
         "number of ranks": num_ranks,
         "zero_stage": config.deepspeed.zero_stage,
         "param_dtype": config.model.param_dtype,
+        "adapter": task.model.plan.identity() if task.model.plan else None,
         "number of training rows": len(task.items.data.lengths),
         "train_batch_size": config.batch.train_batch_size,
         "max_epochs": config.batch.max_epochs,
@@ -153,7 +191,8 @@ def _identity(config: OfflineConfig, task: OfflineTask, num_ranks: int) -> dict[
 
 def _build(config: OfflineConfig, task: OfflineTask) -> tuple[Any, DeepSpeedEngine]:
     settings = deepspeed_config(config.deepspeed, param_dtype=config.model.param_dtype, max_norm=config.optim.max_norm)
-    hf_model = task.load(settings if config.deepspeed.zero_stage == 3 else None)
+    zero3 = settings if config.deepspeed.zero_stage == 3 else None
+    hf_model = load_with_adapter(task.load, task.model.base, task.model.plan, zero3_config=zero3)
     engine = DeepSpeedEngine(
         task.wrap(hf_model),
         config.deepspeed,
@@ -199,8 +238,8 @@ class _Run:
             resume_step=resume.step if resume else None,
             saved=resume.state["tracker"] if resume else None,
         )
-        size = f"{num_parameters(self.hf_model) / 1e6:.1f}M parameters"
-        tracker.start({"Model": f"{self.config.model.pretrain}, {size}", "Data": self.task.summary})
+        said = f"{self.config.model.pretrain}, {parameters_said(self.hf_model)}"
+        tracker.start({"Model": said, "Data": self.task.summary})
         return tracker
 
     def train(self, tracker: Any, stop: StopSignal, *, start_step: int) -> Finished:
@@ -249,6 +288,7 @@ class _Run:
         try:
             folder.mkdir(exist_ok=True)
             self.engine.save(folder)
+            describe_model(self.hf_model, self.task.model.tokenizer, folder)
             if self.reference.save is not None:
                 self.reference.save(folder)
         except (OSError, RuntimeError) as error:

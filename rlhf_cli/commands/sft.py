@@ -3,12 +3,13 @@
 Leaves out the loop itself (trainers/) and everything heavy: importing this module costs settings only.
 """
 
-import sys
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from rlhf_cli.commands.ranks import begin_ranks
 from rlhf_cli.config.data import DataConfig
-from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.model import AdapterConfig, ModelConfig
 from rlhf_cli.config.train import (
     CheckpointConfig,
     DeepSpeedConfig,
@@ -25,6 +26,7 @@ class SFTConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: ModelConfig
+    adapter: AdapterConfig = AdapterConfig()
     data: DataConfig
     batch: OfflineBatchConfig = OfflineBatchConfig(max_epochs=2)
     optim: SingleOptimConfig = SingleOptimConfig()
@@ -36,37 +38,28 @@ class SFTConfig(BaseModel):
 
 def sft(config: SFTConfig) -> None:
     """Fine-tune a language model on examples: prompts with responses, conversations, or plain text."""
-    from rlhf_cli.backends.distributed_env import is_under_launcher, rank_and_world_size
-    from rlhf_cli.commands.run_directory import check_run_directory
+    begin_ranks(config.checkpoint, config.launch, config.tracking)
 
-    if rank_and_world_size()[0] == 0:
-        check_run_directory(config.checkpoint)
-    if config.launch.num_processes > 1 and not is_under_launcher():
-        from rlhf_cli.backends.launch import run_ranks
-
-        sys.exit(run_ranks(config.launch.num_processes, sys.argv[1:]))
-
-    from rlhf_cli.commands.offline import Items, OfflineTask, run_offline
+    from rlhf_cli.commands.offline import OfflineTask, load_items, run_offline, trained_model
     from rlhf_cli.data.sft_data import load_sft_sequences
-    from rlhf_cli.models.loading import load_causal_lm, load_tokenizer
+    from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
-    from rlhf_cli.tracking.tracker import check_tracking
     from rlhf_cli.trainers.sft import SequenceItems, sft_objective
 
-    check_tracking(config.tracking)
-    tokenizer = load_tokenizer(config.model)
     data, seed = config.data, config.batch.seed
-    train_data = load_sft_sequences(data, tokenizer, dataset=data.dataset, split=data.dataset_split, seed=seed)
-    eval_data = None
-    if data.eval_dataset is not None:
-        eval_data = load_sft_sequences(data, tokenizer, dataset=data.eval_dataset, split=data.eval_split, seed=seed)
+    model = trained_model(config.model, config.adapter, seed=seed)
+
+    def load(**source: Any) -> SequenceItems:
+        return SequenceItems(load_sft_sequences(data, model.tokenizer, seed=seed, **source))
+
+    items = load_items(data, load)
     task = OfflineTask(
         command="sft",
         objective=sft_objective,
-        items=Items(SequenceItems(train_data), SequenceItems(eval_data) if eval_data is not None else None),
-        summary=train_data.report.summary,
-        load=lambda zero3: load_causal_lm(config.model, zero3_config=zero3),
+        items=items,
+        summary=items.data.data.report.summary,
+        model=model,
+        load=load_causal_lm,
         wrap=PolicyModel,
-        tokenizer=tokenizer,
     )
     run_offline(config, task)

@@ -67,8 +67,8 @@ class Share:
     batch: BatchConfig
     quadratic_cost: float
 
-    def micro_batches(self, data: ItemData, indices: np.ndarray) -> tuple[list[Any], StepTotals]:
-        """This rank's packed micro-batches of the items, and the totals over all ranks."""
+    def deal(self, data: ItemData, indices: np.ndarray) -> list[list[int]]:
+        """Numbers of the items of each of this rank's micro-batches."""
         plan = plan_packs(
             data.lengths[indices].tolist(),
             max_tokens=self.batch.train_max_tokens_per_gpu,
@@ -76,7 +76,11 @@ class Share:
             max_sequences=self.batch.micro_train_batch_size,
             quadratic_cost=self.quadratic_cost,
         )
-        packs = [data.collate([int(indices[i]) for i in members]) for members in plan[self.rank]]
+        return [[int(indices[i]) for i in members] for members in plan[self.rank]]
+
+    def micro_batches(self, data: ItemData, indices: np.ndarray) -> tuple[list[Any], StepTotals]:
+        """This rank's packed micro-batches of the items, and the totals over all ranks."""
+        packs = [data.collate(members) for members in self.deal(data, indices)]
         num_tokens = int(data.num_trained[indices].sum())
         return packs, StepTotals(num_tokens=num_tokens, num_sequences=len(indices))
 

@@ -1,0 +1,89 @@
+"""`rlhf dpo`: preference optimisation on pairs.
+
+Leaves out losses (algorithms/), the objective (trainers/) and everything heavy: importing this module costs settings
+only.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from rlhf_cli.commands.ranks import begin_ranks
+from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.model import AdapterConfig, ModelConfig
+from rlhf_cli.config.preference import PairLossConfig, ReferenceConfig
+from rlhf_cli.config.train import (
+    CheckpointConfig,
+    DeepSpeedConfig,
+    LaunchConfig,
+    OfflineBatchConfig,
+    SingleOptimConfig,
+    TrackingConfig,
+)
+
+if TYPE_CHECKING:
+    from rlhf_cli.trainers.dpo import DPOObjective
+
+
+class DPOConfig(BaseModel):
+    """Settings of `rlhf dpo`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelConfig
+    adapter: AdapterConfig = AdapterConfig()
+    data: PreferenceDataConfig
+    preference: PairLossConfig = PairLossConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    batch: OfflineBatchConfig = OfflineBatchConfig()
+    optim: SingleOptimConfig = SingleOptimConfig(learning_rate=5e-7)
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    launch: LaunchConfig = LaunchConfig()
+    checkpoint: CheckpointConfig
+    tracking: TrackingConfig = TrackingConfig()
+
+
+def dpo(config: DPOConfig) -> None:
+    """Train a language model to prefer the chosen of two responses: DPO and its relatives."""
+    begin_ranks(config.checkpoint, config.launch, config.tracking)
+
+    from rlhf_cli.commands.offline import OfflineTask, run_offline, trained_model
+    from rlhf_cli.commands.pair_items import load_pair_items
+    from rlhf_cli.commands.references import check_reference, pair_reference
+    from rlhf_cli.models.loading import load_causal_lm
+    from rlhf_cli.models.policy import PolicyModel
+
+    objective = make_objective(config.preference)
+    model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    check_reference(config.reference, model, config.deepspeed, is_needed=objective.needs_reference)
+    items, summary = load_pair_items(config, model, share_prompts=config.preference.share_prompts, read_ends=False)
+    task = OfflineTask(
+        command="dpo",
+        objective=objective,
+        items=items,
+        summary=summary,
+        model=model,
+        load=load_causal_lm,
+        wrap=PolicyModel,
+        begin=lambda items, share: pair_reference(
+            config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
+        ),
+    )
+    run_offline(config, task)
+
+
+def make_objective(loss: PairLossConfig) -> "DPOObjective":
+    """The objective of these settings. UsageError for a setting that none of the losses reads."""
+    from rlhf_cli.algorithms.preference import PreferenceSettings, preference_losses
+    from rlhf_cli.errors import UsageError
+    from rlhf_cli.trainers.dpo import DPOObjective
+
+    read = {name for row in preference_losses(loss.loss) for name in row.settings}
+    names = ("beta", "label_smoothing", "simpo_gamma", "discopop_tau", "orpo_lambda")
+    given: dict[str, Any] = {name: getattr(loss, name) for name in names}
+    defaults = PairLossConfig()
+    for name, value in given.items():
+        if name not in read and value != getattr(defaults, name):
+            raise UsageError(f"{name} {value} changes nothing in loss {','.join(loss.loss)}: leave it away")
+    weights = tuple(loss.loss_weights or [1.0] * len(loss.loss))
+    return DPOObjective(tuple(loss.loss), weights, PreferenceSettings(**given), loss.nll_loss_coef)

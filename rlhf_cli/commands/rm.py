@@ -1,0 +1,73 @@
+"""`rlhf rm`: reward models from pairs.
+
+Leaves out the loss (algorithms/), the objective (trainers/) and everything heavy: importing this module costs settings
+only.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from rlhf_cli.commands.ranks import begin_ranks
+from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.model import AdapterConfig, ModelConfig
+from rlhf_cli.config.preference import RewardLossConfig
+from rlhf_cli.config.train import (
+    CheckpointConfig,
+    DeepSpeedConfig,
+    LaunchConfig,
+    OfflineBatchConfig,
+    SingleOptimConfig,
+    TrackingConfig,
+)
+
+
+class RMConfig(BaseModel):
+    """Settings of `rlhf rm`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelConfig
+    adapter: AdapterConfig = AdapterConfig()
+    data: PreferenceDataConfig
+    reward: RewardLossConfig = RewardLossConfig()
+    batch: OfflineBatchConfig = OfflineBatchConfig()
+    optim: SingleOptimConfig = SingleOptimConfig(learning_rate=9e-6)
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    launch: LaunchConfig = LaunchConfig()
+    checkpoint: CheckpointConfig
+    tracking: TrackingConfig = TrackingConfig()
+
+
+def rm(config: RMConfig) -> None:
+    """Train a reward model: a score for a response that is higher for the chosen of two."""
+    begin_ranks(config.checkpoint, config.launch, config.tracking)
+
+    from rlhf_cli.commands.offline import OfflineTask, run_offline, trained_model
+    from rlhf_cli.commands.pair_items import load_pair_items
+    from rlhf_cli.models.loading import load_value_backbone
+    from rlhf_cli.models.policy import ValueModel
+    from rlhf_cli.trainers.rm import RewardObjective, finish_reward_metrics
+
+    loss = config.reward
+    model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    items, summary = load_pair_items(
+        config, model, share_prompts=loss.share_prompts, read_ends=True, with_margin=loss.margin_loss
+    )
+    task = OfflineTask(
+        command="rm",
+        objective=RewardObjective(loss.loss, loss.margin_loss, loss.center_rewards_coefficient),
+        items=items,
+        summary=summary,
+        model=model,
+        load=load_value_backbone,
+        wrap=ValueModel,
+        finish_metrics=finish_reward_metrics,
+        describe=reward_statistics,
+    )
+    run_offline(config, task)
+
+
+def reward_statistics(evaluated: dict[str, float]) -> dict[str, Any]:
+    """What the model's configuration says of its rewards on the evaluation data, for `--normalize_reward`."""
+    return {f"reward_{name}": evaluated[key] for name, key in (("mean", "reward"), ("std", "reward_std")) if evaluated}

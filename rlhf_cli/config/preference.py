@@ -1,0 +1,120 @@
+"""Losses on preferences, and the reference that they compare with."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_cli.config.base import Group
+
+PAIR_LOSSES = (
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "robust",
+    "sppo_hard",
+    "nca_pair",
+    "exo_pair",
+    "apo_zero",
+    "apo_down",
+    "bco_pair",
+    "aot",
+    "discopop",
+    "sigmoid_norm",
+    "simpo",
+    "orpo",
+)
+"""Names of the rows of `PREFERENCE_LOSSES` (algorithms/preference.py)."""
+
+
+class PromptSharing(Group):
+    """Settings of all commands that train on pairs."""
+
+    share_prompts: bool = True
+    """Compute the prompt of a pair once for both responses; needs attn_implementation varlen (CPU and CUDA)."""
+
+
+class RewardLossConfig(PromptSharing):
+    """Loss"""
+
+    loss: Literal["sigmoid", "logexp"] = "sigmoid"
+    """Loss on the difference of the two rewards; logexp is the same function under OpenRLHF's other name."""
+    margin_loss: bool = False
+    """Ask of the chosen response to lead by the row's `margin`."""
+    center_rewards_coefficient: float = Field(0.0, ge=0)
+    """Weight of the squared sum of both rewards, which holds their mean near zero."""
+
+    @model_validator(mode="after")
+    def _margin_of_sigmoid(self) -> "RewardLossConfig":
+        if self.margin_loss and self.loss != "sigmoid":
+            raise ValueError(f"margin_loss goes with loss sigmoid, not {self.loss}")
+        return self
+
+
+class PairLossConfig(PromptSharing):
+    """Loss"""
+
+    loss: list[str] = ["sigmoid"]
+    """Losses on pairs, several added up: sigmoid (DPO; cDPO with label_smoothing), ipo, hinge, robust, sppo_hard,
+    nca_pair, exo_pair, apo_zero, apo_down, bco_pair, aot, discopop, sigmoid_norm, simpo, orpo."""
+    loss_weights: list[float] = []
+    """Weight of each of several losses; 1 by default."""
+    beta: float = Field(0.1, gt=0)
+    """Strength of the pull towards the reference: log-ratios are scaled by it."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of pairs whose sides are taken to be swapped (sigmoid, robust, exo_pair, aot, sigmoid_norm)."""
+    simpo_gamma: float = 0.5
+    """Reward by which simpo wants the chosen response to lead."""
+    discopop_tau: float = Field(0.05, gt=0, le=1)
+    """Temperature of discopop's blend."""
+    orpo_lambda: float = 0.1
+    """Weight of orpo's odds ratio beside its likelihood."""
+    nll_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the chosen response's mean negative log-likelihood per token."""
+
+    @model_validator(mode="after")
+    def _known_losses(self) -> "PairLossConfig":
+        if not self.loss:
+            raise ValueError(f"loss names none of {', '.join(PAIR_LOSSES)}")
+        for name in self.loss:
+            if name not in PAIR_LOSSES:
+                raise ValueError(f"loss {name!r} is unknown; there are {', '.join(PAIR_LOSSES)}")
+        if self.loss_weights and len(self.loss_weights) != len(self.loss):
+            raise ValueError(f"loss_weights has {len(self.loss_weights)} weights for {len(self.loss)} losses")
+        return self
+
+
+class UnpairedLossConfig(Group):
+    """Loss"""
+
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """Loss on single responses; apo_zero_unpaired is kto without a baseline."""
+    beta: float = Field(0.1, gt=0)
+    """Strength of the pull towards the reference: log-ratios are scaled by it."""
+    desirable_loss_weight: float = Field(1.0, ge=0)
+    """Weight of desirable responses; see the recommended range that is printed for unbalanced data."""
+    undesirable_loss_weight: float = Field(1.0, ge=0)
+    """Weight of undesirable responses."""
+
+
+class FrozenReferenceConfig(Group):
+    """Reference"""
+
+    ref_pretrain: str | None = None
+    """Model that the trained one is compared with; by default what it starts from (under an adapter: its base)."""
+    precompute_ref_log_probs: bool = False
+    """Compute the reference's log-probabilities of all data before training, and keep them for other runs."""
+
+
+class ReferenceConfig(FrozenReferenceConfig):
+    """Reference"""
+
+    ref_sync_steps: int = Field(0, ge=0)
+    """Steps after which the reference moves towards the trained model (TR-DPO); 0 leaves it as it is."""
+    ref_mixup_alpha: float = Field(1.0, gt=0, le=1)
+    """Share of the trained model's weights in the reference after each such move."""
+
+    @model_validator(mode="after")
+    def _moves_or_is_kept(self) -> "ReferenceConfig":
+        if self.ref_sync_steps and self.precompute_ref_log_probs:
+            raise ValueError("ref_sync_steps moves the reference, precompute_ref_log_probs asks it once: give one")
+        return self

@@ -1,0 +1,166 @@
+"""`rlhf rm`, `dpo` and `kto` as a user runs them: they learn, and go on after a kill as if nothing had been."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf_cli.tracking.sinks import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+MEASURED = ("time/", "perf/", "memory/")
+STEPS = 12
+
+
+class Place:
+    """A folder with a tiny model, pairs and labelled responses: sums are right where chosen, and words where not."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        rng = random.Random(0)
+        pairs, labelled = [], []
+        for _ in range(64):
+            a, b = rng.randrange(10, 99), rng.randrange(10, 99)
+            pair = {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": rng.choice(["no idea", "many", "a lot"])}
+            pairs.append(pair | {"margin": 0.5})
+            is_good = rng.random() < 0.5
+            labelled.append(
+                {"prompt": pair["prompt"], "completion": pair["chosen" if is_good else "rejected"], "label": is_good}
+            )
+        for name, rows in (("pairs", pairs), ("labelled", labelled)):
+            for part, chosen in (("train", rows[:48]), ("held_out", rows[48:])):
+                lines = [json.dumps(row) for row in chosen]
+                (folder / f"{name}_{part}.jsonl").write_text("\n".join(lines) + "\n")
+        size = "--hidden_size 32 --intermediate_size 48 --num_hidden_layers 2 --num_attention_heads 4 --vocab_size 300"
+        words = f"scratch --dataset {folder / 'pairs_train.jsonl'} {size} --output {folder / 'tiny'}"
+        finish(self.start_words(words))
+
+    def start_words(self, words: str) -> subprocess.Popen:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder / "cache")}
+        return subprocess.Popen(
+            [sys.executable, "-m", "rlhf_cli", *words.split()],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def start(self, command: str, name: str, more: str = "") -> subprocess.Popen:
+        kind = "labelled" if command == "kto" else "pairs"
+        data = (
+            f"--dataset {self.folder / f'{kind}_train.jsonl'} --eval_dataset {self.folder / f'{kind}_held_out.jsonl'}"
+        )
+        batch = f"--train_batch_size 16 --max_epochs 4 --max_steps {STEPS} --learning_rate 1e-2 --param_dtype fp32"
+        return self.start_words(
+            f"{command} --pretrain {self.folder / 'tiny'} {data} {batch} --no_use_tensorboard "
+            f"--output {self.folder / name} {more}"
+        )
+
+    def run(self, command: str, name: str, more: str = "") -> Path:
+        finish(self.start(command, name, more))
+        return self.folder / name
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    return Place(tmp_path_factory.mktemp("preference"))
+
+
+def metrics_of(run: Path) -> dict:
+    return {
+        step: {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
+        for step, metrics in read_metrics(run).items()
+    }
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    weights, others = (load_file(run / "model" / "model.safetensors") for run in (one, other))
+    assert weights.keys() == others.keys()
+    assert [name for name, weight in weights.items() if not weight.equal(others[name])] == []
+
+
+def kill_after_a_checkpoint(process: subprocess.Popen, run: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not list(run.glob("checkpoints/step_*")):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [("rm", ""), ("dpo", "--ref_sync_steps 2 --ref_mixup_alpha 0.5"), ("kto", "")],
+    ids=["rm", "dpo", "kto"],
+)
+def test_a_killed_run_ends_as_one_never_stopped(place, command, more):
+    whole = place.run(command, f"{command}_whole", more)
+    killed = place.folder / f"{command}_killed"
+    kill_after_a_checkpoint(place.start(command, killed.name, f"{more} --save_steps 1"), killed)
+    assert len(metrics_of(killed)) < len(metrics_of(whole))
+    place.run(command, killed.name, f"{more} --save_steps 1 --load_checkpoint")
+    assert metrics_of(killed) == metrics_of(whole)
+    assert_same_weights(killed, whole)
+
+
+@pytest.mark.parametrize("command", ["rm", "dpo", "kto"])
+def test_held_out_rows_are_told_apart(place, command):
+    last = metrics_of(place.folder / f"{command}_whole")[STEPS]
+    assert last["eval/accuracy"] > 0.9
+    assert last["eval/chosen_reward"] > last["eval/rejected_reward"]
+
+
+@pytest.mark.parametrize("command", ["dpo", "kto"])
+def test_two_ranks_take_the_steps_of_one(place, command):
+    alone = metrics_of(place.run(command, f"{command}_alone"))
+    together = metrics_of(place.run(command, f"{command}_ranks", "--num_processes 2"))
+    for step in (1, 2, 3):
+        assert together[step] == pytest.approx(alone[step], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("command", ["dpo", "kto"])
+def test_reference_log_probabilities_are_kept_for_other_runs(place, command):
+    asked = metrics_of(place.run(command, f"{command}_asked"))
+    first = metrics_of(place.run(command, f"{command}_first", "--precompute_ref_log_probs"))
+    kept = sorted((place.folder / "cache" / "rlhf-cli" / "reference").iterdir())
+    again = metrics_of(place.run(command, f"{command}_again", "--precompute_ref_log_probs"))
+    assert len(kept) >= 2  # of the training rows and of the others
+    assert sorted((place.folder / "cache" / "rlhf-cli" / "reference").iterdir()) == kept
+    assert again == first
+    assert first[1] == pytest.approx(asked[1], rel=1e-4, abs=1e-5)
+
+
+def test_transformers_loads_the_reward_model_with_its_statistics(place):
+    folder = place.folder / "rm_whole" / "model"
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    last = metrics_of(place.folder / "rm_whole")[STEPS]
+    assert model.config.num_labels == 1
+    assert model.config.reward_mean == pytest.approx(last["eval/reward"])
+    assert model.config.reward_std == pytest.approx(last["eval/reward_std"])
+
+    scores = []
+    for response in ("46", "no idea"):
+        chat = [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": response}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        tokens = tokenizer(text.strip(), add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            scores.append(model(tokens).logits.item())
+    assert scores[0] > scores[1]

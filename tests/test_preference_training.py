@@ -1,0 +1,205 @@
+"""Reward models, dpo and kto under the real engine: steps do not depend on how they are cut, packed or shared."""
+
+import gc
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from preference_training import (
+    STEPS,
+    TASKS,
+    dpo_task,
+    kto_task,
+    make_labelled,
+    make_pairs,
+    make_reference,
+    rm_task,
+    run_steps,
+    without_sharing,
+)
+from tiny_training import CLOSE, NOISE, Layout, farthest, load_policy
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification
+
+from rlhf_cli.algorithms.aggregation import StepTotals
+from rlhf_cli.algorithms.preference import PREFERENCE_LOSSES
+from rlhf_cli.backends import distributed
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.preference import PAIR_LOSSES
+from rlhf_cli.data.packing import Sequence, pack
+from rlhf_cli.data.trees import Tree, pack_trees
+from rlhf_cli.models.loading import load_value_backbone
+from rlhf_cli.models.policy import ValueModel
+from rlhf_cli.trainers import dpo
+from rlhf_cli.trainers.kto import KTOPreparation, partners_of
+from rlhf_cli.trainers.reference_columns import all_results, digest_of_pairs
+from rlhf_cli.trainers.rm import finish_reward_metrics
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group_of_one() -> Iterator[None]:
+    before = dict(os.environ)
+    distributed.join_process_group()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    distributed.leave_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def assert_same_steps(one, other):
+    for metrics, expected in zip(one.metrics, other.metrics, strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert farthest(one.weights, other.weights) < CLOSE
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("name", TASKS)
+def test_micro_batches_do_not_change_a_step(tiny_model_dir, name, stage):
+    whole = run_steps(tiny_model_dir, TASKS[name](), stage, Layout())
+    assert_same_steps(run_steps(tiny_model_dir, TASKS[name](), stage, Layout(max_sequences=1)), whole)
+    assert_same_steps(run_steps(tiny_model_dir, TASKS[name](), stage, Layout(max_tokens=40)), whole)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "kto"])
+def test_sharing_prompts_does_not_change_a_step(tiny_model_dir, name):
+    task = TASKS[name]()
+    plain = without_sharing(task)
+    assert plain.items.lengths.sum() > task.items.lengths.sum()
+    assert_same_steps(run_steps(tiny_model_dir, plain, 2, Layout()), run_steps(tiny_model_dir, task, 2, Layout()))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_parameter_moves(tiny_model_dir, name):
+    task = TASKS[name]()
+    trained = run_steps(tiny_model_dir, task, 2, Layout())
+    start = run_steps(tiny_model_dir, task, 2, Layout(), steps=[])
+    # A word that is in no row has an embedding without a gradient, and the head of a policy is its embedding.
+    still = [n for n, weight in trained.weights.items() if weight.equal(start.weights[n]) and NOISE not in n]
+    assert still == []
+
+
+def logprob_of(model, prompt, branch):
+    """Sum of the trained tokens' log-probabilities of one sequence alone."""
+    tokens = np.concatenate([prompt, branch.token_ids])
+    mask = np.concatenate([np.zeros(len(prompt), dtype=bool), branch.loss_mask])
+    return model(pack([Sequence(tokens, mask)]))[0].sum()
+
+
+def test_dpo_loss_is_that_of_the_paper_by_hand(tiny_model_dir):
+    pairs = make_pairs()
+    _, policy = load_policy(tiny_model_dir, 0)
+    reference = make_reference(tiny_model_dir, 0, seed=5)._module
+    losses = []
+    for number in STEPS[0]:
+        pair = pairs.pairs[number]
+        ratios = [
+            logprob_of(policy, pair.prompt_ids, branch) - logprob_of(reference, pair.prompt_ids, branch)
+            for branch in (pair.chosen, pair.rejected)
+        ]
+        losses.append(-logsigmoid(0.1 * (ratios[0] - ratios[1])).item())
+    metrics = run_steps(tiny_model_dir, dpo_task("sigmoid"), 2, Layout(), steps=STEPS[:1]).metrics[0]
+    assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin(tiny_model_dir):
+    task = dpo_task("sigmoid")
+    _, policy = load_policy(tiny_model_dir, 0)
+    batch = task.items.collate([0, 1, 2])
+    own = torch.stack(
+        [logprob_of(policy, p.prompt_ids, b) for p in make_pairs().pairs[:3] for b in (p.chosen, p.rejected)]
+    )
+    loss, metrics = task.objective(policy, batch.with_column("ref_logprobs", own.view(3, 2)), StepTotals(1, 3))
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
+    assert metrics["reward_margin"].item() == pytest.approx(0, abs=1e-6)
+
+
+def test_reference_columns_give_the_steps_of_a_reference_that_is_asked(tiny_model_dir):
+    task = dpo_task("sigmoid")
+    frozen = make_reference(tiny_model_dir, 0, seed=5)
+    share = Layout(max_tokens=40).share()
+    stored = all_results(frozen, dpo.batch_logprobs, task.items, share=share, gather=distributed.gather_rows)
+    assert stored.shape == (8, 2)
+    brought = replace(task, items=replace(task.items, columns={dpo.REF: stored}), prepare=None)
+    assert_same_steps(run_steps(tiny_model_dir, brought, 2, Layout()), run_steps(tiny_model_dir, task, 2, Layout()))
+
+
+def test_data_that_differ_in_one_token_have_another_digest():
+    task, other = dpo_task("sigmoid"), dpo_task("sigmoid")
+    assert digest_of_pairs(task.items) == digest_of_pairs(other.items)
+    other.items.data.pairs[7].rejected.token_ids[-1] += 1
+    assert digest_of_pairs(task.items) != digest_of_pairs(other.items)
+
+
+def test_kto_baseline_is_the_mean_over_the_step_and_not_below_zero(tiny_model_dir):
+    data = make_labelled()
+    partners = partners_of(data)
+    _, policy = load_policy(tiny_model_dir, 0)
+    reference = make_reference(tiny_model_dir, 0, seed=5)._module
+    ratios = []
+    for number in STEPS[0]:
+        prompt, branch = data.items[number].prompt_ids, data.items[partners[number]].response
+        ratios.append((logprob_of(policy, prompt, branch) - logprob_of(reference, prompt, branch)).item())
+    for layout in (Layout(), Layout(max_sequences=1)):
+        metrics = run_steps(tiny_model_dir, kto_task(), 2, layout, steps=STEPS[:1]).metrics[0]
+        assert metrics["kl_baseline"] == pytest.approx(max(0.0, np.mean(ratios)), rel=1e-4, abs=1e-6)
+
+
+def test_partners_are_other_items_with_other_prompts():
+    data = make_labelled(20)
+    for number, prompt in ((3, 4), (4, 4), (13, 4)):
+        data.items[number] = data.items[prompt]  # type: ignore[index]
+    partners = partners_of(data)
+    for number, partner in enumerate(partners):
+        assert not np.array_equal(data.items[number].prompt_ids, data.items[partner].prompt_ids)
+
+
+def test_a_kto_micro_batch_keeps_to_its_bound_with_either_response():
+    task = kto_task()
+    for number, length in enumerate(task.items.lengths):
+        batch = task.items.collate([number])
+        assert max(batch.pack.input_ids_T.numel(), batch.mismatched.input_ids_T.numel()) == length
+
+
+def test_unpaired_apo_asks_for_no_baseline(tiny_model_dir):
+    task = kto_task("apo_zero_unpaired")
+    assert isinstance(task.prepare(make_reference(tiny_model_dir, 0, 5)), KTOPreparation)
+    metrics = run_steps(tiny_model_dir, task, 2, Layout(), steps=STEPS[:1]).metrics[0]
+    assert metrics["kl_baseline"] == 0.0
+
+
+def test_a_reward_model_scores_as_transformers_does(tiny_model_dir, tmp_path):
+    model = load_value_backbone(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32"))
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    pairs = make_pairs().pairs
+    trees = [Tree(pair.prompt_ids, (pair.chosen, pair.rejected)) for pair in pairs]
+    scores = ValueModel(model)(pack_trees(trees, share_prompts=True, read_ends=True))
+    expected = [
+        plain(
+            torch.from_numpy(np.concatenate([tree.prompt_ids, branch.token_ids]).astype(np.int64))[None]
+        ).logits.item()
+        for tree in trees
+        for branch in tree.branches
+    ]
+    torch.testing.assert_close(scores.detach(), torch.tensor(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_reward_metrics_are_mean_and_spread_of_all_scores(tiny_model_dir):
+    trained = run_steps(tiny_model_dir, rm_task(), 2, Layout(max_sequences=2), steps=STEPS[:1])
+    model = load_value_backbone(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32"))
+    trees = [Tree(p.prompt_ids, (p.chosen, p.rejected)) for p in make_pairs().pairs[:5]]
+    scores = ValueModel(model)(pack_trees(trees, share_prompts=False, read_ends=True)).detach()
+    metrics = finish_reward_metrics(trained.metrics[0])
+    assert metrics["reward"] == pytest.approx(scores.mean().item(), rel=1e-4)
+    assert metrics["reward_std"] == pytest.approx(scores.std(correction=0).item(), rel=1e-4)
+    assert metrics["loss"] == pytest.approx(-logsigmoid(scores[0::2] - scores[1::2]).mean().item(), rel=1e-5)
+
+
+def test_settings_name_every_loss_of_the_table():
+    assert list(PREFERENCE_LOSSES) == list(PAIR_LOSSES)
