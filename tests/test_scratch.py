@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli.config.scratch import ArchitectureConfig
-from rlhf_cli.models.scratch import new_model, save_new_model, train_tokenizer
+from rlhf_cli.models.scratch import new_model, save_new_model, texts_in, train_tokenizer
 
 SMALL = ArchitectureConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
@@ -49,3 +49,14 @@ def test_the_seed_decides_the_weights():
     first, same, other = (new_model(SMALL, tokenizer, seed=seed).model.embed_tokens.weight for seed in (1, 1, 2))
     assert first.equal(same)
     assert not first.equal(other)
+
+
+def test_texts_of_messages_are_found():
+    row = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}], "n": 3, "t": "x"}
+    assert list(texts_in(row)) == ["user", "one", "assistant", "two", "x"]
+
+
+def test_all_files_are_as_readable_as_the_folder(folder):
+    modes = {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()}
+    assert set(modes.values()) == {folder.stat().st_mode & 0o666}
+    assert "model.safetensors" in modes

@@ -20,13 +20,13 @@ def scratch(config: ScratchConfig) -> None:
 
     from rlhf_cli.data.sources import load_rows
     from rlhf_cli.errors import UsageError
-    from rlhf_cli.models.scratch import new_model, save_new_model, train_tokenizer
+    from rlhf_cli.models.scratch import new_model, save_new_model, texts_in, train_tokenizer
 
     path = Path(config.new.output)
     if path.exists():
         raise UsageError(f"--output {path} exists already; choose another folder")
     rows = load_rows(config.new.dataset, split=config.new.dataset_split, probs=None, seed=config.new.seed)
-    texts = (value for row in rows for value in row.values() if isinstance(value, str))
+    texts = (text for row in rows for text in texts_in(row))
     tokenizer = train_tokenizer(texts, vocab_size=config.new.vocab_size)
     model = new_model(config.architecture, tokenizer, seed=config.new.seed)
     save_new_model(model, tokenizer, path)

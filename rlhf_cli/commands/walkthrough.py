@@ -62,7 +62,7 @@ class Walkthrough:
         words = (
             f"ppo --pretrain {self.root / 'sft'} --prompt_data {self.train} --label_key answer --reward_funcs exact "
             f"--param_dtype fp32 --max_len 64 --max_new_tokens 8 --rollout_batch_size 256 --n_samples_per_prompt 4 "
-            f"--train_batch_size 256 --max_iterations 32 --num_episodes 2 --lambd 0.95 --actor_learning_rate 3e-4 "
+            f"--train_batch_size 256 --max_iterations 28 --lambd 0.95 --actor_learning_rate 3e-4 "
             f"--critic_learning_rate 5e-4 --lr_warmup_ratio 0.05 --init_kl_coef 0 --enforce_eager "
             f"--seed {self.seed} --output {self.root / 'ppo'} --logging_steps 2"
         )

@@ -42,7 +42,7 @@ class ScratchConfigGroup(Group):
     """New model"""
 
     dataset: str
-    """Text the tokenizer is trained on: file, folder or Hub name; every text column is used."""
+    """Text the tokenizer is trained on: file, folder or Hub name; all text in its rows is used."""
     dataset_split: str = "train"
     """Split read where the name gives none."""
     vocab_size: int = Field(4096, ge=300)

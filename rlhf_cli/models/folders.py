@@ -21,10 +21,19 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     try:
         written.mkdir()
         yield written
+        _open_to_readers(written)
         _flush_folder(written)
         _put_in_place(written, path)
     finally:
         shutil.rmtree(written, ignore_errors=True)
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Files as readable as the folder: safetensors' own are their owner's alone, whatever the umask says."""
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -3,14 +3,16 @@
 The tokenizer is byte-level BPE by the rules of Qwen2: digits are kept apart, so numbers are read digit by digit.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rlhf_cli.config.scratch import ArchitectureConfig
+from rlhf_cli.models.folders import whole_folder
 
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -50,6 +52,18 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     )
 
 
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text in a row, also in lists of messages."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from texts_in(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from texts_in(part)
+
+
 def _with_roles(texts: Iterable[str], roles: list[str]) -> Iterable[str]:
     yield from texts
     yield from roles * 100
@@ -71,6 +85,7 @@ def new_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerFa
 
 
 def save_new_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    """Write model and tokenizer as a Hugging Face folder."""
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    """Write model and tokenizer as a Hugging Face folder, whole or not at all."""
+    with whole_folder(path) as written:
+        model.save_pretrained(written)
+        tokenizer.save_pretrained(written)
