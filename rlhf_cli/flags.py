@@ -15,9 +15,13 @@ RESERVED = {"config", "local_rank", "help"}  # flags every command has besides i
 
 
 class Flag(NamedTuple):
-    """One setting: field `name` of group `group`."""
+    """One setting, written --`name`: field `attribute` of group `group`.
+
+    Both are the same word but where that is one of Python's own: there the name is the field's alias.
+    """
 
     name: str
+    attribute: str
     group: str
     panel: str
     annotation: Any  # without None; `optional` tells whether None is allowed
@@ -65,7 +69,8 @@ def flags_of(config_cls: type[BaseModel]) -> dict[str, Flag]:
         group_cls = outer.annotation
         assert isinstance(group_cls, type)
         assert issubclass(group_cls, BaseModel)
-        for name, field in group_cls.model_fields.items():
+        for attribute, field in group_cls.model_fields.items():
+            name = field.alias or attribute
             if name in flags or name in RESERVED:
                 other = f"in {flags[name].group}" if name in flags else "of every command"
                 raise TypeError(f"{config_cls.__name__}: --{name} of {group} is already a flag {other}")
@@ -73,12 +78,13 @@ def flags_of(config_cls: type[BaseModel]) -> dict[str, Flag]:
             optional = NoneType in get_args(field.annotation)
             flags[name] = Flag(
                 name=name,
+                attribute=attribute,
                 group=group,
                 panel=(group_cls.__doc__ or group).splitlines()[0].rstrip("."),
                 annotation=members[0] if optional else field.annotation,
                 optional=optional,
                 limits=tuple(field.metadata),
-                default=field.default if outer.is_required() else getattr(outer.default, name),
+                default=field.default if outer.is_required() else getattr(outer.default, attribute),
                 help=(field.description or "").replace("\n", " "),
             )
     return flags

@@ -23,7 +23,7 @@ class HelpPageCommand(TyperCommand):
     """A command with a help page of panels."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        formatter.write(page(self, ctx, usage=f"{ctx.command_path} [--FLAG VALUE]..."))
+        formatter.write(page(self, ctx, usage=f"{ctx.command_path} {self.options_metavar}"))
 
 
 class HelpPageGroup(TyperGroup):

@@ -25,6 +25,9 @@ from rlhf_cli.help_page import HelpPageCommand
 
 C = TypeVar("C", bound=BaseModel)
 
+FLAGS = "[--FLAG VALUE]..."
+"""What help pages say of the words behind a command."""
+
 
 def build_config(config_cls: type[C], values: Mapping[str, Any], *, spelled: str = "--{}") -> C:
     """The validated config of flat values, as text or typed; what is not given keeps its default.
@@ -52,7 +55,8 @@ def to_yaml(config: BaseModel) -> str:
     parts = []
     for group, _ in config:
         settings = getattr(config, group)
-        body = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000)
+        values = settings.model_dump(mode="json", by_alias=True)
+        body = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
         parts.append(f"# {(settings.__doc__ or group).splitlines()[0].rstrip('.')}\n{body}")
     return "\n".join(parts)
 
@@ -61,13 +65,14 @@ def from_config(run: Callable[[Any], None]) -> Callable[..., None]:
     """A Typer command function with one option for each setting of `run`'s config class, calling `run(config)`.
 
     Unknown words are expected in `ctx.args` (see `typer_command`), so that all mistakes are told at once.
+    The setting that a config class names as `positional` may be given as a word without a flag.
     """
     config_cls = config_class(run)
     flags = flags_of(config_cls)
 
     def command(ctx: typer.Context, config: Path | None, **given: Any) -> None:
-        given.pop("local_rank")
-        run(_resolve(config_cls, flags, config=config, given=given, stray=ctx.args))
+        named = {flag.name: given[flag.attribute] for flag in flags.values()}
+        run(_resolve(config_cls, flags, config=config, given=named, stray=ctx.args))
 
     parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     parameters.append(_parameter("config", Path | None, typer.Option("--config", help="YAML file with settings.")))
@@ -102,7 +107,9 @@ def typer_command(name: str, run: Callable[[Any], None]) -> Any:
         "allow_extra_args": True,
         "token_normalize_func": underscores,
     }
-    app.command(name, cls=SettingsCommand, context_settings=settings)(from_config(run))
+    positional = getattr(config_class(run), "positional", None)
+    words = f"{positional.upper()} {FLAGS}" if positional else FLAGS
+    app.command(name, cls=SettingsCommand, context_settings=settings, options_metavar=words)(from_config(run))
     return typer.main.get_command(app)
 
 
@@ -151,6 +158,9 @@ def _resolve(
     stray: Sequence[str],
 ) -> BaseModel:
     typed = {name: value for name, value in given.items() if value is not None}
+    positional = getattr(config_cls, "positional", None)
+    if positional and positional not in typed and stray and not stray[0].startswith("-"):
+        typed[positional], *stray = stray
     written = {} if config is None else read_yaml(config)
     spelled = dict.fromkeys(written, f"{{}} in {config}") | dict.fromkeys(typed, "--{}")
     swallowed = _swallowed_flags(typed, flags)
@@ -165,11 +175,11 @@ def _resolve(
 def _validate(config_cls: type[C], values: Mapping[str, Any], spelled: Mapping[str, str]) -> tuple[C | None, list[str]]:
     """The config, or None and what is wrong with the values. Names that are no settings are left out."""
     flags = flags_of(config_cls)
-    groups: dict[str, dict[str, Any]] = {}
-    for group, outer in config_cls.model_fields.items():
-        groups[group] = (
-            {} if outer.is_required() else {n: getattr(outer.default, n) for n in outer.default.model_fields_set}
-        )
+    groups: dict[str, dict[str, Any]] = {group: {} for group in config_cls.model_fields}
+    for flag in flags.values():
+        outer = config_cls.model_fields[flag.group]
+        if not outer.is_required() and flag.attribute in outer.default.model_fields_set:
+            groups[flag.group][flag.name] = flag.default
     for name, value in values.items():
         if name in flags:
             groups[flags[name].group][name] = _prepare(value, flags[name])
@@ -177,7 +187,7 @@ def _validate(config_cls: type[C], values: Mapping[str, Any], spelled: Mapping[s
         config = config_cls(**groups)
     except ValidationError as error:
         return None, _messages(error.errors(), flags, values, spelled)
-    endless = [name for name in values if name in flags and not _finite(getattr(config, flags[name].group), name)]
+    endless = [name for name in values if name in flags and not _finite(config, flags[name])]
     if endless:
         return None, [_must_be(flags[name], values[name], spelled[name]) for name in endless]
     return config, []
@@ -220,9 +230,9 @@ def _must_be(flag: Flag, value: Any, spelled: str, right: str | None = None) -> 
     return f"{spelled.replace('{}', flag.name)} {shown(value)}: {right or f'must be {expected(flag)}'}"
 
 
-def _finite(group: BaseModel, name: str) -> bool:
+def _finite(config: BaseModel, flag: Flag) -> bool:
     """False where a number is infinite or not a number, which no setting means."""
-    value = getattr(group, name)
+    value = getattr(getattr(config, flag.group), flag.attribute)
     numbers = value if isinstance(value, tuple | list) else [value]
     return all(math.isfinite(number) for number in numbers if isinstance(number, float))
 
@@ -286,7 +296,7 @@ def _option(flag: Flag) -> inspect.Parameter:
         show_default=False,
         autocompletion=(lambda: choices) if choices else None,
     )
-    return _parameter(flag.name, annotation | None, option)
+    return _parameter(flag.attribute, annotation | None, option)
 
 
 def _parameter(name: str, annotation: Any, option: Any) -> inspect.Parameter:

@@ -1,7 +1,7 @@
 """Settings: what a flag, a YAML line and a default become, and what a mistake is answered with."""
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 from pydantic import BaseModel, Field, model_validator
@@ -256,3 +256,50 @@ def test_a_group_cannot_take_the_name_of_a_flag_every_command_has():
 
 def test_a_launcher_may_add_local_rank():
     assert parse("--local_rank=3", "--colour", "red").paint.colour == "red"
+
+
+class Gift(Group):
+    """Gift"""
+
+    to: str
+    """Who gets it."""
+    from_: Literal["me", "us"] = Field("us", alias="from")
+    """Who gives it."""
+
+
+class GiftConfig(BaseModel):
+    positional: ClassVar[str] = "to"
+
+    gift: Gift
+
+
+def parse_gift(*args: str) -> GiftConfig:
+    seen: list[GiftConfig] = []
+
+    def give(config: GiftConfig) -> None:
+        """Give something."""
+        seen.append(config)
+
+    typer_command("give", give).main(list(args), standalone_mode=False)
+    return seen[0]
+
+
+def test_a_setting_may_be_called_by_a_word_of_python(tmp_path):
+    config = parse_gift("--to", "ada", "--from", "me")
+    assert config.gift.from_ == "me"
+    file = tmp_path / "gift.yaml"
+    file.write_text(to_yaml(config))
+    assert read_yaml(file) == {"to": "ada", "from": "me"}
+    assert from_yaml(GiftConfig, file) == config
+    with pytest.raises(UsageError, match=r"^--from you: must be me or us$"):
+        parse_gift("--to", "ada", "--from", "you")
+
+
+def test_one_setting_may_be_given_without_its_flag():
+    assert parse_gift("ada", "--from", "me") == parse_gift("--from", "me", "ada") == parse_gift("--to=ada", "--from=me")
+    with pytest.raises(UsageError, match=r"^unexpected 'bob': settings are given as --NAME VALUE$"):
+        parse_gift("ada", "bob")
+    with pytest.raises(UsageError, match=r"^unexpected 'bob'"):
+        parse_gift("--to", "ada", "bob")
+    with pytest.raises(UsageError, match=r"^missing --to$"):
+        parse_gift("--from", "me")
