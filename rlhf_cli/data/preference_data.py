@@ -28,7 +28,7 @@ from rlhf_cli.data.preparing import (
     no_progress,
 )
 from rlhf_cli.data.sources import Row, Rows, load_rows
-from rlhf_cli.data.store import StoredTable
+from rlhf_cli.data.store import StoredItems, StoredTable
 from rlhf_cli.data.tokenising import Tokens
 from rlhf_cli.data.trees import Branch
 from rlhf_cli.errors import UsageError
@@ -84,38 +84,14 @@ class LabelledItem:
     desirable: bool
 
 
-class StoredPairs(collections.abc.Sequence[Pair]):
-    """Pairs in a file mapped into memory."""
-
-    def __init__(self, table: StoredTable) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        table, row = self._table, int(index)
-        chosen, rejected = _stored_branch(table, "chosen", row), _stored_branch(table, "rejected", row)
-        return Pair(table.numbers("prompt_ids", row), chosen, rejected, table.value("margin", row))
+def _pair_at(table: StoredTable, row: int) -> Pair:
+    chosen, rejected = _stored_branch(table, "chosen", row), _stored_branch(table, "rejected", row)
+    return Pair(table.numbers("prompt_ids", row), chosen, rejected, table.value("margin", row))
 
 
-class StoredResponses(collections.abc.Sequence[LabelledItem]):
-    """Labelled responses in a file mapped into memory."""
-
-    def __init__(self, table: StoredTable) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        table, row = self._table, int(index)
-        response = _stored_branch(table, "response", row)
-        return LabelledItem(table.numbers("prompt_ids", row), response, table.value("desirable", row))
+def _response_at(table: StoredTable, row: int) -> LabelledItem:
+    response = _stored_branch(table, "response", row)
+    return LabelledItem(table.numbers("prompt_ids", row), response, table.value("desirable", row))
 
 
 def _stored_branch(table: StoredTable, name: str, row: int) -> Branch:
@@ -188,7 +164,7 @@ def load_pairs(
     kept_at = kept_path(config, tokenizer, rows, kind="pairs", formats=forms)
     table = _not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return PairData(
-        StoredPairs(table),
+        StoredItems(table, _pair_at),
         prompt_lengths=table.column("prompt_length"),
         chosen_lengths=table.column("chosen_length"),
         rejected_lengths=table.column("rejected_length"),
@@ -230,7 +206,7 @@ def load_labelled(
     kept_at = kept_path(config, tokenizer, rows, kind="responses", formats=forms)
     table = _not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return LabelledData(
-        StoredResponses(table),
+        StoredItems(table, _response_at),
         prompt_lengths=table.column("prompt_length"),
         response_lengths=table.column("response_length"),
         num_trained=table.column("num_trained"),

@@ -17,7 +17,7 @@ from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.cache import KeptTableWriter, one_at_a_time, read_kept
 from rlhf_cli.data.conversations import Conversation, Document
 from rlhf_cli.data.rendering import Pieces, Renderer
-from rlhf_cli.data.sources import Row, RowFault, Rows, batches
+from rlhf_cli.data.sources import ReadSource, Row, RowFault, Rows, batches
 from rlhf_cli.data.store import StoredTable, TableWriter
 from rlhf_cli.data.templates import TRIAL, TemplateFault
 from rlhf_cli.data.tokenising import Tokeniser, Tokens
@@ -31,6 +31,20 @@ CHECKED_ROWS = 32
 
 KNOWN_BEFORE = {"items_are", "sources", "end_of_turn", "rows"}
 """Fields of a report that are known before any row is read."""
+MAX_NOTED = 5
+"""Rows that a report names for each thing that happened to rows."""
+COUNTED = {
+    "truncated": "truncated",
+    "dropped_invalid": "dropped as invalid",
+    "dropped_overlong": "dropped as too long",
+    "dropped_untrained": "dropped with nothing to train on",
+    "dropped_equal": "dropped as equal within max_len",
+    "merged_starts": "with leading white space that carries no loss",
+    "unthought_turns": "earlier turns without the thought they had, which the chat template drops",
+}
+"""Fields of a report that count what happened to rows, in words."""
+ORIGIN = {"source": pa.int32(), "index": pa.int64()}
+"""Columns of every table: number of the source among those of the rows, and of the row in it."""
 
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
@@ -42,10 +56,12 @@ class DataReport:
     """How data were read: counts of rows and items, and of tokens after truncation.
 
     `items_are` names the items: 'sequences'; `details` counts what is special about them: {'with a margin': 12}.
+    `lengths` counts rows, or labelled responses, by their tokens before anything is cut or dropped for its length; of
+    a pair it is the longer side, with the prompt. `noted` names the first rows that a counter counted, and why.
     """
 
     items_are: str
-    sources: list[str] = field(default_factory=list)
+    sources: list[ReadSource] = field(default_factory=list)
     end_of_turn: str | None = None
     rows: int = 0
     items: int = 0
@@ -59,6 +75,15 @@ class DataReport:
     dropped_equal: int = 0
     merged_starts: int = 0
     unthought_turns: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
+    noted: dict[str, list[str]] = field(default_factory=dict)
+
+    def note(self, counter: str, said: str) -> None:
+        """Count a row with one of the counters, and keep what is said of it if it is among the first."""
+        setattr(self, counter, getattr(self, counter) + 1)
+        listed = self.noted.setdefault(counter, [])
+        if len(listed) < MAX_NOTED:
+            listed.append(said)
 
     def counts(self) -> dict[str, Any]:
         """What was counted, without what is known before any row is read."""
@@ -68,21 +93,14 @@ class DataReport:
         """Take over what was counted when the same data were prepared before."""
         for name, value in counts.items():
             setattr(self, name, value)
+        self.lengths = {int(length): count for length, count in self.lengths.items()}  # JSON made words of them
 
     @property
     def summary(self) -> str:
         """The report in one line."""
-        counted = self.details | {
-            "truncated": self.truncated,
-            "dropped as invalid": self.dropped_invalid,
-            "dropped as too long": self.dropped_overlong,
-            "dropped with nothing to train on": self.dropped_untrained,
-            "dropped as equal within max_len": self.dropped_equal,
-            "with leading white space that carries no loss": self.merged_starts,
-            "earlier turns without the thought they had, which the chat template drops": self.unthought_turns,
-        }
+        counted = self.details | {what: getattr(self, counter) for counter, what in COUNTED.items()}
         parts = [
-            "; ".join(self.sources),
+            "; ".join(map(str, self.sources)),
             f"{self.rows:,} rows gave {self.items:,} {self.items_are} of {self.tokens:,} tokens, "
             f"{self.trained_tokens:,} trained",
             *(f"{count:,} {what}" for what, count in counted.items() if count),
@@ -90,12 +108,16 @@ class DataReport:
         return ", ".join(parts) + (f"; turns end with {self.end_of_turn}" if self.end_of_turn else "")
 
 
-def described(rows: Rows, formats: list[str]) -> list[str]:
-    """Each source with how it is read, and how many of its rows are used where not all are."""
-    return [
-        f"{source.name} ({form}" + (f", {count:,} of {len(source):,} rows)" if count < len(source) else ")")
-        for source, form, count in zip(rows.sources, formats, rows.used(), strict=True)
-    ]
+@dataclass(frozen=True)
+class Origins:
+    """Where the rows of items stand."""
+
+    rows: Rows
+    table: StoredTable
+
+    def __call__(self, item: int) -> str:
+        """File and line of the row that an item was made from."""
+        return self.rows.sources[self.table.value("source", item)].where(self.table.value("index", item))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +226,12 @@ class Preparation(Generic[T]):
                 return writer.keep(report.counts())
 
     def _fill(self, writer: TableWriter, rows: Rows, report: DataReport) -> TableWriter:
+        numbers = {source.name: number for number, source in enumerate(rows.sources)}
         for num_rows, drafts, tokens in self._tokenised(rows, report):
             items: list[dict[str, Any]] = []
             for draft, found in zip(drafts, tokens, strict=True):
-                items += self._unless_invalid(report, self._made, draft, found, report)
+                origin = {"source": numbers[draft.row.source.name], "index": draft.row.index}
+                items += [item | origin for item in self._unless_invalid(report, self._made, draft, found, report)]
             writer.append_columns({name: [item[name] for item in items] for name in self.schema.names})
             report.items += len(items)
             self.progress(num_rows, len(rows))
@@ -236,10 +260,10 @@ class Preparation(Generic[T]):
         """What the step gives; nothing where its row is at fault and such rows are dropped."""
         try:
             return step(*args)
-        except RowFault:
+        except RowFault as fault:
             if not self.drops_invalid:
                 raise
-            report.dropped_invalid += 1
+            report.note("dropped_invalid", str(fault))
             return []
 
     def _draft(self, row: Row) -> list[Draft]:
@@ -258,19 +282,27 @@ def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: D
     What is dropped is counted here, what is cut by the caller, who may find more reasons to drop it.
     """
     longest = max(len(part.ids) for part in tokens)
+    report.lengths[longest] = report.lengths.get(longest, 0) + 1
     overlong = longest > config.max_len
     if overlong and config.overlong == "error":
         raise UsageError(
             f"{row.where}: {longest} tokens are more than max_len {config.max_len} (--overlong truncate|drop)"
         )
     if overlong and config.overlong == "drop":
-        report.dropped_overlong += 1
+        report.note("dropped_overlong", f"{row.where}: {longest:,} tokens")
         return None
     cut = [part.cut(config.max_len) for part in tokens]
     if any(part.num_trained == 0 for part in cut):
-        report.dropped_untrained += 1
+        within = f" within the first {config.max_len:,} of {longest:,} tokens" if overlong else ""
+        report.note("dropped_untrained", f"{row.where}: nothing to train on{within}")
         return None
     return cut
+
+
+def count_cut(row: Row, whole: list[Tokens], kept: list[Tokens], report: DataReport) -> None:
+    """Count a row that is kept if something of it was cut off."""
+    if kept != whole:
+        report.note("truncated", f"{row.where}: {max(len(part.ids) for part in whole):,} tokens")
 
 
 def no_progress(done: int, total: int) -> None:

@@ -18,7 +18,7 @@ from rlhf_cli.data.conversations import Conversation
 from rlhf_cli.data.formats import PromptFormat, choose_prompt_format
 from rlhf_cli.data.rendering import Renderer
 from rlhf_cli.data.sources import Row, batches, load_rows
-from rlhf_cli.data.store import StoredTable, TableWriter
+from rlhf_cli.data.store import StoredItems, TableWriter
 from rlhf_cli.data.templates import TemplateFault
 from rlhf_cli.data.tokenising import Tokeniser
 from rlhf_cli.errors import UsageError
@@ -70,21 +70,6 @@ class PromptReport:
             f"{'; '.join(self.sources)}, {self.rows:,} rows gave {self.prompts:,} prompts of at most "
             f"{self.longest:,} tokens, {self.labelled:,} with ground truth{dropped}"
         )
-
-
-class StoredPrompts(collections.abc.Sequence[Prompt]):
-    """Prompts in a file mapped into memory."""
-
-    def __init__(self, table: StoredTable) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return Prompt(**self._table.row(int(index)))
 
 
 @dataclass(frozen=True)
@@ -145,7 +130,12 @@ def load_prompts(
         conversation = formats[prompt.source].read_prompt(sources[prompt.source].row(prompt.index))
         return conversation.with_system_prompt(config.system_prompt)
 
-    return PromptData(StoredPrompts(writer.finish()), report, fingerprint.hexdigest(), conversation_of)
+    return PromptData(
+        StoredItems(writer.finish(), lambda table, row: Prompt(**table.row(row))),
+        report,
+        fingerprint.hexdigest(),
+        conversation_of,
+    )
 
 
 @dataclass(frozen=True, slots=True)

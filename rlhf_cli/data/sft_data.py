@@ -30,7 +30,7 @@ from rlhf_cli.data.preparing import (
     no_progress,
 )
 from rlhf_cli.data.sources import Row, load_rows
-from rlhf_cli.data.store import StoredTable
+from rlhf_cli.data.store import StoredItems, StoredTable
 from rlhf_cli.errors import UsageError
 
 SCHEMA = pa.schema(
@@ -43,20 +43,9 @@ SCHEMA = pa.schema(
 )
 
 
-class StoredSequences(collections.abc.Sequence[Sequence]):
-    """Sequences in a file mapped into memory."""
-
-    def __init__(self, table: StoredTable) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        token_ids = self._table.numbers("token_ids", int(index))
-        return Sequence(token_ids, mask_of(self._table.numbers("spans", int(index)), token_ids.size))
+def _sequence_at(table: StoredTable, row: int) -> Sequence:
+    token_ids = table.numbers("token_ids", row)
+    return Sequence(token_ids, mask_of(table.numbers("spans", row), token_ids.size))
 
 
 @dataclass(frozen=True)
@@ -107,7 +96,7 @@ def load_sft_sequences(
     table = preparation.table(rows, report, kept_at=kept_at)
     if len(table) == 0:
         raise UsageError(f"no sequence is left to train on: {report.summary}")
-    return SequenceData(StoredSequences(table), table.column("length"), table.column("num_trained"), report)
+    return SequenceData(StoredItems(table, _sequence_at), table.column("length"), table.column("num_trained"), report)
 
 
 def _sequence(encoded: Encoded[None], config: DataConfig, report: DataReport) -> list[dict[str, Any]]:

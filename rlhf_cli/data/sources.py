@@ -266,6 +266,29 @@ def _table_of(loaded: Any, path: str) -> Table:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ReadSource:
+    """A source and how it is read: its files, how many of its rows are used, and the format with its columns."""
+
+    name: str
+    files: tuple[str, ...]
+    num_rows: int
+    num_used: int
+    form: str
+
+    def __str__(self) -> str:
+        part = f", {self.num_used:,} of {self.num_rows:,} rows" if self.num_used < self.num_rows else ""
+        return f"{self.name} ({self.form}{part})"
+
+
+def read_sources(rows: Rows, forms: Sequence[str]) -> list[ReadSource]:
+    """The sources of these rows, each with how it is read."""
+    return [
+        ReadSource(source.name, tuple(table.path for table in source.tables), len(source), count, form)
+        for source, form, count in zip(rows.sources, forms, rows.used(), strict=True)
+    ]
+
+
 def batches(rows: Rows, size: int) -> Iterator[list[Row]]:
     """The rows in order, `size` at a time."""
     for start in range(0, len(rows), size):

@@ -4,11 +4,15 @@ The file has no name once it is read, so that nothing is left behind however the
 system's folder for temporary files (TMPDIR). Tables that are kept for later runs are in `cache`.
 """
 
+import collections.abc
 import tempfile
-from typing import IO, Any
+from collections.abc import Callable
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+
+Item = TypeVar("Item")
 
 
 class TableWriter:
@@ -81,3 +85,18 @@ class StoredTable:
         """A whole row as Python values."""
         batch, position = self._find(row)
         return {name: column[position].as_py() for name, column in zip(self.names, batch.columns, strict=True)}
+
+
+class StoredItems(collections.abc.Sequence[Item]):
+    """Rows of a table as items, each made when it is asked for."""
+
+    def __init__(self, table: StoredTable, item_at: Callable[[StoredTable, int], Item]) -> None:
+        self._table, self._item_at = table, item_at
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._item_at(self._table, int(index))
