@@ -222,3 +222,27 @@ def test_tokenizer_without_end_of_sequence_is_refused(tmp_path):
     tokenizer.eos_token = None
     with pytest.raises(UsageError, match="no end-of-sequence token"):
         load(tmp_path, tokenizer, {"prompt": "What?", "answer": "46"})
+
+
+def test_the_report_names_the_first_rows_that_were_cut_or_dropped_and_why(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    fine, long, empty = ({"prompt": "What?", "answer": answer} for answer in ("46", "46 " * 99, ""))
+    rows = [long, empty, fine, *[empty] * 6]
+    whole_length = int(load(tmp_path, tokenizer, long).lengths[0])
+    data = load(tmp_path, tokenizer, *rows, max_len=40, invalid_rows="drop")
+    file = tmp_path / "rows.jsonl"
+    assert data.report.lengths == {whole_length: 1, int(data.lengths[1]): 1}
+    assert data.report.noted["truncated"] == [f"{file} line 1: {whole_length} tokens"]
+    assert data.report.noted["dropped_invalid"] == [
+        f"{file} line {line}: the response is empty" for line in (2, 4, 5, 6, 7)
+    ]
+    assert data.report.dropped_invalid == 7
+    assert [data.where(item) for item in range(2)] == [f"{file} line 1", f"{file} line 3"]
+
+
+def test_sources_say_which_files_and_how_many_rows_are_read(tmp_path):
+    data = load(tmp_path, make_tokenizer(CHATML), *[{"prompt": "What?", "answer": "46"}] * 3, max_samples=2)
+    (source,) = data.report.sources
+    assert source.files == (str(tmp_path / "rows.jsonl"),)
+    assert (source.num_rows, source.num_used, source.form) == (3, 2, "prompt_response: prompt -> answer")
+    assert f"{source.name} (prompt_response: prompt -> answer, 2 of 3 rows)" in data.report.summary

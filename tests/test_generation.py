@@ -85,7 +85,7 @@ def test_the_folder_of_another_command_is_never_touched(tmp_path, name):
 
 PROMPTS = [Prompt([20 + i], f"<{i}>", str(i), "data.jsonl", 10 + i) for i in range(7)]
 DATA = PromptData(
-    PROMPTS, PromptReport(), "", lambda prompt: Conversation((Message("user", f"question {prompt.label}"),))
+    PROMPTS, PromptReport(), "", lambda prompt: Conversation((Message("user", f"question {prompt.label}"),)), str
 )
 
 

@@ -16,18 +16,20 @@ from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.conversations import Conversation, Document, Labelled, Message, Preference
 from rlhf_cli.data.preference_formats import PairColumns, choose_labelled_format, choose_pair_format
 from rlhf_cli.data.preparing import (
+    ORIGIN,
     DataReport,
     Encoded,
     Encoder,
+    Origins,
     Preparation,
     Progress,
-    described,
+    count_cut,
     fitting,
     flat,
     mask_of,
     no_progress,
 )
-from rlhf_cli.data.sources import Row, Rows, load_rows
+from rlhf_cli.data.sources import Row, Rows, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable
 from rlhf_cli.data.tokenising import Tokens
 from rlhf_cli.data.trees import Branch
@@ -46,6 +48,7 @@ PAIR_SCHEMA = pa.schema(
         "chosen_length": pa.int32(),
         "rejected_length": pa.int32(),
         "num_trained": pa.int32(),
+        **ORIGIN,
     }
 )
 LABELLED_SCHEMA = pa.schema(
@@ -57,6 +60,7 @@ LABELLED_SCHEMA = pa.schema(
         "prompt_length": pa.int32(),
         "response_length": pa.int32(),
         "num_trained": pa.int32(),
+        **ORIGIN,
     }
 )
 
@@ -104,6 +108,7 @@ class PairData:
     """Tokenised pairs, in the order of their rows.
 
     int32 [N] each: tokens of the prompt, tokens of both branches without it, and trained tokens of both together.
+    `where` gives file and line of a pair's row.
     """
 
     pairs: collections.abc.Sequence[Pair]
@@ -112,6 +117,7 @@ class PairData:
     rejected_lengths: np.ndarray
     num_trained: np.ndarray
     report: DataReport
+    where: collections.abc.Callable[[int], str]
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,7 @@ class LabelledData:
     """Tokenised labelled responses, in the order of their rows; the chosen side of a pair before the rejected.
 
     int32 [N] each: tokens of the prompt, of the response without it, and trained ones; `desirable` is bool [N].
+    `where` gives file and line of a response's row.
     """
 
     items: collections.abc.Sequence[LabelledItem]
@@ -127,6 +134,7 @@ class LabelledData:
     num_trained: np.ndarray
     desirable: np.ndarray
     report: DataReport
+    where: collections.abc.Callable[[int], str]
 
 
 def load_pairs(
@@ -150,7 +158,7 @@ def load_pairs(
     wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key)
     formats = {source.name: choose_pair_format(source, wanted) for source in rows.sources}
     forms = [formats[source.name].columns for source in rows.sources]
-    report = DataReport("pairs", described(rows, forms), rows=len(rows))
+    report = DataReport("pairs", read_sources(rows, forms), rows=len(rows))
 
     def read(row: Row) -> tuple[Preference, list[Conversation | Document]]:
         pair = formats[row.source.name].read(row)
@@ -170,6 +178,7 @@ def load_pairs(
         rejected_lengths=table.column("rejected_length"),
         num_trained=table.column("num_trained"),
         report=report,
+        where=Origins(rows, table),
     )
 
 
@@ -192,7 +201,7 @@ def load_labelled(
         source.name: choose_labelled_format(source, wanted, data_format=config.data_format) for source in rows.sources
     }
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
-    report = DataReport("responses", described(rows, forms), rows=len(rows))
+    report = DataReport("responses", read_sources(rows, forms), rows=len(rows))
 
     def read(row: Row) -> tuple[list[Labelled], list[Conversation | Document]]:
         listed = formats[row.source.name].read(row)
@@ -212,6 +221,7 @@ def load_labelled(
         num_trained=table.column("num_trained"),
         desirable=table.column("desirable"),
         report=report,
+        where=Origins(rows, table),
     )
 
 
@@ -241,14 +251,15 @@ def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataR
         return []
     chosen, rejected = (_ended(tokens) for tokens in kept)
     if chosen.ids == rejected.ids:
-        report.dropped_equal += 1
+        said = f"chosen and rejected are equal within the first {config.max_len:,} tokens"
+        report.note("dropped_equal", f"{encoded.row.where}: {said}")
         return []
     num_prompt = _num_shared(chosen, rejected)
     if num_prompt == 0:
         raise encoded.row.error("the prompt has no tokens")
     num_trained = chosen.num_trained + rejected.num_trained
     lengths = [len(side.ids) - num_prompt for side in (chosen, rejected)]
-    report.truncated += kept != whole
+    count_cut(encoded.row, whole, kept, report)
     report.tokens += num_prompt + sum(lengths)
     report.trained_tokens += num_trained
     report.merged_starts += chosen.merged or rejected.merged
@@ -266,7 +277,7 @@ def _responses(encoded: Encoded[list[Labelled]], config: OfflineDataConfig, repo
         kept = fitting(encoded.row, whole, config, report)
         if kept is None:
             continue
-        report.truncated += kept != whole
+        count_cut(encoded.row, whole, kept, report)
         response = _ended(kept[0])
         num_prompt = response.spans[0][0]
         report.tokens += len(response.ids)

@@ -16,8 +16,9 @@ from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.data.columns import Columns
 from rlhf_cli.data.conversations import Conversation
 from rlhf_cli.data.formats import PromptFormat, choose_prompt_format
+from rlhf_cli.data.preparing import MAX_NOTED
 from rlhf_cli.data.rendering import Renderer
-from rlhf_cli.data.sources import Row, batches, load_rows
+from rlhf_cli.data.sources import ReadSource, Row, batches, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, TableWriter
 from rlhf_cli.data.templates import TemplateFault
 from rlhf_cli.data.tokenising import Tokeniser
@@ -52,22 +53,27 @@ class Prompt:
 
 @dataclass
 class PromptReport:
-    """How prompts were read."""
+    """How prompts were read.
 
-    sources: list[str] = field(default_factory=list)
+    `lengths` counts all prompts by their tokens; `noted` names the first ones that were dropped, and why.
+    """
+
+    sources: list[ReadSource] = field(default_factory=list)
     rows: int = 0
     prompts: int = 0
     labelled: int = 0
     dropped_overlong: int = 0
     longest: int = 0
     """Tokens of the longest prompt that was kept."""
+    lengths: dict[int, int] = field(default_factory=dict)
+    noted: list[str] = field(default_factory=list)
 
     @property
     def summary(self) -> str:
         """The report in one line."""
         dropped = f", {self.dropped_overlong:,} dropped as too long" if self.dropped_overlong else ""
         return (
-            f"{'; '.join(self.sources)}, {self.rows:,} rows gave {self.prompts:,} prompts of at most "
+            f"{'; '.join(map(str, self.sources))}, {self.rows:,} rows gave {self.prompts:,} prompts of at most "
             f"{self.longest:,} tokens, {self.labelled:,} with ground truth{dropped}"
         )
 
@@ -77,13 +83,14 @@ class PromptData:
     """Prompts in the order of their rows.
 
     `fingerprint` is of all texts and labels; `conversation_of` reads the messages behind a prompt from its row again,
-    the system message of the settings included.
+    the system message of the settings included; `where` gives file and line of a prompt's row.
     """
 
     prompts: collections.abc.Sequence[Prompt]
     report: PromptReport
     fingerprint: str
     conversation_of: Callable[[Prompt], Conversation]
+    where: Callable[[Prompt], str]
 
 
 def load_prompts(
@@ -109,7 +116,7 @@ def load_prompts(
     )
     wanted = Columns(config.input_key, label_key=config.label_key)
     formats = {source.name: choose_prompt_format(source, wanted) for source in rows.sources}
-    report = PromptReport([f"{name} ({form.columns})" for name, form in formats.items()], len(rows))
+    report = PromptReport(read_sources(rows, [formats[source.name].columns for source in rows.sources]), len(rows))
     writer = TableWriter(SCHEMA)
     fingerprint = hashlib.blake2b(digest_size=16)
     steps = _Steps(formats, Renderer(config, tokenizer), Tokeniser(tokenizer), plain=not config.apply_chat_template)
@@ -135,6 +142,7 @@ def load_prompts(
         report,
         fingerprint.hexdigest(),
         conversation_of,
+        where=lambda prompt: sources[prompt.source].where(prompt.index),
     )
 
 
@@ -169,5 +177,10 @@ def _fits(row: Row, prompt: Prompt, room: int, config: PromptConfig, report: Pro
         raise row.error("the prompt has no tokens")
     if length > room and config.overlong_prompts == "error":
         raise row.error(f"the prompt's {length} tokens leave no room for max_new_tokens in max_len {config.max_len}")
-    report.dropped_overlong += length > room
-    return length <= room
+    report.lengths[length] = report.lengths.get(length, 0) + 1
+    if length <= room:
+        return True
+    report.dropped_overlong += 1
+    if len(report.noted) < MAX_NOTED:
+        report.noted.append(f"{row.where}: {length:,} tokens")
+    return False

@@ -18,18 +18,20 @@ from rlhf_cli.data.conversations import Conversation, Document
 from rlhf_cli.data.formats import choose_format
 from rlhf_cli.data.packing import Sequence
 from rlhf_cli.data.preparing import (
+    ORIGIN,
     DataReport,
     Encoded,
     Encoder,
+    Origins,
     Preparation,
     Progress,
-    described,
+    count_cut,
     fitting,
     flat,
     mask_of,
     no_progress,
 )
-from rlhf_cli.data.sources import Row, load_rows
+from rlhf_cli.data.sources import Row, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable
 from rlhf_cli.errors import UsageError
 
@@ -39,6 +41,7 @@ SCHEMA = pa.schema(
         "spans": pa.list_(pa.int32()),
         "length": pa.int32(),
         "num_trained": pa.int32(),
+        **ORIGIN,
     }
 )
 
@@ -50,12 +53,16 @@ def _sequence_at(table: StoredTable, row: int) -> Sequence:
 
 @dataclass(frozen=True)
 class SequenceData:
-    """Tokenised data: `lengths` and `num_trained` (int32 [N]) are the tokens and trained tokens of each sequence."""
+    """Tokenised data: `lengths` and `num_trained` (int32 [N]) are the tokens and trained tokens of each sequence.
+
+    `where` gives file and line of a sequence's row.
+    """
 
     sequences: collections.abc.Sequence[Sequence]
     lengths: np.ndarray
     num_trained: np.ndarray
     report: DataReport
+    where: collections.abc.Callable[[int], str]
 
 
 def load_sft_sequences(
@@ -81,7 +88,7 @@ def load_sft_sequences(
     formats = {source.name: choose_format(source, wanted, data_format=config.data_format) for source in rows.sources}
     encoder = Encoder(config, tokenizer)
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
-    report = DataReport("sequences", described(rows, forms), rows=len(rows))
+    report = DataReport("sequences", read_sources(rows, forms), rows=len(rows))
     if config.apply_chat_template and any(form.name != "text" for form in formats.values()):
         report.end_of_turn = encoder.tried_template()
 
@@ -96,7 +103,9 @@ def load_sft_sequences(
     table = preparation.table(rows, report, kept_at=kept_at)
     if len(table) == 0:
         raise UsageError(f"no sequence is left to train on: {report.summary}")
-    return SequenceData(StoredItems(table, _sequence_at), table.column("length"), table.column("num_trained"), report)
+    sequences = StoredItems(table, _sequence_at)
+    where = Origins(rows, table)
+    return SequenceData(sequences, table.column("length"), table.column("num_trained"), report, where)
 
 
 def _sequence(encoded: Encoded[None], config: DataConfig, report: DataReport) -> list[dict[str, Any]]:
@@ -106,7 +115,7 @@ def _sequence(encoded: Encoded[None], config: DataConfig, report: DataReport) ->
     kept = fitting(encoded.row, tokens, config, report)
     if kept is None:
         return []
-    report.truncated += kept != tokens
+    count_cut(encoded.row, tokens, kept, report)
     (sequence,) = kept
     report.tokens += len(sequence.ids)
     report.trained_tokens += sequence.num_trained
