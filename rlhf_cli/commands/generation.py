@@ -31,8 +31,9 @@ from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.data.selection import prompt_cells, select_samples, summary, write_rows
 from rlhf_cli.errors import RunError
-from rlhf_cli.models.loading import load_tokenizer
+from rlhf_cli.models.loading import load_tokenizer, resolve_model_path
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
+from rlhf_cli.models.weight_files import fingerprint, folder_of
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -75,6 +76,7 @@ class _Run:
     data: PromptData
     reward_model: RewardModel | None
     chunks: Chunks
+    identity: dict[str, Any]
     done: int | None
 
     @property
@@ -88,8 +90,7 @@ def run_generation(config: GenerateConfig) -> None:
     run = _check(config)
     stop = StopSignal()
     with ExitStack() as stack:
-        identity = run_identity(config, run.backend, run.data)
-        root = prepare_folder(config.out, to_yaml(config), identity, keep=run.done is not None)
+        root = prepare_folder(config.out, to_yaml(config), run.identity, keep=run.done is not None)
         terminal = stack.enter_context(quiet_process(root / LOGS / "driver.log"))
         tracker = Tracker(
             TrackingConfig(use_tensorboard=False),
@@ -117,15 +118,9 @@ def _check(config: GenerateConfig) -> _Run:
     data = load_prompts(config.prompts, tokenizer, max_new_tokens=config.sampling.max_new_tokens, seed=config.out.seed)
     reward_model = _reward_model(config, tokenizer)
     chunks = Chunks(len(data.prompts), config.sampling.rollout_batch_size, config.sampling.n_samples_per_prompt)
-    run = _Run(
-        config,
-        backend,
-        tokenizer,
-        data,
-        reward_model,
-        chunks,
-        done=chunks_done(config.out, chunks, run_identity(config, backend, data)),
-    )
+    identity = run_identity(config, backend, data)
+    done = chunks_done(config.out, chunks, identity)
+    run = _Run(config, backend, tokenizer, data, reward_model, chunks, identity, done)
     if config.reward.is_given and not run.is_generated:
         with Scorer(config.reward) as scorer:  # the one that is used starts later, when its output goes to a log
             scorer.check_labels([prompt.label for prompt in data.prompts])
@@ -144,6 +139,7 @@ def run_identity(config: GenerateConfig, backend: str, data: PromptData) -> dict
     sampling, reward = config.sampling, config.reward
     return {
         "pretrain": config.model.pretrain,
+        "fingerprint of the weights": weights_of(config.model.pretrain),
         "param_dtype": config.model.param_dtype,
         "number of prompts": len(data.prompts),
         "fingerprint of the prompts": data.fingerprint,
@@ -158,9 +154,17 @@ def run_identity(config: GenerateConfig, backend: str, data: PromptData) -> dict
         "reward_weights": reward.reward_weights,
         "reward_func": reward.reward_func,
         "reward_pretrain": reward.reward_pretrain,
+        "fingerprint of the reward model": None
+        if reward.reward_pretrain is None
+        else weights_of(reward.reward_pretrain),
         "reward_model_weight": reward.reward_model_weight,
         "normalize_reward": reward.normalize_reward,
     }
+
+
+def weights_of(pretrain: str) -> str:
+    """A fingerprint of the model's weights: a folder may hold those of a later run."""
+    return fingerprint(folder_of(resolve_model_path(pretrain)))
 
 
 def _generate(run: _Run, root: Path, tracker: Tracker, stop: StopSignal) -> bool:

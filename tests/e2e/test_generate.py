@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
+from rlhf_cli.commands.generation import weights_of
 from rlhf_cli.config.data import PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs
@@ -172,6 +175,12 @@ def test_a_finished_generation_is_selected_from_again_without_engines(finished, 
     (finished / "selected.jsonl").write_bytes(before)
     refused = finish(rlhf(*words, "--temperature", "0.5"), status=2)
     assert "its temperature is 1.0, not 0.5" in refused
+    other = tmp_path / "other"
+    shutil.copytree(inputs[0], other)
+    assert weights_of(str(other)) == weights_of(str(inputs[0]))
+    weights = load_file(other / "model.safetensors")
+    save_file({name: weight + 1 for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    assert weights_of(str(other)) != weights_of(str(inputs[0]))
 
 
 def test_a_reward_model_reads_the_sampled_tokens_to_the_last(inputs, tmp_path):
