@@ -184,8 +184,8 @@ def _describe(parts: Parts, config: Any, folder: Path, *, trust_remote_code: boo
 def _set_dtype(folder: Path, source: TensorSource, dtype: Any) -> None:
     """Say in the configuration of which type the weights are; transformers loads them in it."""
     file = folder / "config.json"
-    written = dtype or source.dtype(source.names()[0])
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": str(written).removeprefix("torch.")}, indent=2))
+    written = str(dtype or source.dtype(source.names()[0])).removeprefix("torch.")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": written}, indent=2) + "\n")
 
 
 def reload(folder: Path, config: Any, *, trust_remote_code: bool) -> str:

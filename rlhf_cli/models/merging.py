@@ -64,7 +64,7 @@ class FoldedAdapter:
         return bool(self._config.fan_in_fan_out)
 
     def _scale(self, name: str, *, rank: int) -> float:
-        from peft.utils import get_pattern_key
+        from peft.utils.other import get_pattern_key
 
         layer, pattern = name.removesuffix(".weight"), self._config.alpha_pattern
         alpha = pattern.get(get_pattern_key(pattern.keys(), layer), self._config.lora_alpha)
