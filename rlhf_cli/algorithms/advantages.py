@@ -7,7 +7,7 @@ hole: the value and advantage of the next trained token are the "next" ones. Whe
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.ragged import shift_left, suffix_scan
+from rlhf_cli.algorithms.ragged import segment_ids, shift_left, suffix_scan
 
 WHITEN_EPS = 1e-8
 
@@ -25,6 +25,16 @@ def gae(
     deltas_N = rewards_N.double() + gamma * shift_left(values, cu, last_B=bootstrap_B) - values
     advantages_N = suffix_scan(deltas_N, cu, gamma * lambd)
     return advantages_N.to(values_N.dtype), (advantages_N + values).to(values_N.dtype)
+
+
+def returns_to_go(rewards_N: Tensor, cu: Tensor, *, gamma: float) -> Tensor:
+    """`sum_{s >= t} gamma^(s-t) r_s` at each token (REINFORCE++, arXiv 2501.03262)."""
+    return suffix_scan(rewards_N, cu, gamma)
+
+
+def at_every_token(advantages_B: Tensor, cu: Tensor) -> Tensor:
+    """One advantage a response, `[N]` at each of its tokens."""
+    return advantages_B[segment_ids(cu)]
 
 
 def whiten(x_N: Tensor) -> Tensor:

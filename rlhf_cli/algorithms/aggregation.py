@@ -7,9 +7,14 @@ multiplies the part by the number of ranks.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths
+
+LossAgg = Literal["token_mean", "seq_mean", "seq_sum_norm"]
 
 Metrics = dict[str, Tensor]
 
@@ -30,8 +35,25 @@ def token_mean(values_K: Tensor, totals: StepTotals) -> Tensor:
 
 
 def sequence_mean(values_B: Tensor, totals: StepTotals) -> Tensor:
-    """Part of the mean over all sequences of the step, `sum(x) / S`."""
+    """Part of the mean over all sequences of the step, `sum(x) / S`; per-token values count summed over a sequence."""
     return values_B.sum() / max(totals.num_sequences, 1)
+
+
+def aggregate(values_K: Tensor, cu: Tensor, totals: StepTotals, *, kind: LossAgg, max_new_tokens: int) -> Tensor:
+    """Part of the step's mean of a per-token loss, with its gradient; `cu` `[B+1]` bounds the sequences.
+
+    With N tokens and S sequences in the step: token_mean `sum(x) / N`; seq_mean the mean over sequences of each one's
+    mean over its tokens; seq_sum_norm `sum(x) / (S max_new_tokens)`, which favours no length (Dr. GRPO, arXiv
+    2503.20783).
+    """
+    if kind == "token_mean":
+        return token_mean(values_K, totals)
+    if kind == "seq_mean":
+        length_K = segment_lengths(cu).clamp(min=1)[segment_ids(cu)]
+        return sequence_mean(values_K / length_K, totals)
+    if kind == "seq_sum_norm":
+        return sequence_mean(values_K, totals) / max_new_tokens
+    raise ValueError(f"loss_agg must be token_mean, seq_mean or seq_sum_norm, not {kind!r}")
 
 
 def maximum(values_K: Tensor) -> Tensor:

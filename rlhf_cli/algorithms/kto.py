@@ -73,7 +73,6 @@ UNPAIRED_LOSSES = {
 }
 
 
-
 def kl_baseline(mean_log_ratio: Tensor) -> Tensor:
     """z0: the sum of all parts, not below 0.
 

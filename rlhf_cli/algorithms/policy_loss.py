@@ -1,13 +1,17 @@
 """Per-token losses of the policy.
 
 Every loss here takes the log-probs under the model being trained (with gradient), those of the anchor policy
-(without) and the advantages, and returns the per-token loss with per-token metrics; means are taken elsewhere.
+(without) and the advantages, and returns the per-token loss with per-token metrics `[K]`: `ratio`, and as 0 or 1
+`clip_low`, `clip_high`, `clip_dual`: which bound holds back the token's gradient. Means are taken elsewhere.
 """
 
 import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.kl import LOG_RATIO_LIMIT
+from rlhf_cli.algorithms.ragged import segment_ids, segment_mean
+
+TokenLoss = tuple[Tensor, dict[str, Tensor]]
 
 
 def log_ratio(logprobs_K: Tensor, old_K: Tensor) -> Tensor:
@@ -23,16 +27,57 @@ def ppo_clip(
     eps_low: float,
     eps_high: float,
     dual_clip: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> TokenLoss:
     """Clipped surrogate `-min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)` per token, `r = exp(logprobs - old)`.
 
     arXiv 1707.06347, eq. 7; eps_high above eps_low is clip-higher (2503.14476). With `dual_clip` c, where A < 0:
     `-max(min(...), c A)` (1912.09729), which bounds the loss of a token whose ratio exploded.
-
-    Metrics `[K]`: `ratio`, and as 0 or 1 `clip_low`, `clip_high`, `clip_dual`: which bound holds the token's gradient
-    at zero.
     """
     ratio_K = torch.exp(log_ratio(logprobs_K, old_K))
+    return _clipped(ratio_K, advantages_K, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip)
+
+
+def gspo(
+    logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, cu: Tensor, *, eps_low: float, eps_high: float
+) -> TokenLoss:
+    """The clipped surrogate with the sequence's ratio `s = exp(mean_t(logprobs - old))` at each of its tokens.
+
+    arXiv 2507.18071, the token form of eq. 13: `sg(s) exp(logprobs - sg(logprobs))`, whose value is s and whose
+    gradient by a token's log-prob is s. It is meant for the mean over sequences. `cu` `[B+1]` bounds the sequences.
+    """
+    log_s_B = segment_mean((logprobs_K - old_K).detach(), cu).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio_K = log_s_B.exp()[segment_ids(cu)] * torch.exp(logprobs_K - logprobs_K.detach())
+    return _clipped(ratio_K, advantages_K, eps_low=eps_low, eps_high=eps_high, dual_clip=None)
+
+
+def cispo(logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, *, cap: float) -> TokenLoss:
+    """`-sg(min(r, cap)) A logprobs` (arXiv 2506.13585, eq. 4): a large ratio is bounded, and no token loses its
+    gradient. `clip_high` tells where the ratio was bounded."""
+    ratio_K = torch.exp(log_ratio(logprobs_K, old_K)).detach()
+    metrics = _unclipped(ratio_K) | {"clip_high": (ratio_K > cap).float()}
+    return -ratio_K.clamp(max=cap) * advantages_K * logprobs_K, metrics
+
+
+def sapo(
+    logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, *, tau_positive: float, tau_negative: float
+) -> TokenLoss:
+    """`-(4 / tau) sigmoid(tau (r - 1)) A` (arXiv 2511.20347, eq. 5): a soft gate in place of the clip.
+
+    `tau` is `tau_positive` where A > 0, else `tau_negative`; on-policy the gradient is that of REINFORCE.
+    """
+    ratio_K = torch.exp(log_ratio(logprobs_K, old_K))
+    tau_K = torch.where(advantages_K > 0, tau_positive, tau_negative)
+    return -4.0 / tau_K * torch.sigmoid(tau_K * (ratio_K - 1.0)) * advantages_K, _unclipped(ratio_K.detach())
+
+
+def reinforce(logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor) -> TokenLoss:
+    """`-A logprobs`, whatever the ratio to the anchor is."""
+    return -advantages_K * logprobs_K, _unclipped(torch.exp(log_ratio(logprobs_K, old_K)).detach())
+
+
+def _clipped(
+    ratio_K: Tensor, advantages_K: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None
+) -> TokenLoss:
     surrogate_K = torch.minimum(ratio_K * advantages_K, ratio_K.clamp(1.0 - eps_low, 1.0 + eps_high) * advantages_K)
     negative_K = advantages_K < 0
     dual_K = torch.zeros_like(negative_K)
@@ -47,3 +92,7 @@ def ppo_clip(
         "clip_dual": dual_K.float(),
     }
     return -surrogate_K, metrics
+
+
+def _unclipped(ratio_K: Tensor) -> dict[str, Tensor]:
+    return {"ratio": ratio_K, **{name: torch.zeros_like(ratio_K) for name in ("clip_low", "clip_high", "clip_dual")}}

@@ -296,7 +296,6 @@ def aot_partners(pairs: PairLogprobs) -> Tensor:
     return partners_B
 
 
-
 def implicit_rewards(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Tensor]:
     """(chosen_B, rejected_B) without gradient: `beta (logprobs - ref)`, summed over tokens (arXiv 2305.18290, eq. 5).
 

@@ -1,10 +1,11 @@
 """From one score per response to one reward per token.
 
-The order is fixed: the score of a reward model is normalised, the score is clipped, the KL penalty is spread over the
-tokens, the score is added at the last token. Clipping after a baseline or after the penalty would clip something else
-than what the user set limits for.
+The order is fixed: the score of a reward model is normalised, the score is clipped, then shaped by the response's
+length, the KL penalty is spread over the tokens, the score is added at the last token. Clipping after a baseline or
+after a penalty would clip something else than what the user set limits for.
 """
 
+import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.ragged import last_index
@@ -19,6 +20,21 @@ def clip_scores(scores_B: Tensor, clip_range: tuple[float, float]) -> Tensor:
     """Raw scores limited to `clip_range`."""
     low, high = clip_range
     return scores_B.clamp(low, high)
+
+
+def overlong_penalty(lengths_B: Tensor, *, max_length: int, buffer_len: int, factor: float) -> Tensor:
+    """0 up to `max_length - buffer_len` tokens, then falling in a line to `-factor` (DAPO, arXiv 2503.14476, eq. 13).
+
+    float32 `[B]`; added to the score.
+    """
+    excess_B = (lengths_B.float() - (max_length - buffer_len)).clamp(0, buffer_len)
+    return -factor * excess_B / buffer_len
+
+
+def stop_properly(scores_B: Tensor, truncated_B: Tensor, *, coef: float) -> Tensor:
+    """Scores in which those of responses that were cut are multiplied by `coef`, or are `coef` where it is negative."""
+    cut_B = scores_B * coef if coef >= 0 else torch.full_like(scores_B, coef)
+    return torch.where(truncated_B, cut_B, scores_B)
 
 
 def token_rewards(scores_B: Tensor, kl_N: Tensor | None, cu: Tensor, *, kl_coef: float) -> Tensor:

@@ -1,0 +1,115 @@
+"""Policy losses beside PPO's, and how losses add up to the mean of a step."""
+
+import math
+
+import pytest
+import torch
+
+from rlhf_cli.algorithms.aggregation import StepTotals, aggregate
+from rlhf_cli.algorithms.policy_loss import cispo, gspo, reinforce, sapo
+
+CU = torch.tensor([0, 2, 2, 5])
+
+
+def loss_and_gradient(loss, ratios: list[float], advantages: list[float], *more, **settings):
+    """Loss of each token, its derivative by the token's log-prob, and the metrics."""
+    logprobs_K = torch.tensor(ratios).log().requires_grad_()
+    loss_K, metrics = loss(logprobs_K, torch.zeros(len(ratios)), torch.tensor(advantages), *more, **settings)
+    loss_K.sum().backward()
+    assert logprobs_K.grad is not None
+    return loss_K.detach(), logprobs_K.grad, metrics
+
+
+def test_gspo_weighs_and_clips_whole_sequences() -> None:
+    # Geometric means: sqrt(4 * 1) = 2 in the first sequence, cbrt(.5 * 2 * 1) = 1 in the last.
+    loss_K, gradient_K, metrics = loss_and_gradient(
+        gspo, [4.0, 1.0, 0.5, 2.0, 1.0], [1.0, -1.0, 3.0, 3.0, 3.0], CU, eps_low=0.1, eps_high=0.2
+    )
+    torch.testing.assert_close(metrics["ratio"], torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0]))
+    torch.testing.assert_close(loss_K, torch.tensor([-1.2, 2.0, -3.0, -3.0, -3.0]))
+    torch.testing.assert_close(gradient_K, torch.tensor([0.0, 2.0, -3.0, -3.0, -3.0]))
+    assert metrics["clip_high"].tolist() == [1, 0, 0, 0, 0]
+
+
+def test_the_token_form_of_gspo_has_the_gradient_of_the_sequence_form() -> None:
+    """With one advantage a sequence, the mean over tokens of the token form is `-s A`, differentiated as it stands."""
+    old_K, advantage_B = torch.tensor([-1.0, -2.0, -0.5, -1.5, -3.0]), torch.tensor([0.7, 0.0, -1.3])
+    token_K, sequence_K = (torch.tensor([-1.1, -1.8, -0.6, -1.4, -2.9], requires_grad=True) for _ in range(2))
+    advantages_K = advantage_B[torch.tensor([0, 0, 2, 2, 2])]
+    loss_K, _ = gspo(token_K, old_K, advantages_K, CU, eps_low=0.9, eps_high=9.0)
+    totals = StepTotals(num_tokens=5, num_sequences=3)
+    aggregate(loss_K, CU, totals, kind="seq_mean", max_new_tokens=9).backward()
+    whole = sum(
+        -torch.exp((sequence_K[a:b] - old_K[a:b]).mean()) * advantage_B[i] / 3
+        for i, (a, b) in enumerate([(0, 2), (2, 2), (2, 5)])
+        if a < b
+    )
+    assert isinstance(whole, torch.Tensor)
+    whole.backward()
+    torch.testing.assert_close(token_K.grad, sequence_K.grad)
+
+
+def test_cispo_bounds_the_ratio_and_keeps_every_gradient() -> None:
+    loss_K, gradient_K, metrics = loss_and_gradient(cispo, [0.5, 2.0, 8.0, 8.0], [1.0, 1.0, 1.0, -1.0], cap=5.0)
+    torch.testing.assert_close(gradient_K, torch.tensor([-0.5, -2.0, -5.0, 5.0]))
+    torch.testing.assert_close(loss_K, gradient_K * torch.tensor([0.5, 2.0, 8.0, 8.0]).log())
+    assert metrics["clip_high"].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "tau"), [(1.0, 2.0, 1.0), (1.7, 2.0, 1.0), (0.4, -2.0, 1.5)])
+def test_sapo_by_hand(ratio, advantage, tau) -> None:
+    loss_K, gradient_K, _ = loss_and_gradient(sapo, [ratio], [advantage], tau_positive=1.0, tau_negative=1.5)
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    assert loss_K.item() == pytest.approx(-4 / tau * gate * advantage, rel=1e-5)
+    assert gradient_K.item() == pytest.approx(-4 * gate * (1 - gate) * ratio * advantage, rel=1e-5)
+
+
+def test_reinforce_weighs_log_probs_with_advantages_alone() -> None:
+    loss_K, gradient_K, metrics = loss_and_gradient(reinforce, [0.5, 4.0], [2.0, -3.0])
+    assert gradient_K.tolist() == [-2.0, 3.0]
+    torch.testing.assert_close(loss_K, torch.tensor([-2.0, 3.0]) * torch.tensor([0.5, 4.0]).log())
+    torch.testing.assert_close(metrics["ratio"], torch.tensor([0.5, 4.0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "more", "settings"),
+    [
+        (gspo, (CU,), {"eps_low": 3e-4, "eps_high": 4e-4}),
+        (cispo, (), {"cap": 5.0}),
+        (sapo, (), {"tau_positive": 1.0, "tau_negative": 1.05}),
+        (reinforce, (), {}),
+    ],
+    ids=["gspo", "cispo", "sapo", "reinforce"],
+)
+def test_where_the_model_is_its_own_anchor_every_loss_has_the_gradient_of_reinforce(loss, more, settings) -> None:
+    advantages = [1.0, -2.0, 0.5, 0.0, -1.0]
+    _, gradient_K, metrics = loss_and_gradient(loss, [1.0] * 5, advantages, *more, **settings)
+    torch.testing.assert_close(gradient_K, -torch.tensor(advantages))
+    assert metrics["ratio"].tolist() == [1.0] * 5
+    assert not any(metrics[name].any() for name in ("clip_low", "clip_high", "clip_dual"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token_mean", (1 + 2 + 3 + 4 + 5) / 5),
+        ("seq_mean", (1.5 + 0 + 4) / 3),
+        ("seq_sum_norm", 15 / (3 * 10)),
+    ],
+)
+def test_means_of_a_step_by_hand_however_it_is_cut(kind, expected) -> None:
+    values_K = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], requires_grad=True)
+    totals = StepTotals(num_tokens=5, num_sequences=3)
+    whole = aggregate(values_K, CU, totals, kind=kind, max_new_tokens=10)
+    assert whole.item() == pytest.approx(expected)
+    parts = [(values_K[:2], CU[:3]), (values_K[2:], CU[2:] - 2), (values_K[:0], torch.tensor([0]))]
+    cut = sum(aggregate(part_K, cu, totals, kind=kind, max_new_tokens=10) for part_K, cu in parts)
+    assert isinstance(cut, torch.Tensor)
+    gradients = [torch.autograd.grad(total, values_K)[0] for total in (whole, cut)]
+    torch.testing.assert_close(cut, whole)
+    torch.testing.assert_close(*gradients)
+
+
+def test_an_unknown_mean_is_named() -> None:
+    with pytest.raises(ValueError, match="seq_mean or seq_sum_norm, not 'mean'"):
+        aggregate(torch.ones(1), torch.tensor([0, 1]), StepTotals(1, 1), kind="mean", max_new_tokens=1)  # type: ignore[arg-type]
