@@ -128,6 +128,8 @@ def parse(cls: type[BaseModel], words: list[str]) -> None:
     known = flags_of(cls)
     in_full = "..." not in words and "--config" not in words
     words = [word for word in words if word != "..."]
+    if words and not words[0].startswith("-") and hasattr(cls, "positional"):
+        words = [f"--{cls.positional}", *words]
     if "--config" in words:
         place = words.index("--config")
         file = REPOSITORY / words[place + 1]
@@ -161,9 +163,8 @@ def without_placeholders(words: list[str], known: Mapping[str, Flag]) -> list[st
 def least_of_the_rest(words: list[str], known: Mapping[str, Flag]) -> list[str]:
     """What has to be added for the words to be a whole command."""
     flags = {underscores(word.split("=", 1)[0]).removeprefix("__") for word in words if word.startswith("--")}
-    added = [
-        part for flag in known.values() if flag.required and flag.name not in flags for part in (f"--{flag.name}", "x")
-    ]
+    missing = [flag for flag in known.values() if flag.required and flag.name not in flags]
+    added = [part for flag in missing for part in (f"--{flag.name}", str((flag.choices or ("x",))[0]))]
     if "reward_funcs" in known and not flags & {"reward_funcs", "reward_func"}:
         added += ["--reward_funcs", "gsm8k"]
     return added

@@ -58,7 +58,7 @@ def test_the_flags_are_those_of_the_frozen_list():
 
 def least(flags: dict[str, Flag]) -> dict[str, Any]:
     """The fewest settings a command runs with."""
-    needed = {name: "x" for name, flag in flags.items() if flag.required}
+    needed = {name: str((flag.choices or ("x",))[0]) for name, flag in flags.items() if flag.required}
     return needed | {name: value for name, value in ALSO_NEEDED.items() if name in flags}
 
 

@@ -7,17 +7,22 @@ from pydantic import Field
 from rlhf_cli.config.base import Group
 
 
-class ModelSource(Group):
+class TokenizerSource(Group):
     """Model"""
 
     pretrain: str
     """Model to start from: a local folder, a run directory of this program, or a Hugging Face name."""
-    param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of the weights in forward and backward; optimizer states are always float32."""
     tokenizer_chat_template: str | None = None
     """Chat template to use instead of the tokenizer's: a Jinja file or the template itself."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+
+
+class ModelSource(TokenizerSource):
+    """Model"""
+
+    param_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Type of the weights in forward and backward; optimizer states are always float32."""
 
 
 class ModelConfig(ModelSource):

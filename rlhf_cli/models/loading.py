@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import is_bitsandbytes_available, is_liger_kernel_available
 
-from rlhf_cli.config.model import ModelConfig, ModelSource
+from rlhf_cli.config.model import ModelConfig, ModelSource, TokenizerSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention import attention_needs, resolve_attention
 from rlhf_cli.models.folders import whole_folder
@@ -97,7 +97,7 @@ def load_config(config: ModelSource) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
 
 
-def load_tokenizer(config: ModelSource) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: TokenizerSource) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with the chat template of the settings if there is one.
 
     No padding token is made up: training never pads, and one equal to the end of sequence would hide that token.

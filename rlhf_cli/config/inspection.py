@@ -1,0 +1,39 @@
+"""What `rlhf data` shows: the data settings of all commands that it can stand in for.
+
+That none of theirs is missing here, and that defaults are the same, is tested.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_cli.config.base import Group
+from rlhf_cli.config.data import PreferenceDataConfig
+
+
+class ShowConfig(Group):
+    """Show"""
+
+    for_: Literal["sft", "rm", "dpo", "kto", "ppo"] = Field(alias="for")
+    """Command whose reading of the data is shown."""
+    num_rows: int = Field(3, ge=0)
+    """Examples shown, spread over the data."""
+    seed: int = 42
+    """Seed of the order in which mixed data sets are read, as of the command."""
+
+
+class ShownDataConfig(PreferenceDataConfig):
+    """Data"""
+
+    data_format: Literal["auto", "prompt_response", "messages", "sharegpt", "text", "unpaired", "preference"] = "auto"
+    """How rows are read; auto decides by the columns. Of sft: prompt_response to text; of kto: unpaired, preference."""
+    output_key: str | None = None
+    """Column with the response (sft, kto); found by its name if not given."""
+    label_key: str | None = None
+    """Column that says whether the response is desirable (kto), or with the ground truth (ppo)."""
+    pretrain_mode: bool = False
+    """Train on every token, not only on the assistant's (sft)."""
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """What to do with prompts that leave no room for max_new_tokens (ppo)."""
+    max_new_tokens: int = Field(1024, gt=0)
+    """Tokens generated per response at most (ppo)."""

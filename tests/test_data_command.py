@@ -1,0 +1,300 @@
+"""`rlhf data`: what it shows is what the training command gets, in words, marks and counts."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizers import CHATML, make_tokenizer
+from rich.console import Console
+
+from rlhf_cli.commands.data import DataCommandConfig
+from rlhf_cli.commands.data_view import show, visible
+from rlhf_cli.commands.dpo import DPOConfig
+from rlhf_cli.commands.inspection import DATA_CONFIGS, PROMPT_NAMES, inspect_data, settings_of
+from rlhf_cli.commands.kto import KTOConfig
+from rlhf_cli.commands.ppo import PPOConfig
+from rlhf_cli.commands.rm import RMConfig
+from rlhf_cli.commands.sft import SFTConfig
+from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
+from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
+from rlhf_cli.config.online import RolloutConfig
+from rlhf_cli.config.train import OfflineBatchConfig
+from rlhf_cli.data.preference_data import load_labelled, load_pairs
+from rlhf_cli.data.preview import HEAD_TOKENS, TAIL_TOKENS, Bin, length_bins, part_of, quantile, spread
+from rlhf_cli.data.prompts import load_prompts
+from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.errors import UsageError
+from rlhf_cli.options import build_config
+
+ASKED = [{"prompt": f"What is {i}?", "answer": f"It is {i}."} for i in range(9)]
+PAIRS = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "I do not know."} for i in range(9)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A folder with a tokenizer and weights that nothing can be loaded from."""
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer(CHATML).save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
+    (folder / "model.safetensors").touch()
+    return str(folder)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # so that names are short and every run's are the same
+
+    def write(rows, name="rows.jsonl") -> str:
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return name
+
+    return write
+
+
+def config_of(command: str, dataset: str, model: str, **settings) -> DataCommandConfig:
+    return build_config(DataCommandConfig, {"for": command, "dataset": dataset, "pretrain": model, **settings})
+
+
+def preview(command: str, dataset: str, model: str, **settings):
+    (made,) = inspect_data(config_of(command, dataset, model, **settings))
+    return made
+
+
+def page(command: str, dataset: str, model: str, *, terminal: int | None = None, **settings) -> str:
+    """What is printed; on a terminal of so many columns if they are given."""
+    stream = io.StringIO()
+    plain = Console(file=stream)
+    console = Console(file=stream, force_terminal=True, color_system="256", width=terminal) if terminal else plain
+    show(inspect_data(config_of(command, dataset, model, **settings)), console, command=command)
+    return stream.getvalue()
+
+
+def marked(text: str) -> list[str]:
+    """What stands between the marks of trained tokens, without the legend's."""
+    return re.findall(r"\[\[(.*?)\]\]", text, re.DOTALL)[1:]
+
+
+def trained(example) -> list[str]:
+    return ["".join(piece.text for piece in part.pieces if piece.is_trained) for part in example.parts]
+
+
+def test_examples_of_sft_mark_what_the_assistant_says_and_no_more(write, model):
+    talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(["a?", "b", "c?", "d"])]
+    text = page("sft", write([{"messages": talk}]), model)
+    assert marked(text) == ["b<|im_end|>", "d<|im_end|>"]
+    assert (
+        "    <|im_start|>user\n    a?<|im_end|>\n    <|im_start|>assistant\n    [[b<|im_end|>]]\n"
+        "    <|im_start|>user\n    c?<|im_end|>\n    <|im_start|>assistant\n    [[d<|im_end|>]]\n"
+    ) in text
+
+
+@pytest.mark.parametrize("command", ["rm", "dpo"])
+def test_pairs_show_their_prompt_once_and_both_sides(write, model, command):
+    made = preview(command, write(PAIRS), model)
+    assert [example.where for example in made.examples] == [f"rows.jsonl line {line}" for line in (1, 5, 9)]
+    for i, example in zip((0, 4, 8), made.examples, strict=True):
+        assert [part.name for part in example.parts] == ["prompt", "chosen", "rejected"]
+        assert trained(example) == ["", f"It is {i}.<|im_end|>", "I do not know.<|im_end|>"]
+        prompt = f"<|im_start|>user\nWhat is {i}?<|im_end|>\n<|im_start|>assistant\n"
+        assert "".join(piece.text for piece in example.parts[0].pieces) == prompt
+
+
+def test_labelled_responses_show_their_label(write, model):
+    rows = [{"prompt": "What?", "response": text, "label": text == "good"} for text in ("good", "bad")]
+    text = page("kto", write(rows), model)
+    assert marked(text) == ["good<|im_end|>", "bad<|im_end|>"]
+    assert text.index("  desirable response: ") < text.index("[[good") < text.index("  undesirable response: ")
+
+
+def test_prompts_show_their_ground_truth_and_what_leaves_no_room(write, model):
+    rows = [{"question": "What? " * n, "answer": str(n)} for n in (1, 2, 40)]
+    made = preview("ppo", write(rows), model, max_len=64, max_new_tokens=16)
+    data = load_prompts(
+        PromptConfig(prompt_data="rows.jsonl", max_len=64), make_tokenizer(CHATML), max_new_tokens=16, seed=42
+    )
+    assert (made.num_items, made.limit) == (len(data.prompts), 48) == (2, 48)
+    assert [example.facts for example in made.examples] == [{"ground truth": "1"}, {"ground truth": "2"}]
+    (dropped,) = [happened for happened in made.happened if happened.rows]
+    assert (dropped.count, dropped.what) == (1, "dropped as too long")
+    assert dropped.rows == [f"rows.jsonl line 3: {max(made.lengths)} tokens"]
+    text = page("ppo", "rows.jsonl", model, max_len=64, max_new_tokens=16)
+    assert "--- max_len 64 less max_new_tokens 16: 1 is longer ---" in text
+    assert "[[" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "cls", "load"),
+    [
+        ("sft", DataConfig, load_sft_sequences),
+        ("dpo", PreferenceDataConfig, load_pairs),
+        ("kto", LabelledDataConfig, load_labelled),
+    ],
+)
+@pytest.mark.parametrize("overlong", ["truncate", "drop"])
+def test_counts_are_those_of_the_training_commands_report(write, model, command, cls, load, overlong):
+    rows = [dict(row) for row in (ASKED if command == "sft" else PAIRS)]
+    for row, key in ((rows[2], "answer" if command == "sft" else "chosen"), (rows[4], "prompt")):
+        row[key] *= 30
+    rows[6] = {"prompt": "?"}
+    settings = {"max_len": 60, "overlong": overlong, "invalid_rows": "drop"}
+    made = preview(command, write(rows), model, **settings)
+    report = load(
+        cls(dataset="rows.jsonl", **settings), make_tokenizer(CHATML), dataset="rows.jsonl", split="train", seed=42
+    ).report
+    assert (made.num_rows, made.num_items, made.num_tokens, made.num_trained, made.lengths) == (
+        report.rows,
+        report.items,
+        report.tokens,
+        report.trained_tokens,
+        report.lengths,
+    )
+    for happened in made.happened:
+        assert f"{happened.count:,} {happened.what}" in report.summary
+    named = {happened.what: happened.rows for happened in made.happened}
+    assert all("rows.jsonl line 7: " in row for row in named["dropped as invalid"])
+    cut = "truncated" if overlong == "truncate" else "dropped as too long"
+    assert re.fullmatch(r"rows\.jsonl line 3: \d+ tokens", named[cut][0])
+
+
+def test_plain_output_is_the_same_every_time_within_80_columns_and_without_escapes(write, model):
+    rows = [*ASKED, {"prompt": "long", "answer": "word " * 500}, {"prompt": "none", "answer": ""}]
+    write(rows)
+    text = page("sft", "rows.jsonl", model, invalid_rows="drop", max_len=256)
+    assert text == page("sft", "rows.jsonl", model, invalid_rows="drop", max_len=256)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    assert not re.search(r"[ \t]\n", text)
+    assert re.search(r" \.\.\. \d+ tokens \.\.\. ", text)
+    assert "    rows.jsonl line 11: the response is empty\n" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_underlines_what_is_trained(write, model, width):
+    text = page("sft", write([{"prompt": "What?", "answer": "one " * 60}]), model, terminal=width)
+    underlined = re.findall(r"\x1b\[([\d;]*)m([^\x1b]*)", text)
+    assert "[[" not in text
+    shown = "".join(words for codes, words in underlined if "4" in codes.split(";"))
+    assert shown.replace("like this", "").startswith("one one")
+    assert shown.endswith("<|im_end|>")
+    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in text.splitlines()) <= width
+
+
+def test_texts_do_nothing_to_the_terminal(write, model):
+    rows = [{"prompt": "[bold]\x1b[2J\x07", "answer": "\x1b]0;title\x07 [red]"}]
+    text = page("sft", write(rows), model, terminal=80)
+    assert "\x1b[2J" not in text
+    assert "\x1b]0" not in text
+    assert r"[bold]\x1b[2J\x07" in text
+    assert visible("a\u202eb\té👩\u200d🚀\n") == "a\\u202eb\té👩\u200d🚀\n"
+
+
+def test_evaluation_data_are_shown_too(write, model):
+    write(ASKED)
+    write(ASKED[:2], "held_out.jsonl")
+    made = inspect_data(config_of("sft", "rows.jsonl", model, eval_dataset="held_out.jsonl"))
+    assert [(part.title, part.num_items) for part in made] == [("Training data", 9), ("Evaluation data", 2)]
+
+
+def test_the_settings_are_those_of_the_commands():
+    """Each setting of theirs is one here, with the same default; none here belongs to no command."""
+    configs: dict[str, Any] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "kto": KTOConfig, "ppo": PPOConfig}
+    names = {theirs: ours for ours, theirs in PROMPT_NAMES.items()}
+    ours, used = ShownDataConfig.model_fields, {"max_new_tokens"}
+    assert ours["max_new_tokens"].default == RolloutConfig.model_fields["max_new_tokens"].default
+    for command, config in configs.items():
+        cls = config.model_fields["prompts" if command == "ppo" else "data"].annotation
+        assert cls is DATA_CONFIGS[command]
+        for name, field in cls.model_fields.items():
+            name = names.get(name, name)
+            assert ours[name].default == field.default, f"{command} --{name}"
+            used.add(name)
+    assert used == ours.keys()
+    assert ShowConfig.model_fields["seed"].default == OfflineBatchConfig.model_fields["seed"].default
+
+
+def test_settings_of_other_commands_are_refused_by_name():
+    given = build_config(
+        DataCommandConfig, {"for": "dpo", "dataset": "d", "pretrain": "m", "output_key": "o", "pretrain_mode": True}
+    ).data
+    with pytest.raises(UsageError, match=r"^--output_key, --pretrain_mode: rlhf dpo has no such setting$"):
+        settings_of("dpo", given)
+    with pytest.raises(UsageError, match=r"^--data_format text: must be auto, unpaired or preference$"):
+        settings_of("kto", ShownDataConfig(dataset="d", data_format="text"))
+    assert settings_of("ppo", ShownDataConfig(dataset="d", dataset_split="test")) == PromptConfig(
+        prompt_data="d", prompt_split="test"
+    )
+
+
+@pytest.mark.parametrize("rows", [[{"prompt": "What?", "answer": ""}], [{"a": 1}], [*PAIRS[:1], {"prompt": "a"}]])
+def test_data_that_training_refuses_are_refused_in_the_same_words(write, model, rows):
+    write(rows)
+    config = PreferenceDataConfig(dataset="rows.jsonl")
+    with pytest.raises(UsageError) as training:
+        load_pairs(config, make_tokenizer(CHATML), dataset="rows.jsonl", split="train", seed=42)
+    with pytest.raises(UsageError) as shown:
+        preview("dpo", "rows.jsonl", model)
+    assert str(shown.value) == str(training.value)
+
+
+def test_the_program_shows_data_and_writes_nothing(write, model, tmp_path):
+    write([*ASKED, {"prompt": "none", "answer": ""}])
+    before = sorted(tmp_path.rglob("*"))
+
+    def run(*args):
+        words = [sys.executable, "-m", "rlhf_cli", "data", "rows.jsonl", "--for", "sft", "--pretrain", model, *args]
+        return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+
+    done = run("--invalid-rows", "drop", "--num_rows=1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Training data as rlhf sft reads it\n  rows.jsonl\n    10 rows; prompt_response: ")
+    assert marked(done.stdout) == ["It is 0.<|im_end|>"]
+    refused = run()
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "rlhf data: rows.jsonl line 10: the response is empty\n"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_long_stretches_lose_their_middle_and_say_how_many_tokens():
+    ids = list(range(1000))
+    part = part_of("all", ids, [place >= 10 for place in ids], lambda tokens: "".join(f"{t} " for t in tokens))
+    head, tail = 10 + HEAD_TOKENS, 1000 - TAIL_TOKENS
+    texts = ["".join(f"{t} " for t in range(start, stop)) for start, stop in ((0, 10), (10, head), (tail, 1000))]
+    assert part.pieces == [(texts[0], False, 0), (texts[1], True, 0), ("", True, tail - head), (texts[2], True, 0)]
+    assert (part.num_tokens, part.num_trained) == (1000, 990)
+
+
+def test_many_turns_lose_those_in_the_middle():
+    part = part_of("all", list(range(40)), [place % 2 == 1 for place in range(40)], lambda tokens: "x" * len(tokens))
+    assert len(part.pieces) == 11
+    assert part.pieces[6] == ("", False, 30)
+    assert sum(len(piece.text) + piece.num_left_out for piece in part.pieces) == 40
+    assert part.num_trained == 20
+
+
+def test_no_character_is_cut_in_two_where_the_middle_is_left_out():
+    tokenizer = make_tokenizer(CHATML)
+    ids = tokenizer("x" + "漢字" * 300).input_ids
+    part = part_of("all", ids, [True] * len(ids), tokenizer.decode)
+    assert "\ufffd" not in "".join(piece.text for piece in part.pieces)
+
+
+def test_examples_are_spread_over_the_data():
+    assert [spread(100, 3), spread(2, 3), spread(1, 3)] == [[0, 50, 99], [0, 1], [0]]
+    assert [spread(5, 1), spread(5, 0)] == [[0], []]
+
+
+def test_bins_cover_all_lengths_and_end_at_the_limit():
+    lengths = {3: 2, 50: 10, 64: 1, 65: 4, 99: 1, 5000: 1}
+    bins = length_bins(lengths, 64)
+    assert sum(count for *_, count in bins) == sum(lengths.values())
+    assert all(before.high + 1 == after.low for before, after in pairwise(bins))
+    assert (bins[0].low, bins[-1].high) == (1, 5000)
+    assert next(entry for entry in bins if entry.low <= 64 <= entry.high).high == 64
+    assert length_bins({7: 3}, 100) == [Bin(7, 7, 3)]
+    assert [quantile(lengths, share) for share in (0.0, 0.5, 1.0)] == [3, 50, 5000]
