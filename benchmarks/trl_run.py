@@ -1,6 +1,6 @@
-"""One run of TRL's SFTTrainer for sft_vs_trl.py, which starts it with TRL on its path.
+"""One run of a trainer of TRL for the comparisons, which start it with TRL on its path.
 
-    python trl_sft.py SPEC.json
+    python trl_run.py SPEC.json
 
 The rows arrive tokenised, so that both programs train the same tokens; they are taken in their order. Prints nothing:
 the result (seconds, trained tokens and loss of every step) is written to the file that the specification names.
@@ -9,40 +9,96 @@ the result (seconds, trained tokens and loss of every step) is written to the fi
 import json
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Trainer,
+    TrainerCallback,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 
-class CountingTrainer(SFTTrainer):
-    """Counts the trained tokens of every step, and begins the learning rate's course one step later, as `rlhf` does."""
-
-    num_trained = 0
+class EarlierRates(Trainer):
+    """Begins the learning rate's course one step later, without the first step of rate 0, as `rlhf` does."""
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
-        """As in the parent class, without its first step of rate 0."""
+        """As in the parent class, one step ahead."""
         factor_at = super().create_scheduler(num_training_steps, optimizer).lr_lambdas[0]
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: factor_at(step + 1))
         return self.lr_scheduler
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in the parent class."""
-        self.num_trained += int((inputs["labels"] != -100).sum())
-        return super().training_step(model, inputs, *args, **kwargs)
+
+class TokenisedSFT(EarlierRates, SFTTrainer):
+    """Takes tokenised rows by itself."""
+
+
+class TokenisedReward(EarlierRates, RewardTrainer):
+    """Takes tokenised rows by itself."""
+
+
+class TokenisedDPO(EarlierRates, DPOTrainer):
+    """Leaves the rows as they come."""
+
+    def _prepare_dataset(self, dataset: Dataset, *args: Any) -> Dataset:
+        return dataset
+
+
+class TokenisedKTO(EarlierRates, KTOTrainer):
+    """Only adds the mismatched responses, as the parent class does: each row has that of the row before it."""
+
+    def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: KTOConfig, *names: Any) -> Dataset:
+        def shifted(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+            responses = rows["completion_ids"]
+            return {"KL_completion_ids": [responses[-1], *responses[:-1]]}
+
+        if not self.calculate_KL:
+            return dataset
+        return dataset.map(shifted, batched=True, batch_size=args.per_device_train_batch_size)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A trainer, what it trains, and how many tokens of a row of its data set count as trained."""
+
+    trainer: Callable[..., Any]
+    config: Callable[..., Any]
+    model: Callable[..., Any]
+    trained: Callable[[dict[str, Any]], int]
+
+
+LM = AutoModelForCausalLM.from_pretrained
+SCORED = AutoModelForSequenceClassification.from_pretrained
+KINDS = {
+    "sft": Kind(TokenisedSFT, SFTConfig, LM, lambda row: sum(label != -100 for label in row["labels"])),
+    "dpo": Kind(TokenisedDPO, DPOConfig, LM, lambda row: len(row["chosen_ids"]) + len(row["rejected_ids"])),
+    "kto": Kind(TokenisedKTO, KTOConfig, LM, lambda row: len(row["completion_ids"])),
+    "rm": Kind(TokenisedReward, RewardConfig, SCORED, lambda row: row["trained"]),
+}
 
 
 class StepClock(TrainerCallback):
-    """Seconds and trained tokens of every step."""
+    """Seconds of every step."""
 
     def __init__(self) -> None:
-        self.trainer: CountingTrainer | None = None
         self.seconds: list[float] = []
-        self.tokens: list[int] = []
         self._since = 0.0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -51,39 +107,41 @@ class StepClock(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """A step is done."""
-        assert self.trainer is not None
         now = time.perf_counter()
         self.seconds.append(now - self._since)
-        self.tokens.append(self.trainer.num_trained)
-        self.trainer.num_trained, self._since = 0, now
+        self._since = now
 
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec["dtype"]))
+    kind = KINDS[spec["trainer"]]
+    settings = kind.config(
+        output_dir=spec["output"],
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        train_sampling_strategy="sequential",
+        **spec["settings"],
+    )
     clock = StepClock()
-    trainer = CountingTrainer(
-        model,
-        args=SFTConfig(
-            output_dir=spec["output"],
-            report_to="none",
-            use_cpu=True,
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-            gradient_checkpointing=False,
-            completion_only_loss=True,
-            train_sampling_strategy="sequential",
-            **spec["settings"],
-        ),
+    trainer = kind.trainer(
+        kind.model(spec["model"], dtype=getattr(torch, spec["dtype"])),
+        args=settings,
         train_dataset=Dataset.from_json(spec["rows"]),
         processing_class=AutoTokenizer.from_pretrained(spec["model"]),
         callbacks=[clock],
     )
-    clock.trainer = trainer
+    trained = [kind.trained(row) for row in trainer.train_dataset]
     trainer.train()
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    result = {"seconds": clock.seconds, "tokens": clock.tokens, "loss": losses}
+    size = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    result = {
+        "seconds": clock.seconds,
+        "tokens": [sum(trained[step * size : (step + 1) * size]) for step in range(len(clock.seconds))],
+        "loss": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+    }
     Path(spec["result"]).write_text(json.dumps(result))
 
 

@@ -1,6 +1,7 @@
 """What the benchmark scripts compute themselves, checked by hand; their measuring parts run at toy size."""
 
 import importlib
+import json
 import random
 import subprocess
 import sys
@@ -49,23 +50,127 @@ def test_phases_and_the_rest_add_up_to_the_whole_iteration():
     assert ppo.overhead(parts) == pytest.approx(0.15)
 
 
+def test_a_made_up_mistake_is_in_one_step_and_goes_on_to_the_final_number():
+    setting = load("setting")
+    rng = random.Random(4)
+    for problem in (setting.word_problem_pair(rng) for _ in range(20)):
+        right, mistaken = problem["answer"].splitlines(), problem["mistaken"].splitlines()
+        slips = [result_of(line) - eval(sum_of(line)) for line in mistaken[:-1]]
+        assert sum(slip != 0 for slip in slips) == 1
+        assert all(result_of(line) == eval(sum_of(line)) for line in right[:-1])
+        assert mistaken[-1] == f"#### {result_of(mistaken[-2])}" != right[-1]
+
+
+def sum_of(line):
+    return line[line.index("<<") + 2 : line.index(">>")].split("=")[0]
+
+
+def result_of(line):
+    return int(line[line.index("<<") + 2 : line.index(">>")].split("=")[1])
+
+
+def test_word_problems_are_the_same_with_and_without_a_mistaken_answer():
+    setting = load("setting")
+    alone, both = random.Random(5), random.Random(5)
+    for _ in range(5):
+        problem, pair = setting.word_problem(alone), setting.word_problem_pair(both)
+        assert problem == {"question": pair["question"], "answer": pair["answer"]}
+
+
+def test_peak_memory_is_that_of_the_command_and_not_of_who_starts_it(tmp_path):
+    setting = load("setting")
+    held = bytearray(400 << 20)  # this process holds more than the command does
+    command = [sys.executable, "-c", "import time; held = b'x' * (100 << 20); del held; time.sleep(0.5)"]
+    peak = setting.run_quietly(command, log=tmp_path / "log")
+    assert len(held) >> 20 > 100 < peak < 200
+
+
+def test_a_command_that_fails_ends_the_benchmark_with_what_it_said(tmp_path):
+    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    with pytest.raises(SystemExit, match="ended with status 1:\nno such model"):
+        load("setting").run_quietly(command, log=tmp_path / "log")
+
+
 def test_speed_leaves_out_the_first_steps():
-    result = load("sft_vs_trl").Result(
-        seconds=[60.0, 9.0, 9.0, 2.0, 3.0], tokens=[100, 100, 100, 100, 150], loss=[1.0] * 5
+    result = load("comparison").Result(
+        seconds=[60.0, 9.0, 9.0, 2.0, 3.0], tokens=[100, 100, 100, 100, 150], loss=[1.0] * 5, peak_memory=1.0
     )
     assert result.speed == 50.0
 
 
 def test_ratios_are_to_the_fastest_setting_of_the_peer_in_the_same_round():
-    comparison = load("sft_vs_trl")
+    comparison = load("comparison")
 
-    def runs(*speeds):
-        return [comparison.Result([1.0] * 4, [speed] * 4, [3.0, 2.0, 1.5, 1.25]) for speed in speeds]
+    def runs(*speeds, memory=700.0):
+        return [comparison.Result([1.0] * 4, [speed] * 4, [3.0, 2.0, 1.5, 1.25], memory) for speed in speeds]
 
-    text = comparison.report({"rlhf bf16": runs(300, 440), "TRL fp32": runs(50, 60), "TRL bf16": runs(100, 110)})
-    assert "| rlhf bf16 | 3.50 | 3.00-4.00 | 370 | 1.250 |" in text
+    results = {"rlhf bf16": runs(300, 440, memory=500.0), "TRL fp32": runs(50, 60), "TRL bf16": runs(100, 110)}
+    text = comparison.report(results, compared={"rlhf bf16": "TRL fp32", "rlhf fp32": "TRL fp32"})
+    assert "| rlhf bf16 | 3.50 | 3.00-4.00 | 370 | 500 | 1.250 |" in text
     assert "ratio to TRL bf16" in text
-    assert "Loss of rlhf bf16 against TRL fp32: 0.0000 apart on average, 0.0000 at most" in text
+    assert text.endswith("Loss of rlhf bf16 against TRL fp32: 0.0000 apart on average, 0.0000 at most")
+
+
+def test_variants_take_turns(capsys):
+    comparison = load("comparison")
+    order = []
+
+    def variant(setting, name):
+        order.append(name)
+        return comparison.Result([1.0] * 4, [5.0] * 4, [1.0] * 4, 10.0)
+
+    results = comparison.in_turns(None, {"rlhf": variant, "TRL": variant}, runs=2)
+    assert order == ["rlhf", "TRL", "rlhf", "TRL"]
+    assert [len(found) for found in results.values()] == [2, 2]
+    assert "       5 trained tokens/s,     10 MiB, loss 1.000" in capsys.readouterr().out
+
+
+def test_both_programs_get_the_pairs_of_every_step_in_the_same_order(tmp_path):
+    comparison = load("preference_vs_trl")
+    methods = {name: rows_of_steps(comparison, name, tmp_path) for name in comparison.METHODS}
+    for step in range(2):
+        pairs, whole, responses = (methods[name][step] for name in ("dpo", "rm", "kto"))
+        assert len(pairs) == len(whole) == 3
+        assert len(responses) == 6
+        for pair, both in zip(pairs, whole, strict=True):
+            assert both["chosen_ids"] == pair["prompt_ids"] + pair["chosen_ids"]
+            assert both["rejected_ids"] == pair["prompt_ids"] + pair["rejected_ids"]
+            assert both["trained"] == len(pair["chosen_ids"]) + len(pair["rejected_ids"])
+    sides = {name: sorted(tokens_of(methods[name])) for name in ("dpo", "kto")}
+    assert sides["dpo"] == sides["kto"]
+
+
+def rows_of_steps(comparison, name, folder):
+    """The rows that TRL would get for both steps of three pairs."""
+    from chat_tokenizers import GENERATION, make_tokenizer
+
+    method = comparison.METHODS[name]
+    pairs = comparison.write_pairs(folder / "pairs.jsonl", comparison.made_up_pairs(6), 6)
+    setting = comparison.Setting(folder, pairs, folder / f"{name}.jsonl", folder, 2, 3 * method.rows_of_pair, 1, 1e-4)
+    comparison.write_tokenised(setting, method, make_tokenizer(GENERATION))
+    rows = [json.loads(line) for line in setting.tokenised.read_text().splitlines()]
+    return [rows[: setting.batch_size], rows[setting.batch_size :]]
+
+
+def tokens_of(steps):
+    for row in (row for rows in steps for row in rows):
+        for name in ("chosen_ids", "rejected_ids", "completion_ids"):
+            if name in row:
+                yield row["prompt_ids"] + row[name]
+
+
+def test_marked_solutions_are_read_as_pairs(tmp_path):
+    row = {
+        "question": "1 + 1?",
+        "ground_truth": "A: 2",
+        "first": {"solution": "A: 2", "is_correct": True},
+        "second": {"solution": "A: 3", "is_correct": False},
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    pair = {"prompt": "1 + 1?", "chosen": "#### 2", "rejected": "#### 3"}
+    assert load("preference_vs_trl").read_pairs(tmp_path / "rows.jsonl") == [pair]
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    assert load("preference_vs_trl").read_pairs(tmp_path / "pairs.jsonl") == [pair]
 
 
 def test_both_ways_of_the_data_benchmark_make_the_same_tokens(tmp_path):

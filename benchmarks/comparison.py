@@ -1,0 +1,189 @@
+"""What the comparisons with TRL share: one process a run, all variants in turns, and the table of what they measured.
+
+Which variants there are, and on which data, is the business of the scripts; which trainer TRL runs is in trl_run.py.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+from setting import RLHF, read_metrics, run_quietly
+
+TRL = "trl==1.16.*"
+WARM_UP_STEPS = 3  # kernels are chosen and memory is taken in the first steps
+BETAS = (0.9, 0.95)
+WARM_UP_SHARE, MIN_LR = 0.1, 0.1
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one process measured: by step, and the most memory in MiB that it held from its start to its end."""
+
+    seconds: list[float]
+    tokens: list[float]
+    loss: list[float]
+    peak_memory: float
+
+    @property
+    def speed(self) -> float:
+        """Trained tokens per second after the warm-up."""
+        return sum(self.tokens[WARM_UP_STEPS:]) / sum(self.seconds[WARM_UP_STEPS:])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where things are and what both programs are given.
+
+    `tokenised` are the rows of `dataset` as `rlhf` tokenises them, in the order in which it takes them. `batch_size`
+    and `trl_micro_batch` count rows of it.
+    """
+
+    folder: Path
+    dataset: Path
+    tokenised: Path
+    model: Path
+    steps: int
+    batch_size: int
+    trl_micro_batch: int
+    learning_rate: float
+
+
+Variant = Callable[[Setting, str], Result]
+"""(setting, name of the variant) -> what one run of it measured."""
+
+
+def run_rlhf(setting: Setting, name: str, *, command: str, flags: list[str]) -> Result:
+    """One run of an offline command of `rlhf`."""
+    output = setting.folder / f"{command}_{name}".replace(" ", "_")
+    shape = ["--train_batch_size", setting.batch_size, "--max_steps", setting.steps, "--max_epochs", 1]
+    rate = ["--learning_rate", setting.learning_rate, "--adam_betas", *BETAS, "--lr_warmup_ratio", WARM_UP_SHARE]
+    where = ["--pretrain", setting.model, "--dataset", setting.dataset, "--output", output, "--overwrite"]
+    line = [*RLHF, command, *map(str, where + shape + rate), "--min_lr_ratio", str(MIN_LR), *flags]
+    log, environment = setting.folder / "rlhf.log", empty_cache(setting.folder)
+    peak = run_quietly(line, log=log, environment=environment)
+    steps = read_metrics(output)
+    times, tokens, losses = ([step[key] for step in steps] for key in ("time/step", "num_tokens", "loss"))
+    return Result(times, tokens, losses, peak)
+
+
+def run_trl(setting: Setting, name: str, *, trainer: str, dtype: str, **own: Any) -> Result:
+    """One run of a trainer of trl_run.py, with `own` beside the settings that both programs share."""
+    settings = {
+        "max_steps": setting.steps,
+        "per_device_train_batch_size": setting.trl_micro_batch,
+        "gradient_accumulation_steps": max(1, setting.batch_size // setting.trl_micro_batch),
+        "learning_rate": setting.learning_rate,
+        "adam_beta1": BETAS[0],
+        "adam_beta2": BETAS[1],
+        "max_grad_norm": 1.0,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": MIN_LR},
+        "warmup_steps": round(WARM_UP_SHARE * setting.steps),
+        "max_length": None,
+        **own,
+    }
+    result = setting.folder / f"{trainer}_{name}.result.json".replace(" ", "_")
+    spec = {
+        "trainer": trainer,
+        "model": str(setting.model),
+        "rows": str(setting.tokenised),
+        "output": str(setting.folder / "trl_output"),
+        "dtype": dtype,
+        "result": str(result),
+        "settings": settings,
+    }
+    (setting.folder / "trl.json").write_text(json.dumps(spec))
+    script = Path(__file__).with_name("trl_run.py")
+    command = [sys.executable, str(script), str(setting.folder / "trl.json")]
+    trl = {"PYTHONPATH": str(setting.folder / "trl"), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    peak = run_quietly(command, log=setting.folder / "trl.log", environment=trl | empty_cache(setting.folder))
+    return Result(**json.loads(result.read_text()), peak_memory=peak)
+
+
+def empty_cache(folder: Path) -> dict[str, str]:
+    """Environment in which neither program finds what an earlier run kept: data, log-probabilities of a reference."""
+    cache = folder / "cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    return {"XDG_CACHE_HOME": str(cache), "HF_DATASETS_CACHE": str(cache / "datasets")}
+
+
+def install_trl(folder: Path) -> None:
+    """TRL alone, in a folder of its own; what it needs is installed already."""
+    if not (folder / "trl" / "trl").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder / "trl"), TRL]
+        subprocess.run(command, check=True)
+
+
+def in_turns(setting: Setting, variants: Mapping[str, Variant], *, runs: int) -> dict[str, list[Result]]:
+    """Results by variant, which take turns, so that what else the machine does meets all of them."""
+    results: dict[str, list[Result]] = {name: [] for name in variants}
+    width = max(map(len, variants))
+    for _ in range(runs):
+        for name, variant in variants.items():
+            result = variant(setting, name)
+            results[name].append(result)
+            measured = (
+                f"{result.speed:8.0f} trained tokens/s, {result.peak_memory:6.0f} MiB, loss {result.loss[-1]:.3f}"
+            )
+            print(f"  {name:<{width}} {measured}", flush=True)
+    return results
+
+
+def report(results: Mapping[str, list[Result]], *, compared: Mapping[str, str]) -> str:
+    """The table: medians over the runs, and each run's ratio to TRL's best setting; below it how far losses are apart.
+
+    `compared` names, for each variant whose losses are to be compared, the one that they are compared with.
+    """
+    speeds = {name: [result.speed for result in found] for name, found in results.items()}
+    peers = [name for name in speeds if name.startswith("TRL")]
+    best = max(peers, key=lambda name: statistics.median(speeds[name]))
+    lines = [
+        f"| setting | ratio to {best} | range | trained tokens/s | peak memory, MiB | final loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in speeds.items():
+        ratios = [own / peer for own, peer in zip(found, speeds[best], strict=True)]
+        memory = statistics.median(result.peak_memory for result in results[name])
+        loss = statistics.median(result.loss[-1] for result in results[name])
+        lines.append(
+            f"| {name} | {statistics.median(ratios):.2f} | {min(ratios):.2f}-{max(ratios):.2f} "
+            f"| {statistics.median(found):,.0f} | {memory:,.0f} | {loss:.3f} |"
+        )
+    return "\n".join([*lines, "", *loss_curves(results, compared)])
+
+
+def loss_curves(results: Mapping[str, list[Result]], compared: Mapping[str, str]) -> Iterator[str]:
+    """How far the loss curves of both variants of each comparison are apart, step by step."""
+    for name, anchor in compared.items():
+        if name in results and anchor in results:
+            curves = zip(results[name][0].loss, results[anchor][0].loss, strict=True)
+            apart = [abs(own - other) for own, other in curves]
+            mean, most = statistics.mean(apart), max(apart)
+            yield f"Loss of {name} against {anchor}: {mean:.4f} apart on average, {most:.4f} at most"
+
+
+def comparison_parser(description: str | None, *, batch_size_is: str) -> argparse.ArgumentParser:
+    """The options that all comparisons have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(gettempdir()) / "rlhf-benchmark", help="kept and reused")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--batch_size", type=int, default=32, help=f"{batch_size_is} per optimizer step")
+    parser.add_argument("--trl_micro_batch", type=int, default=8, help=f"{batch_size_is} TRL takes at once")
+    parser.add_argument("--runs", type=int, default=3)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of the command line, of which at least one step is counted."""
+    args = parser.parse_args()
+    if args.steps <= WARM_UP_STEPS:
+        parser.error(f"--steps must be more than the {WARM_UP_STEPS} that are not counted")
+    return args
