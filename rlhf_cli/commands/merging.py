@@ -31,8 +31,6 @@ from rlhf_cli.models.weight_files import (
 )
 
 GENERATION = "generation_config.json"
-FEW_BYTES = 4 << 30
-"""Models up to this size are also loaded whole and asked for a forward pass."""
 TOKENS = tuple(range(1, 9))
 
 
@@ -59,12 +57,13 @@ def run_merge(settings: MergeGroup) -> str:
     config = _configuration(parts, settings)
     source = _weights(parts, config, settings)
     dtype = DTYPES[settings.param_dtype] if settings.param_dtype else None
+    max_bytes = int(settings.max_shard_size * 1e9)
     with whole_folder(output) as written:
         _describe(parts, config, written, trust_remote_code=settings.trust_remote_code)
-        num_files = write_shards(source, written, dtype=dtype, max_bytes=int(settings.max_shard_size * 1e9))
+        num_files = write_shards(source, written, dtype=dtype, max_bytes=max_bytes)
         _set_dtype(written, source, dtype)
         verify_shards(source, written, dtype=dtype)
-        checked = reload(written, config, trust_remote_code=settings.trust_remote_code)
+        checked = reload(written, config, max_bytes=max_bytes, trust_remote_code=settings.trust_remote_code)
     return f"{output}: {checked}, {num_files} {'file' if num_files == 1 else 'files'} of weights"
 
 
@@ -188,15 +187,15 @@ def _set_dtype(folder: Path, source: TensorSource, dtype: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": written}, indent=2) + "\n")
 
 
-def reload(folder: Path, config: Any, *, trust_remote_code: bool) -> str:
-    """What transformers finds in the folder: every weight of the model, no other; a small one also computes.
+def reload(folder: Path, config: Any, *, max_bytes: int, trust_remote_code: bool) -> str:
+    """What transformers finds in the folder: every weight of the model, no other; up to that size, it also computes.
 
     Raises:
         RunError: it finds something else, or the model gives no finite numbers.
     """
     import torch
 
-    small = sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= FEW_BYTES
+    small = sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= max_bytes
     model, report = _auto_class(config).from_pretrained(
         folder,
         dtype="auto",

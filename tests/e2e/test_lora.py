@@ -1,0 +1,144 @@
+"""`rlhf sft --lora_rank` and `rlhf merge` as a user runs them: train, stop, continue, merge, use."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_cli.models.weight_files import open_weights
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+RLHF = str(Path(sys.executable).parent / "rlhf")
+PATIENCE = 300  # seconds: the machine may be busy with other things
+
+
+def rlhf(*words: object, status: int = 0) -> str:
+    """What the command says; its exit status must be that."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [RLHF, *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with sums and a small untrained model."""
+    folder = tmp_path_factory.mktemp("adapters")
+    rng = random.Random(0)
+    sums = [(rng.randrange(100), rng.randrange(100)) for _ in range(64)]
+    rows = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in sums]
+    (folder / "sums.jsonl").write_text("\n".join(rows))
+    shape = ("--hidden_size", 32, "--intermediate_size", 48, "--num_hidden_layers", 2, "--num_attention_heads", 4)
+    rlhf("scratch", "--dataset", folder / "sums.jsonl", *shape, "--vocab_size", 300, "--output", folder / "tiny")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sft(place: Path) -> Callable[..., str]:
+    def run(name: str, *words: object) -> str:
+        usual: tuple[object, ...] = (
+            "--dataset",
+            place / "sums.jsonl",
+            "--output",
+            place / name,
+            "--train_batch_size",
+            8,
+        )
+        usual += ("--max_epochs", 3, "--learning_rate", "1e-2", "--param_dtype", "fp32", "--no_use_tensorboard")
+        return rlhf("sft", *usual, *words)
+
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = open_weights(one), open_weights(other)
+    assert set(first.names()) == set(second.names())
+    return all(torch.equal(first.read(name), second.read(name)) for name in first.names())
+
+
+def logits(model: AutoModelForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens).logits
+
+
+def test_an_adapter_is_trained_stopped_continued_and_merged(place, sft):
+    lora = ("--pretrain", place / "tiny", "--lora_rank", 8, "--lora_dropout", 0.1, "--save_steps", 8)
+    said = sft("whole", *lora)
+    assert "K of them trained" in said or "M of them trained" in said
+    shown = losses(place / "whole")
+    assert shown[-1] < shown[0] - 0.2
+    adapter = place / "whole" / "model"
+    assert (adapter / "adapter_model.safetensors").is_file()
+    assert not (adapter / "model.safetensors").exists()
+
+    # As if it had been killed after step 16.
+    stopped = place / "stopped"
+    sft("stopped", *lora)
+    for path in (stopped / "checkpoints" / "step_000024", stopped / "model"):
+        subprocess.run(["rm", "-r", str(path)], check=True)
+    sft("stopped", *lora, "--load_checkpoint")
+    assert losses(stopped) == shown
+    for run in ("whole", "stopped"):
+        rlhf("merge", "--model", place / run, "--output", place / f"{run}_merged")
+    assert same_weights(place / "whole_merged", place / "stopped_merged")
+
+    said = rlhf(
+        "merge", "--model", place / "whole" / "checkpoints" / "step_000024", "--output", place / "of_checkpoint"
+    )
+    assert "parameters in bfloat16, reloaded and run on 8 tokens" in said
+    assert same_weights(place / "whole_merged", place / "of_checkpoint")
+
+    tokenizer = AutoTokenizer.from_pretrained(place / "whole_merged")
+    tokens = tokenizer("1+1=", return_tensors="pt").input_ids
+    rlhf("merge", "--model", adapter, "--param_dtype", "fp32", "--output", place / "in_fp32")
+    merged = AutoModelForCausalLM.from_pretrained(place / "in_fp32")
+    trained = AutoModelForCausalLM.from_pretrained(place / "tiny", dtype=torch.float32)
+    before = logits(trained, tokens)
+    trained.load_adapter(str(adapter))
+    torch.testing.assert_close(logits(merged, tokens), logits(trained, tokens), atol=1e-4, rtol=1e-4)
+    assert (logits(trained, tokens) - before).abs().max() > 0.1
+    assert tokenizer.chat_template
+
+    prompts = ("--prompt_data", place / "sums.jsonl", "--label_key", "response", "--reward_funcs", "exact")
+    said = rlhf("ppo", "--pretrain", adapter, *prompts, "--output", place / "ppo", status=2)
+    assert "is an adapter, not a whole model: `rlhf merge`" in said
+    sft("further", "--pretrain", place / "whole", "--max_steps", 4)
+    assert losses(place / "further")[0] < shown[0] - 0.1
+    sft("on_top", "--pretrain", place / "whole_merged", "--lora_rank", 2, "--max_steps", 4)
+    assert losses(place / "on_top")[0] < shown[0] - 0.1
+
+
+@pytest.mark.parametrize(("stage", "rank"), [(1, 0), (2, 4), (3, 0), (3, 4)])
+def test_a_checkpoint_of_two_ranks_is_what_the_run_saved(place, sft, stage, rank):
+    name = f"two_{stage}_{rank}"
+    words = ("--pretrain", place / "tiny", "--zero_stage", stage, "--num_processes", 2, "--save_steps", 24)
+    sft(name, *words, "--lora_rank", rank)
+    rlhf("merge", "--model", place / name / "checkpoints" / "step_000024", "--output", place / f"{name}_merged")
+    expected = place / name / "model"
+    if rank:
+        rlhf("merge", "--model", place / name, "--output", place / f"{name}_expected")
+        expected = place / f"{name}_expected"
+    assert same_weights(place / f"{name}_merged", expected)
+
+
+def test_another_adapter_does_not_continue_a_checkpoint(place, sft):
+    words = ("--pretrain", place / "tiny", "--save_steps", 2, "--max_steps", 2)
+    sft("changed", *words, "--lora_rank", 4)
+    subprocess.run(["rm", "-r", str(place / "changed" / "model")], check=True)
+    output = ("--output", place / "changed", "--dataset", place / "sums.jsonl", "--load_checkpoint")
+    said = rlhf("sft", *words, *output, "--train_batch_size", 8, "--max_epochs", 3, "--param_dtype", "fp32", status=2)
+    assert "belongs to another run: its adapter is 'rank 4, alpha 16" in said
