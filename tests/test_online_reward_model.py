@@ -1,8 +1,6 @@
 """A reward model beside a policy: whether it fits, and that its role gives the score of one whole sequence."""
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from tiny_training import OPTIM, make_sequences
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
 from rlhf_cli.algorithms.shaping import normalised_scores, shaped_rewards
-from rlhf_cli.backends import distributed
 from rlhf_cli.backends.roles import Reward, RoleSettings
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import PolicyConfig
@@ -100,17 +97,6 @@ def test_scores_are_normalised_before_they_are_clipped():
     assert normal_B.tolist() == [2.0, 0.0, -10.25]
     rewards_N = shaped_rewards(normal_B, None, torch.tensor([0, 1, 3, 4]), clip_range=(-10.0, 1.5), kl_coef=0.0)
     assert rewards_N.tolist() == [1.5, 0.0, 0.0, -10.0]
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    """A process group of this process; the environment is put back, so that it does not look like a rank's."""
-    before = dict(os.environ)
-    distributed.join_process_group()
-    yield
-    distributed.leave_process_group()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def role_settings(folder: Path, stage: int) -> RoleSettings:

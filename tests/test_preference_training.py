@@ -1,9 +1,6 @@
 """Reward models, dpo and kto under the real engine: steps do not depend on how they are cut, packed or shared."""
 
-import gc
 import math
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -39,17 +36,7 @@ from rlhf_cli.trainers.kto import KTOPreparation, partners_of
 from rlhf_cli.trainers.reference_columns import all_results, digest_of_pairs
 from rlhf_cli.trainers.rm import finish_reward_metrics
 
-
-@pytest.fixture(autouse=True, scope="module")
-def group_of_one() -> Iterator[None]:
-    before = dict(os.environ)
-    distributed.join_process_group()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    distributed.leave_process_group()
-    os.environ.clear()
-    os.environ.update(before)
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 def assert_same_steps(one, other):
@@ -168,6 +155,7 @@ def test_a_kto_micro_batch_keeps_to_its_bound_with_either_response():
 
 def test_unpaired_apo_asks_for_no_baseline(tiny_model_dir):
     task = kto_task("apo_zero_unpaired")
+    assert task.prepare is not None
     assert isinstance(task.prepare(make_reference(tiny_model_dir, 0, 5)), KTOPreparation)
     metrics = run_steps(tiny_model_dir, task, 2, Layout(), steps=STEPS[:1]).metrics[0]
     assert metrics["kl_baseline"] == 0.0
