@@ -53,6 +53,7 @@ def test_a_shared_prompt_stands_in_the_pack_once():
     assert packed.targets_K.tolist() == [3, 4, 5, 8]
     assert packed.rows_K.tolist() == [1, 2, 1, 6]
     assert packed.cu_trained.tolist() == [0, 2, 3, 4]
+    assert packed.keys is not None
     assert packed.keys.index_U.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 5, 6, 7, 8]
     assert packed.keys.cu_seqlens.tolist() == [0, 2, 6, 9, 10, 14]
     assert (packed.max_seqlen, packed.keys.max_seqlen, packed.num_sequences) == (3, 4, 3)
@@ -83,6 +84,7 @@ def test_no_trees_give_the_idle_pack():
 
 def test_keys_move_with_the_pack():
     moved = pack_trees(TWO, share_prompts=True).to("meta")
+    assert moved.keys is not None
     assert moved.keys.index_U.is_meta
     assert moved.keys.cu_seqlens.is_meta
     assert moved.rows_K.is_meta
