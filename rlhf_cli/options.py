@@ -1,7 +1,8 @@
 """Settings declared once: every field of a config class becomes a flag, a YAML key and an attribute of the same name.
 
 A config is one level of groups (`config.batch.seed`); flags and keys are the bare field names (`--seed 1`, `seed: 1`).
-A flag beats `--config file.yaml`, which beats the default written in the class. Values from all three places go through
+A flag beats `--config file.yaml`, which beats what the class method `implied` makes of given settings, which beats the
+default written in the class. Values from all three places go through
 the same pydantic validation, so Typer only collects text here. Leaves out the look of help pages (help_page.py) and
 what happens to errors (cli.py).
 """
@@ -180,6 +181,9 @@ def _validate(config_cls: type[C], values: Mapping[str, Any], spelled: Mapping[s
         outer = config_cls.model_fields[flag.group]
         if not outer.is_required() and flag.attribute in outer.default.model_fields_set:
             groups[flag.group][flag.name] = flag.default
+    if implied := getattr(config_cls, "implied", None):
+        for name, value in implied(values).items():
+            groups[flags[name].group][name] = value
     for name, value in values.items():
         if name in flags:
             groups[flags[name].group][name] = _prepare(value, flags[name])

@@ -1,16 +1,19 @@
 """GAE, whitening, token rewards, KL and its controller, and the table that joins them."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rlhf_cli.algorithms.advantages import gae, whiten
 from rlhf_cli.algorithms.kl import kl_estimate, next_kl_coef
-from rlhf_cli.algorithms.shaping import clip_scores, shaped_rewards, token_rewards
+from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
 from rlhf_cli.algorithms.table import ALGORITHMS, Experience, compute_advantages
-from rlhf_cli.config.online import PolicyConfig
+from rlhf_cli.config.online import OnlineRewardConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 
 
 def slow_gae(rewards, values, cu, gamma, lambd, bootstrap):
@@ -132,27 +135,77 @@ def test_without_a_reference_only_the_score_is_left() -> None:
     assert token_rewards(scores_B, None, torch.tensor([0, 2, 3]), kl_coef=0.5).tolist() == [0.0, 2.0, 1.0]
 
 
-def test_the_raw_score_is_clipped_not_the_penalised_one() -> None:
-    assert clip_scores(torch.tensor([-99.0, 3.0, 99.0]), (-10.0, 10.0)).tolist() == [-10.0, 3.0, 10.0]
-    rewards_N = shaped_rewards(
-        torch.tensor([99.0]), torch.tensor([0.0, 30.0]), torch.tensor([0, 2]), clip_range=(-10.0, 10.0), kl_coef=1.0
+def shaped(scores: list[float], lengths: list[int], truncated: list[bool], **settings) -> list[float]:
+    reward = OnlineRewardConfig(reward_funcs=["exact"], **settings)
+    shaped_B = shaped_scores(
+        torch.tensor(scores), torch.tensor(lengths), torch.tensor(truncated), reward=reward, max_new_tokens=100
     )
-    assert rewards_N.tolist() == [0.0, -20.0]
+    return shaped_B.tolist()
+
+
+def test_the_raw_score_is_clipped_before_length_shapes_it() -> None:
+    assert clip_scores(torch.tensor([-99.0, 3.0, 99.0]), (-10.0, 10.0)).tolist() == [-10.0, 3.0, 10.0]
+    scores, lengths, truncated = [99.0, 99.0], [10, 100], [False, True]
+    assert shaped(scores, lengths, truncated) == [10.0, 10.0]
+    assert shaped(scores, lengths, truncated, overlong_buffer_len=20, overlong_penalty_factor=3.0) == [10.0, 7.0]
+    assert shaped(scores, lengths, truncated, stop_properly_penalty_coef=0.25) == [10.0, 2.5]
+
+
+def test_two_penalties_of_length_are_refused() -> None:
+    with pytest.raises(ValidationError, match="both punish length: give one of them"):
+        shaped([0.0], [1], [False], overlong_buffer_len=2, stop_properly_penalty_coef=0.5)
+    with pytest.raises(ValidationError, match="give --overlong_buffer_len"):
+        shaped([0.0], [1], [False], overlong_penalty_factor=0.5)
 
 
 def test_ppo_row_whitens_gae_and_keeps_raw_returns() -> None:
     row = ALGORITHMS["ppo"]
-    assert (row.critic, row.kl_in, row.min_group) == (True, "reward", 1)
+    assert (row.critic, row.min_group) == (True, 1)
     experience = Experience(
         rewards_N=torch.tensor([0.0, 1.0, 3.0]),
         values_N=torch.tensor([1.0, 2.0, 1.0]),
         cu=torch.tensor([0, 2, 3]),
         groups_B=torch.tensor([0, 1]),
+        trained_B=torch.tensor([True, True]),
+        greedy_B=None,
     )
-    advantages_N, returns_N = compute_advantages(row, experience, settings=PolicyConfig(gamma=0.5, lambd=0.5))
+    advantages_N, returns_N = compute_advantages(
+        row, experience, settings=ActorCriticPolicyConfig(gamma=0.5, lambd=0.5)
+    )
     torch.testing.assert_close(advantages_N, whiten(torch.tensor([-0.25, -1.0, 2.0])))
     assert returns_N is not None
     assert returns_N.tolist() == [0.75, 1.0, 3.0]
+
+
+def advantages(name: str, settings: PolicyConfig, **changes) -> list[float]:
+    """Three responses to one prompt, of 2, 1 and 1 tokens, and one to another; rewards 1, 0, 0.5 and 2."""
+    experience = Experience(
+        rewards_N=torch.tensor([0.0, 1.0, 0.0, 0.5, 2.0]),
+        values_N=None,
+        cu=torch.tensor([0, 2, 3, 4, 5]),
+        groups_B=torch.tensor([0, 0, 0, 1]),
+        trained_B=torch.tensor([True, True, True, True]),
+        greedy_B=torch.tensor([0.5, 0.5, 0.5, 3.0]),
+    )
+    advantages_N, returns_N = compute_advantages(ALGORITHMS[name], replace(experience, **changes), settings=settings)
+    assert returns_N is None
+    return [round(advantage, 4) for advantage in advantages_N.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("rloo", PolicyConfig(), [0.75, 0.75, -0.75, 0.0, 0.0]),
+        ("remax", PolicyConfig(), [0.5, 0.5, -0.5, 0.0, -1.0]),
+    ],
+)
+def test_rows_without_a_critic_by_hand(name, settings, expected) -> None:
+    assert advantages(name, settings) == expected
+
+
+def test_what_is_not_trained_has_no_advantage_and_still_counts_in_its_group() -> None:
+    trained_B = torch.tensor([True, False, True, True])
+    assert advantages("rloo", PolicyConfig(), trained_B=trained_B) == [0.75, 0.75, 0.0, 0.0, 0.0]
 
 
 def test_rows_are_filed_under_their_names() -> None:

@@ -1,6 +1,7 @@
 """Policy and value losses, rollout correction, and the objectives that join them."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,15 +9,20 @@ from pydantic import ValidationError
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, combine_metrics
 from rlhf_cli.algorithms.correction import correction_weights, correlation
+from rlhf_cli.algorithms.entropy import EntropyState
+from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.objective import (
+    LossWeights,
+    PolicyColumns,
     finish_policy_metrics,
     finish_value_metrics,
+    next_weights,
     policy_objective,
     value_objective,
 )
 from rlhf_cli.algorithms.policy_loss import ppo_clip
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
-from rlhf_cli.config.online import PolicyConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 
 
 def clip_loss_of_ratio(ratio: float, advantage: float, **kwargs) -> tuple[float, float]:
@@ -125,6 +131,7 @@ def make_columns(num_sequences: int = 12) -> dict[str, torch.Tensor]:
         "cu": cu,
         "old_K": old_K,
         "rollout_K": old_K + 0.4 * torch.randn(num_tokens, generator=generator),
+        "ref_K": old_K - 0.3 * torch.rand(num_tokens, generator=generator),
         "logprobs_K": old_K + 0.3 * torch.randn(num_tokens, generator=generator),
         "entropy_K": torch.rand(num_tokens, generator=generator),
         "advantages_K": torch.randn(num_tokens, generator=generator),
@@ -134,7 +141,11 @@ def make_columns(num_sequences: int = 12) -> dict[str, torch.Tensor]:
     }
 
 
-def run_policy(columns, first: int, last: int, settings: PolicyConfig):
+WITH_ENTROPY = LossWeights(kl=0.3, entropy=EntropyState(0.1))
+WEIGHTS = LossWeights(kl=0.0, entropy=EntropyState(0.0))
+
+
+def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: LossWeights = WEIGHTS):
     """Objective of the sequences first..last of the step, with the gradient by all log-probs and entropies."""
     cu = columns["cu"]
     rows = slice(int(cu[first]), int(cu[last]))
@@ -142,25 +153,37 @@ def run_policy(columns, first: int, last: int, settings: PolicyConfig):
     loss, metrics = policy_objective(
         logprobs_K[rows],
         entropy_K[rows],
-        old_K=columns["old_K"][rows],
-        rollout_K=columns["rollout_K"][rows],
-        advantages_K=columns["advantages_K"][rows],
-        cu_trained=cu[first : last + 1] - cu[first],
+        PolicyColumns(
+            old_K=columns["old_K"][rows],
+            rollout_K=columns["rollout_K"][rows],
+            advantages_K=columns["advantages_K"][rows],
+            cu=cu[first : last + 1] - cu[first],
+            ref_K=columns["ref_K"][rows] if settings.has_kl_loss else None,
+        ),
         settings=settings,
         totals=StepTotals(num_tokens=int(cu[-1]), num_sequences=len(cu) - 1),
+        weights=weights,
+        max_new_tokens=10,
     )
     loss.backward()
     return loss.detach(), torch.stack([logprobs_K.grad, entropy_K.grad]), metrics
 
 
-@pytest.mark.parametrize("correction", ["token_clip", "token_mask", "seq_mask", "off"])
-def test_policy_objective_of_one_batch_equals_the_sum_of_its_micro_batches(correction) -> None:
-    columns = make_columns()
-    settings = PolicyConfig(rollout_correction=correction, entropy_loss_coef=0.1, dual_clip=2.0)
-    whole, whole_gradient, whole_metrics = run_policy(columns, 0, 12, settings)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"rollout_correction": correction} for correction in ("token_clip", "token_mask", "seq_mask", "off")),
+        *({"policy_loss": loss} for loss in ("gspo", "cispo", "sapo", "reinforce")),
+        *({"loss_agg": agg, "use_kl_loss": True, "kl_estimator": "k3"} for agg in ("seq_mean", "seq_sum_norm")),
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_policy_objective_of_one_batch_equals_the_sum_of_its_micro_batches(settings) -> None:
+    columns, settings = make_columns(), PolicyConfig(**settings)
+    whole, whole_gradient, whole_metrics = run_policy(columns, 0, 12, settings, WITH_ENTROPY)
     loss, gradient, metrics = torch.zeros(()), torch.zeros_like(whole_gradient), Metrics()
     for first, last in [(0, 1), (1, 8), (8, 8), (8, 12)]:  # one of them idle
-        part, part_gradient, part_metrics = run_policy(columns, first, last, settings)
+        part, part_gradient, part_metrics = run_policy(columns, first, last, settings, WITH_ENTROPY)
         loss, gradient, metrics = loss + part, gradient + part_gradient, combine_metrics(metrics, part_metrics)
     torch.testing.assert_close(loss, whole)
     torch.testing.assert_close(gradient, whole_gradient)
@@ -169,8 +192,8 @@ def test_policy_objective_of_one_batch_equals_the_sum_of_its_micro_batches(corre
 
 def test_policy_objective_equals_a_loop_over_tokens() -> None:
     columns = make_columns()
-    settings = PolicyConfig(eps_clip_low_high=(0.1, 0.25), entropy_loss_coef=0.1, rollout_correction="token_clip")
-    loss, _, metrics = run_policy(columns, 0, 12, settings)
+    settings = PolicyConfig(eps_clip_low_high=(0.1, 0.25), rollout_correction="token_clip")
+    loss, _, metrics = run_policy(columns, 0, 12, settings, WITH_ENTROPY)
     total, num_tokens = 0.0, int(columns["cu"][-1])
     for t in range(num_tokens):
         logprob, old, rollout, advantage, entropy = (
@@ -196,12 +219,11 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_that_of_reinforce() -> None
     loss, metrics = policy_objective(
         logprobs_K,
         None,
-        old_K=None,
-        rollout_K=rollout_K,
-        advantages_K=advantages_K,
-        cu_trained=torch.tensor([0, 2, 3]),
+        PolicyColumns(rollout_K=rollout_K, advantages_K=advantages_K, cu=torch.tensor([0, 2, 3])),
         settings=PolicyConfig(),
         totals=StepTotals(num_tokens=3, num_sequences=2),
+        weights=WEIGHTS,
+        max_new_tokens=2,
     )
     loss.backward()
     assert float(metrics["ratio_mean"]) == 1.0
@@ -212,18 +234,40 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_that_of_reinforce() -> None
     assert float(metrics["rollout_corrected"]) == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_the_divergence_in_the_loss_is_weighed_averaged_and_measured(kind) -> None:
+    columns = make_columns()
+    settings = PolicyConfig(use_kl_loss=True, kl_estimator=kind, loss_agg="seq_mean")
+    plain, plain_gradient, _ = run_policy(columns, 0, 12, PolicyConfig(loss_agg="seq_mean"))
+    loss, gradient, metrics = run_policy(columns, 0, 12, settings, LossWeights(kl=0.3, entropy=EntropyState(0.0)))
+    logprobs_K, cu = columns["logprobs_K"].clone().requires_grad_(), columns["cu"].tolist()
+    kl_K = kl_estimate(logprobs_K, columns["ref_K"], kind)
+    by_response = [kl_K[start:end] for start, end in pairwise(cu)]
+    term = 0.3 * torch.stack([kl.mean() for kl in by_response]).mean()
+    term.backward()
+    torch.testing.assert_close(loss - plain, term.detach())
+    torch.testing.assert_close(gradient[0] - plain_gradient[0], logprobs_K.grad)
+    assert float(metrics["kl"]) == pytest.approx(float(kl_K.detach().sum()) / 12)
+
+
+def test_a_measured_entropy_changes_the_weight_of_its_bonus_and_no_other() -> None:
+    settings = PolicyConfig(entropy_target=0.5, entropy_delta=1e-3)
+    weights = LossWeights(kl=0.3, entropy=EntropyState(0.0))
+    assert next_weights(weights, {"entropy": 0.4}, settings=settings) == LossWeights(0.3, EntropyState(1e-3))
+    assert next_weights(weights, {"entropy": 0.4}, settings=PolicyConfig()) == weights
+
+
 def test_an_idle_micro_batch_gives_zero_with_a_graph() -> None:
     parameter = torch.ones(3, requires_grad=True)
     empty = parameter[:0]
     loss, metrics = policy_objective(
         empty,
         empty,
-        old_K=None,
-        rollout_K=torch.zeros(0),
-        advantages_K=torch.zeros(0),
-        cu_trained=torch.tensor([0]),
-        settings=PolicyConfig(entropy_loss_coef=0.1),
+        PolicyColumns(rollout_K=torch.zeros(0), advantages_K=torch.zeros(0), cu=torch.tensor([0])),
+        settings=PolicyConfig(),
         totals=StepTotals(num_tokens=0, num_sequences=0),
+        weights=WITH_ENTROPY,
+        max_new_tokens=2,
     )
     loss.backward()
     assert parameter.grad is not None
@@ -233,16 +277,15 @@ def test_an_idle_micro_batch_gives_zero_with_a_graph() -> None:
 
 def test_an_entropy_bonus_without_entropies_is_refused() -> None:
     column = torch.zeros(1)
-    with pytest.raises(ValueError, match="entropy_loss_coef"):
+    with pytest.raises(ValueError, match="the entropy has a weight but was not computed"):
         policy_objective(
             column,
             None,
-            old_K=None,
-            rollout_K=column,
-            advantages_K=column,
-            cu_trained=torch.tensor([0, 1]),
-            settings=PolicyConfig(entropy_loss_coef=0.1),
+            PolicyColumns(rollout_K=column, advantages_K=column, cu=torch.tensor([0, 1])),
+            settings=PolicyConfig(),
             totals=StepTotals(num_tokens=1, num_sequences=1),
+            weights=WITH_ENTROPY,
+            max_new_tokens=2,
         )
 
 
@@ -273,7 +316,7 @@ def test_value_objective_and_explained_variance_add_up_over_micro_batches() -> N
             values_K[first:last],
             old_values_K=columns["old_values_K"][first:last],
             returns_K=columns["returns_K"][first:last],
-            settings=PolicyConfig(value_clip=0.2),
+            settings=ActorCriticPolicyConfig(value_clip=0.2),
             totals=totals,
         )
         loss, metrics = loss + part, combine_metrics(metrics, part_metrics)
@@ -299,11 +342,16 @@ def test_explained_variance_of_a_perfect_critic_is_one_and_of_constant_returns_z
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"sapo_tau": (1.0, 0.0), "policy_loss": "sapo"}, "both must be above 0"),
+        ({"use_kl_loss": True}, "k1 in the loss has a gradient of zero expectation: with use_kl_loss give k2 or k3"),
+        ({"dual_clip": 3.0, "policy_loss": "sapo"}, "dual_clip is read by policy_loss clip, not by sapo"),
+        ({"eps_clip": 0.1, "policy_loss": "cispo"}, "read by policy_loss clip and gspo, not by cispo"),
+        ({"entropy_target": 0.2, "entropy_loss_coef": 0.1}, r"entropy_loss_coef 0\.1 is above entropy_max 0\.005"),
         ({"eps_clip_low_high": (1.2, 0.2)}, r"clip of 1\.2 below"),
         ({"eps_clip_low_high": (0.2, 0.0)}, "above > 0"),
         ({"rollout_correction_range": (1.5, 5.0)}, r"rollout_correction_range 1\.5 5 must reach"),
     ],
 )
-def test_ranges_that_leave_out_a_ratio_of_one_are_refused(settings: dict, message: str) -> None:
+def test_settings_that_make_no_sense_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         PolicyConfig(**settings)

@@ -27,7 +27,7 @@ from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
 from rlhf_cli.algorithms.objective import value_objective
 from rlhf_cli.backends.deepspeed_engine import FrozenEngine, make_schedule, seed_everything
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.online import PolicyConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.data.samples import Sample, pack_samples
@@ -104,7 +104,7 @@ def test_a_critic_packed_learns_as_one_by_one(tiny_model_dir, stage):
 
     def loss(model: nn.Module, batch: Any) -> Any:
         columns = {"old_values_K": batch.columns["old_values"], "returns_K": batch.columns["returns"]}
-        return value_objective(model(batch.pack), **columns, settings=PolicyConfig(), totals=totals)
+        return value_objective(model(batch.pack), **columns, settings=ActorCriticPolicyConfig(), totals=totals)
 
     results = []
     for micro_batches in ([samples], [[sample] for sample in samples]):

@@ -20,10 +20,14 @@ UPDATE = "UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/test_flags_frozen.py"
 ALSO_NEEDED = {"reward_funcs": "gsm8k"}
 # Settings that are only valid together with others.
 TOGETHER: dict[str, dict[str, Any]] = {
+    "cispo_eps_high": {"policy_loss": "cispo"},
     "input_template": {"apply_chat_template": False},
     "min_score": {"select": "best"},
     "normalize_reward": {"reward_pretrain": "x"},
+    "overlong_penalty_factor": {"overlong_buffer_len": "9"},
     "reward_model_weight": {"reward_pretrain": "x"},
+    "sapo_tau": {"policy_loss": "sapo"},
+    "use_kl_loss": {"kl_estimator": "k3"},
 }
 # Samples where the type alone does not give a valid one.
 SAMPLES = {
@@ -34,6 +38,7 @@ SAMPLES = {
     "reward_weights": "0.5",
     "reward_clip_range": "-5 5",
     "rollout_correction_range": "0.25 4.0",
+    "stop_properly_penalty_coef": "0.5",
 }
 
 

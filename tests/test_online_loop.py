@@ -3,13 +3,16 @@
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from rlhf_cli.algorithms.entropy import EntropyState
+from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.config.online import OnlineRewardConfig, PolicyConfig, RolloutConfig
+from rlhf_cli.config.online import OnlineRewardConfig, RolloutConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt
@@ -18,10 +21,10 @@ from rlhf_cli.data.samples import Sample
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.loop import Finished
-from rlhf_cli.trainers.rl import LoopState, OnlineHooks, OnlineSettings, Roles, request_seed, train_online
+from rlhf_cli.trainers.rl import LoopState, OnlineHooks, OnlineSettings, Roles, first_state, request_seed, train_online
 
 NUM_PROMPTS, BATCH, SAMPLES_EACH = 6, 3, 2
-WITHOUT_REFERENCE, WITH_REFERENCE = PolicyConfig(init_kl_coef=0.0), PolicyConfig(init_kl_coef=0.1)
+WITHOUT_REFERENCE, WITH_REFERENCE = ActorCriticPolicyConfig(init_kl_coef=0.0), ActorCriticPolicyConfig(init_kl_coef=0.1)
 ONE_STEP = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
 TWO_STEPS = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
 FAILED = Score(None, "failed", "grader broke")
@@ -36,6 +39,8 @@ class FakeModel:
         self.name, self.journal, self.level = name, journal, level
         self.updates: list[tuple[list[Sample], list[list[int]]]] = []
         self.on_policy: list[bool] = []
+        self.weights: list[LossWeights | None] = []
+        self.found: dict[str, float] = {}  # what each step of an update reports besides
         self.error: Exception | None = None
 
     def _note(self, what: str) -> None:
@@ -63,14 +68,21 @@ class FakeModel:
         return [float(sequence.token_ids[-1]) for sequence in sequences]
 
     def update(
-        self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool = False
+        self,
+        samples: Sequence[Sample],
+        steps: Sequence[np.ndarray],
+        *,
+        on_policy: bool = False,
+        weights: LossWeights | None = None,
     ) -> list[dict[str, float]]:
         self._note("update")
         if self.error is not None:
             raise self.error
         self.updates.append((list(samples), [step.tolist() for step in steps]))
         self.on_policy.append(on_policy)
-        return [{"loss": float(number), "ratio_max": 10.0 - number} for number in range(len(steps))]
+        self.weights.append(weights)
+        found = {"entropy": 0.1} | self.found
+        return [{"loss": float(number), "ratio_max": 10.0 - number} | found for number in range(len(steps))]
 
 
 class FakeEngines:
@@ -90,7 +102,8 @@ class FakeEngines:
     def _answer(self, request: GenerationRequest) -> Generation:
         rng = np.random.default_rng(request.seed)
         length = int(rng.integers(1, 5))
-        return Generation(rng.integers(0, 9, length).tolist(), [-0.5] * length, "stop", len(self.requests) - 1)
+        reason: Literal["stop", "length"] = "length" if length == 4 else "stop"
+        return Generation(rng.integers(0, 9, length).tolist(), [-0.5] * length, reason, len(self.requests) - 1)
 
     def wake_cache(self) -> None:
         self.journal.append("engines.wake_cache")
@@ -144,10 +157,12 @@ class Run:
         fails: Callable[[int], bool] = lambda index: False,
         stop_after: int | None = None,
         reward: OnlineRewardConfig = EXACT,
+        algorithm: str = "ppo",
     ) -> None:
         self.journal: list[str] = []
         self.actor = FakeModel("actor", self.journal, level=-1.0)
         self.critic = FakeModel("critic", self.journal)
+        self.has_critic = ALGORITHMS[algorithm].critic
         self.reference = FakeModel("ref", self.journal, level=-1.25) if policy.init_kl_coef else None
         self.reward_model = FakeModel("reward", self.journal) if reward.reward_pretrain else None
         self.engines = FakeEngines(self.journal)
@@ -155,7 +170,7 @@ class Run:
         self.tracker = FakeTracker()
         self.saved: list[LoopState] = []
         self.settings = OnlineSettings(
-            algorithm=ALGORITHMS["ppo"],
+            algorithm=ALGORITHMS[algorithm],
             rollout=RolloutConfig(
                 rollout_batch_size=BATCH, n_samples_per_prompt=SAMPLES_EACH, num_episodes=episodes, max_new_tokens=4
             ),
@@ -167,11 +182,18 @@ class Run:
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:
         return train_online(
-            Roles(self.actor, self.critic, self.reference, self.reward_model, self.engines, self.scorer),
+            Roles(
+                self.actor,
+                self.critic if self.has_critic else None,
+                self.reference,
+                self.reward_model,
+                self.engines,
+                self.scorer,
+            ),
             self.settings,
             prompts=[Prompt([20 + i, 30 + i], f"prompt {i}: ", str(i), "data.jsonl", i) for i in range(NUM_PROMPTS)],
             decode=lambda token_ids: "".join(map(str, token_ids)),
-            state=state or LoopState(0, self.settings.policy.init_kl_coef),
+            state=state or first_state(self.settings.policy),
             total_iterations=total_iterations,
             save_steps=save_steps,
             hooks=OnlineHooks(
@@ -299,7 +321,7 @@ def test_an_iteration_whose_rewards_all_failed_ends_the_run_before_anything_is_t
 
 
 def test_the_adaptive_coefficient_follows_the_measured_divergence():
-    run = Run(policy=PolicyConfig(init_kl_coef=0.1, kl_target=0.5, kl_horizon=100))
+    run = Run(policy=ActorCriticPolicyConfig(init_kl_coef=0.1, kl_target=0.5, kl_horizon=100))
     run(total_iterations=2, save_steps=1)
     # The actor is at -1 and the reference at -1.25: 0.25 nats a token, summed over each response.
     lengths = [row["length"] for row in run.tracker.rows[0][1]]
@@ -315,6 +337,102 @@ def test_a_coefficient_without_target_is_fixed():
     run = Run(policy=WITH_REFERENCE)
     run(save_steps=1)
     assert {state.kl_coef for state in run.saved} == {0.1}
+
+
+def test_the_weight_of_the_entropy_follows_every_step_and_goes_on_after_a_resume():
+    policy = ActorCriticPolicyConfig(init_kl_coef=0.0, entropy_target=0.2, entropy_delta=1e-3)
+    run = Run(policy=policy, batch=TWO_STEPS)
+    run(total_iterations=2, save_steps=1)  # the fake actor always measures 0.1 nats
+    assert [metrics["entropy_coef"] for _, metrics in run.tracker.logged] == pytest.approx([0.0, 2e-3])
+    assert [weights.entropy.coef for weights in run.actor.weights if weights] == pytest.approx([0.0, 2e-3])
+    again = Run(policy=policy, batch=TWO_STEPS)
+    again(state=LoopState(**json.loads(json.dumps(vars(run.saved[0])))), total_iterations=2)
+    assert again.actor.weights == run.actor.weights[1:]
+    above = Run(policy=policy, batch=ONE_STEP)
+    above.actor.found = {"entropy": 0.3}
+    above(total_iterations=1, save_steps=1)
+    assert above.saved[0].weights.entropy == EntropyState(0.0, applied=False)
+
+
+@pytest.mark.parametrize("batch", [ONE_STEP, TWO_STEPS])
+def test_a_divergence_in_the_loss_is_measured_there_and_steers_the_coefficient(batch):
+    policy = PolicyConfig(init_kl_coef=0.1, use_kl_loss=True, kl_estimator="k3", kl_target=0.5, kl_horizon=100)
+    run = Run(policy=policy, batch=batch, algorithm="rloo")
+    run.actor.found = {"kl": 5.0}
+    run(total_iterations=1, save_steps=1)
+    # The reference is asked; the actor itself only where its anchor is needed.
+    assert ("actor.logprobs" in run.journal) == (batch is TWO_STEPS)
+    samples, _ = run.actor.updates[0]
+    assert all((sample.columns["ref_logprobs"] == -1.25).all() for sample in samples)
+    assert [weights.kl for weights in run.actor.weights if weights] == [0.1]
+    assert run.saved[0].kl_coef == pytest.approx(0.1 * (1 + 0.2 * 6 / 100))
+    assert run.tracker.logged[0][1]["kl_coef"] == 0.1
+    # Rewards are the lengths, whose difference to the other response of the prompt is all that is left.
+    lengths = [row["length"] for row in run.tracker.rows[0][1]]
+    leads = [lengths[i] - lengths[i ^ 1] for i in range(6)]
+    assert [sample.columns["advantages"][0] for sample in samples] == leads
+
+
+def test_without_a_critic_none_is_asked_for_anything():
+    run = Run(algorithm="rloo")
+    run(total_iterations=1)
+    assert run.journal == [
+        *("engines.wake_cache", "engines.generate", "engines.sleep", "scorer.score"),
+        *("actor.wake", "actor.update", "actor.sleep_optimizer", "engines.receive_weights 1", "actor.sleep"),
+    ]
+    assert run.actor.on_policy == [True]
+
+
+def test_greedy_responses_are_scored_with_the_others_and_not_trained_on():
+    run = Run(algorithm="remax", reward=WITH_REWARD_MODEL)
+    run(total_iterations=1)
+    assert run.journal[:4] == ["engines.wake_cache", "engines.generate", "engines.generate", "engines.sleep"]
+    assert [sampling.greedy for sampling in run.engines.sampling] == [False, True]
+    sampled, greedy = run.engines.requests
+    assert [request.prompt_ids for request in greedy] == [request.prompt_ids for request in sampled[::2]]
+    assert [len(asked) for asked in run.scorer.asked] == [9]
+    samples, steps = run.actor.updates[0]
+    assert [sample.sequence.token_ids[:2].tolist() for sample in samples] == [r.prompt_ids for r in sampled]
+    assert sorted(index for step in steps for index in step) == [0, 1, 2, 3, 4, 5]
+    metrics, rows = run.tracker.logged[0][1], run.tracker.rows[0][1]
+    assert len(rows) == 6
+    answers = [run.engines._answer(request) for request in greedy]
+    baselines = [len(answer.token_ids) + 0.5 * answer.token_ids[-1] for answer in answers]
+    assert metrics["greedy_reward"] == pytest.approx(np.mean(baselines))
+    assert metrics["reward"] == pytest.approx(np.mean([row["reward"] for row in rows]))
+    expected = [row["reward"] - baselines[i // 2] for i, row in enumerate(rows)]
+    assert [sample.columns["advantages"][0] for sample in samples] == pytest.approx(expected)
+
+
+def test_responses_to_a_prompt_whose_greedy_one_has_no_score_are_left_out():
+    run = Run(algorithm="remax", fails=lambda index: index == 7)  # the greedy response to the second prompt
+    run(total_iterations=1)
+    samples, _ = run.actor.updates[0]
+    kept = [request.prompt_ids for i, request in enumerate(run.engines.requests[0]) if i not in (2, 3)]
+    assert [sample.sequence.token_ids[:2].tolist() for sample in samples] == kept
+    with pytest.raises(RunError, match=r"every reward failed \(grader broke\)"):
+        Run(algorithm="remax", fails=lambda index: index >= 6)()
+
+
+def test_cut_responses_are_left_out_of_both_updates_where_that_is_asked_for():
+    run = Run(policy=ActorCriticPolicyConfig(init_kl_coef=0.0, mask_truncated=True))
+    run(total_iterations=1)
+    rows = run.tracker.rows[0][1]
+    whole = [row["length"] for row in rows if row["finish_reason"] == "stop"]
+    assert 0 < len(whole) < 6
+    for model in (run.actor, run.critic):
+        samples, steps = model.updates[0]
+        assert [sample.sequence.num_trained for sample in samples] == whole
+        assert sorted(steps[0]) == list(range(len(whole)))
+    assert run.tracker.logged[0][1]["reward"] == pytest.approx(np.mean([row["reward"] for row in rows]))
+
+
+def test_an_iteration_whose_responses_were_all_cut_says_what_to_change():
+    run = Run(policy=ActorCriticPolicyConfig(init_kl_coef=0.0, mask_truncated=True))
+    answer = run.engines._answer
+    run.engines._answer = lambda request: dataclasses.replace(answer(request), finish_reason="length")  # type: ignore[method-assign]
+    with pytest.raises(RunError, match=r"every response was cut and mask_truncated leaves those out.*max_new_tokens"):
+        run()
 
 
 def test_metrics_of_several_steps_are_means_and_maxima():
@@ -383,7 +501,7 @@ def test_checkpoints_are_written_when_due_and_at_the_end(save_steps, saved):
     assert [state.iteration for state in run.saved] == saved
 
 
-@pytest.mark.parametrize("policy", [WITHOUT_REFERENCE, PolicyConfig(init_kl_coef=0.1, kl_target=0.5)])
+@pytest.mark.parametrize("policy", [WITHOUT_REFERENCE, ActorCriticPolicyConfig(init_kl_coef=0.1, kl_target=0.5)])
 def test_a_resumed_run_repeats_requests_steps_and_coefficients(policy):
     whole, first = Run(policy=policy, batch=TWO_STEPS), Run(policy=policy, batch=TWO_STEPS, stop_after=2)
     whole()
@@ -402,7 +520,7 @@ def test_a_resumed_run_repeats_requests_steps_and_coefficients(policy):
 
 def test_a_finished_run_that_is_resumed_does_nothing():
     run = Run()
-    assert run(state=LoopState(4, 0.0)) == Finished(4, interrupted=False)
+    assert run(state=LoopState(4, 0.0, 0.0)) == Finished(4, interrupted=False)
     assert run.journal == []
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlhf_cli.backends.placement import ENGINE, Layout, Seat, describe, plan_layout
-from rlhf_cli.config.online import PlacementConfig, RolloutConfig
+from rlhf_cli.config.online import CriticPlacementConfig, RolloutConfig
 from rlhf_cli.errors import UsageError
 
 ROLES = ("actor", "critic", "ref")
@@ -16,7 +16,7 @@ def layout_of(
     node_gpus: list[int], *, roles: tuple[str, ...] = ROLES, engines: int = 1, tensor_parallel: int = 1, **placement
 ) -> Layout:
     rollout = RolloutConfig(vllm_num_engines=engines, vllm_tensor_parallel_size=tensor_parallel)
-    return plan_layout(PlacementConfig(**placement), rollout, roles=roles, node_gpus=node_gpus)
+    return plan_layout(CriticPlacementConfig(**placement), rollout, roles=roles, node_gpus=node_gpus)
 
 
 def shape(nodes: int, gpus: int, *roles: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.config.online import PolicyConfig, RewardConfig
+from rlhf_cli.config.online import OnlineRewardConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.rewards.records import Score
@@ -18,10 +19,11 @@ from rlhf_cli.trainers.rl_batch import (
     sample_rows,
     score_requests,
     scored_rollouts,
+    with_greedy,
 )
 
 FAILED = Score(None, "failed", "timed out after 30 s", {"format": 1.0})
-REWARD = RewardConfig(reward_funcs=["exact"])
+REWARD = OnlineRewardConfig(reward_funcs=["exact"])
 
 
 def prompt(number: int, source: str = "a.jsonl") -> Prompt:
@@ -91,9 +93,11 @@ def test_samples_of_ppo_by_hand():
         two_rollouts(2.0, 20.0),
         evaluated,
         algorithm=ALGORITHMS["ppo"],
-        policy=PolicyConfig(),
+        policy=ActorCriticPolicyConfig(),
         reward=REWARD,
         kl_coef=0.5,
+        greedy=None,
+        max_new_tokens=4,
     )
     assert samples[0].columns.keys() == {
         "old_logprobs",
@@ -109,9 +113,7 @@ def test_samples_of_ppo_by_hand():
     assert samples[0].columns["old_values"].tolist() == [1.0, 2.0]
     assert samples[1].columns["old_logprobs"].tolist() == [-0.5]
     # .4 nats in the first response, -.2 in the second.
-    assert metrics == pytest.approx(
-        {"kl": 0.1, "kl_coef": 0.5, "advantage_abs": (0.4651117 + 0.6827328 + 1.1478446) / 3}, rel=1e-4
-    )
+    assert metrics == pytest.approx({"kl": 0.1, "advantage_abs": (0.4651117 + 0.6827328 + 1.1478446) / 3}, rel=1e-4)
 
 
 def test_without_a_reference_the_score_alone_is_rewarded_and_no_divergence_is_reported():
@@ -120,9 +122,11 @@ def test_without_a_reference_the_score_alone_is_rewarded_and_no_divergence_is_re
         two_rollouts(2.0, -1.0),
         evaluated,
         algorithm=ALGORITHMS["ppo"],
-        policy=PolicyConfig(gamma=0.5),
+        policy=ActorCriticPolicyConfig(gamma=0.5),
         reward=REWARD,
         kl_coef=0.5,
+        greedy=None,
+        max_new_tokens=4,
     )
     assert samples[0].columns["returns"].tolist() == [1.0, 2.0]
     assert samples[1].columns["returns"].tolist() == [-1.0]
@@ -130,11 +134,44 @@ def test_without_a_reference_the_score_alone_is_rewarded_and_no_divergence_is_re
     assert metrics.keys() == {"advantage_abs"}
 
 
+def test_greedy_responses_are_shaped_alike_and_compared_with_by_prompt():
+    prompts = [prompt(0), prompt(0), prompt(1), prompt(2)]
+    answers = [generation(1), generation(2, 2, 2, 2, cut=True), generation(3), generation(4)]
+    rollouts = scored_rollouts(prompts, answers, [scored(3.0), scored(5.0), scored(7.0), scored(9.0)])
+    greedy = scored_rollouts(
+        [prompt(0), prompt(1), prompt(2)],
+        [generation(1, 1, 1, 1, cut=True), generation(1), generation(1)],
+        [scored(8.0), FAILED, scored(4.0)],
+    )
+    kept = with_greedy(rollouts, greedy)
+    assert kept.scores_B.tolist() == [3.0, 5.0, 9.0]  # nothing to compare the response to the second prompt with
+    samples, metrics = learning_samples(
+        kept,
+        Evaluated(None, None, None),
+        greedy=greedy,
+        algorithm=ALGORITHMS["remax"],
+        policy=PolicyConfig(mask_truncated=True),
+        reward=OnlineRewardConfig(reward_funcs=["exact"], stop_properly_penalty_coef=0.5),
+        kl_coef=0.0,
+        max_new_tokens=4,
+    )
+    assert [sample.sequence.token_ids.tolist() for sample in samples] == [[7, 8, 1], [7, 8, 4]]  # one was cut
+    assert [sample.columns["advantages"].tolist() for sample in samples] == [[3.0 - 4.0], [9.0 - 4.0]]
+    assert metrics == {"advantage_abs": 3.0}
+
+
 def test_columns_have_a_value_for_every_trained_token():
     rollouts = two_rollouts(1.0, 2.0)
     evaluated = Evaluated(None, None, [floats(0.0, 1.0), floats(2.0)])
     samples, _ = learning_samples(
-        rollouts, evaluated, algorithm=ALGORITHMS["ppo"], policy=PolicyConfig(), reward=REWARD, kl_coef=0.0
+        rollouts,
+        evaluated,
+        algorithm=ALGORITHMS["ppo"],
+        policy=ActorCriticPolicyConfig(),
+        reward=REWARD,
+        kl_coef=0.0,
+        greedy=None,
+        max_new_tokens=4,
     )
     for sample in samples:
         assert {len(column) for column in sample.columns.values()} == {sample.sequence.num_trained}

@@ -5,67 +5,134 @@ models, engines or ranks.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, maximum, token_mean
+from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, aggregate, maximum, sequence_mean, token_mean
 from rlhf_cli.algorithms.correction import correction_weights, correlation, mismatch
-from rlhf_cli.algorithms.policy_loss import log_ratio, ppo_clip
+from rlhf_cli.algorithms.entropy import EntropyState, next_entropy_state
+from rlhf_cli.algorithms.kl import kl_estimate
+from rlhf_cli.algorithms.policy_loss import TokenLoss, cispo, gspo, log_ratio, ppo_clip, reinforce, sapo
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
-from rlhf_cli.config.online import PolicyConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 
 # Metrics under this prefix are moments, which the finish_ functions turn into a figure once they are complete.
 MOMENT = "moment/"
 
 
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights that controllers change while a run goes on: of the KL divergence in the loss, of the entropy bonus."""
+
+    kl: float
+    entropy: EntropyState
+
+
+@dataclass(frozen=True)
+class PolicyColumns:
+    """What is known of the trained tokens of a micro-batch, `[K]`, besides the log-probs under training.
+
+    `rollout_K` from the engine that sampled; `cu` int64 `[B+1]` bounds the sequences; `old_K` from the anchor policy,
+    None for the first update since the rollout: the model is its own anchor then and the ratio exactly 1; `ref_K` from
+    the reference, where the loss has a term of the KL divergence. All log-probs are of logits divided by the sampling
+    temperature.
+    """
+
+    rollout_K: Tensor
+    advantages_K: Tensor
+    cu: Tensor
+    old_K: Tensor | None = None
+    ref_K: Tensor | None = None
+
+
 def policy_objective(
     logprobs_K: Tensor,
     entropy_K: Tensor | None,
+    columns: PolicyColumns,
     *,
-    old_K: Tensor | None,
-    rollout_K: Tensor,
-    advantages_K: Tensor,
-    cu_trained: Tensor,
     settings: PolicyConfig,
     totals: StepTotals,
+    weights: LossWeights,
+    max_new_tokens: int,
 ) -> tuple[Tensor, Metrics]:
     """(part of the actor's loss, with gradient; metrics without).
 
-    `logprobs_K` and `entropy_K` come from the model being trained, `old_K` from the anchor policy, `rollout_K` from the
-    engine that sampled; `cu_trained` `[B+1]` bounds the sequences. `old_K` None means that this is the first update
-    since the rollout: the model is its own anchor and the ratio is exactly 1. `entropy_K` may be None where its
-    coefficient is 0. All log-probs are of logits divided by the sampling temperature.
+    `logprobs_K` and `entropy_K` come from the model being trained; `entropy_K` may be None where its weight is 0.
     """
-    anchor_K = logprobs_K.detach() if old_K is None else old_K
-    low, high = settings.eps_clip_low_high or (settings.eps_clip, settings.eps_clip)
-    loss_K, flags = ppo_clip(
-        logprobs_K, anchor_K, advantages_K, eps_low=low, eps_high=high, dual_clip=settings.dual_clip
-    )
+
+    def mean(values_K: Tensor) -> Tensor:
+        return aggregate(values_K, columns.cu, totals, kind=settings.loss_agg, max_new_tokens=max_new_tokens)
+
+    anchor_K = logprobs_K.detach() if columns.old_K is None else columns.old_K
+    loss_K, flags = POLICY_LOSSES[settings.policy_loss](logprobs_K, anchor_K, columns, settings)
     weight_K, corrected_K = correction_weights(
         anchor_K,
-        rollout_K,
-        cu_trained,
+        columns.rollout_K,
+        columns.cu,
         kind=settings.rollout_correction,
         cap=settings.rollout_correction_cap,
         keep_range=settings.rollout_correction_range,
     )
-    policy_loss = token_mean(loss_K * weight_K, totals)
-    loss = policy_loss
-    metrics = {"policy_loss": policy_loss.detach()}
+    loss = mean(loss_K * weight_K)
+    metrics = {"policy_loss": loss.detach()}
     if entropy_K is not None:
-        entropy = token_mean(entropy_K, totals)
-        loss = loss - settings.entropy_loss_coef * entropy
-        metrics["entropy"] = entropy.detach()
-    elif settings.entropy_loss_coef:
-        raise ValueError("entropy_loss_coef is not 0 but the entropy was not computed")
+        loss = loss - weights.entropy.weight * mean(entropy_K)
+        metrics["entropy"] = token_mean(entropy_K.detach(), totals)
+    elif weights.entropy.weight:
+        raise ValueError("the entropy has a weight but was not computed")
+    if columns.ref_K is not None:
+        kl_K = kl_estimate(logprobs_K, columns.ref_K, settings.kl_estimator)
+        loss = loss + weights.kl * mean(kl_K)
+        metrics["kl"] = sequence_mean(kl_K.detach(), totals)
     metrics |= _ratio_metrics(logprobs_K.detach(), anchor_K, flags, totals)
-    metrics |= _correction_metrics(anchor_K, rollout_K, weight_K, corrected_K, totals)
+    metrics |= _correction_metrics(anchor_K, columns.rollout_K, weight_K, corrected_K, totals)
     return loss, metrics
 
 
+def _clip(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    low, high = settings.clip_range
+    return ppo_clip(
+        logprobs_K, anchor_K, columns.advantages_K, eps_low=low, eps_high=high, dual_clip=settings.dual_clip
+    )
+
+
+def _gspo(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    low, high = settings.clip_range
+    return gspo(logprobs_K, anchor_K, columns.advantages_K, columns.cu, eps_low=low, eps_high=high)
+
+
+def _cispo(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    return cispo(logprobs_K, anchor_K, columns.advantages_K, cap=settings.cispo_eps_high)
+
+
+def _sapo(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    positive, negative = settings.sapo_tau
+    return sapo(logprobs_K, anchor_K, columns.advantages_K, tau_positive=positive, tau_negative=negative)
+
+
+def _reinforce(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, _: PolicyConfig) -> TokenLoss:
+    return reinforce(logprobs_K, anchor_K, columns.advantages_K)
+
+
+POLICY_LOSSES = {"clip": _clip, "gspo": _gspo, "cispo": _cispo, "sapo": _sapo, "reinforce": _reinforce}
+
+
+def next_weights(weights: LossWeights, metrics: Mapping[str, float], *, settings: PolicyConfig) -> LossWeights:
+    """Weights for the next optimizer step, from the metrics of one; every rank, and the driver, comes to the same."""
+    entropy = next_entropy_state(
+        weights.entropy,
+        entropy=metrics["entropy"],
+        target=settings.entropy_target,
+        delta=settings.entropy_delta,
+        max_coef=settings.entropy_max,
+    )
+    return replace(weights, entropy=entropy)
+
+
 def value_objective(
-    values_K: Tensor, *, old_values_K: Tensor, returns_K: Tensor, settings: PolicyConfig, totals: StepTotals
+    values_K: Tensor, *, old_values_K: Tensor, returns_K: Tensor, settings: ActorCriticPolicyConfig, totals: StepTotals
 ) -> tuple[Tensor, Metrics]:
     """(part of the critic's loss, with gradient; metrics without)."""
     loss_K, clipped_K = clipped_value_loss(values_K, old_values_K, returns_K, value_clip=settings.value_clip)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.ragged import last_index
+from rlhf_cli.config.online import OnlineRewardConfig
 
 
 def normalised_scores(scores_B: Tensor, *, mean: float, std: float) -> Tensor:
@@ -48,8 +49,18 @@ def token_rewards(scores_B: Tensor, kl_N: Tensor | None, cu: Tensor, *, kl_coef:
     return rewards_N
 
 
-def shaped_rewards(
-    scores_B: Tensor, kl_N: Tensor | None, cu: Tensor, *, clip_range: tuple[float, float], kl_coef: float
+def shaped_scores(
+    scores_B: Tensor, lengths_B: Tensor, truncated_B: Tensor, *, reward: OnlineRewardConfig, max_new_tokens: int
 ) -> Tensor:
-    """Token rewards `[N]` from raw scores, in the fixed order described above."""
-    return token_rewards(clip_scores(scores_B, clip_range), kl_N, cu, kl_coef=kl_coef)
+    """Clipped scores with what their responses' length does to them; `truncated_B` bool, which were cut."""
+    shaped_B = clip_scores(scores_B, reward.reward_clip_range)
+    if reward.stop_properly_penalty_coef is not None:
+        shaped_B = stop_properly(shaped_B, truncated_B, coef=reward.stop_properly_penalty_coef)
+    if reward.overlong_buffer_len is not None:
+        shaped_B = shaped_B + overlong_penalty(
+            lengths_B,
+            max_length=max_new_tokens,
+            buffer_len=reward.overlong_buffer_len,
+            factor=reward.overlong_penalty_factor,
+        )
+    return shaped_B

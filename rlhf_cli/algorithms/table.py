@@ -1,17 +1,21 @@
 """The table of online algorithms: one row each, and nothing elsewhere branches on a name.
 
-A row says what an algorithm needs (a critic, a group of responses, where the KL divergence enters) and how its
-advantages are computed. Defaults of settings belong to the command; losses are chosen by settings.
+A row says what an algorithm needs (a critic, a group of responses, a greedy response to each prompt) and how its
+advantages are computed. Which row a command takes, and the defaults of settings, are the command's; where the KL
+divergence counts and what the loss is are settings.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.advantages import gae, whiten
-from rlhf_cli.config.online import PolicyConfig
+from rlhf_cli.algorithms.advantages import at_every_token, gae, whiten
+from rlhf_cli.algorithms.groups import less_mean_of_others
+from rlhf_cli.algorithms.ragged import segment_ids, segment_sum
+from rlhf_cli.config.policy import ActorCriticPolicyConfig
 
 
 @dataclass(frozen=True)
@@ -19,49 +23,72 @@ class Experience:
     """What advantages are computed from: all responses of one rollout, tokens end to end.
 
     `rewards_N` shaped token rewards; `values_N` the critic's, None without one; `cu` int64 `[B+1]` bounds of the
-    responses; `groups_B` int64, which prompt each response answers (groups may differ in size where samples failed).
+    responses; `groups_B` int64, which prompt each response answers (groups may differ in size where samples failed);
+    `trained_B` bool, which responses are trained on; `greedy_B` the reward of the greedy response to the same prompt,
+    None where there is none.
     """
 
     rewards_N: Tensor
     values_N: Tensor | None
     cu: Tensor
     groups_B: Tensor
+    trained_B: Tensor
+    greedy_B: Tensor | None
+
+    @property
+    def rewards_B(self) -> Tensor:
+        """The whole reward of each response."""
+        return segment_sum(self.rewards_N, self.cu)
 
 
-# (experience, settings) -> (advantages_N before whitening, returns_N for the critic or None)
-AdvantageFunction = Callable[[Experience, PolicyConfig], tuple[Tensor, Tensor | None]]
+# (experience, the command's policy settings) -> (advantages_N before whitening, returns_N for a critic or None)
+AdvantageFunction = Callable[[Experience, Any], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """One online algorithm.
 
-    `kl_in`: whether the KL divergence is taken off the reward or added to the loss; `min_group`: fewest responses per
-    prompt; `whiten`: whether advantages are normalised over all tokens of the rollout.
+    `min_group`: fewest responses per prompt; `whiten`: whether advantages are normalised over all trained tokens of the
+    rollout; `greedy`: whether each prompt gets a greedy response that is scored and not trained on.
     """
 
     name: str
     advantages: AdvantageFunction
-    critic: bool
-    kl_in: Literal["reward", "loss"]
-    min_group: int
-    whiten: bool
+    critic: bool = False
+    min_group: int = 1
+    whiten: bool = False
+    greedy: bool = False
 
 
-def compute_advantages(
-    algorithm: Algorithm, experience: Experience, *, settings: PolicyConfig
-) -> tuple[Tensor, Tensor | None]:
-    """(advantages_N as the policy loss takes them, returns_N for the critic or None)."""
+def compute_advantages(algorithm: Algorithm, experience: Experience, *, settings: Any) -> tuple[Tensor, Tensor | None]:
+    """(advantages_N as the policy loss takes them, 0 where nothing is trained; returns_N for the critic or None)."""
     advantages_N, returns_N = algorithm.advantages(experience, settings)
-    return (whiten(advantages_N) if algorithm.whiten else advantages_N), returns_N
+    trained_N = experience.trained_B[segment_ids(experience.cu)]
+    chosen = advantages_N[trained_N]
+    final_N = torch.zeros_like(advantages_N)
+    final_N[trained_N] = whiten(chosen) if algorithm.whiten else chosen
+    return final_N, returns_N
 
 
-def _gae(experience: Experience, settings: PolicyConfig) -> tuple[Tensor, Tensor | None]:
+def _gae(experience: Experience, settings: ActorCriticPolicyConfig) -> tuple[Tensor, Tensor | None]:
     assert experience.values_N is not None, "GAE needs a critic"
     return gae(experience.rewards_N, experience.values_N, experience.cu, gamma=settings.gamma, lambd=settings.lambd)
 
 
-ALGORITHMS = {
-    row.name: row
-    for row in (Algorithm(name="ppo", advantages=_gae, critic=True, kl_in="reward", min_group=1, whiten=True),)
-}
+def _rloo(experience: Experience, _: Any) -> tuple[Tensor, None]:
+    return at_every_token(less_mean_of_others(experience.rewards_B, experience.groups_B), experience.cu), None
+
+
+def _remax(experience: Experience, _: Any) -> tuple[Tensor, None]:
+    assert experience.greedy_B is not None, "ReMax needs greedy responses"
+    return at_every_token(experience.rewards_B - experience.greedy_B, experience.cu), None
+
+
+ROWS = (
+    Algorithm("ppo", _gae, critic=True, whiten=True),
+    Algorithm("rloo", _rloo, min_group=2),
+    Algorithm("remax", _remax, greedy=True),
+)
+
+ALGORITHMS = {row.name: row for row in ROWS}

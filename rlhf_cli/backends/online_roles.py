@@ -8,12 +8,13 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.algorithms.objective import finish_policy_metrics, finish_value_metrics
+from rlhf_cli.algorithms.objective import LossWeights, finish_policy_metrics, finish_value_metrics
 from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.backends.role_group import WorkerGroup
 from rlhf_cli.backends.roles import UpdateStep
@@ -115,10 +116,10 @@ class TrainedGroup:
         with self.awake():
             self.group.all("role.save_model", directory)
 
-    def update(self, samples: Seq[Sample], steps: Seq[np.ndarray], *flags: bool) -> list[dict[str, float]]:
-        """Metrics of each optimizer step, over all ranks."""
+    def update(self, samples: Seq[Sample], steps: Seq[np.ndarray], *given: Any) -> list[dict[str, float]]:
+        """Metrics of each optimizer step, over all ranks; `given` is the same for every rank."""
         shares = self.dealer.steps(samples, steps)
-        return list(self.group.wait(self.group.start_each("update", [(share, *flags) for share in shares]))[0])
+        return list(self.group.wait(self.group.start_each("update", [(share, *given) for share in shares]))[0])
 
 
 class ActorGroup:
@@ -132,9 +133,11 @@ class ActorGroup:
         """Log-probs of each sequence's trained tokens, in nats."""
         return self.trained.dealer.forward(self.trained.group, "logprobs", sequences)
 
-    def update(self, samples: Seq[Sample], steps: Seq[np.ndarray], *, on_policy: bool) -> list[dict[str, float]]:
+    def update(
+        self, samples: Seq[Sample], steps: Seq[np.ndarray], *, on_policy: bool, weights: LossWeights
+    ) -> list[dict[str, float]]:
         """Metrics of each optimizer step."""
-        return [finish_policy_metrics(metrics) for metrics in self.trained.update(samples, steps, on_policy)]
+        return [finish_policy_metrics(metrics) for metrics in self.trained.update(samples, steps, on_policy, weights)]
 
 
 class CriticGroup:

@@ -7,7 +7,7 @@ GPUs it is a process.
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from rlhf_cli.config.online import PlacementConfig, RolloutConfig
+from rlhf_cli.config.online import CriticPlacementConfig, PlacementConfig, RolloutConfig
 from rlhf_cli.errors import UsageError
 
 
@@ -97,7 +97,7 @@ def _pools(placement: PlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:
     together = []
     if placement.colocate_actor_ref:
         together.append((("actor", "ref"), "colocate_actor_ref"))
-    if placement.colocate_critic_reward:
+    if isinstance(placement, CriticPlacementConfig) and placement.colocate_critic_reward:
         together.append((("critic", "reward"), "colocate_critic_reward"))
     pools, seated = [], set()
     for pair, flag in together:
@@ -117,13 +117,7 @@ def _pool(placement: PlacementConfig, roles: tuple[str, ...], flag: str) -> _Poo
 
 
 def _shape(placement: PlacementConfig, role: str) -> tuple[int, int]:
-    sizes = {
-        "actor": (placement.actor_num_nodes, placement.actor_num_gpus_per_node),
-        "critic": (placement.critic_num_nodes, placement.critic_num_gpus_per_node),
-        "ref": (placement.ref_num_nodes, placement.ref_num_gpus_per_node),
-        "reward": (placement.reward_num_nodes, placement.reward_num_gpus_per_node),
-    }
-    return sizes[role]
+    return getattr(placement, f"{role}_num_nodes"), getattr(placement, f"{role}_num_gpus_per_node")
 
 
 def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[int]:

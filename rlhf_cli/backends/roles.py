@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
-from rlhf_cli.algorithms.objective import policy_objective, value_objective
+from rlhf_cli.algorithms.objective import LossWeights, PolicyColumns, next_weights, policy_objective, value_objective
 from rlhf_cli.backends import distributed
 from rlhf_cli.backends.deepspeed_engine import (
     ComputeLoss,
@@ -31,7 +31,7 @@ from rlhf_cli.backends.weight_transfer import Idle, PushReport, Transport, Weigh
 from rlhf_cli.backends.weight_transfer_shm import ShmTransport
 from rlhf_cli.backends.weight_vllm_trainer import CallEngines, EngineClient, Rendezvous, TensorSpec, connect
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.online import PolicyConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.data.samples import Sample, SamplePack, pack_samples
@@ -58,6 +58,7 @@ class RoleSettings:
     total_steps: int
     seed: int
     temperature: float
+    max_new_tokens: int
     policy: PolicyConfig
 
     def zero3(self) -> dict[str, Any] | None:
@@ -149,8 +150,6 @@ class TrainedRole:
 class Actor:
     """One rank of the policy in training."""
 
-    COLUMNS = ("old_logprobs", "rollout_logprobs", "advantages")
-
     def __init__(self, settings: RoleSettings) -> None:
         hf_model = _join_and_load(settings, load_causal_lm)
         self.role = TrainedRole(settings, hf_model, PolicyModel(hf_model))
@@ -160,10 +159,18 @@ class Actor:
         """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
         return _infer(self.role.engine, micro_batches, _logprobs_at(self.role.settings.temperature))
 
-    def update(self, steps: list[UpdateStep], on_policy: bool) -> list[dict[str, float]]:
+    def update(self, steps: list[UpdateStep], on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
         """Metrics of each optimizer step; on-policy, the model's own log-probs are the anchor."""
-        names = self.COLUMNS[1:] if on_policy else self.COLUMNS
-        return [self.role.engine.train_step(_packs(step, names), self._loss(step.totals)) for step in steps]
+        policy = self.role.settings.policy
+        anchor = () if on_policy else ("old_logprobs",)
+        reference = ("ref_logprobs",) if policy.has_kl_loss else ()
+        names = ("rollout_logprobs", "advantages", *anchor, *reference)
+        metrics = []
+        for step in steps:
+            found = self.role.engine.train_step(_packs(step, names), self._loss(step.totals, weights))
+            weights = next_weights(weights, found, settings=policy)
+            metrics.append(found)
+        return metrics
 
     def connect_engines(self, link: EngineLink) -> None:
         """Open the way weights take to the engines; every rank calls it."""
@@ -176,20 +183,26 @@ class Actor:
         assert self._sender is not None, "no engine is connected"
         return self._sender.send(self.role.engine.named_weights(self.role.hf_model), version)
 
-    def _loss(self, totals: StepTotals) -> ComputeLoss:
+    def _loss(self, totals: StepTotals, weights: LossWeights) -> ComputeLoss:
         settings = self.role.settings
 
         def loss(model: nn.Module, batch: SamplePack) -> tuple[torch.Tensor, Metrics]:
             logprobs_K, entropy_K = model(batch.pack, temperature=settings.temperature, with_entropy=True)
+            columns = PolicyColumns(
+                rollout_K=batch.columns["rollout_logprobs"],
+                advantages_K=batch.columns["advantages"],
+                cu=batch.pack.cu_trained,
+                old_K=batch.columns.get("old_logprobs"),
+                ref_K=batch.columns.get("ref_logprobs"),
+            )
             return policy_objective(
                 logprobs_K,
                 entropy_K,
-                old_K=batch.columns.get("old_logprobs"),
-                rollout_K=batch.columns["rollout_logprobs"],
-                advantages_K=batch.columns["advantages"],
-                cu_trained=batch.pack.cu_trained,
+                columns,
                 settings=settings.policy,
                 totals=totals,
+                weights=weights,
+                max_new_tokens=settings.max_new_tokens,
             )
 
         return loss
@@ -214,6 +227,7 @@ class Critic:
 
     def _loss(self, totals: StepTotals) -> ComputeLoss:
         policy = self.role.settings.policy
+        assert isinstance(policy, ActorCriticPolicyConfig)
 
         def loss(model: nn.Module, batch: SamplePack) -> tuple[torch.Tensor, Metrics]:
             columns = {"old_values_K": batch.columns["old_values"], "returns_K": batch.columns["returns"]}

@@ -18,7 +18,8 @@ from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
 from rlhf_cli.backends.roles import Reward, RoleSettings
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.commands.generate import GenerateConfig
-from rlhf_cli.config.online import PlacementConfig, PolicyConfig, RolloutConfig
+from rlhf_cli.config.online import PlacementConfig, RolloutConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 from rlhf_cli.models.loading import resolve_model_path
 from rlhf_cli.models.reward_model import RewardModel
@@ -99,6 +100,7 @@ def _start_reward_model(places: _Places, model: RewardModel) -> WorkerGroup:
         total_steps=1,
         seed=places.config.out.seed,
         temperature=1.0,
+        max_new_tokens=places.config.sampling.max_new_tokens,
         policy=PolicyConfig(),
     )
     group, building = start_ranks(

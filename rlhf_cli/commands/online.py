@@ -14,9 +14,10 @@ from rlhf_cli.backends.placement import describe, plan_layout
 from rlhf_cli.backends.ray_cluster import ray_cluster
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.offline import conclude
+from rlhf_cli.commands.online_config import OnlineConfig
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, role_names
-from rlhf_cli.commands.ppo import PPOConfig
 from rlhf_cli.commands.run_directory import RunDirectory, prepare_run_directory, run_directory
+from rlhf_cli.config.online import CriticPlacementConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_tokenizer
@@ -27,14 +28,22 @@ from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.terminal import quiet_process
 from rlhf_cli.tracking.tracker import Tracker, check_tracking
 from rlhf_cli.trainers.loop import Finished
-from rlhf_cli.trainers.rl import LoopState, OnlineHooks, OnlineSettings, prompt_batches, train_online, update_steps
+from rlhf_cli.trainers.rl import (
+    LoopState,
+    OnlineHooks,
+    OnlineSettings,
+    first_state,
+    prompt_batches,
+    train_online,
+    update_steps,
+)
 
 
 @dataclass(frozen=True)
 class _Run:
     """What is known before anything heavy starts."""
 
-    config: PPOConfig
+    config: OnlineConfig
     command: str
     algorithm: Algorithm
     backend: str
@@ -68,12 +77,16 @@ class _Run:
     def identity(self) -> dict[str, Any]:
         """What has to be equal for a checkpoint to be continued."""
         config = self.config
+        placement = config.placement
+        ranks = {"number of actor ranks": placement.actor_num_nodes * placement.actor_num_gpus_per_node}
+        if isinstance(placement, CriticPlacementConfig):
+            ranks["number of critic ranks"] = placement.critic_num_nodes * placement.critic_num_gpus_per_node
         return {
             "command": self.command,
+            "algorithm": self.algorithm.name,
             "zero_stage": config.deepspeed.zero_stage,
             "param_dtype": config.model.param_dtype,
-            "number of actor ranks": config.placement.actor_num_nodes * config.placement.actor_num_gpus_per_node,
-            "number of critic ranks": config.placement.critic_num_nodes * config.placement.critic_num_gpus_per_node,
+            **ranks,
             "number of prompts": len(self.data.prompts),
             "rollout_batch_size": config.rollout.rollout_batch_size,
             "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
@@ -83,9 +96,13 @@ class _Run:
         }
 
 
-def run_online(config: PPOConfig, command: str) -> None:
-    """Train from the newest checkpoint, or from the start, to the end; save the models and the report."""
-    run = _check(config, command)
+def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
+    """Train from the newest checkpoint, or from the start, to the end; save the models and the report.
+
+    Args:
+        algorithm: the row of the table of algorithms.
+    """
+    run = _check(config, command, ALGORITHMS[algorithm])
     stop = StopSignal()
     with ExitStack() as stack:
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
@@ -102,9 +119,8 @@ def run_online(config: PPOConfig, command: str) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _check(config: PPOConfig, command: str) -> _Run:
+def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     """Everything that can be found wrong before the first process starts."""
-    algorithm = ALGORITHMS[command]
     check_tracking(config.tracking)
     check_batches(config, algorithm)
     backend = rollout_backend(config.rollout.rollout_backend)
@@ -126,7 +142,7 @@ def _check(config: PPOConfig, command: str) -> _Run:
     return run
 
 
-def check_batches(config: PPOConfig, algorithm: Algorithm) -> None:
+def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
     """Raise UsageError for sizes that do not fit together; says which would."""
     rollout, batch = config.rollout, config.batch
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
@@ -143,6 +159,12 @@ def check_batches(config: PPOConfig, algorithm: Algorithm) -> None:
         raise UsageError(
             f"--n_samples_per_prompt {rollout.n_samples_per_prompt}: {algorithm.name} compares the responses of a "
             f"prompt and needs at least {algorithm.min_group}"
+        )
+    buffer = config.reward.overlong_buffer_len
+    if buffer is not None and buffer > rollout.max_new_tokens:
+        raise UsageError(
+            f"--overlong_buffer_len {buffer} is longer than a response may be: --max_new_tokens "
+            f"{rollout.max_new_tokens}"
         )
     if config.batch.train_max_tokens_per_gpu < config.prompts.max_len:
         raise UsageError(
@@ -184,7 +206,7 @@ def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
 
 
 def _train(run: _Run, roles: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal) -> Finished:
-    state = LoopState(iteration=0, kl_coef=run.config.policy.init_kl_coef)
+    state = first_state(run.config.policy)
     if run.resume is not None:
         state = LoopState(**run.resume.state["loop"])
         roles.load(run.resume.path, iteration=state.iteration)

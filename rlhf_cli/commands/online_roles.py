@@ -21,15 +21,16 @@ from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
 from rlhf_cli.backends.roles import Actor, Critic, Reference, Reward, RoleSettings
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.backends.weight_transfer import choose_sync_backend
-from rlhf_cli.commands.ppo import PPOConfig
+from rlhf_cli.commands.online_config import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.online import ActorCriticOptimConfig
 from rlhf_cli.models.loading import load_config, quadratic_cost, resolve_model_path
 from rlhf_cli.models.reward_model import RewardModel
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.trainers.rl import Roles
 
 
-def role_names(config: PPOConfig, algorithm: Algorithm) -> tuple[str, ...]:
+def role_names(config: OnlineConfig, algorithm: Algorithm) -> tuple[str, ...]:
     """The roles this run has besides the engines; a reference only where the KL divergence counts."""
     critic = ("critic",) if algorithm.critic else ()
     reference = ("ref",) if config.policy.init_kl_coef > 0 else ()
@@ -52,7 +53,7 @@ class OnlineRoles:
 
     def __init__(
         self,
-        config: PPOConfig,
+        config: OnlineConfig,
         algorithm: Algorithm,
         where: OnlineCluster,
         *,
@@ -118,6 +119,7 @@ class OnlineRoles:
         model, optim = self._config.model, self._config.optim
         started = {"actor": self._start("actor", Actor, model, optim.actor_learning_rate)}
         if "critic" in names:
+            assert isinstance(optim, ActorCriticOptimConfig)
             started["critic"] = self._start("critic", Critic, model, optim.critic_learning_rate)
         if "ref" in names:
             started["ref"] = self._start("ref", Reference, model, optim.actor_learning_rate)
@@ -176,6 +178,7 @@ class OnlineRoles:
             total_steps=self._total_steps,
             seed=config.batch.seed,
             temperature=config.rollout.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
             policy=config.policy,
         )
         return start_ranks(

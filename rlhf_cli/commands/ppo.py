@@ -3,36 +3,17 @@
 Leaves out the loop itself (trainers/) and everything heavy: importing this module costs settings only.
 """
 
-from pydantic import BaseModel, ConfigDict
-
-from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.online import (
-    ActorCriticOptimConfig,
-    OnlineRewardConfig,
-    PlacementConfig,
-    PolicyConfig,
-    RolloutConfig,
-)
-from rlhf_cli.config.train import BatchConfig, CheckpointConfig, DeepSpeedConfig, TrackingConfig
+from rlhf_cli.commands.online_config import OnlineConfig
+from rlhf_cli.config.online import ActorCriticOptimConfig, CriticPlacementConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig
 
 
-class PPOConfig(BaseModel):
+class PPOConfig(OnlineConfig):
     """Settings of `rlhf ppo`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: ModelConfig
-    prompts: PromptConfig
-    rollout: RolloutConfig = RolloutConfig()
-    reward: OnlineRewardConfig
-    policy: PolicyConfig = PolicyConfig()
-    placement: PlacementConfig = PlacementConfig()
-    batch: BatchConfig = BatchConfig()
+    policy: ActorCriticPolicyConfig = ActorCriticPolicyConfig()
+    placement: CriticPlacementConfig = CriticPlacementConfig()
     optim: ActorCriticOptimConfig = ActorCriticOptimConfig()
-    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
-    checkpoint: CheckpointConfig
-    tracking: TrackingConfig = TrackingConfig()
 
 
 def ppo(config: PPOConfig) -> None:
@@ -42,4 +23,4 @@ def ppo(config: PPOConfig) -> None:
     check_run_directory(config.checkpoint)
     from rlhf_cli.commands.online import run_online
 
-    run_online(config, "ppo")
+    run_online(config, "ppo", algorithm="ppo")

@@ -1,4 +1,4 @@
-"""Rollouts, rewards, placement and the policy objective of online training."""
+"""Rollouts, rewards, placement and optimizers of online training; its objective is in policy.py."""
 
 from typing import Literal
 
@@ -124,6 +124,21 @@ class RewardConfig(ScoringConfig):
 class OnlineRewardConfig(ModelScoringConfig, RewardConfig):
     """Reward"""
 
+    overlong_buffer_len: int | None = Field(None, gt=0)
+    """Last tokens before max_new_tokens over which the score falls in a line, by overlong_penalty_factor at the end."""
+    overlong_penalty_factor: float = Field(1.0, gt=0)
+    """Score that a response of max_new_tokens loses under overlong_buffer_len."""
+    stop_properly_penalty_coef: float | None = Field(None, le=1)
+    """What a response that was cut gets: this share of its score, or this score where it is negative."""
+
+    @model_validator(mode="after")
+    def _one_penalty_of_length(self) -> "OnlineRewardConfig":
+        if self.overlong_buffer_len is None and self.overlong_penalty_factor != 1.0:
+            raise ValueError("overlong_penalty_factor says how much is lost in the buffer: give --overlong_buffer_len")
+        if self.overlong_buffer_len is not None and self.stop_properly_penalty_coef is not None:
+            raise ValueError("overlong_buffer_len and stop_properly_penalty_coef both punish length: give one of them")
+        return self
+
     @model_validator(mode="after")
     def _there_is_a_reward(self) -> "OnlineRewardConfig":
         if not self.reward_funcs and self.reward_func is None and self.reward_pretrain is None:
@@ -141,10 +156,6 @@ class PlacementConfig(Group):
     """Nodes of the actor."""
     actor_num_gpus_per_node: int = Field(1, gt=0)
     """Actor ranks per node: GPUs, or processes where there is none."""
-    critic_num_nodes: int = Field(1, gt=0)
-    """Nodes of the critic."""
-    critic_num_gpus_per_node: int = Field(1, gt=0)
-    """Critic ranks per node."""
     ref_num_nodes: int = Field(1, gt=0)
     """Nodes of the reference model."""
     ref_num_gpus_per_node: int = Field(1, gt=0)
@@ -154,62 +165,33 @@ class PlacementConfig(Group):
     reward_num_gpus_per_node: int = Field(1, gt=0)
     """Reward model ranks per node."""
     colocate_all_models: bool = False
-    """Actor, critic, reference, reward model and engines share the same GPUs and take turns."""
+    """All models and engines share the same GPUs and take turns."""
     colocate_actor_ref: bool = False
     """Actor and reference share GPUs."""
-    colocate_critic_reward: bool = False
-    """Critic and reward model share GPUs."""
     deepspeed_enable_sleep: bool = False
     """Move weights, gradients and optimizer states of idle trainers to host memory."""
 
 
-class PolicyConfig(Group):
-    """Policy objective"""
+class CriticPlacementConfig(PlacementConfig):
+    """Placement"""
 
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per token."""
-    lambd: float = Field(1.0, ge=0, le=1)
-    """GAE's lambda: 1 is Monte Carlo, 0 one-step."""
-    eps_clip: float = Field(0.2, gt=0)
-    """PPO's clip of the probability ratio to [1 - eps, 1 + eps]."""
-    eps_clip_low_high: tuple[float, float] | None = None
-    """Different clip below and above 1; replaces eps_clip."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Bound on the loss of negative advantages, in ratios; off by default."""
-    value_clip: float = Field(0.5, gt=0)
-    """Clip of the change of a value per iteration."""
-    init_kl_coef: float = Field(0.01, ge=0)
-    """Weight of the KL divergence from the reference in the reward; 0 loads no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL divergence per token (Schulman)."""
-    kl_target: float | None = Field(None, gt=0)
-    """KL per response in nats that an adaptive coefficient steers to; fixed coefficient by default."""
-    kl_horizon: int = Field(10_000, gt=0)
-    """Samples over which the adaptive coefficient reacts."""
-    entropy_loss_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
-    rollout_correction: Literal["token_clip", "token_mask", "seq_mask", "off"] = "token_clip"
-    """What corrects for engine and trainer disagreeing on probabilities."""
-    rollout_correction_range: tuple[float, float] = (0.5, 5.0)
-    """Ratios kept by token_mask and seq_mask."""
-    rollout_correction_cap: float = Field(2.0, gt=0)
-    """Largest ratio under token_clip."""
-
-    @model_validator(mode="after")
-    def _ranges_hold_a_ratio_of_one(self) -> "PolicyConfig":
-        low, high = self.eps_clip_low_high or (self.eps_clip, self.eps_clip)
-        if not (0 < low <= 1 and high > 0):
-            raise ValueError(f"clip of {low:g} below and {high:g} above 1: need 0 < below <= 1 and above > 0")
-        low, high = self.rollout_correction_range
-        if not 0 <= low < 1 < high:
-            raise ValueError(f"rollout_correction_range {low:g} {high:g} must reach from below 1 to above 1")
-        return self
+    critic_num_nodes: int = Field(1, gt=0)
+    """Nodes of the critic."""
+    critic_num_gpus_per_node: int = Field(1, gt=0)
+    """Critic ranks per node."""
+    colocate_critic_reward: bool = False
+    """Critic and reward model share GPUs."""
 
 
-class ActorCriticOptimConfig(OptimConfig):
+class ActorOptimConfig(OptimConfig):
     """Optimizer"""
 
     actor_learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of the actor."""
+
+
+class ActorCriticOptimConfig(ActorOptimConfig):
+    """Optimizer"""
+
     critic_learning_rate: float = Field(9e-6, gt=0)
     """Peak learning rate of the critic."""

@@ -7,14 +7,17 @@ their table row (algorithms.table); how work reaches ranks and engines is the ro
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.kl import next_kl_coef
+from rlhf_cli.algorithms.objective import LossWeights, next_weights
 from rlhf_cli.algorithms.table import Algorithm
-from rlhf_cli.config.online import OnlineRewardConfig, PolicyConfig, RolloutConfig
+from rlhf_cli.config.online import OnlineRewardConfig, RolloutConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt
@@ -30,11 +33,13 @@ from rlhf_cli.trainers.rl_batch import (
     Evaluated,
     Rollouts,
     as_sequence,
+    greedy_metrics,
     learning_samples,
     rollout_metrics,
     sample_rows,
     score_requests,
     scored_rollouts,
+    with_greedy,
 )
 
 
@@ -59,7 +64,7 @@ class Actor(Reference, Protocol):
         """Keep the weights alone on the accelerator."""
 
     def update(
-        self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool
+        self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
     ) -> list[dict[str, float]]: ...
 
 
@@ -136,6 +141,11 @@ class OnlineSettings:
         rollout = self.rollout
         return SamplingParams(rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p)
 
+    @property
+    def needs_old(self) -> bool:
+        """Whether the policy's own log-probs are needed whatever the steps are: for the KL divergence in the reward."""
+        return self.policy.init_kl_coef > 0 and not self.policy.use_kl_loss
+
 
 @dataclass(frozen=True)
 class LoopState:
@@ -143,6 +153,18 @@ class LoopState:
 
     iteration: int
     kl_coef: float
+    entropy_coef: float
+    entropy_applied: bool = True
+
+    @property
+    def weights(self) -> LossWeights:
+        """What controllers weigh the terms of the actor's loss with."""
+        return LossWeights(kl=self.kl_coef, entropy=EntropyState(self.entropy_coef, self.entropy_applied))
+
+
+def first_state(policy: PolicyConfig) -> LoopState:
+    """Where a run starts."""
+    return LoopState(iteration=0, kl_coef=policy.init_kl_coef, entropy_coef=policy.entropy_loss_coef)
 
 
 @dataclass(frozen=True)
@@ -197,47 +219,91 @@ def _iterate(
     tracker: RunTracker,
 ) -> LoopState:
     """One iteration; the order of sleeping and waking keeps the memory peak of shared accelerators low."""
-    iteration = state.iteration + 1
+    iteration, policy = state.iteration + 1, settings.policy
     timer = PhaseTimer(on_change=tracker.phase)
-    asked = [prompt for prompt in prompts for _ in range(settings.rollout.n_samples_per_prompt)]
     with timer("generate"):
-        roles.engines.wake_cache()
-        requests = [
-            GenerationRequest(prompt.prompt_ids, request_seed(settings, iteration, number))
-            for number, prompt in enumerate(asked)
-        ]
-        generations = roles.engines.generate(requests, settings.sampling)
-        roles.engines.sleep()
+        asked, generations = _generate(roles, settings, prompts=prompts, iteration=iteration)
     with timer("reward"):
         questions = score_requests(asked, generations, decode)
         scores = _scores(roles, settings.reward, asked=asked, generations=generations, questions=questions)
-        rollouts = scored_rollouts(asked, generations, scores)
-        if not len(rollouts):
-            raise RunError(f"iteration {iteration}: every reward failed ({scores[0].detail}), nothing can be learned")
-    steps = update_steps(len(rollouts), settings.batch, iteration=iteration)
+        sampled = len(prompts) * settings.rollout.n_samples_per_prompt
+        rollouts, greedy = _scored(settings, asked, generations, scores, sampled=sampled, iteration=iteration)
+    steps = update_steps(int(rollouts.trained_B(policy).sum()), settings.batch, iteration=iteration)
     on_policy = len(steps) == 1
     with timer("forward"):
-        evaluated = _evaluate(roles, rollouts, needs_old=not on_policy)
+        evaluated = _evaluate(roles, rollouts, needs_old=not on_policy or settings.needs_old)
     with timer("advantage"):
         samples, metrics = learning_samples(
             rollouts,
             evaluated,
+            greedy=greedy,
             algorithm=settings.algorithm,
-            policy=settings.policy,
+            policy=policy,
             reward=settings.reward,
             kl_coef=state.kl_coef,
+            max_new_tokens=settings.rollout.max_new_tokens,
         )
     with timer("train"):
-        metrics |= _update(roles, samples, steps, on_policy=on_policy)
+        updates = _update(roles, samples, steps, on_policy=on_policy, weights=state.weights)
+        metrics |= updates.metrics
     with timer("transfer"):
         roles.actor.sleep_optimizer()
         metrics |= roles.engines.receive_weights(iteration)
         roles.actor.sleep()
-    metrics |= rollout_metrics(generations, scores)
+    metrics |= rollout_metrics(generations[:sampled], scores[:sampled]) | greedy_metrics(greedy)
     metrics["num_tokens"] = float(sum(len(sequence) for sequence in rollouts.sequences))
-    tracker.log(iteration, metrics, timer.take())
-    tracker.samples(iteration, sample_rows(questions, generations, scores))
-    return LoopState(iteration, _next_kl_coef(settings, metrics, state=state, num_sequences=len(rollouts)))
+    after = _next_state(settings, metrics, updates, state=state, num_sequences=len(rollouts))
+    tracker.log(iteration, metrics | controlled(policy, state, metrics), timer.take())
+    tracker.samples(iteration, sample_rows(questions[:sampled], generations[:sampled], scores[:sampled]))
+    return after
+
+
+def _generate(
+    roles: Roles, settings: OnlineSettings, *, prompts: Sequence[Prompt], iteration: int
+) -> tuple[list[Prompt], list[Generation]]:
+    """(prompt of each response, responses): the sampled ones, neighbours where the prompt is the same; behind them a
+    greedy one for each prompt, where the algorithm compares with it."""
+    asked = [prompt for prompt in prompts for _ in range(settings.rollout.n_samples_per_prompt)]
+    requests = [
+        GenerationRequest(prompt.prompt_ids, request_seed(settings, iteration, number))
+        for number, prompt in enumerate(asked)
+    ]
+    roles.engines.wake_cache()
+    generations = roles.engines.generate(requests, settings.sampling)
+    if settings.algorithm.greedy:
+        likeliest = [GenerationRequest(prompt.prompt_ids, seed=0) for prompt in prompts]
+        generations = generations + roles.engines.generate(likeliest, replace(settings.sampling, greedy=True))
+        asked += prompts
+    roles.engines.sleep()
+    return asked, generations
+
+
+def _scored(
+    settings: OnlineSettings,
+    asked: Sequence[Prompt],
+    generations: Sequence[Generation],
+    scores: Sequence[Score],
+    *,
+    sampled: int,
+    iteration: int,
+) -> tuple[Rollouts, Rollouts | None]:
+    """(those of the first `sampled` responses that can be learned from, the greedy ones they are compared with).
+
+    RunError if there is nothing to learn from.
+    """
+    rollouts, greedy = scored_rollouts(asked[:sampled], generations[:sampled], scores[:sampled]), None
+    if settings.algorithm.greedy:
+        greedy = scored_rollouts(asked[sampled:], generations[sampled:], scores[sampled:])
+        rollouts = with_greedy(rollouts, greedy)
+    if not len(rollouts):
+        reason = next(score.detail for score in scores if score.value is None)
+        raise RunError(f"iteration {iteration}: every reward failed ({reason}), nothing can be learned")
+    if not rollouts.trained_B(settings.policy).any():
+        raise RunError(
+            f"iteration {iteration}: every response was cut and mask_truncated leaves those out, nothing can be "
+            "learned: raise max_new_tokens"
+        )
+    return rollouts, greedy
 
 
 def _scores(
@@ -265,7 +331,7 @@ def _evaluate(roles: Roles, rollouts: Rollouts, *, needs_old: bool) -> Evaluated
     if roles.reference is not None:
         with awake(roles.reference):
             ref = roles.reference.logprobs(rollouts.sequences)
-    if needs_old or ref is not None:
+    if needs_old:
         with awake(roles.actor):
             old = roles.actor.logprobs(rollouts.sequences)
     if roles.critic is not None:
@@ -274,16 +340,30 @@ def _evaluate(roles: Roles, rollouts: Rollouts, *, needs_old: bool) -> Evaluated
     return Evaluated(old_logprobs=old, ref_logprobs=ref, values=values)
 
 
+@dataclass(frozen=True)
+class _Updates:
+    """What both updates reported: metrics over the iteration, and of the actor by optimizer step."""
+
+    metrics: dict[str, float]
+    of_actor: list[dict[str, float]]
+
+
 def _update(
-    roles: Roles, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool
-) -> dict[str, float]:
-    """Metrics of both updates; the actor stays awake, for its weights go to the engines next."""
+    roles: Roles,
+    samples: Sequence[Sample],
+    steps: Sequence[np.ndarray],
+    *,
+    on_policy: bool,
+    weights: LossWeights,
+) -> _Updates:
+    """Both updates; the actor stays awake, for its weights go to the engines next."""
     metrics: dict[str, float] = {}
     if roles.critic is not None:
         with awake(roles.critic):
             metrics |= _mean(roles.critic.update(samples, steps), prefix="critic/")
     roles.actor.wake()
-    return metrics | _mean(roles.actor.update(samples, steps, on_policy=on_policy), prefix="")
+    of_actor = roles.actor.update(samples, steps, on_policy=on_policy, weights=weights)
+    return _Updates(metrics | _mean(of_actor, prefix=""), of_actor)
 
 
 @contextmanager
@@ -304,19 +384,28 @@ def _mean(steps: Sequence[dict[str, float]], *, prefix: str) -> dict[str, float]
     return {prefix + name: float(merge[name]([step[name] for step in steps])) for name in names}
 
 
-def _next_kl_coef(
-    settings: OnlineSettings, metrics: dict[str, float], *, state: LoopState, num_sequences: int
-) -> float:
-    if "kl" not in metrics:
-        return state.kl_coef
-    policy = settings.policy
-    return next_kl_coef(
-        state.kl_coef,
-        kl=metrics["kl"],
-        target=policy.kl_target,
-        horizon=policy.kl_horizon,
-        num_sequences=num_sequences,
-    )
+def _next_state(
+    settings: OnlineSettings, metrics: dict[str, float], updates: _Updates, *, state: LoopState, num_sequences: int
+) -> LoopState:
+    """What controllers make of an iteration; the actor's ranks have followed its steps alike."""
+    policy, weights, kl_coef = settings.policy, state.weights, state.kl_coef
+    for step in updates.of_actor:
+        weights = next_weights(weights, step, settings=policy)
+    if "kl" in metrics:
+        kl_coef = next_kl_coef(
+            kl_coef,
+            kl=metrics["kl"],
+            target=policy.kl_target,
+            horizon=policy.kl_horizon,
+            num_sequences=num_sequences,
+        )
+    return LoopState(state.iteration + 1, kl_coef, weights.entropy.coef, weights.entropy.applied)
+
+
+def controlled(policy: PolicyConfig, state: LoopState, metrics: dict[str, float]) -> dict[str, float]:
+    """The weights that an iteration began with, as metrics, where something weighs them."""
+    kl = {"kl_coef": state.kl_coef} if "kl" in metrics else {}
+    return kl if policy.entropy_target is None else kl | {"entropy_coef": state.weights.entropy.weight}
 
 
 def request_seed(settings: OnlineSettings, iteration: int, number: int) -> int:

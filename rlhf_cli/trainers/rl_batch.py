@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from rlhf_cli.algorithms.kl import kl_estimate
-from rlhf_cli.algorithms.ragged import segment_sum
-from rlhf_cli.algorithms.shaping import shaped_rewards
+from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, segment_sum
+from rlhf_cli.algorithms.shaping import shaped_scores, token_rewards
 from rlhf_cli.algorithms.table import Algorithm, Experience, compute_advantages
-from rlhf_cli.config.online import PolicyConfig, RewardConfig
+from rlhf_cli.config.online import OnlineRewardConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.data.packing import Sequence
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
@@ -25,12 +26,16 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Scored responses of one iteration; lists are by response, `groups_B` says which prompt each one answers."""
+    """Scored responses of one iteration; lists are by response.
+
+    `groups_B` says which prompt each one answers, prompts numbered as they were asked; `truncated_B` which were cut.
+    """
 
     sequences: list[Sequence]
     rollout_logprobs: list[np.ndarray]
     scores_B: torch.Tensor
     groups_B: torch.Tensor
+    truncated_B: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -39,6 +44,21 @@ class Rollouts:
     def cu(self) -> torch.Tensor:
         """Bounds of the responses in arrays over all response tokens, int64 [B + 1]."""
         return torch.tensor(np.cumsum([0] + [len(logprobs) for logprobs in self.rollout_logprobs]))
+
+    def only(self, keep_B: torch.Tensor) -> "Rollouts":
+        """Those of the responses that a boolean names."""
+        kept = torch.nonzero(keep_B).squeeze(1).tolist()
+        return Rollouts(
+            sequences=[self.sequences[i] for i in kept],
+            rollout_logprobs=[self.rollout_logprobs[i] for i in kept],
+            scores_B=self.scores_B[keep_B],
+            groups_B=self.groups_B[keep_B],
+            truncated_B=self.truncated_B[keep_B],
+        )
+
+    def trained_B(self, policy: PolicyConfig) -> torch.Tensor:
+        """Which responses are trained on, bool [B]."""
+        return ~self.truncated_B if policy.mask_truncated else torch.ones_like(self.truncated_B)
 
 
 def as_sequence(prompt_ids: list[int], response_ids: list[int]) -> Sequence:
@@ -53,14 +73,21 @@ def scored_rollouts(prompts: Seq[Prompt], generations: Seq[Generation], scores: 
     Args:
         prompts: the prompt of each response; source and row in it tell the groups apart.
     """
-    groups = {(prompt.source, prompt.index): number for number, prompt in enumerate(prompts)}
+    keys = dict.fromkeys((prompt.source, prompt.index) for prompt in prompts)
+    groups = {key: number for number, key in enumerate(keys)}
     rows = [row for row in zip(prompts, generations, scores, strict=True) if row[2].value is not None]
     return Rollouts(
         sequences=[as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation, _ in rows],
         rollout_logprobs=[np.array(generation.logprobs, dtype=np.float32) for _, generation, _ in rows],
         scores_B=torch.tensor([score.value for _, _, score in rows], dtype=torch.float32),
         groups_B=torch.tensor([groups[prompt.source, prompt.index] for prompt, _, _ in rows], dtype=torch.int64),
+        truncated_B=torch.tensor([row[1].finish_reason == "length" for row in rows], dtype=torch.bool),
     )
+
+
+def with_greedy(rollouts: Rollouts, greedy: Rollouts) -> Rollouts:
+    """The responses to prompts whose greedy response has a score too."""
+    return rollouts.only(torch.isin(rollouts.groups_B, greedy.groups_B))
 
 
 @dataclass(frozen=True)
@@ -76,35 +103,64 @@ def learning_samples(
     rollouts: Rollouts,
     evaluated: Evaluated,
     *,
+    greedy: Rollouts | None,
     algorithm: Algorithm,
     policy: PolicyConfig,
-    reward: RewardConfig,
+    reward: OnlineRewardConfig,
     kl_coef: float,
+    max_new_tokens: int,
 ) -> tuple[list[Sample], dict[str, float]]:
-    """(a sample for each response, metrics of rewards, KL and advantages).
+    """(a sample for each response that is trained on, metrics of KL and advantages).
 
-    `kl` is the mean over responses of the divergence summed over their tokens, which the adaptive controller steers.
+    `greedy` are responses to the same prompts to compare with. `kl` is the mean over responses of the divergence summed
+    over their tokens, which the adaptive controller steers; it is here where it is taken off the reward.
     """
-    cu = rollouts.cu
-    kl_N = _kl(evaluated, policy)
-    rewards_N = shaped_rewards(rollouts.scores_B, kl_N, cu, clip_range=reward.reward_clip_range, kl_coef=kl_coef)
-    values_N = None if evaluated.values is None else _flat(evaluated.values)
-    experience = Experience(rewards_N=rewards_N, values_N=values_N, cu=cu, groups_B=rollouts.groups_B)
-    advantages_N, returns_N = compute_advantages(algorithm, experience, settings=policy)
 
-    columns = {"rollout_logprobs": rollouts.rollout_logprobs, "advantages": _split(advantages_N, cu)}
+    def rewards(of: Rollouts) -> torch.Tensor:
+        lengths_B = segment_lengths(of.cu)
+        return shaped_scores(of.scores_B, lengths_B, of.truncated_B, reward=reward, max_new_tokens=max_new_tokens)
+
+    cu = rollouts.cu
+    kl_N = None if policy.has_kl_loss else _kl(evaluated, policy)
+    trained_B = rollouts.trained_B(policy)
+    experience = Experience(
+        rewards_N=token_rewards(rewards(rollouts), kl_N, cu, kl_coef=kl_coef),
+        values_N=None if evaluated.values is None else _flat(evaluated.values),
+        cu=cu,
+        groups_B=rollouts.groups_B,
+        trained_B=trained_B,
+        greedy_B=None if greedy is None else _of_groups(rewards(greedy), greedy.groups_B, rollouts.groups_B),
+    )
+    advantages_N, returns_N = compute_advantages(algorithm, experience, settings=policy)
+    columns = _columns(rollouts, evaluated, advantages_N=advantages_N, returns_N=returns_N)
+    if policy.has_kl_loss and evaluated.ref_logprobs is not None:
+        columns["ref_logprobs"] = evaluated.ref_logprobs
+    samples = [
+        Sample(rollouts.sequences[i], {name: values[i] for name, values in columns.items()})
+        for i in torch.nonzero(trained_B).squeeze(1).tolist()
+    ]
+    metrics = {"advantage_abs": float(advantages_N[trained_B[segment_ids(cu)]].abs().mean())}
+    if kl_N is not None:
+        metrics["kl"] = float(segment_sum(kl_N, cu).mean())
+    return samples, metrics
+
+
+def _of_groups(values_G: torch.Tensor, numbers_G: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
+    """The value of each response's group; `numbers_G` says which group each value belongs to."""
+    by_number = values_G.new_zeros(int(numbers_G.max()) + 1).index_put((numbers_G,), values_G)
+    return by_number[groups_B]
+
+
+def _columns(
+    rollouts: Rollouts, evaluated: Evaluated, *, advantages_N: torch.Tensor, returns_N: torch.Tensor | None
+) -> dict[str, list[np.ndarray]]:
+    """What is known of each response's tokens, by name."""
+    columns = {"rollout_logprobs": rollouts.rollout_logprobs, "advantages": _split(advantages_N, rollouts.cu)}
     if evaluated.old_logprobs is not None:
         columns["old_logprobs"] = evaluated.old_logprobs
     if returns_N is not None and evaluated.values is not None:
-        columns |= {"old_values": evaluated.values, "returns": _split(returns_N, cu)}
-    samples = [
-        Sample(sequence, {name: values[i] for name, values in columns.items()})
-        for i, sequence in enumerate(rollouts.sequences)
-    ]
-    metrics = {"advantage_abs": float(advantages_N.abs().mean())}
-    if kl_N is not None:
-        metrics |= {"kl": float(segment_sum(kl_N, cu).mean()), "kl_coef": kl_coef}
-    return samples, metrics
+        columns |= {"old_values": evaluated.values, "returns": _split(returns_N, rollouts.cu)}
+    return columns
 
 
 def _kl(evaluated: Evaluated, policy: PolicyConfig) -> torch.Tensor | None:
@@ -139,6 +195,11 @@ def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[st
         for name, value in score.parts.items():
             parts.setdefault(f"reward/{name}", []).append(value)
     return metrics | {name: float(np.mean(part)) for name, part in parts.items()}
+
+
+def greedy_metrics(greedy: Rollouts | None) -> dict[str, float]:
+    """The mean score of the greedy responses, where there are any."""
+    return {} if greedy is None else {"greedy_reward": float(greedy.scores_B.mean())}
 
 
 def length_metrics(generations: Seq[Generation]) -> dict[str, float]:

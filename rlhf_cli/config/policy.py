@@ -1,0 +1,115 @@
+"""The objective of online training: what all algorithms have, and what some have besides."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_cli.config.base import Group
+
+# Losses that read a setting; it has to be left at its default under others.
+READ_BY = {
+    "eps_clip": ("clip", "gspo"),
+    "eps_clip_low_high": ("clip", "gspo"),
+    "dual_clip": ("clip",),
+    "cispo_eps_high": ("cispo",),
+    "sapo_tau": ("sapo",),
+}
+
+
+class PolicyConfig(Group):
+    """Policy objective"""
+
+    policy_loss: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"
+    """PPO's clip, GSPO (sequence ratios; sets its own eps_clip_low_high and loss_agg), CISPO, SAPO, or no ratio."""
+    loss_agg: Literal["token_mean", "seq_mean", "seq_sum_norm"] = "token_mean"
+    """Mean over the tokens of a step, mean over its responses, or sum over responses x max_new_tokens (Dr. GRPO)."""
+    eps_clip: float = Field(0.2, gt=0)
+    """PPO's clip of the probability ratio to [1 - eps, 1 + eps]."""
+    eps_clip_low_high: tuple[float, float] | None = None
+    """Different clip below and above 1; replaces eps_clip."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound on the loss of negative advantages, in ratios; off by default."""
+    cispo_eps_high: float = Field(5.0, gt=1)
+    """Largest ratio that weighs a token under cispo."""
+    sapo_tau: tuple[float, float] = (1.0, 1.05)
+    """Steepness of sapo's gate for positive and for negative advantages."""
+    init_kl_coef: float = Field(0.01, ge=0)
+    """Weight of the KL divergence from the reference; 0 loads no reference model."""
+    use_kl_loss: bool = False
+    """Add the KL divergence to the loss instead of taking it off the reward; with kl_estimator k2 or k3."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL divergence per token (Schulman)."""
+    kl_target: float | None = Field(None, gt=0)
+    """KL per response in nats that an adaptive coefficient steers to; fixed coefficient by default."""
+    kl_horizon: int = Field(10_000, gt=0)
+    """Samples over which the adaptive coefficient reacts."""
+    entropy_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus; where it starts under entropy_target."""
+    entropy_target: float | None = Field(None, gt=0)
+    """Entropy in nats below which the bonus grows after each step, and above which it shrinks and does not count."""
+    entropy_delta: float = Field(1e-4, gt=0)
+    """Change of the entropy bonus's weight per step under entropy_target."""
+    entropy_max: float = Field(5e-3, gt=0)
+    """Largest weight of the entropy bonus under entropy_target."""
+    mask_truncated: bool = False
+    """Do not train on responses that were cut at max_new_tokens; their scores still count in their group."""
+    rollout_correction: Literal["token_clip", "token_mask", "seq_mask", "off"] = "token_clip"
+    """What corrects for engine and trainer disagreeing on probabilities."""
+    rollout_correction_range: tuple[float, float] = (0.5, 5.0)
+    """Ratios kept by token_mask and seq_mask."""
+    rollout_correction_cap: float = Field(2.0, gt=0)
+    """Largest ratio under token_clip."""
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far below and above 1 the ratio may go."""
+        return self.eps_clip_low_high or (self.eps_clip, self.eps_clip)
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """Whether the loss has a term of the KL divergence."""
+        return self.use_kl_loss and self.init_kl_coef > 0
+
+    @model_validator(mode="after")
+    def _ranges_hold_a_ratio_of_one(self) -> "PolicyConfig":
+        low, high = self.clip_range
+        if not (0 < low <= 1 and high > 0):
+            raise ValueError(f"clip of {low:g} below and {high:g} above 1: need 0 < below <= 1 and above > 0")
+        low, high = self.rollout_correction_range
+        if not 0 <= low < 1 < high:
+            raise ValueError(f"rollout_correction_range {low:g} {high:g} must reach from below 1 to above 1")
+        if min(self.sapo_tau) <= 0:
+            raise ValueError(f"sapo_tau {self.sapo_tau[0]:g} {self.sapo_tau[1]:g}: both must be above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_given_is_read(self) -> "PolicyConfig":
+        for name, losses in READ_BY.items():
+            if self.policy_loss not in losses and getattr(self, name) != PolicyConfig.model_fields[name].default:
+                raise ValueError(f"{name} is read by policy_loss {' and '.join(losses)}, not by {self.policy_loss}")
+        return self
+
+    @model_validator(mode="after")
+    def _divergence_has_a_gradient(self) -> "PolicyConfig":
+        if self.use_kl_loss and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator k1 in the loss has a gradient of zero expectation: with use_kl_loss give k2 or k3"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _entropy_weight_starts_within_its_limit(self) -> "PolicyConfig":
+        if self.entropy_target is not None and self.entropy_loss_coef > self.entropy_max:
+            raise ValueError(f"entropy_loss_coef {self.entropy_loss_coef:g} is above entropy_max {self.entropy_max:g}")
+        return self
+
+
+class ActorCriticPolicyConfig(PolicyConfig):
+    """Policy objective"""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""
+    lambd: float = Field(1.0, ge=0, le=1)
+    """GAE's lambda: 1 is Monte Carlo, 0 one-step."""
+    value_clip: float = Field(0.5, gt=0)
+    """Clip of the change of a value per iteration."""

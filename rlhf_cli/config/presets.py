@@ -1,0 +1,64 @@
+"""What one given setting means for the defaults of others; whatever is given itself always wins.
+
+Each function takes what was given, by flag or file, as text or typed, and returns defaults by name. A resolved
+`config.yaml` holds the outcome.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_cli.config.online import EngineConfig
+from rlhf_cli.config.policy import READ_BY
+
+GSPO = {"eps_clip_low_high": (3e-4, 4e-4), "loss_agg": "seq_mean"}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"advantage_std": "none", "loss_agg": "seq_sum_norm", "init_kl_coef": 0.0},
+    "dapo": {"eps_clip_low_high": (0.2, 0.28), "loss_agg": "token_mean", "init_kl_coef": 0.0},
+    "gspo": {"policy_loss": "gspo", "init_kl_coef": 0.0, **GSPO},
+    "cispo": {"policy_loss": "cispo", "loss_agg": "token_mean", "init_kl_coef": 0.0},
+    "sapo": {"policy_loss": "sapo", "loss_agg": "seq_mean", "init_kl_coef": 0.0},
+}
+"""Settings of the papers; those of algorithms.table's row and of the data are not part of them."""
+
+# Last part of a response in which DAPO's penalty grows: 4,096 of 20,480 tokens.
+DAPO_BUFFER_SHARE = 0.2
+
+
+def defaults_of_loss(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults that go with the given `policy_loss`."""
+    defaults = dict(GSPO) if given.get("policy_loss") == "gspo" else {}
+    return _without_rivals(defaults, given)
+
+
+def defaults_of_preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults that go with the given `preset`, and with a `policy_loss` given beside it."""
+    defaults = dict(PRESETS.get(str(given.get("preset")), {}))
+    if given.get("preset") == "dapo":
+        defaults["overlong_buffer_len"] = _share_of_response(given)
+    loss = given.get("policy_loss")
+    if loss is not None:
+        read = {name: value for name, value in defaults.items() if loss in READ_BY.get(name, (loss,))}
+        defaults = read | defaults_of_loss(given)
+    return _without_rivals(defaults, given)
+
+
+def defaults_of_baseline(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults that go with the given `baseline`: with a group's mean the divergence belongs into the loss."""
+    if given.get("baseline") != "group" or str(given.get("use_kl_loss", True)).lower() == "false":
+        return {}
+    return {"use_kl_loss": True, "kl_estimator": "k2"}
+
+
+def _share_of_response(given: Mapping[str, Any]) -> int:
+    longest = given.get("max_new_tokens", EngineConfig.model_fields["max_new_tokens"].default)
+    try:
+        return max(1, int(DAPO_BUFFER_SHARE * int(longest)))
+    except ValueError:
+        return 1  # what is wrong with it is said where it is validated
+
+
+def _without_rivals(defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Less what would overrule, or contradict, a setting that was given."""
+    rivals = {"eps_clip_low_high": "eps_clip", "overlong_buffer_len": "stop_properly_penalty_coef"}
+    return {name: value for name, value in defaults.items() if rivals.get(name) not in given}
