@@ -183,6 +183,43 @@ def test_both_ways_of_the_data_benchmark_make_the_same_tokens(tmp_path):
     assert (tmp_path / "cache" / "rlhf").is_dir()
 
 
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_rows_of_the_scaling_benchmark_have_exactly_the_length_that_is_asked_for(tmp_path, command):
+    from rlhf_cli.config.data import DataConfig, PreferenceDataConfig
+    from rlhf_cli.data.preference_data import load_pairs
+    from rlhf_cli.data.sft_data import load_sft_sequences
+    from rlhf_cli.models.scratch import train_tokenizer
+
+    scaling, rng = load("scaling"), random.Random(0)
+    problems = (load("setting").word_problem(rng) for _ in range(300))
+    tokenizer = train_tokenizer((text for problem in problems for text in problem.values()), vocab_size=2048)
+    path = str(scaling.write_rows(tmp_path / "rows.jsonl", command, length=128, num_rows=3))
+    if command == "sft":
+        config = DataConfig(dataset=path, max_len=128)
+        data = load_sft_sequences(config, tokenizer, dataset=path, split="train", seed=0)
+        assert data.lengths.tolist() == [128] * 3
+    else:
+        pairs = load_pairs(
+            PreferenceDataConfig(dataset=path, max_len=128), tokenizer, dataset=path, split="train", seed=0
+        )
+        assert (pairs.prompt_lengths + pairs.chosen_lengths).tolist() == [128] * 3
+        assert (pairs.prompt_lengths + pairs.rejected_lengths).tolist() == [128] * 3
+
+
+def test_scaling_is_told_by_the_time_of_a_token():
+    scaling = load("scaling")
+    points = [
+        scaling.Point("dpo", length=128, rows=32, seconds=1.0, peak_memory=900.0),
+        scaling.Point("dpo", length=2048, rows=2, seconds=1.5, peak_memory=1000.0),
+    ]
+    lines = scaling.table(points).splitlines()
+    assert lines[2] == "| dpo | 128 | 32 | 8,192 | 1.00 | 122 | 1.00 | 900 |"
+    assert lines[3] == "| dpo | 2,048 | 2 | 8,192 | 1.50 | 183 | 1.50 | 1,000 |"
+    page = scaling.page([("Length", "length", points)])
+    assert page.count("<svg") == 2
+    assert "| dpo | 2,048 | 2 |" in page
+
+
 def test_padded_batches_keep_every_sequence_within_the_bound():
     gpu = load("gpu_training")
     lengths = [5, 90, 10, 40, 41, 3, 100]
