@@ -13,7 +13,7 @@ from rlhf_cli.algorithms.kl import kl_estimate, next_kl_coef
 from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
 from rlhf_cli.algorithms.table import ALGORITHMS, Experience, compute_advantages
 from rlhf_cli.config.online import OnlineRewardConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, PolicyConfig, ReinforcePolicyConfig
 
 
 def slow_gae(rewards, values, cu, gamma, lambd, bootstrap):
@@ -177,6 +177,10 @@ def test_ppo_row_whitens_gae_and_keeps_raw_returns() -> None:
     assert returns_N.tolist() == [0.75, 1.0, 3.0]
 
 
+def whitened(values: list[float]) -> list[float]:
+    return [round(value, 4) for value in whiten(torch.tensor(values)).tolist()]
+
+
 def advantages(name: str, settings: PolicyConfig, **changes) -> list[float]:
     """Three responses to one prompt, of 2, 1 and 1 tokens, and one to another; rewards 1, 0, 0.5 and 2."""
     experience = Experience(
@@ -195,6 +199,11 @@ def advantages(name: str, settings: PolicyConfig, **changes) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "settings", "expected"),
     [
+        ("reinforce++_group", PolicyConfig(), whitened([0.5, 0.5, -0.5, 0.0, 0.0])),
+        ("reinforce++", ReinforcePolicyConfig(gamma=0.5), whitened([0.5, 1.0, 0.0, 0.5, 2.0])),
+        ("grpo", GroupPolicyConfig(), [1.0, 1.0, -1.0, 0.0, 0.0]),
+        ("grpo", GroupPolicyConfig(advantage_std="none"), [0.5, 0.5, -0.5, 0.0, 0.0]),
+        ("grpo_passk", GroupPolicyConfig(), [1.0, 1.0, 0.0, 0.0, 0.0]),
         ("rloo", PolicyConfig(), [0.75, 0.75, -0.75, 0.0, 0.0]),
         ("remax", PolicyConfig(), [0.5, 0.5, -0.5, 0.0, -1.0]),
     ],
@@ -206,6 +215,8 @@ def test_rows_without_a_critic_by_hand(name, settings, expected) -> None:
 def test_what_is_not_trained_has_no_advantage_and_still_counts_in_its_group() -> None:
     trained_B = torch.tensor([True, False, True, True])
     assert advantages("rloo", PolicyConfig(), trained_B=trained_B) == [0.75, 0.75, 0.0, 0.0, 0.0]
+    a, b, c, d = whitened([0.5, 0.5, 0.0, 0.0])  # of the group's [.5, .5, -.5, 0] and of 0
+    assert advantages("reinforce++_group", PolicyConfig(), trained_B=trained_B) == [a, b, 0.0, c, d]
 
 
 def test_rows_are_filed_under_their_names() -> None:

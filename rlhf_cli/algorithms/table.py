@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.advantages import at_every_token, gae, whiten
-from rlhf_cli.algorithms.groups import less_mean_of_others
+from rlhf_cli.algorithms.advantages import at_every_token, gae, returns_to_go, whiten
+from rlhf_cli.algorithms.groups import best_over_second, group_normalised, less_group_mean, less_mean_of_others
 from rlhf_cli.algorithms.ragged import segment_ids, segment_sum
-from rlhf_cli.config.policy import ActorCriticPolicyConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, ReinforcePolicyConfig
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,24 @@ def _gae(experience: Experience, settings: ActorCriticPolicyConfig) -> tuple[Ten
     return gae(experience.rewards_N, experience.values_N, experience.cu, gamma=settings.gamma, lambd=settings.lambd)
 
 
+def _returns(experience: Experience, settings: ReinforcePolicyConfig) -> tuple[Tensor, None]:
+    return returns_to_go(experience.rewards_N, experience.cu, gamma=settings.gamma), None
+
+
+def _centred(experience: Experience, _: Any) -> tuple[Tensor, None]:
+    return at_every_token(less_group_mean(experience.rewards_B, experience.groups_B), experience.cu), None
+
+
+def _grpo(experience: Experience, settings: GroupPolicyConfig) -> tuple[Tensor, None]:
+    if settings.advantage_std == "none":
+        return _centred(experience, settings)
+    return at_every_token(group_normalised(experience.rewards_B, experience.groups_B), experience.cu), None
+
+
+def _passk(experience: Experience, _: Any) -> tuple[Tensor, None]:
+    return at_every_token(best_over_second(experience.rewards_B, experience.groups_B), experience.cu), None
+
+
 def _rloo(experience: Experience, _: Any) -> tuple[Tensor, None]:
     return at_every_token(less_mean_of_others(experience.rewards_B, experience.groups_B), experience.cu), None
 
@@ -87,6 +105,10 @@ def _remax(experience: Experience, _: Any) -> tuple[Tensor, None]:
 
 ROWS = (
     Algorithm("ppo", _gae, critic=True, whiten=True),
+    Algorithm("reinforce++", _returns, whiten=True),
+    Algorithm("reinforce++_group", _centred, min_group=2, whiten=True),
+    Algorithm("grpo", _grpo, min_group=2),
+    Algorithm("grpo_passk", _passk, min_group=2),
     Algorithm("rloo", _rloo, min_group=2),
     Algorithm("remax", _remax, greedy=True),
 )

@@ -113,3 +113,35 @@ class ActorCriticPolicyConfig(PolicyConfig):
     """GAE's lambda: 1 is Monte Carlo, 0 one-step."""
     value_clip: float = Field(0.5, gt=0)
     """Clip of the change of a value per iteration."""
+
+
+class ReinforcePolicyConfig(PolicyConfig):
+    """Policy objective"""
+
+    baseline: Literal["none", "group"] = "none"
+    """What a reward is compared with before whitening; group: the mean of its prompt, with the KL in the loss (k2)."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""
+
+    @model_validator(mode="after")
+    def _groups_have_no_discount(self) -> "ReinforcePolicyConfig":
+        if self.baseline == "group" and self.gamma != 1.0:
+            raise ValueError("gamma discounts the rewards of tokens; baseline group compares whole responses")
+        return self
+
+
+class GroupPolicyConfig(PolicyConfig):
+    """Policy objective"""
+
+    preset: Literal["dr_grpo", "dapo", "gspo", "cispo", "sapo"] | None = None
+    """Defaults of a paper for the loss, its mean, clip, KL and length penalty; settings that are given win."""
+    advantage: Literal["group", "passk"] = "group"
+    """Each response against the mean of its prompt, or the best one against the second best."""
+    advantage_std: Literal["group", "none"] = "group"
+    """What advantages are divided by: the spread of the prompt's rewards, or nothing (Dr. GRPO)."""
+
+    @model_validator(mode="after")
+    def _passk_has_its_own_scale(self) -> "GroupPolicyConfig":
+        if self.advantage == "passk" and self.advantage_std == "none":
+            raise ValueError("advantage passk divides by the prompt's spread: it takes no advantage_std none")
+        return self
