@@ -1,0 +1,114 @@
+"""The online commands without a critic as a user runs them: real Ray actors and DeepSpeed engines on a tiny model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rlhf_cli.tracking.sinks import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+WITHOUT_KL = "--init_kl_coef 0.0"
+MEASURED = ("time/", "perf/", "memory/")
+
+
+def rlhf(*words: str) -> str:
+    """The output of a command that has to succeed; one thread each, so that sums are the same in every run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_cli", *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory) -> Path:
+    """A reward that an untrained model gets different amounts of: the share of digits."""
+    path = tmp_path_factory.mktemp("reward") / "digits.py"
+    path.write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]\n"
+        "    return [sum(c.isdigit() for c in a) / max(len(a), 1) for a in answers]\n"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, problems) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2"
+    rlhf("scratch", "--dataset", str(problems), *size.split(), "--vocab_size", "300", "--output", str(path))
+    return path
+
+
+def train(command: str, model: Path, problems: Path, reward: Path, output: Path) -> dict[int, dict[str, float]]:
+    """The metrics of two iterations that have to be equal in equal runs."""
+    rlhf(
+        *command.split(),
+        *f"--pretrain {model} --prompt_data {problems} --label_key answer --reward_func {reward} --max_len 64".split(),
+        *["--max_new_tokens", "6", "--rollout_batch_size", "4", "--n_samples_per_prompt", "3", "--max_iterations", "2"],
+        *f"--actor_learning_rate 1e-3 --output {output} --rollout_backend transformers".split(),
+    )
+    reference = set() if WITHOUT_KL in command else {"ref-0"}
+    assert {path.stem for path in (output / "logs").glob("*-*.log")} == {"actor-0", "engine-0"} | reference
+    return {
+        step: {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
+        for step, metrics in read_metrics(output).items()
+    }
+
+
+@pytest.fixture
+def run(model, problems, reward, tmp_path):
+    return lambda command, name="run": train(command, model, problems, reward, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rloo --train_batch_size 12 --entropy_target 1 --overlong_buffer_len 3",
+        f"remax --train_batch_size 12 --stop_properly_penalty_coef 0.5 {WITHOUT_KL}",
+        "reinforce++ --baseline group --train_batch_size 6",
+    ],
+    ids=lambda command: command.split()[0],
+)
+def test_commands_without_a_critic_train_the_actor(command, run, model, tmp_path):
+    metrics = run(command)
+    assert sorted(metrics) == [1, 2]
+    assert not any(name.startswith("critic") for name in metrics[1])
+    assert ("kl" in metrics[1]) == (WITHOUT_KL not in command)
+    assert ("greedy_reward" in metrics[1]) == command.startswith("remax")
+    assert metrics[1]["advantage_abs"] > 0
+    if "train_batch_size 12" in command:  # one step an iteration: the model is its own anchor
+        assert metrics[1]["ratio_mean"] == metrics[1]["ratio_max"] == metrics[2]["ratio_max"] == 1.0
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "model"))
+    assert any(not weight.equal(after[name].to(weight.dtype)) for name, weight in before.items())
+
+
+def test_grpo_gives_the_same_numbers_twice(run, tmp_path):
+    command = "grpo --preset gspo --init_kl_coef 0.1 --train_batch_size 6 --entropy_target 10"
+    first, second = run(command, "first"), run(command, "second")
+    assert first == second
+    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("first", "second")]
+    assert samples[0] == samples[1]
+    assert len(samples[0].splitlines()) == 24
+    assert "policy_loss: gspo" in (tmp_path / "first" / "config.yaml").read_text()
+    # Measured in the loss; the entropy of an untrained model is below 10 nats, so its bonus grows with every step.
+    assert first[2]["kl"] > 0
+    assert [first[step]["entropy_coef"] for step in (1, 2)] == pytest.approx([0.0, 2e-4])
