@@ -136,18 +136,19 @@ def main() -> None:
     model = make_small_model(folder, problems, name="small_model_of_words")
 
     def sweep(shapes: Sequence[tuple[str, int, int]]) -> list[Point]:
-        return [
-            measure(folder, model, command, length=length, rows=rows, steps=args.steps)
-            for command, length, rows in shapes
-        ]
+        points = []
+        for command, length, rows in shapes:
+            points.append(measure(folder, model, command, length=length, rows=rows, steps=args.steps))
+            print(f"  {command}, {rows} rows of {length} tokens: {points[-1].seconds:.2f} s a step", flush=True)
+        return points
 
+    print(machine(), flush=True)
     by_length = sweep([(name, n, args.tokens // (n * sides)) for n in LENGTHS for name, sides in SIDES.items()])
     by_rows = sweep([(name, ROW_LENGTH, rows // sides) for rows in ROWS for name, sides in SIDES.items()])
     sweeps = (
         (f"Sequence length, {args.tokens:,} tokens a step", "length", by_length),
         (f"Rows a step, {ROW_LENGTH} tokens a sequence", "rows", by_rows),
     )
-    print(machine())
     for title, _, points in sweeps:
         print(f"\n{title}\n\n{table(points)}")
     (folder / "scaling.html").write_text(page(sweeps), encoding="utf-8")
