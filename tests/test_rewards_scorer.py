@@ -62,6 +62,7 @@ def test_verifiers_give_one_for_correct_and_zero_for_wrong_and_invalid() -> None
     assert [(s.value, s.status) for s in scores] == [(1.0, "correct"), (0.0, "wrong"), (0.0, "invalid")]
     assert scores[1].detail == "17"
     assert scores[0].parts == {"gsm8k": 1.0}
+    assert [s.answer for s in scores] == ["18", "17", None]
 
 
 def test_rewards_are_added_with_their_weights_and_kept_apart(reward_file: WriteFile) -> None:

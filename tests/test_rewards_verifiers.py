@@ -224,3 +224,23 @@ def test_every_solution_of_gsm8k_is_correct_by_its_own_label() -> None:
         assert label_number(answer) is not None, answer
         assert gsm8k(answer, answer).status == "correct"
         assert gsm8k(answer + "1", answer).status in ("wrong", "invalid")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "first", "second"),
+    [
+        (gsm8k, "#### 1,000 dollars", "so\n#### $1000.00"),
+        (boxed, r"\boxed{\frac12}", r"hence \boxed{0.50}."),
+        (exact, " 7\n", "7"),
+    ],
+)
+def test_answers_written_differently_have_the_same_key(verifier, first, second):
+    label = "7"
+    answers = [verifier(response, label).answer for response in (first, second)]
+    assert answers[0] == answers[1] is not None
+    assert verifier("", label).answer is None
+
+
+def test_different_answers_have_different_keys():
+    answers = [boxed(rf"\boxed{{{number}}}", "7").answer for number in ("7", "-7", "0.7", "7%", "70")]
+    assert len(set(answers)) == 5

@@ -39,6 +39,11 @@ class Number:
     percent: bool
     unit: str
 
+    @property
+    def key(self) -> str:
+        """The same text for numbers that are written differently: 0.50 and 1/2; units are left out."""
+        return f"{self.value}%" if self.percent else str(self.value)
+
 
 def parse_number(text: str) -> Number | None:
     """The number that the whole text is, with at most a unit behind it; None if it is anything else."""

@@ -23,12 +23,15 @@ class Score:
     `value` is None exactly where the status is "failed": the reward broke or ran out of time, which is not a score of
     0. "correct", "wrong" and "invalid" (no answer to judge) come from a verifier, "scored" from a file alone.
     `detail` is the answer found, or why the reward failed; `parts` the unweighted value of each reward by its name.
+    `answer` is what a verifier found in a form in which equal answers are equal texts, None where there is none: the
+    key of a majority vote.
     """
 
     value: float | None
     status: Status
     detail: str = ""
     parts: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 class BadResult(Exception):

@@ -39,6 +39,7 @@ class _Part:
     value: float | None
     status: Status
     detail: str
+    answer: str | None = None
 
 
 class Scorer:
@@ -139,9 +140,8 @@ class Scorer:
             failed = next(part for part in parts.values() if part.value is None)
             return Score(None, "failed", failed.detail, values)
         first = next(iter(parts.values()))
-        return Score(
-            sum(self._weights[name] * value for name, value in values.items()), first.status, first.detail, values
-        )
+        total = sum(self._weights[name] * value for name, value in values.items())
+        return Score(total, first.status, first.detail, values, first.answer)
 
 
 def stop_if_too_many_failed(scores: Sequence[Score], limit: float) -> None:
@@ -180,8 +180,8 @@ def _file_pool(reward_func: str, config: ScoringConfig) -> WorkerPool:
 def _verdict_part(name: str, outcome: Outcome) -> _Part:
     if outcome.failure is not None:
         return _Part(None, "failed", f"{name} {outcome.failure.reason}")
-    status, detail = outcome.value
-    return _Part(VERDICT_VALUES[status], status, f"{name}: {detail}" if status == "failed" else detail)
+    status, detail, answer = outcome.value
+    return _Part(VERDICT_VALUES[status], status, f"{name}: {detail}" if status == "failed" else detail, answer)
 
 
 def _file_parts(outcome: Outcome, num_responses: int) -> list[_Part]:

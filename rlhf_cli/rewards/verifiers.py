@@ -19,10 +19,14 @@ _LEADING_WORDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier found: the answer in `detail`, or why there is none (invalid) or no judgement (failed)."""
+    """What a verifier found: the answer in `detail`, or why there is none (invalid) or no judgement (failed).
+
+    `answer` is the answer in a form in which equal ones are equal texts, None where there is none.
+    """
 
     status: Literal["correct", "wrong", "invalid", "failed"]
     detail: str
+    answer: str | None = None
 
 
 NO_LABEL = Verdict("failed", "the prompt has no label to compare with")
@@ -37,7 +41,7 @@ def exact(response: str, label: str | None) -> Verdict:
     answer = response.strip()
     if not answer:
         return Verdict("invalid", "empty response")
-    return Verdict("correct" if answer == label.strip() else "wrong", _short(answer))
+    return Verdict("correct" if answer == label.strip() else "wrong", _short(answer), answer)
 
 
 def gsm8k(response: str, label: str | None) -> Verdict:
@@ -60,13 +64,13 @@ def boxed(response: str, label: str | None) -> Verdict:
 VERIFIERS: dict[str, Verifier] = {"gsm8k": gsm8k, "exact": exact, "boxed": boxed}
 
 
-def load(argument: None) -> Callable[[list[Any]], list[str]]:
-    """The handler of a worker: `[status, detail]` for `[name of the verifier, response, label]`."""
+def load(argument: None) -> Callable[[list[Any]], list[str | None]]:
+    """The handler of a worker: `[status, detail, answer]` for `[name of the verifier, response, label]`."""
 
-    def handle(item: list[Any]) -> list[str]:
+    def handle(item: list[Any]) -> list[str | None]:
         name, response, label = item
         verdict = VERIFIERS[name](response, label)
-        return [verdict.status, verdict.detail]
+        return [verdict.status, verdict.detail, verdict.answer]
 
     return handle
 
@@ -98,7 +102,8 @@ def _compare(number: Number | None, answer: str | None, label: str | None, *, mi
         return Verdict("invalid", missing)
     if number is None:
         return Verdict("invalid", f"{_short(answer.strip())!r} is not a number")
-    return Verdict("correct" if same_number(number, expected) else "wrong", _short(answer.strip()))
+    status: Literal["correct", "wrong"] = "correct" if same_number(number, expected) else "wrong"
+    return Verdict(status, _short(answer.strip()), number.key)
 
 
 def label_number(label: str) -> Number | None:
