@@ -2,7 +2,8 @@
 
 import os
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,12 @@ SOURCE = """
 
     def reward_func(queries, prompts, labels):
         number = int(queries[0])
+        if labels[0]:
+            open(labels[0], "a").write("x")
         if prompts[0] == "hang":
             time.sleep(600)
+        if prompts[0] == "second try" and os.path.getsize(labels[0]) < 2:
+            raise ValueError("not yet")
         if prompts[0] == "slow":
             time.sleep(0.4)
         if prompts[0] == "who":
@@ -44,7 +49,19 @@ def pool_of(path: str, **settings) -> WorkerPool:
 
 
 def items(kinds: dict[int, str], count: int) -> list[dict]:
-    return [{"queries": [str(i)], "prompts": [kinds.get(i, "")], "labels": [None]} for i in range(count)]
+    return [item(kinds.get(i, ""), i) for i in range(count)]
+
+
+def item(kind: str, number: int, note: Path | None = None) -> dict:
+    """`note` is a file that the worker writes a character to."""
+    return {"queries": [str(number)], "prompts": [kind], "labels": [note and str(note)]}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
 
 
 def values(pool: WorkerPool, kinds: dict[int, str], count: int) -> list:
@@ -105,3 +122,52 @@ def test_answers_of_an_interrupted_call_are_not_taken_for_those_of_the_next(path
         with pytest.raises(TypeError):
             pool.map(unserialisable)
         assert values(pool, {}, 1) == [0.0]
+
+
+def test_workers_go_on_while_their_owner_does_something_else(path: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with pool_of(path, num_workers=1, limit=60.0) as pool, pool.feed() as feed:
+        assert feed.add(item("", i, note) for i in range(3)) == range(3)
+        wait_until(lambda: note.exists() and len(note.read_text()) == 3)  # nothing is called on the feed meanwhile
+        assert feed.add([item("", 3, note)]) == range(3, 4)
+        assert [outcome.value for outcome in feed.finish()] == [[[float(i), ""]] for i in range(4)]
+
+
+def test_outcomes_are_reported_once_and_without_waiting_for_others(path: str) -> None:
+    with pool_of(path, limit=60.0) as pool, pool.feed() as feed:
+        assert feed.ready() == []
+        feed.add([item("hang", 0), item("", 1), item("", 2)])
+        seen: list[int] = []
+
+        def two_are_seen() -> bool:
+            seen.extend(number for number, _ in feed.ready())
+            return len(seen) == 2
+
+        wait_until(two_are_seen)
+        assert sorted(seen) == [1, 2]
+
+
+def test_what_is_left_of_a_feed_is_not_taken_for_the_next_ones(path: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with pool_of(path, num_workers=1, limit=60.0) as pool:
+        with pool.feed() as feed:
+            feed.add([item("slow", 7, note), item("", 8)])
+            wait_until(note.exists)
+        assert not process_tree(os.getpid())
+        assert values(pool, {}, 2) == [0.0, 1.0]
+
+
+def test_an_item_that_failed_is_tried_again_as_often_as_allowed(path: str, tmp_path: Path) -> None:
+    for retries, value in ((0, None), (1, [[0.0, ""]])):
+        note = tmp_path / f"note{retries}"
+        with pool_of(path, retries=retries) as pool:
+            (outcome,) = pool.map([item("second try", 0, note)])
+        assert outcome.value == value
+        assert len(note.read_text()) == 1 + retries
+
+
+def test_a_defect_in_the_thread_reaches_the_owner() -> None:
+    with WorkerPool("json:loads", object(), limit=1.0) as pool, pool.feed() as feed:
+        feed.add([1])
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            feed.finish()

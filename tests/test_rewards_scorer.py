@@ -45,7 +45,15 @@ def config(**settings) -> RewardConfig:
 
 
 def request(response: str, label: str | None = "18") -> ScoreRequest:
-    return ScoreRequest(query="Q: " + response, prompt="Q: ", response=response, label=label)
+    return ScoreRequest(
+        query="Q: " + response,
+        prompt="Q: ",
+        response=response,
+        label=label,
+        num_tokens=len(response),
+        truncated=False,
+        group="a.jsonl 0",
+    )
 
 
 def score(settings: RewardConfig, *responses: str) -> list[Score]:
@@ -216,6 +224,63 @@ def test_a_reward_that_hangs_is_killed_and_the_next_call_works(reward_file: Writ
         assert [s.value for s in scorer.score([request("a")])] == [2.0]
 
 
+def test_a_session_gives_the_scores_of_a_whole_batch() -> None:
+    responses = [f"#### {i % 25}" for i in range(100)]
+    settings = config(reward_funcs=["gsm8k", "exact"])
+    with Scorer(settings) as scorer:
+        for size in (1, 7, 100):
+            with scorer.session() as session:
+                for start in range(0, 100, size):
+                    chunk = [request(response) for response in responses[start : start + size]]
+                    assert session.add(chunk) == range(start, start + len(chunk))
+                assert session.finish() == score(settings, *responses)
+
+
+def test_every_score_is_ready_once_before_the_end() -> None:
+    with Scorer(config(reward_funcs=["gsm8k"])) as scorer, scorer.session() as session:
+        seen: dict[int, Score] = {}
+
+        def all_are_seen() -> bool:
+            new = session.ready()
+            assert not seen.keys() & dict(new).keys()
+            seen.update(new)
+            return len(seen) == 4
+
+        session.add([request("#### 18"), request("#### 17")])
+        session.add([request("18"), request("#### 18")])
+        _wait_until(all_are_seen)
+        assert [seen[number] for number in range(4)] == session.finish()
+        assert session.ready() == []
+
+
+def test_a_reward_file_is_asked_once_about_all_responses_of_a_session(reward_file: WriteFile) -> None:
+    path = reward_file("""
+        def reward_func(queries, prompts, labels):
+            return [float(len(queries))] * len(queries)
+    """)
+    with Scorer(config(reward_funcs=["exact"], reward_func=path)) as scorer, scorer.session() as session:
+        session.add([request("18")])
+        session.add([request("17")])
+        assert session.ready() == []
+        assert [result.value for result in session.finish()] == [3.0, 2.0]
+        assert [number for number, _ in session.ready()] == [0, 1]
+
+
+def test_a_session_that_ends_early_leaves_no_work_for_the_next() -> None:
+    with Scorer(config(reward_funcs=["gsm8k"])) as scorer:
+        with scorer.session() as session:
+            session.add([request("#### 17") for _ in range(10_000)])
+        assert [result.value for result in scorer.score([request("#### 18")])] == [1.0]
+
+
+def test_a_session_stops_the_run_when_too_many_failed() -> None:
+    settings = config(reward_funcs=["gsm8k"], reward_max_failures=0.2)
+    with Scorer(settings) as scorer, scorer.session() as session:
+        session.add([request("#### 18"), request("#### 18", label="eighteen")])
+        with pytest.raises(RunError, match="1 of 2 rewards failed"):
+            session.finish()
+
+
 def test_a_failure_is_retried_as_often_as_allowed(reward_file: WriteFile, tmp_path: Path) -> None:
     path = reward_file(f"""
         from pathlib import Path
@@ -376,11 +441,11 @@ from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 
 scorer = Scorer(RewardConfig(reward_funcs=["exact"], reward_func=sys.argv[1]))
-asked = [ScoreRequest("q", "p", "r", "l")]
+asked = [ScoreRequest("q", "p", "r", "l", 1, False, "g")]
 thread = threading.Thread(target=scorer.score, args=(asked,))  # a thread that ends must not take workers with it
 thread.start()
 thread.join()
-asked = [ScoreRequest("hang", "p", "r", "l")]
+asked = [ScoreRequest("hang", "p", "r", "l", 1, False, "g")]
 scorer.score(asked)
 """
 

@@ -217,6 +217,16 @@ def test_rewards_are_asked_about_prompt_and_response():
     )
 
 
+def test_rewards_are_told_length_cut_and_prompt_of_a_response():
+    requests = score_requests(
+        [prompt(4), prompt(4), prompt(4, "b.jsonl")],
+        [generation(1, 2), generation(3, cut=True), generation(5)],
+        lambda token_ids: "",
+    )
+    assert [(request.num_tokens, request.truncated) for request in requests] == [(2, False), (1, True), (1, False)]
+    assert requests[0].group == requests[1].group != requests[2].group
+
+
 def test_rows_of_samples_say_everything_about_a_response():
     generations = [generation(1, 2, cut=True), generation(3)]
     requests = score_requests([prompt(4), prompt(5)], generations, str)

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
-from rlhf_cli.rewards.scorer import stop_if_too_many_failed
 
 MODEL_PART = "reward_model"
 """Name of the reward model's part of a score."""

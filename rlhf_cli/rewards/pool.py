@@ -1,49 +1,30 @@
 """Killable worker processes that answer items, each within a limit of time.
 
 An item that hangs costs its worker, not the run: the process group is killed and a new worker takes over with the item
-after it. Workers are started by executing a new interpreter, never by forking this process, whose threads and locks
-would not survive that. What is computed is the workers' business (see worker.py).
+after it. Items may arrive bit by bit while their owner does something else (`Feed`). What is computed is the workers'
+business (worker.py), how one is started and killed is in process.py.
 """
 
 import contextlib
 import json
-import os
-import signal
+import math
 import socket
-import subprocess
-import sys
+import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-FailureKind = Literal["raised", "bad_result", "timeout", "died", "load"]
+from rlhf_cli.rewards.process import LOAD_LIMIT, Worker
 
-# Seconds a worker may take from its start until its task is loaded (a reward file may read a model), unless the limit
-# of an item is longer still.
-LOAD_LIMIT = 120.0
+FailureKind = Literal["raised", "bad_result", "timeout", "died", "load"]
 
 # Seconds between looks at whether a worker has died. The end of its socket is noticed at once; this is for a worker
 # that left its socket to a child.
 DEATH_CHECK = 0.2
-
-_RECEIVE_SIZE = 1 << 20
-_PACKAGE_ROOT = Path(__file__).parents[2]
-
-# Finds this package where this process found it, then forgets the folder, which could hide modules of a reward file.
-_START = """
-import sys
-root, *numbers = sys.argv[1:]
-sys.path.insert(0, root)
-import rlhf_cli
-del sys.path[0]
-from rlhf_cli.rewards import worker
-worker.main(*map(int, numbers))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,109 +44,28 @@ class Outcome:
     failure: Failure | None = None
 
 
-class Worker:
-    """One worker process: owns it, its socket and the lifeline that ends it together with this process."""
-
-    def __init__(self, loader: str, argument: Any) -> None:
-        self.socket, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
-        numbers = map(str, (theirs.fileno(), lifeline, os.getpid()))
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, str(_PACKAGE_ROOT), *numbers],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # prints of a reward go where this process's errors go, never between its results
-                pass_fds=(theirs.fileno(), lifeline),
-                start_new_session=True,  # a process group of its own, so that its children are killed with it
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )
-        except BaseException:
-            self.socket.close()
-            os.close(self._lifeline)
-            raise
-        finally:
-            theirs.close()
-            os.close(lifeline)
-        self._received = b""
-        self.chunk: deque[int] = deque()  # items it was given and has not answered
-        self.is_loaded = False
-        self.since = time.monotonic()  # when it began what it is doing
-        self.send([loader, argument], limit=LOAD_LIMIT)
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self.chunk) or not self.is_loaded
-
-    def send(self, message: Any, *, limit: float) -> None:
-        """Send one line; a worker that does not take it within the limit is found out when its answer is late."""
-        self.since = time.monotonic()
-        self.socket.settimeout(limit)
-        with contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-        self.socket.setblocking(False)
-
-    def receive(self) -> list[Any] | None:
-        """Answers that have arrived; None if the worker is gone and has nothing more to say."""
-        try:
-            data = self.socket.recv(_RECEIVE_SIZE)
-        except BlockingIOError:
-            return []
-        except OSError:
-            data = b""
-        if not data:
-            return None
-        self._received += data
-        if b"\n" not in data:
-            return []
-        *lines, self._received = self._received.split(b"\n")
-        self.since = time.monotonic()
-        return [json.loads(line) for line in lines]
-
-    def is_gone(self) -> bool:
-        """Whether the process has ended, whoever holds its socket. It is not reaped, so its number stays taken."""
-        return self._exit_status() is not None
-
-    def last_words(self) -> str:
-        """How a process that ended by itself did so, as the end of a sentence."""
-        for _ in range(100):
-            status = self._exit_status()
-            if status is not None:
-                break
-            time.sleep(0.01)  # the socket closes a moment before the process is gone
-        if status is None:
-            return "closed its connection"
-        how, code = status
-        if how == os.CLD_EXITED:
-            return f"ended its process with exit code {code}"
-        memory = " (out of memory?)" if code == signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(code).name}{memory}"
-
-    def _exit_status(self) -> tuple[int, int] | None:
-        """(CLD_EXITED, exit code) or (another way, signal number) of an ended process."""
-        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return None if status is None else (status.si_code, status.si_status)
-
-    def kill(self) -> None:
-        """End the process and its children at once; no harm if they have ended."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self.socket.close()
-        os.close(self._lifeline)
-
-
 class WorkerPool:
     """Up to `num_workers` workers with the same task; a context manager that leaves no process behind.
 
     `loader` is `module:function`: called with `argument` in each worker, it returns the function that answers items.
     Items, `argument` and answers are JSON. `limit` are the seconds one item may take; items travel in chunks, but the
-    limit holds for each of them.
+    limit holds for each of them. An item that failed is tried `retries` times more.
     """
 
-    def __init__(self, loader: str, argument: Any, *, limit: float, num_workers: int = 1, chunk_size: int = 1) -> None:
+    def __init__(
+        self,
+        loader: str,
+        argument: Any,
+        *,
+        limit: float,
+        num_workers: int = 1,
+        chunk_size: int = 1,
+        retries: int = 0,
+    ) -> None:
         self._loader, self._argument = loader, argument
-        self.limit, self.num_workers, self.chunk_size = limit, num_workers, chunk_size
+        self.limit, self.num_workers, self.chunk_size, self.retries = limit, num_workers, chunk_size, retries
         self.workers: list[Worker] = []
+        self._feed: Feed | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -177,6 +77,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kill all workers."""
+        if self._feed is not None:
+            self._feed.close()
         while self.workers:
             self.workers.pop().kill()
 
@@ -191,66 +93,176 @@ class WorkerPool:
 
     def start(self) -> Failure | None:
         """Start one worker and load the task in it; why that failed, if it did."""
-        return _Round(self, []).load_one()
+        return _Desk(self).load_one()
+
+    def feed(self) -> "Feed":
+        """Items that arrive bit by bit; one feed at a time."""
+        assert self._feed is None or self._feed.is_closed, "the pool's last feed is still open"
+        self._feed = Feed(self)
+        return self._feed
 
     def map(self, items: Sequence[Any]) -> list[Outcome]:
         """The outcome of each item, in order. No failure of an item is raised."""
-        return _Round(self, items).run()
+        with self.feed() as feed:
+            feed.add(items)
+            return feed.finish()
 
 
-class _Round:
-    """One use of a pool: which items wait, which are being worked on, what has come of the others."""
+class Feed:
+    """Items for the workers of a pool, added while others are worked on; a context manager.
 
-    def __init__(self, pool: WorkerPool, items: Sequence[Any]) -> None:
-        self._pool, self._items = pool, items
-        self._waiting = deque(range(len(items)))
+    A thread hands items out and collects outcomes, so workers are never idle because the owner is busy elsewhere. The
+    thread alone touches the pool's workers while a feed is open. Ended before all is done, it kills the workers that
+    still owe answers, which the next feed would otherwise take for its own.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._desk = _Desk(pool)
+        self._changed = threading.Condition()  # guards everything below
+        self._num_items = 0
+        self._arrived: list[tuple[int, str]] = []  # not yet seen by the thread
         self._outcomes: dict[int, Outcome] = {}
+        self._unseen: list[int] = []  # of the outcomes
+        self._defect: BaseException | None = None
+        self.is_closed = False
+        self._bell, self._button = socket.socketpair()
+        self._button.setblocking(False)
+        self._thread = threading.Thread(target=self._serve, name="reward workers", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def add(self, items: Iterable[Any]) -> range:
+        """Have items worked on; the numbers they got, counted from 0. Returns at once."""
+        lines = [json.dumps(item) for item in items]
+        with self._changed:
+            numbers = range(self._num_items, self._num_items + len(lines))
+            self._num_items = numbers.stop
+            self._arrived += zip(numbers, lines, strict=True)
+        self._ring()
+        return numbers
+
+    def ready(self) -> list[tuple[int, Outcome]]:
+        """Outcomes that have come since the last call, each with the number of its item. Never waits."""
+        with self._changed:
+            self._raise_defect()
+            unseen, self._unseen = self._unseen, []
+            return [(number, self._outcomes[number]) for number in unseen]
+
+    def finish(self) -> list[Outcome]:
+        """Wait for all items; their outcomes by number. No failure of an item is raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._defect is not None or len(self._outcomes) == self._num_items)
+            self._raise_defect()
+            return [self._outcomes[number] for number in range(self._num_items)]
+
+    def close(self) -> None:
+        """End the thread, and the workers that are at an item."""
+        with self._changed:
+            self.is_closed = True
+        self._ring()
+        self._thread.join()
+        self._bell.close()
+        self._button.close()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # it is ringing already, or closed
+            self._button.send(b"\0")
+
+    def _raise_defect(self) -> None:
+        if self._defect is not None:
+            raise self._defect
+
+    def _serve(self) -> None:
+        try:
+            while not self.is_closed:
+                with self._changed:
+                    arrived, self._arrived = self._arrived, []
+                self._desk.put(arrived)
+                self._report(self._desk.work(self._bell))
+        except BaseException as defect:  # of this program: told to the owner, who waits in another thread
+            with self._changed:
+                self._defect = defect
+                self._changed.notify_all()
+        finally:
+            self._desk.abandon()
+
+    def _report(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
+        if outcomes:
+            with self._changed:
+                self._outcomes.update(outcomes)
+                self._unseen += [number for number, _ in outcomes]
+                self._changed.notify_all()
+
+
+class _Desk:
+    """Which items wait, which worker is at which, and what becomes of them; for one thread."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._lines: dict[int, str] = {}  # items without an outcome
+        self._waiting: deque[int] = deque()
+        self._failed_tries: Counter[int] = Counter()
+        self._outcomes: list[tuple[int, Outcome]] = []  # to be reported
         self._load_failure: Failure | None = None
+
+    def put(self, items: Sequence[tuple[int, str]]) -> None:
+        """Take more items: number and JSON of each."""
+        self._lines.update(items)
+        self._waiting.extend(number for number, _ in items)
+
+    def work(self, bell: socket.socket) -> list[tuple[int, Outcome]]:
+        """Hand out what waits, wait until something happens or the bell rings, and return new outcomes."""
+        self._assign()
+        self._collect(bell)
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def load_one(self) -> Failure | None:
         """Start a worker and see that it loads its task; why not, if it does not."""
-        with self._unfinished_are_killed():
+        try:
             self._pool.start_worker()
             while any(worker.is_busy for worker in self._pool.workers):
-                self._collect()
+                self._collect(None)
+        except BaseException:
+            self._pool.close()
+            raise
         return self._load_failure
 
-    def run(self) -> list[Outcome]:
-        """Outcomes of all items in order."""
-        with self._unfinished_are_killed():
-            for worker in [worker for worker in self._pool.workers if worker.is_gone()]:
-                self._pool.remove(worker)  # died while it had nothing to do: no item is to blame
-            while self._waiting or any(worker.is_busy for worker in self._pool.workers):
-                self._assign()
-                self._collect()
-        return [self._outcomes[index] for index in range(len(self._items))]
-
-    @contextlib.contextmanager
-    def _unfinished_are_killed(self) -> Iterator[None]:
-        """A worker that still owes answers when an exception ends the round would answer the next one with them."""
-        try:
-            yield
-        finally:
-            for worker in [worker for worker in self._pool.workers if worker.is_busy]:
-                self._pool.remove(worker)
+    def abandon(self) -> None:
+        """Kill the workers that owe answers; those that are still loading may go on."""
+        for worker in [worker for worker in self._pool.workers if worker.chunk]:
+            self._pool.remove(worker)
 
     def _assign(self) -> None:
         pool = self._pool
-        for worker in pool.workers:
+        for worker in list(pool.workers):
             if self._waiting and not worker.is_busy:
-                size = min(pool.chunk_size, len(self._waiting))
-                worker.chunk.extend(self._waiting.popleft() for _ in range(size))
-                worker.send([self._items[index] for index in worker.chunk], limit=pool.limit)
+                if worker.is_gone():  # died while it had nothing to do: no item is to blame
+                    pool.remove(worker)
+                    continue
+                share = math.ceil(len(self._waiting) / pool.num_workers)
+                worker.chunk.extend(self._waiting.popleft() for _ in range(min(pool.chunk_size, share)))
+                worker.send(f"[{','.join(self._lines[number] for number in worker.chunk)}]", limit=pool.limit)
         starting = sum(not worker.is_loaded for worker in pool.workers)
         while starting * pool.chunk_size < len(self._waiting) and len(pool.workers) < pool.num_workers:
             pool.start_worker()
             starting += 1
 
-    def _collect(self) -> None:
+    def _collect(self, bell: socket.socket | None) -> None:
         """Wait until something happens, then take answers and remove workers that died or are overdue."""
         busy = [worker for worker in self._pool.workers if worker.is_busy]
-        patience = min((self._deadline(worker) for worker in busy), default=0.0) - time.monotonic()
-        ready = connection.wait([worker.socket for worker in busy], timeout=min(max(patience, 0.0), DEATH_CHECK))
+        heard: list[Any] = [worker.socket for worker in busy] + ([bell] if bell else [])
+        ready = connection.wait(heard, timeout=self._patience(busy))
+        if bell in ready:
+            assert bell is not None
+            bell.recv(4096)
         for worker in busy:
             if worker.socket in ready:
                 answers = worker.receive()
@@ -263,6 +275,13 @@ class _Round:
             elif time.monotonic() > self._deadline(worker):
                 self._lose(worker, Failure("timeout", self._lateness(worker)))
 
+    def _patience(self, busy: Sequence[Worker]) -> float | None:
+        """Seconds until the workers must be looked at; None if only the bell can tell of something."""
+        if not busy:
+            return None
+        left = min(self._deadline(worker) for worker in busy) - time.monotonic()
+        return min(max(left, 0.0), DEATH_CHECK)
+
     def _deadline(self, worker: Worker) -> float:
         return worker.since + (self._pool.limit if worker.is_loaded else max(self._pool.limit, LOAD_LIMIT))
 
@@ -274,20 +293,31 @@ class _Round:
     def _take(self, worker: Worker, answer: dict[str, Any]) -> None:
         failure = Failure(answer["kind"], answer["reason"], answer["trace"]) if "kind" in answer else None
         if worker.is_loaded:
-            self._outcomes[worker.chunk.popleft()] = Outcome(answer.get("value"), failure)
+            self._conclude(worker.chunk.popleft(), Outcome(answer.get("value"), failure))
         elif failure is not None:
             self._lose(worker, failure)
         else:
             worker.is_loaded = True
+
+    def _conclude(self, number: int, outcome: Outcome) -> None:
+        if outcome.failure is not None and self._failed_tries[number] < self._pool.retries:
+            self._failed_tries[number] += 1
+            self._waiting.append(number)
+            return
+        del self._lines[number]
+        self._outcomes.append((number, outcome))
 
     def _lose(self, worker: Worker, failure: Failure) -> None:
         """Kill a worker. The item it was at takes the blame, those after it wait again; a task that cannot be loaded
         fails all that wait, since the next worker would fare no better."""
         self._pool.remove(worker)
         if worker.is_loaded:
-            self._outcomes[worker.chunk.popleft()] = Outcome(failure=failure)
+            first = worker.chunk.popleft()
             self._waiting.extendleft(reversed(worker.chunk))
+            self._conclude(first, Outcome(failure=failure))
             return
         self._load_failure = Failure("load", failure.reason, failure.trace)
-        while self._waiting:
-            self._outcomes[self._waiting.popleft()] = Outcome(failure=self._load_failure)
+        for number in self._waiting:
+            del self._lines[number]
+            self._outcomes.append((number, Outcome(failure=self._load_failure)))
+        self._waiting.clear()

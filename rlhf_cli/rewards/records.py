@@ -8,12 +8,20 @@ Status = Literal["correct", "wrong", "invalid", "failed", "scored"]
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One response to score. `query` is prompt and response together; `label` the prompt's ground truth, if any."""
+    """One response to score.
+
+    `query` is prompt and response together; `label` the prompt's ground truth, if any; `num_tokens` counts what was
+    sampled, the end-of-sequence token included; `truncated` says that the response was cut at the limit; responses of
+    the same `group` answer the same prompt.
+    """
 
     query: str
     prompt: str
     response: str
     label: str | None
+    num_tokens: int
+    truncated: bool
+    group: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,15 @@ def score_requests(
     for prompt, generation in zip(prompts, generations, strict=True):
         response = decode(generation.token_ids)
         requests.append(
-            ScoreRequest(query=prompt.text + response, prompt=prompt.text, response=response, label=prompt.label)
+            ScoreRequest(
+                query=prompt.text + response,
+                prompt=prompt.text,
+                response=response,
+                label=prompt.label,
+                num_tokens=len(generation.token_ids),
+                truncated=generation.finish_reason == "length",
+                group=f"{prompt.source} {prompt.index}",
+            )
         )
     return requests
 

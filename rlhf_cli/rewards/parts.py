@@ -1,0 +1,73 @@
+"""What one reward says of one response, and how the parts of a response become its score."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_cli.errors import RunError
+from rlhf_cli.rewards.pool import Outcome
+from rlhf_cli.rewards.records import Score, Status
+
+FILE_PART = "reward_func"  # name of the reward file's part of a score
+
+VERDICT_VALUES: dict[Status, float | None] = {"correct": 1.0, "wrong": 0.0, "invalid": 0.0, "failed": None}
+
+_TRACE_LINES = 12  # of a user's traceback kept with a failed score
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one reward said of one response; `value` is None exactly where it failed."""
+
+    value: float | None
+    status: Status
+    detail: str
+    answer: str | None = None
+
+
+def verdict_part(name: str, outcome: Outcome) -> Part:
+    """The part of a verifier called `name`."""
+    if outcome.failure is not None:
+        return Part(None, "failed", f"{name} {outcome.failure.reason}")
+    status, detail, answer = outcome.value
+    return Part(VERDICT_VALUES[status], status, f"{name}: {detail}" if status == "failed" else detail, answer)
+
+
+def file_parts(outcome: Outcome, num_responses: int) -> list[Part]:
+    """The parts of all responses from one answer of the reward file."""
+    failure = outcome.failure
+    if failure is not None:
+        trace = "\n".join(failure.trace.splitlines()[:_TRACE_LINES])
+        return [Part(None, "failed", f"{FILE_PART} {failure.reason}\n{trace}".strip())] * num_responses
+    rows: list[tuple[Any, str]] = outcome.value
+    return [
+        Part(value, "failed" if value is None else "scored", f"{FILE_PART} {problem}" if problem else "")
+        for value, problem in rows
+    ]
+
+
+def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
+    """One score of all parts. Its verdict is that of the first, which is the first verifier if there is one.
+
+    Without any part, where a reward model alone is asked, it is 0.
+    """
+    if not parts:
+        return Score(0.0, "scored")
+    values = {name: part.value for name, part in parts.items() if part.value is not None}
+    if len(values) < len(parts):
+        failed = next(part for part in parts.values() if part.value is None)
+        return Score(None, "failed", failed.detail, values)
+    first = next(iter(parts.values()))
+    total = sum(weights[name] * value for name, value in values.items())
+    return Score(total, first.status, first.detail, values, first.answer)
+
+
+def stop_if_too_many_failed(scores: Sequence[Score], limit: float) -> None:
+    """Raise RunError, with the most frequent reason, if more than this share of the scores failed."""
+    failed = [score.detail.partition("\n")[0] for score in scores if score.value is None]
+    if len(failed) > limit * len(scores):
+        reason, _ = Counter(failed).most_common(1)[0]
+        raise RunError(
+            f"{len(failed)} of {len(scores)} rewards failed, more than --reward_max_failures {limit:g} allows: {reason}"
+        )
