@@ -163,7 +163,9 @@ def test_ppo_row_whitens_gae_and_keeps_raw_returns() -> None:
     assert (row.critic, row.min_group) == (True, 1)
     experience = Experience(
         rewards_N=torch.tensor([0.0, 1.0, 3.0]),
+        parts=(),
         values_N=torch.tensor([1.0, 2.0, 1.0]),
+        bootstrap_B=None,
         cu=torch.tensor([0, 2, 3]),
         groups_B=torch.tensor([0, 1]),
         trained_B=torch.tensor([True, True]),
@@ -185,7 +187,9 @@ def advantages(name: str, settings: PolicyConfig, **changes) -> list[float]:
     """Three responses to one prompt, of 2, 1 and 1 tokens, and one to another; rewards 1, 0, 0.5 and 2."""
     experience = Experience(
         rewards_N=torch.tensor([0.0, 1.0, 0.0, 0.5, 2.0]),
+        parts=((1.0, torch.tensor([1.0, 0.0, 0.5, 2.0])), (0.5, torch.tensor([3.0, 3.0, 9.0, 9.0]))),
         values_N=None,
+        bootstrap_B=None,
         cu=torch.tensor([0, 2, 3, 4, 5]),
         groups_B=torch.tensor([0, 0, 0, 1]),
         trained_B=torch.tensor([True, True, True, True]),
@@ -204,6 +208,8 @@ def advantages(name: str, settings: PolicyConfig, **changes) -> list[float]:
         ("grpo", GroupPolicyConfig(), [1.0, 1.0, -1.0, 0.0, 0.0]),
         ("grpo", GroupPolicyConfig(advantage_std="none"), [0.5, 0.5, -0.5, 0.0, 0.0]),
         ("grpo_passk", GroupPolicyConfig(), [1.0, 1.0, 0.0, 0.0, 0.0]),
+        # Apart: 1, -1, 0, 0 and half of -.57735, -.57735, 1.1547, 0; their sum has mean 0 and variance 2.5 / 3.
+        ("gdpo", GroupPolicyConfig(), [0.7792, 0.7792, -1.4117, 0.6325, 0.0]),
         ("rloo", PolicyConfig(), [0.75, 0.75, -0.75, 0.0, 0.0]),
         ("remax", PolicyConfig(), [0.5, 0.5, -0.5, 0.0, -1.0]),
     ],

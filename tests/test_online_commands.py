@@ -20,6 +20,9 @@ CRITIC = {
     "critic_num_gpus_per_node",
     "colocate_critic_reward",
     "value_clip",
+    "bootstrap_truncated",
+    "critic_update_steps",
+    "freezing_actor_steps",
 }
 LEAST = {"pretrain": "x", "prompt_data": "x", "output": "x", "reward_funcs": "exact"}
 
@@ -104,6 +107,9 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("ppo", {"use_kl_loss": True}, "k1 in the loss has a gradient of zero expectation"),
         ("grpo", {"critic_learning_rate": "1"}, "unknown setting --critic_learning_rate"),
         ("grpo", {"advantage": "passk", "advantage_std": "none"}, "it takes no advantage_std none"),
+        ("grpo", {"aggregate": "normalize_then_sum", "advantage": "passk"}, "takes no advantage passk"),
+        ("grpo", {"aggregate": "normalize_then_sum", "use_kl_loss": "false"}, "the KL divergence needs use_kl_loss"),
+        ("rloo", {"aggregate": "normalize_then_sum"}, "unknown setting --aggregate"),
         ("reinforce++", {"baseline": "group", "gamma": "0.9"}, "baseline group compares whole responses"),
         ("rloo", {"policy_loss": "sapo", "eps_clip": "0.1"}, "eps_clip is read by policy_loss clip and gspo"),
         ("grpo", {"max_new_tokens": "many", "preset": "dapo"}, "--max_new_tokens many: must be an integer > 0"),
@@ -121,6 +127,8 @@ def test_settings_that_make_no_sense_are_refused(command, given, message):
         ("rloo", "rloo", {"n_samples_per_prompt": "1"}, "needs at least 2"),
         ("reinforce++", "reinforce++_group", {"baseline": "group"}, "needs at least 2"),
         ("grpo", "grpo", {"train_batch_size": "96"}, "does not divide the 1024 responses .* 64 and 128 would"),
+        ("grpo", "gdpo", {"stop_properly_penalty_coef": "0.5"}, "changes the sum of the rewards, which gdpo compares"),
+        ("ppo", "ppo", {"bootstrap_truncated": "true", "max_len": "16192"}, "reads one more token than --max_len"),
         ("ppo", "ppo", {"overlong_buffer_len": "1025"}, "longer than a response may be: --max_new_tokens 1024"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.config.online import OnlineRewardConfig, RolloutConfig
+from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineRewardConfig, RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data import packing
@@ -22,6 +22,7 @@ from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.loop import Finished
 from rlhf_cli.trainers.rl import LoopState, OnlineHooks, OnlineSettings, Roles, first_state, request_seed, train_online
+from rlhf_cli.trainers.update_plan import StepCounts, count_steps
 
 NUM_PROMPTS, BATCH, SAMPLES_EACH = 6, 3, 2
 WITHOUT_REFERENCE, WITH_REFERENCE = ActorCriticPolicyConfig(init_kl_coef=0.0), ActorCriticPolicyConfig(init_kl_coef=0.1)
@@ -455,6 +456,52 @@ def test_every_step_of_every_epoch_has_its_own_samples():
         orders += epochs
     assert len({tuple(order) for order in orders}) == 6
     assert [steps for _, steps in run.critic.updates] == [steps for _, steps in run.actor.updates]
+
+
+def test_the_critic_has_as_many_steps_as_it_is_given_and_the_actor_keeps_its_own():
+    run = Run(batch=ActorCriticBatchConfig(train_batch_size=6, max_epochs=2, critic_update_steps=4))
+    run(total_iterations=1)
+    (_, actor), (_, critic) = run.actor.updates[0], run.critic.updates[0]
+    assert [len(step) for step in actor] == [6, 6]
+    assert [len(step) for step in critic] == [2, 2, 1, 1] * 2  # of even size where the number divides
+    assert [[i for step in half for i in step] for half in (critic[:4], critic[4:])] == actor
+
+
+def test_more_steps_of_the_critic_than_responses_have_one_each():
+    run = Run(batch=ActorCriticBatchConfig(train_batch_size=6, critic_update_steps=12), fails=lambda index: index < 2)
+    run(total_iterations=1)
+    assert [len(step) for step in run.critic.updates[0][1]] == [1, 1, 1, 1]
+
+
+def test_the_critic_is_trained_alone_at_first_and_the_engines_keep_their_weights():
+    run = Run(batch=ActorCriticBatchConfig(train_batch_size=6, freezing_actor_steps=2))
+    run(total_iterations=3)
+    assert (len(run.critic.updates), len(run.actor.updates)) == (3, 1)
+    assert [call for call in run.journal if call.startswith("engines.receive")] == ["engines.receive_weights 3"]
+    assert not any(call.startswith("actor") for call in run.journal[: run.journal.index("actor.wake")])
+    assert "loss" not in run.tracker.logged[0][1]
+    assert "critic/loss" in run.tracker.logged[0][1]
+
+
+def test_steps_of_a_whole_run_are_counted_for_both():
+    batch = ActorCriticBatchConfig(train_batch_size=128 * 64, critic_update_steps=12, freezing_actor_steps=3)
+    assert count_steps(128 * 64, batch, iterations=10) == StepCounts(actor=7, critic=120)
+    assert count_steps(128 * 64, batch, iterations=3).actor == 0
+    assert count_steps(10, BatchConfig(train_batch_size=4, max_epochs=2), iterations=5) == StepCounts(30, 30)
+
+
+def test_the_critic_is_asked_for_the_last_state_of_cut_responses_alone():
+    plain, run = Run(), Run(policy=ActorCriticPolicyConfig(init_kl_coef=0.0, bootstrap_truncated=True))
+    plain(total_iterations=1)
+    run(total_iterations=1)
+    cut = [row["finish_reason"] == "length" for row in run.tracker.rows[0][1]]
+    assert any(cut)
+    assert not all(cut)
+    for is_cut, before, sample in zip(cut, plain.critic.updates[0][0], run.critic.updates[0][0], strict=True):
+        # The fake critic says 0, .1, .2, .3 and, of the state after four tokens, .4; gamma and lambda are 1.
+        more = 0.4 if is_cut else 0.0
+        assert sample.columns["returns"].tolist() == pytest.approx((before.columns["returns"] + more).tolist())
+        assert sample.sequence.num_trained == len(sample.columns["old_values"])
 
 
 def test_no_two_requests_of_a_run_share_a_seed():

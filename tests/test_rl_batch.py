@@ -19,7 +19,10 @@ from rlhf_cli.trainers.rl_batch import (
     sample_rows,
     score_requests,
     scored_rollouts,
+    split_last_values,
+    weighted_parts,
     with_greedy,
+    with_last_states,
 )
 
 FAILED = Score(None, "failed", "timed out after 30 s", {"format": 1.0})
@@ -88,6 +91,7 @@ def test_samples_of_ppo_by_hand():
         old_logprobs=[floats(-1.0, -2.0), floats(-0.5)],
         ref_logprobs=[floats(-1.3, -2.1), floats(-0.3)],
         values=[floats(1.0, 2.0), floats(3.0)],
+        bootstrap_B=None,
     )
     samples, metrics = learning_samples(
         two_rollouts(2.0, 20.0),
@@ -116,8 +120,46 @@ def test_samples_of_ppo_by_hand():
     assert metrics == pytest.approx({"kl": 0.1, "advantage_abs": (0.4651117 + 0.6827328 + 1.1478446) / 3}, rel=1e-4)
 
 
+def test_a_cut_response_is_worth_what_the_critic_says_of_the_state_it_ended_in():
+    rollouts = scored_rollouts(
+        [prompt(0), prompt(1)], [generation(1, 2, cut=True), generation(3)], [scored(2.0), scored(5.0)]
+    )
+    asked = with_last_states(rollouts)
+    assert [sequence.token_ids.tolist() for sequence in asked] == [[7, 8, 1, 2, 2], [7, 8, 3]]
+    assert [sequence.num_trained for sequence in asked] == [3, 1]
+    values, bootstrap_B = split_last_values([floats(1.0, 2.0, 8.0), floats(3.0)], rollouts.truncated_B)
+    samples, _ = learning_samples(
+        rollouts,
+        Evaluated(None, None, values, bootstrap_B),
+        algorithm=ALGORITHMS["ppo"],
+        policy=ActorCriticPolicyConfig(gamma=0.5),
+        reward=REWARD,
+        kl_coef=0.0,
+        greedy=None,
+        max_new_tokens=4,
+    )
+    # The last token is worth its score and half of 8, the one before it half of that; the finished one its score.
+    assert samples[0].columns["returns"].tolist() == [3.0, 6.0]
+    assert samples[1].columns["returns"].tolist() == [5.0]
+    assert samples[0].columns["old_values"].tolist() == [1.0, 2.0]
+
+
+def test_rewards_compared_apart_are_clipped_and_weighted_each():
+    rollouts = scored_rollouts(
+        [prompt(0), prompt(0)],
+        [generation(1), generation(2)],
+        [scored(0.0, exact=1.0, reward_model=99.0), scored(0.0, exact=0.0, reward_model=-99.0)],
+    )
+    reward = OnlineRewardConfig(
+        reward_funcs=["exact"], reward_weights=[2.0], reward_pretrain="rm", reward_model_weight=0.5
+    )
+    parts = [(weight, part_B.tolist()) for weight, part_B in weighted_parts(rollouts, reward)]
+    assert parts == [(2.0, [1.0, 0.0]), (0.5, [10.0, -10.0])]
+    assert rollouts.only(torch.tensor([False, True])).parts["exact"].tolist() == [0.0]
+
+
 def test_without_a_reference_the_score_alone_is_rewarded_and_no_divergence_is_reported():
-    evaluated = Evaluated(old_logprobs=None, ref_logprobs=None, values=[floats(0.0, 0.0), floats(0.0)])
+    evaluated = Evaluated(None, None, [floats(0.0, 0.0), floats(0.0)], None)
     samples, metrics = learning_samples(
         two_rollouts(2.0, -1.0),
         evaluated,
@@ -147,7 +189,7 @@ def test_greedy_responses_are_shaped_alike_and_compared_with_by_prompt():
     assert kept.scores_B.tolist() == [3.0, 5.0, 9.0]  # nothing to compare the response to the second prompt with
     samples, metrics = learning_samples(
         kept,
-        Evaluated(None, None, None),
+        Evaluated(None, None, None, None),
         greedy=greedy,
         algorithm=ALGORITHMS["remax"],
         policy=PolicyConfig(mask_truncated=True),
@@ -162,7 +204,7 @@ def test_greedy_responses_are_shaped_alike_and_compared_with_by_prompt():
 
 def test_columns_have_a_value_for_every_trained_token():
     rollouts = two_rollouts(1.0, 2.0)
-    evaluated = Evaluated(None, None, [floats(0.0, 1.0), floats(2.0)])
+    evaluated = Evaluated(None, None, [floats(0.0, 1.0), floats(2.0)], None)
     samples, _ = learning_samples(
         rollouts,
         evaluated,

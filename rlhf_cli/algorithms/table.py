@@ -22,14 +22,17 @@ from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, R
 class Experience:
     """What advantages are computed from: all responses of one rollout, tokens end to end.
 
-    `rewards_N` shaped token rewards; `values_N` the critic's, None without one; `cu` int64 `[B+1]` bounds of the
-    responses; `groups_B` int64, which prompt each response answers (groups may differ in size where samples failed);
-    `trained_B` bool, which responses are trained on; `greedy_B` the reward of the greedy response to the same prompt,
-    None where there is none.
+    `rewards_N` shaped token rewards; `parts` weight and clipped values `[B]` of each reward, where they are compared
+    apart; `values_N` the critic's, None without one; `bootstrap_B` the value of the state each response ended in, None
+    where all count as finished; `cu` int64 `[B+1]` bounds of the responses; `groups_B` int64, which prompt each
+    response answers (groups may differ in size where samples failed); `trained_B` bool, which responses are trained
+    on; `greedy_B` the reward of the greedy response to the same prompt, None where there is none.
     """
 
     rewards_N: Tensor
+    parts: tuple[tuple[float, Tensor], ...]
     values_N: Tensor | None
+    bootstrap_B: Tensor | None
     cu: Tensor
     groups_B: Tensor
     trained_B: Tensor
@@ -50,7 +53,8 @@ class Algorithm:
     """One online algorithm.
 
     `min_group`: fewest responses per prompt; `whiten`: whether advantages are normalised over all trained tokens of the
-    rollout; `greedy`: whether each prompt gets a greedy response that is scored and not trained on.
+    rollout; `greedy`: whether each prompt gets a greedy response that is scored and not trained on; `rewards_apart`:
+    whether it compares each of several rewards and never their sum.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Algorithm:
     min_group: int = 1
     whiten: bool = False
     greedy: bool = False
+    rewards_apart: bool = False
 
 
 def compute_advantages(algorithm: Algorithm, experience: Experience, *, settings: Any) -> tuple[Tensor, Tensor | None]:
@@ -73,7 +78,14 @@ def compute_advantages(algorithm: Algorithm, experience: Experience, *, settings
 
 def _gae(experience: Experience, settings: ActorCriticPolicyConfig) -> tuple[Tensor, Tensor | None]:
     assert experience.values_N is not None, "GAE needs a critic"
-    return gae(experience.rewards_N, experience.values_N, experience.cu, gamma=settings.gamma, lambd=settings.lambd)
+    return gae(
+        experience.rewards_N,
+        experience.values_N,
+        experience.cu,
+        gamma=settings.gamma,
+        lambd=settings.lambd,
+        bootstrap_B=experience.bootstrap_B,
+    )
 
 
 def _returns(experience: Experience, settings: ReinforcePolicyConfig) -> tuple[Tensor, None]:
@@ -94,6 +106,11 @@ def _passk(experience: Experience, _: Any) -> tuple[Tensor, None]:
     return at_every_token(best_over_second(experience.rewards_B, experience.groups_B), experience.cu), None
 
 
+def _gdpo(experience: Experience, _: Any) -> tuple[Tensor, None]:
+    apart_B = [weight * group_normalised(part_B, experience.groups_B) for weight, part_B in experience.parts]
+    return at_every_token(whiten(torch.stack(apart_B).sum(0)), experience.cu), None
+
+
 def _rloo(experience: Experience, _: Any) -> tuple[Tensor, None]:
     return at_every_token(less_mean_of_others(experience.rewards_B, experience.groups_B), experience.cu), None
 
@@ -109,6 +126,7 @@ ROWS = (
     Algorithm("reinforce++_group", _centred, min_group=2, whiten=True),
     Algorithm("grpo", _grpo, min_group=2),
     Algorithm("grpo_passk", _passk, min_group=2),
+    Algorithm("gdpo", _gdpo, min_group=2, rewards_apart=True),
     Algorithm("rloo", _rloo, min_group=2),
     Algorithm("remax", _remax, greedy=True),
 )

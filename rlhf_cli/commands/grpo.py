@@ -31,5 +31,4 @@ def grpo(config: GRPOConfig) -> None:
     check_run_directory(config.checkpoint)
     from rlhf_cli.commands.online import run_online
 
-    row = "grpo_passk" if config.policy.advantage == "passk" else "grpo"
-    run_online(config, "grpo", algorithm=row)
+    run_online(config, "grpo", algorithm=config.policy.row)

@@ -18,6 +18,7 @@ from rlhf_cli.commands.online_config import OnlineConfig
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, role_names
 from rlhf_cli.commands.run_directory import RunDirectory, prepare_run_directory, run_directory
 from rlhf_cli.config.online import CriticPlacementConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_tokenizer
@@ -35,8 +36,8 @@ from rlhf_cli.trainers.rl import (
     first_state,
     prompt_batches,
     train_online,
-    update_steps,
 )
+from rlhf_cli.trainers.update_plan import StepCounts, count_steps
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,12 @@ class _Run:
         return min(batches, self.config.rollout.max_iterations or batches)
 
     @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run, for the learning rate's course."""
+    def total_steps(self) -> StepCounts:
+        """Optimizer steps of the whole run, for the learning rates' courses."""
         rollout = self.config.rollout
         prompts = min(rollout.rollout_batch_size, len(self.data.prompts))
-        steps = update_steps(prompts * rollout.n_samples_per_prompt, self.config.batch, iteration=0)
-        return self.total_iterations * len(steps)
+        samples = prompts * rollout.n_samples_per_prompt
+        return count_steps(samples, self.config.batch, iterations=self.total_iterations)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -137,6 +138,8 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     run = _Run(config, command, algorithm, backend, tokenizer, data, reward_model, paths, store, resume)
     if resume is not None:
         check_same_run(resume, run.identity)
+    if not run.total_steps.actor:
+        raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
     with Scorer(config.reward) as scorer:  # the one used for training starts later, when its output goes to a log
         scorer.check_labels([prompt.label for prompt in data.prompts])
     return run
@@ -160,11 +163,21 @@ def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
             f"--n_samples_per_prompt {rollout.n_samples_per_prompt}: {algorithm.name} compares the responses of a "
             f"prompt and needs at least {algorithm.min_group}"
         )
+    shaping = ("overlong_buffer_len", "stop_properly_penalty_coef")
+    given = next((name for name in shaping if getattr(config.reward, name) is not None), None)
+    if given and algorithm.rewards_apart:
+        raise UsageError(f"--{given} changes the sum of the rewards, which {algorithm.name} compares one by one")
     buffer = config.reward.overlong_buffer_len
     if buffer is not None and buffer > rollout.max_new_tokens:
         raise UsageError(
             f"--overlong_buffer_len {buffer} is longer than a response may be: --max_new_tokens "
             f"{rollout.max_new_tokens}"
+        )
+    bootstraps = isinstance(config.policy, ActorCriticPolicyConfig) and config.policy.bootstrap_truncated
+    if bootstraps and batch.train_max_tokens_per_gpu == config.prompts.max_len:
+        raise UsageError(
+            f"--bootstrap_truncated reads one more token than --max_len {config.prompts.max_len}: raise "
+            f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu}"
         )
     if config.batch.train_max_tokens_per_gpu < config.prompts.max_len:
         raise UsageError(

@@ -28,6 +28,7 @@ from rlhf_cli.models.loading import load_config, quadratic_cost, resolve_model_p
 from rlhf_cli.models.reward_model import RewardModel
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.trainers.rl import Roles
+from rlhf_cli.trainers.update_plan import StepCounts
 
 
 def role_names(config: OnlineConfig, algorithm: Algorithm) -> tuple[str, ...]:
@@ -58,7 +59,7 @@ class OnlineRoles:
         where: OnlineCluster,
         *,
         reward_model: RewardModel | None,
-        total_steps: int,
+        total_steps: StepCounts,
     ) -> None:
         self._config = config
         self._where = where
@@ -175,7 +176,7 @@ class OnlineRoles:
             deepspeed=config.deepspeed,
             optim=config.optim,
             learning_rate=learning_rate,
-            total_steps=self._total_steps,
+            total_steps=self._total_steps.critic if role == "critic" else self._total_steps.actor,
             seed=config.batch.seed,
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,

@@ -4,7 +4,7 @@ Leaves out the loop itself (trainers/) and everything heavy: importing this modu
 """
 
 from rlhf_cli.commands.online_config import OnlineConfig
-from rlhf_cli.config.online import ActorCriticOptimConfig, CriticPlacementConfig
+from rlhf_cli.config.online import ActorCriticBatchConfig, ActorCriticOptimConfig, CriticPlacementConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 
 
@@ -13,6 +13,7 @@ class PPOConfig(OnlineConfig):
 
     policy: ActorCriticPolicyConfig = ActorCriticPolicyConfig()
     placement: CriticPlacementConfig = CriticPlacementConfig()
+    batch: ActorCriticBatchConfig = ActorCriticBatchConfig()
     optim: ActorCriticOptimConfig = ActorCriticOptimConfig()
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Group
-from rlhf_cli.config.train import OptimConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
 
 
 class EngineConfig(Group):
@@ -181,6 +181,15 @@ class CriticPlacementConfig(PlacementConfig):
     """Critic ranks per node."""
     colocate_critic_reward: bool = False
     """Critic and reward model share GPUs."""
+
+
+class ActorCriticBatchConfig(BatchConfig):
+    """Batches"""
+
+    critic_update_steps: int | None = Field(None, gt=0)
+    """Optimizer steps of even size into which the critic cuts each pass over the responses; by default the actor's."""
+    freezing_actor_steps: int = Field(0, ge=0)
+    """Iterations at the start in which the critic is trained alone; the engines keep their weights."""
 
 
 class ActorOptimConfig(OptimConfig):

@@ -113,6 +113,8 @@ class ActorCriticPolicyConfig(PolicyConfig):
     """GAE's lambda: 1 is Monte Carlo, 0 one-step."""
     value_clip: float = Field(0.5, gt=0)
     """Clip of the change of a value per iteration."""
+    bootstrap_truncated: bool = False
+    """Take the critic's value of the state a cut response ended in for what would have come, instead of 0."""
 
 
 class ReinforcePolicyConfig(PolicyConfig):
@@ -139,9 +141,29 @@ class GroupPolicyConfig(PolicyConfig):
     """Each response against the mean of its prompt, or the best one against the second best."""
     advantage_std: Literal["group", "none"] = "group"
     """What advantages are divided by: the spread of the prompt's rewards, or nothing (Dr. GRPO)."""
+    aggregate: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Compare the sum of several rewards, or each of them apart, and then their weighted sum in the batch (GDPO)."""
 
     @model_validator(mode="after")
     def _passk_has_its_own_scale(self) -> "GroupPolicyConfig":
         if self.advantage == "passk" and self.advantage_std == "none":
             raise ValueError("advantage passk divides by the prompt's spread: it takes no advantage_std none")
         return self
+
+    @model_validator(mode="after")
+    def _each_reward_apart_has_one_form(self) -> "GroupPolicyConfig":
+        if self.aggregate == "sum_then_normalize":
+            return self
+        for name in ("advantage", "advantage_std"):
+            if getattr(self, name) != "group":
+                raise ValueError(f"aggregate normalize_then_sum takes no {name} {getattr(self, name)}")
+        if self.init_kl_coef > 0 and not self.use_kl_loss:
+            raise ValueError("aggregate normalize_then_sum compares rewards apart: the KL divergence needs use_kl_loss")
+        return self
+
+    @property
+    def row(self) -> str:
+        """The row of the table of algorithms."""
+        if self.aggregate == "normalize_then_sum":
+            return "gdpo"
+        return "grpo_passk" if self.advantage == "passk" else "grpo"

@@ -7,11 +7,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rlhf_cli.config.online import ModelScoringConfig
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
+from rlhf_cli.rewards.scorer import weights_of_parts
 
 MODEL_PART = "reward_model"
 """Name of the reward model's part of a score."""
+
+
+def weights_of_all_parts(reward: ModelScoringConfig) -> dict[str, float]:
+    """The weight of every reward by the name of its part of a score."""
+    return weights_of_parts(reward) | {MODEL_PART: reward.reward_model_weight}
 
 
 def with_model_scores(

@@ -26,6 +26,12 @@ VERIFIER_CHUNK = 64
 MAX_VERIFIER_WORKERS = 4
 
 
+def weights_of_parts(config: ScoringConfig) -> dict[str, float]:
+    """The weight of each reward of verifiers and file by the name of its part of a score."""
+    weights = dict.fromkeys(config.reward_funcs, 1.0) | {FILE_PART: 1.0}
+    return weights | dict(zip(config.reward_funcs, config.reward_weights, strict=False))
+
+
 class Scorer:
     """All rewards of a run; a context manager that owns their worker processes and leaves none behind.
 
@@ -34,8 +40,7 @@ class Scorer:
 
     def __init__(self, config: ScoringConfig) -> None:
         self._config = config
-        self._weights = dict.fromkeys(config.reward_funcs, 1.0) | {FILE_PART: 1.0}
-        self._weights |= dict(zip(config.reward_funcs, config.reward_weights, strict=False))
+        self._weights = weights_of_parts(config)
         with ExitStack() as stack:
             self._verifiers = stack.enter_context(_verifier_pool(config)) if config.reward_funcs else None
             self._file = stack.enter_context(_file_pool(config.reward_func, config)) if config.reward_func else None

@@ -4,7 +4,6 @@ Everything heavy arrives built, so the loop runs in milliseconds with fakes. Wha
 their table row (algorithms.table); how work reaches ranks and engines is the roles' business.
 """
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from rlhf_cli.algorithms.kl import next_kl_coef
 from rlhf_cli.algorithms.objective import LossWeights, next_weights
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.config.online import OnlineRewardConfig, RolloutConfig
-from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt
@@ -39,8 +38,11 @@ from rlhf_cli.trainers.rl_batch import (
     sample_rows,
     score_requests,
     scored_rollouts,
+    split_last_values,
     with_greedy,
+    with_last_states,
 )
+from rlhf_cli.trainers.update_plan import UpdatePlan, plan_updates
 
 
 class Sleeper(Protocol):
@@ -146,6 +148,11 @@ class OnlineSettings:
         """Whether the policy's own log-probs are needed whatever the steps are: for the KL divergence in the reward."""
         return self.policy.init_kl_coef > 0 and not self.policy.use_kl_loss
 
+    @property
+    def bootstraps(self) -> bool:
+        """Whether the critic is asked what the states are worth in which responses were cut."""
+        return isinstance(self.policy, ActorCriticPolicyConfig) and self.policy.bootstrap_truncated
+
 
 @dataclass(frozen=True)
 class LoopState:
@@ -228,10 +235,9 @@ def _iterate(
         scores = _scores(roles, settings.reward, asked=asked, generations=generations, questions=questions)
         sampled = len(prompts) * settings.rollout.n_samples_per_prompt
         rollouts, greedy = _scored(settings, asked, generations, scores, sampled=sampled, iteration=iteration)
-    steps = update_steps(int(rollouts.trained_B(policy).sum()), settings.batch, iteration=iteration)
-    on_policy = len(steps) == 1
+    plan = plan_updates(int(rollouts.trained_B(policy).sum()), settings.batch, iteration=iteration)
     with timer("forward"):
-        evaluated = _evaluate(roles, rollouts, needs_old=not on_policy or settings.needs_old)
+        evaluated = _evaluate(roles, settings, rollouts, needs_old=not plan.on_policy or settings.needs_old)
     with timer("advantage"):
         samples, metrics = learning_samples(
             rollouts,
@@ -244,12 +250,13 @@ def _iterate(
             max_new_tokens=settings.rollout.max_new_tokens,
         )
     with timer("train"):
-        updates = _update(roles, samples, steps, on_policy=on_policy, weights=state.weights)
+        updates = _update(roles, samples, plan, weights=state.weights)
         metrics |= updates.metrics
-    with timer("transfer"):
-        roles.actor.sleep_optimizer()
-        metrics |= roles.engines.receive_weights(iteration)
-        roles.actor.sleep()
+    if plan.actor:
+        with timer("transfer"):
+            roles.actor.sleep_optimizer()
+            metrics |= roles.engines.receive_weights(iteration)
+            roles.actor.sleep()
     metrics |= rollout_metrics(generations[:sampled], scores[:sampled]) | greedy_metrics(greedy)
     metrics["num_tokens"] = float(sum(len(sequence) for sequence in rollouts.sequences))
     after = _next_state(settings, metrics, updates, state=state, num_sequences=len(rollouts))
@@ -325,9 +332,9 @@ def _scores(
     return with_model_scores(scores, values, weight=reward.reward_model_weight, max_failures=reward.reward_max_failures)
 
 
-def _evaluate(roles: Roles, rollouts: Rollouts, *, needs_old: bool) -> Evaluated:
+def _evaluate(roles: Roles, settings: OnlineSettings, rollouts: Rollouts, *, needs_old: bool) -> Evaluated:
     """Log-probs and values under the models as they are before the update."""
-    ref = old = values = None
+    ref = old = values = bootstrap_B = None
     if roles.reference is not None:
         with awake(roles.reference):
             ref = roles.reference.logprobs(rollouts.sequences)
@@ -336,8 +343,10 @@ def _evaluate(roles: Roles, rollouts: Rollouts, *, needs_old: bool) -> Evaluated
             old = roles.actor.logprobs(rollouts.sequences)
     if roles.critic is not None:
         with awake(roles.critic):
-            values = roles.critic.values(rollouts.sequences)
-    return Evaluated(old_logprobs=old, ref_logprobs=ref, values=values)
+            values = roles.critic.values(with_last_states(rollouts) if settings.bootstraps else rollouts.sequences)
+        if settings.bootstraps:
+            values, bootstrap_B = split_last_values(values, rollouts.truncated_B)
+    return Evaluated(old_logprobs=old, ref_logprobs=ref, values=values, bootstrap_B=bootstrap_B)
 
 
 @dataclass(frozen=True)
@@ -348,21 +357,16 @@ class _Updates:
     of_actor: list[dict[str, float]]
 
 
-def _update(
-    roles: Roles,
-    samples: Sequence[Sample],
-    steps: Sequence[np.ndarray],
-    *,
-    on_policy: bool,
-    weights: LossWeights,
-) -> _Updates:
-    """Both updates; the actor stays awake, for its weights go to the engines next."""
+def _update(roles: Roles, samples: Sequence[Sample], plan: UpdatePlan, *, weights: LossWeights) -> _Updates:
+    """Both updates; an actor that was trained stays awake, for its weights go to the engines next."""
     metrics: dict[str, float] = {}
     if roles.critic is not None:
         with awake(roles.critic):
-            metrics |= _mean(roles.critic.update(samples, steps), prefix="critic/")
+            metrics |= _mean(roles.critic.update(samples, plan.critic), prefix="critic/")
+    if not plan.actor:
+        return _Updates(metrics, [])
     roles.actor.wake()
-    of_actor = roles.actor.update(samples, steps, on_policy=on_policy, weights=weights)
+    of_actor = roles.actor.update(samples, plan.actor, on_policy=plan.on_policy, weights=weights)
     return _Updates(metrics | _mean(of_actor, prefix=""), of_actor)
 
 
@@ -412,14 +416,3 @@ def request_seed(settings: OnlineSettings, iteration: int, number: int) -> int:
     """The seed of one request; requests are counted through the run."""
     per_iteration = settings.rollout.rollout_batch_size * settings.rollout.n_samples_per_prompt
     return scattered_seed(settings.batch.seed, iteration * per_iteration + number)
-
-
-def update_steps(num_samples: int, batch: BatchConfig, *, iteration: int) -> list[np.ndarray]:
-    """Sample indices of every optimizer step of an iteration, each epoch in an order of its own."""
-    steps = StepBatches(
-        num_samples,
-        batch_size=batch.train_batch_size,
-        epochs=batch.max_epochs,
-        seed=zlib.crc32(f"{batch.seed}/{iteration}".encode()),
-    )
-    return list(steps)

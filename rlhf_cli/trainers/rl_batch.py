@@ -13,7 +13,7 @@ import torch
 
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, segment_sum
-from rlhf_cli.algorithms.shaping import shaped_scores, token_rewards
+from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
 from rlhf_cli.algorithms.table import Algorithm, Experience, compute_advantages
 from rlhf_cli.config.online import OnlineRewardConfig
 from rlhf_cli.config.policy import PolicyConfig
@@ -21,6 +21,7 @@ from rlhf_cli.data.packing import Sequence
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.data.samples import Sample
+from rlhf_cli.rewards.model_scores import weights_of_all_parts
 from rlhf_cli.rewards.records import Score, ScoreRequest
 
 
@@ -36,6 +37,7 @@ class Rollouts:
     scores_B: torch.Tensor
     groups_B: torch.Tensor
     truncated_B: torch.Tensor
+    parts: dict[str, torch.Tensor]  # the rewards [B] that scores were added up from, not weighted
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -54,6 +56,7 @@ class Rollouts:
             scores_B=self.scores_B[keep_B],
             groups_B=self.groups_B[keep_B],
             truncated_B=self.truncated_B[keep_B],
+            parts={name: part_B[keep_B] for name, part_B in self.parts.items()},
         )
 
     def trained_B(self, policy: PolicyConfig) -> torch.Tensor:
@@ -82,6 +85,10 @@ def scored_rollouts(prompts: Seq[Prompt], generations: Seq[Generation], scores: 
         scores_B=torch.tensor([score.value for _, _, score in rows], dtype=torch.float32),
         groups_B=torch.tensor([groups[prompt.source, prompt.index] for prompt, _, _ in rows], dtype=torch.int64),
         truncated_B=torch.tensor([row[1].finish_reason == "length" for row in rows], dtype=torch.bool),
+        parts={
+            name: torch.tensor([score.parts[name] for _, _, score in rows], dtype=torch.float32)
+            for name in (rows[0][2].parts if rows else ())
+        },
     )
 
 
@@ -92,11 +99,34 @@ def with_greedy(rollouts: Rollouts, greedy: Rollouts) -> Rollouts:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the models say of each response token, lists by response; None where no such model takes part."""
+    """What the models say of each response token, lists by response; None where no such model takes part.
+
+    `bootstrap_B` are values of the states that responses ended in, 0 for finished ones; None where nobody asks.
+    """
 
     old_logprobs: list[np.ndarray] | None
     ref_logprobs: list[np.ndarray] | None
     values: list[np.ndarray] | None
+    bootstrap_B: torch.Tensor | None
+
+
+def with_last_states(rollouts: Rollouts) -> list[Sequence]:
+    """The sequences with one more target behind the cut ones, so that a critic also values the state they ended in.
+
+    No state before a token sees it, so that the target may be any token.
+    """
+    return [
+        Sequence(np.append(s.token_ids, s.token_ids[-1]), np.append(s.loss_mask, True)) if cut else s
+        for s, cut in zip(rollouts.sequences, rollouts.truncated_B.tolist(), strict=True)
+    ]
+
+
+def split_last_values(values: list[np.ndarray], truncated_B: torch.Tensor) -> tuple[list[np.ndarray], torch.Tensor]:
+    """(values of the states before each response token, `bootstrap_B`) from values under `with_last_states`."""
+    cuts = truncated_B.tolist()
+    own = [values[:-1] if cut else values for values, cut in zip(values, cuts, strict=True)]
+    last = [float(values[-1]) if cut else 0.0 for values, cut in zip(values, cuts, strict=True)]
+    return own, torch.tensor(last)
 
 
 def learning_samples(
@@ -125,7 +155,9 @@ def learning_samples(
     trained_B = rollouts.trained_B(policy)
     experience = Experience(
         rewards_N=token_rewards(rewards(rollouts), kl_N, cu, kl_coef=kl_coef),
+        parts=weighted_parts(rollouts, reward) if algorithm.rewards_apart else (),
         values_N=None if evaluated.values is None else _flat(evaluated.values),
+        bootstrap_B=evaluated.bootstrap_B,
         cu=cu,
         groups_B=rollouts.groups_B,
         trained_B=trained_B,
@@ -143,6 +175,14 @@ def learning_samples(
     if kl_N is not None:
         metrics["kl"] = float(segment_sum(kl_N, cu).mean())
     return samples, metrics
+
+
+def weighted_parts(rollouts: Rollouts, reward: OnlineRewardConfig) -> tuple[tuple[float, torch.Tensor], ...]:
+    """(weight, clipped values [B]) of each reward."""
+    weights = weights_of_all_parts(reward)
+    return tuple(
+        (weights[name], clip_scores(part_B, reward.reward_clip_range)) for name, part_B in rollouts.parts.items()
+    )
 
 
 def _of_groups(values_G: torch.Tensor, numbers_G: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:

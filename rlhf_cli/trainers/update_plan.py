@@ -1,0 +1,58 @@
+"""Which samples each optimizer step of an iteration sees, a pure function of seed and iteration."""
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhf_cli.config.online import ActorCriticBatchConfig
+from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data.sampling import StepBatches
+
+Steps = list[np.ndarray]
+"""Sample indices of every optimizer step."""
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """The optimizer steps of an iteration; none of the actor while the critic is trained alone, where there is one."""
+
+    actor: Steps
+    critic: Steps
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the actor's only step is taken from where it sampled."""
+        return len(self.actor) <= 1
+
+
+def plan_updates(num_samples: int, batch: BatchConfig, *, iteration: int) -> UpdatePlan:
+    """The steps over that many samples; epochs have the same orders for actor and critic."""
+    steps = critic = _steps(num_samples, batch.train_batch_size, batch, iteration=iteration)
+    if not isinstance(batch, ActorCriticBatchConfig):
+        return UpdatePlan(actor=steps, critic=critic)
+    if batch.critic_update_steps is not None:
+        epochs = _steps(num_samples, num_samples, batch, iteration=iteration)
+        count = min(batch.critic_update_steps, num_samples)
+        critic = [step for epoch in epochs for step in np.array_split(epoch, count)]
+    return UpdatePlan(actor=[] if iteration <= batch.freezing_actor_steps else steps, critic=critic)
+
+
+def _steps(num_samples: int, size: int, batch: BatchConfig, *, iteration: int) -> Steps:
+    seed = zlib.crc32(f"{batch.seed}/{iteration}".encode())
+    return list(StepBatches(num_samples, batch_size=size, epochs=batch.max_epochs, seed=seed))
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Optimizer steps of a whole run, for the courses of the learning rates."""
+
+    actor: int
+    critic: int
+
+
+def count_steps(num_samples: int, batch: BatchConfig, *, iterations: int) -> StepCounts:
+    """Steps of a run of that many iterations over that many samples each."""
+    last = plan_updates(num_samples, batch, iteration=iterations)
+    frozen = batch.freezing_actor_steps if isinstance(batch, ActorCriticBatchConfig) else 0
+    return StepCounts(actor=(iterations - frozen) * len(last.actor), critic=iterations * len(last.critic))
