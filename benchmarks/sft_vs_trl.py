@@ -53,10 +53,13 @@ def packed_trl_sft(setting: Setting, name: str, *, dtype: str) -> Result:
 VARIANTS: dict[str, Variant] = {
     "rlhf bf16": partial(sft, flags=["--param_dtype", "bf16"]),
     "rlhf fp32": partial(sft, flags=["--param_dtype", "fp32"]),
+    "rlhf bf16 compiled": partial(sft, flags=["--param_dtype", "bf16", "--compile_model"]),
+    "rlhf fp32 compiled": partial(sft, flags=["--param_dtype", "fp32", "--compile_model"]),
     "TRL fp32": partial(trl_sft, dtype="float32", bf16=False),
     "TRL bf16 autocast": partial(trl_sft, dtype="float32", bf16=True),
     "TRL bf16": partial(trl_sft, dtype="bfloat16", bf16=False),
     "TRL bf16 packed": partial(packed_trl_sft, dtype="bfloat16"),
+    "TRL fp32 packed": partial(packed_trl_sft, dtype="float32"),
 }
 COMPARED = dict.fromkeys(("rlhf bf16", "rlhf fp32", "TRL bf16 autocast", "TRL bf16"), "TRL fp32")
 

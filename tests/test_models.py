@@ -30,6 +30,8 @@ from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.host_memory import keep_freed_memory
 from rlhf_cli.models.loading import (
+    SLOW_BF16,
+    dtype_note,
     load_causal_lm,
     load_tokenizer,
     load_value_backbone,
@@ -419,3 +421,18 @@ def test_kept_memory_is_used_again_without_page_faults():
 
     # 64 MiB are 16,384 pages; the first blocks still make the heap grow around what lies in it.
     assert min(faults() for _ in range(10)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_fast", "has_gpu", "note"),
+    [
+        ("bf16", False, False, {"Note": SLOW_BF16}),
+        ("bf16", False, True, {}),
+        ("bf16", True, False, {}),
+        ("fp32", False, False, {}),
+    ],
+)
+def test_a_type_that_the_processor_is_slow_in_is_said(monkeypatch, dtype, is_fast, has_gpu, note):
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: is_fast)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    assert dtype_note(ModelConfig(pretrain="any", param_dtype=dtype)) == note

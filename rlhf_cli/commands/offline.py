@@ -28,7 +28,7 @@ from rlhf_cli.config.train import (
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.adapters import AdapterPlan, load_with_adapter, parameters_said, plan_adapter
-from rlhf_cli.models.loading import load_config, load_tokenizer, packed_attention, quadratic_cost
+from rlhf_cli.models.loading import dtype_note, load_config, load_tokenizer, packed_attention, quadratic_cost
 from rlhf_cli.options import to_yaml
 from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.rows_bar import rows_bar
@@ -239,7 +239,7 @@ class _Run:
             saved=resume.state["tracker"] if resume else None,
         )
         said = f"{self.config.model.pretrain}, {parameters_said(self.hf_model)}"
-        tracker.start({"Model": said, "Data": self.task.summary})
+        tracker.start({"Model": said, "Data": self.task.summary, **dtype_note(self.config.model)})
         return tracker
 
     def train(self, tracker: Any, stop: StopSignal, *, start_step: int) -> Finished:

@@ -21,7 +21,7 @@ from rlhf_cli.config.online import CriticPlacementConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.loading import load_tokenizer
+from rlhf_cli.models.loading import dtype_note, load_tokenizer
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
@@ -211,6 +211,7 @@ def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
             **({"Reward model": run.reward_model.source.pretrain} if run.reward_model else {}),
             "Engine": f"{config.rollout.vllm_num_engines} x {run.backend}",
             "Placement": "; ".join(describe(layout, unit=cluster.unit)),
+            **({} if cluster.has_gpus else dtype_note(config.model)),
             "Logs": str(run.paths.logs),
         }
     )

@@ -30,6 +30,7 @@ from rlhf_cli.models.attention import attention_needs, resolve_attention
 from rlhf_cli.models.folders import whole_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SLOW_BF16 = "this processor has no fast bf16 products: --param_dtype fp32 is many times faster here"
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """At least one is in a folder with a tokenizer; without any, transformers makes up an empty one."""
@@ -225,6 +226,12 @@ def _partitioned(zero3_config: dict[str, Any] | None) -> Iterator[None]:
     alive = HfDeepSpeedConfig(zero3_config)
     yield
     del alive
+
+
+def dtype_note(config: ModelConfig) -> dict[str, str]:
+    """A line for the terminal, by its name, where models that run in this process would be slow in their type."""
+    is_slow = config.param_dtype == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return {"Note": SLOW_BF16} if is_slow and not torch.cuda.is_available() else {}
 
 
 def packed_attention(config: ModelConfig, architecture: PretrainedConfig) -> str:
