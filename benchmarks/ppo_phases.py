@@ -1,6 +1,6 @@
 """Share of each phase of a PPO iteration on this machine.
 
-    python benchmarks/ppo_phases.py [--dataset rows.jsonl] [--iterations 6] [--rollout_backend vllm] [--folder DIR]
+    python benchmarks/ppo_phases.py [--dataset X] [--iterations 6] [--rollout_backend vllm] [--param_dtype fp32]
 
 Runs `rlhf ppo` with the 11M-parameter Qwen2 of the other benchmarks, critic and reference included, and reads its
 metrics.jsonl. Work is generation, forward passes and training; everything else (rewards, advantages, the push of
@@ -30,6 +30,7 @@ def run_ppo(args: argparse.Namespace, model: Path, dataset: Path) -> Path:
     rollout = ["--rollout_backend", args.rollout_backend, "--rollout_batch_size", PROMPTS]
     rollout += ["--n_samples_per_prompt", SAMPLES, "--max_new_tokens", MAX_NEW_TOKENS, "--max_len", 512]
     update = ["--train_batch_size", PROMPTS * SAMPLES // 2, "--max_iterations", args.iterations]
+    update += ["--param_dtype", args.param_dtype]
     command = [*RLHF, "ppo", *map(str, where + rollout + update), "--reward_funcs", "gsm8k", "--enforce_eager"]
     run_quietly([*command, "--colocate_all_models"], log=args.folder / "ppo.log")
     return output
@@ -54,6 +55,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(gettempdir()) / "rlhf-benchmark", help="kept and reused")
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--rollout_backend", choices=("vllm", "transformers"), default="vllm")
+    parser.add_argument("--param_dtype", choices=("bf16", "fp32"), default="bf16")
     args = parser.parse_args()
     if args.iterations <= WARM_UP_ITERATIONS:
         parser.error(f"--iterations must be more than the {WARM_UP_ITERATIONS} that are not counted")

@@ -5,13 +5,14 @@
 Makes an 11M-parameter Qwen2 with a 4k vocabulary and installs TRL into the folder, which a next run takes again. Every
 run is a process of its own; both train the same tokens in the same order from the same weights, with the same batch
 size, optimizer and schedule. Prints trained tokens per second without the first steps, the ratio to TRL's best
-setting, peak memory, and how far the loss curves are apart. TRL packs rows its own way, so its packed losses are not
-compared.
+setting, peak memory, how far the loss curves are apart, and the speed that the matrix products alone would allow. TRL
+packs rows its own way, so its packed losses are not compared.
 """
 
 import argparse
 import json
 import statistics
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from setting import machine, make_small_model, write_word_problems
 
 LEARNING_RATE = 1e-3
 PACKED_LENGTH = 1024  # TRL's default max_length
+PRODUCT_ROWS = 4096  # tokens of the products that are timed alone
 
 sft = partial(run_rlhf, command="sft")
 trl_sft = partial(run_trl, trainer="sft", completion_only_loss=True)
@@ -104,6 +106,32 @@ def prepare(args: argparse.Namespace) -> Setting:
     return setting
 
 
+def products_alone(setting: Setting, dtype: str) -> float:
+    """Trained tokens per second if nothing were done but the linear layers' products, forward and backward.
+
+    The head's are counted for trained tokens alone. No program is faster with these layers on this processor.
+    """
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+
+    with setting.tokenised.open() as lines:
+        masks = [json.loads(line)["completion_mask"] for line in lines]
+    trained_share = sum(map(sum, masks)) / sum(map(len, masks))
+    model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=getattr(torch, dtype))
+    seconds = 0.0
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            weight = layer.weight.detach()
+            rows = round(PRODUCT_ROWS * (trained_share if name == "lm_head" else 1))
+            x, grad = (torch.randn(rows, size).to(weight.dtype) for size in (weight.shape[1], weight.shape[0]))
+            x @ weight.T, grad @ weight, grad.T @ x
+            begin = time.perf_counter()
+            x @ weight.T, grad @ weight, grad.T @ x
+            seconds += time.perf_counter() - begin
+    return PRODUCT_ROWS * trained_share / seconds
+
+
 def main() -> None:
     parser = comparison_parser(__doc__, batch_size_is="sequences")
     parser.add_argument("--dataset", type=Path, help="jsonl with question and answer; made-up word problems if absent")
@@ -113,6 +141,11 @@ def main() -> None:
     print(f"{machine()}\n{args.steps} steps of {args.batch_size} sequences, {args.runs} runs in turns", flush=True)
     results = in_turns(setting, {name: VARIANTS[name] for name in args.only}, runs=args.runs)
     print(report(results, compared=COMPARED))
+    for short, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
+        if any(short in name for name in args.only):
+            print(
+                f"Matrix products of the layers alone, {short}: {products_alone(setting, dtype):,.0f} trained tokens/s"
+            )
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from rlhf_cli.models.loading import (
     SLOW_BF16,
     dtype_note,
     load_causal_lm,
+    load_config,
     load_tokenizer,
     load_value_backbone,
     num_parameters,
@@ -205,12 +206,26 @@ def test_run_directory_stands_for_its_model(tiny_model_dir, tmp_path):
     assert resolve_model_path(str(tmp_path)) == str(tmp_path / "model")
 
 
-def test_hub_name_is_left_alone():
+def test_hub_name_is_left_alone(monkeypatch):
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [("an address",)])
     assert resolve_model_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
 
 
-def test_hub_name_without_a_network_is_refused_in_one_sentence():
+@pytest.mark.parametrize("name", ["no-such-org/no-such-model", "not a name"])
+def test_hub_name_without_a_network_is_refused_before_anything_is_tried(monkeypatch, name):
+    def no_network(*_: Any) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", no_network)
+    monkeypatch.setattr("rlhf_cli.models.loading.getproxies", dict)
+    with pytest.raises(UsageError, match=f"pretrain '{name}': there is no such folder here, and no connection"):
+        load_config(ModelConfig(pretrain=name))
+
+
+def test_hub_name_that_the_hub_does_not_give_is_refused_in_one_sentence():
     program = (
+        "import socket\n"
+        "socket.getaddrinfo = lambda *_: [('an address',)]\n"
         "from rlhf_cli.config.model import ModelConfig\n"
         "from rlhf_cli.models.loading import load_config\n"
         "load_config(ModelConfig(pretrain='no-such-org/no-such-model'))"

@@ -5,11 +5,17 @@ What a model computes on a pack is in `policy`; engines and sharding are in the 
 
 import contextlib
 import copy
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -51,7 +57,25 @@ def resolve_model_path(pretrain: str) -> str:
         raise UsageError(f"pretrain {pretrain!r} is a file: give the folder of a model, or a Hub name")
     if pretrain.startswith((".", "/", "~")) or pretrain.endswith("/") or pretrain.count("/") > 1:
         raise UsageError(f"pretrain {pretrain!r}: there is no such folder")
+    if not _is_in_hub_cache(pretrain) and not _hub_has_an_address():
+        raise UsageError(f"pretrain {pretrain!r}: there is no such folder here, and no connection to the Hub")
     return pretrain
+
+
+def _is_in_hub_cache(name: str) -> bool:
+    with contextlib.suppress(HFValidationError):
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    return False
+
+
+def _hub_has_an_address() -> bool:
+    """Whether it is worth asking the Hub: without a network its client tries again for a minute before it says so."""
+    host = urlsplit(ENDPOINT).hostname
+    if getproxies():
+        return True
+    with contextlib.suppress(OSError):
+        return bool(socket.getaddrinfo(host, None))
+    return False
 
 
 def adapter_folder(pretrain: str) -> Path | None:
