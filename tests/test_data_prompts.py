@@ -4,6 +4,7 @@ import json
 
 import pytest
 from chat_tokenizers import CHATML, LLAMA_3, make_tokenizer
+from pydantic import ValidationError
 
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.data.conversations import Message
@@ -119,3 +120,32 @@ def test_prompts_of_several_sets_are_mixed(tmp_path):
     assert len(data.prompts) == 40
     for prompt in data.prompts:
         assert prompt.label == (str(prompt.index) if prompt.source.endswith("more.jsonl") else None)
+
+
+def test_prompts_are_filtered_by_their_pass_rate_and_those_left_out_are_counted(tmp_path):
+    rates = [0.0, 0.125, 0.5, 0.875, 1, None]
+    rows = [{"prompt": f"What is {i}?", "answer": str(i), "pass_rate": rate} for i, rate in enumerate(rates)]
+    data = load(tmp_path, make_tokenizer(CHATML), *rows, pass_rate_range=(0.125, 0.875))
+    assert [prompt.label for prompt in data.prompts] == ["1", "2", "3"]
+    assert data.report.dropped_by_pass_rate == 3
+    assert "6 rows gave 3 prompts" in data.report.summary
+    assert "3 left out by their pass rate" in data.report.summary
+    assert data.row_of(data.prompts[1]) == rows[2]
+
+
+@pytest.mark.parametrize(("row", "fault"), [({}, "missing"), ({"pass_rate": "often"}, "a str: 'often'")])
+def test_a_row_without_a_pass_rate_to_filter_by_is_named(tmp_path, row, fault):
+    rows = [{"prompt": "What?", "pass_rate": 0.5}, {"prompt": "Why?", **row}]
+    with pytest.raises(UsageError, match=rf"line 2: column 'pass_rate' \(--pass_rate_range\) is {fault}"):
+        load(tmp_path, make_tokenizer(CHATML), *rows, pass_rate_range=(0, 1))
+
+
+def test_a_filter_that_leaves_no_prompt_says_so(tmp_path):
+    with pytest.raises(UsageError, match=r"no prompt is left: .* 1 left out by their pass rate"):
+        load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?", "pass_rate": 1.0}, pass_rate_range=(0, 0.5))
+
+
+@pytest.mark.parametrize("limits", [(0.5, 0.25), (-0.5, 0.5), (0.5, 1.5)])
+def test_a_range_of_pass_rates_that_holds_nothing_is_refused(limits):
+    with pytest.raises(ValidationError, match="two shares from 0 to 1"):
+        PromptConfig(prompt_data="p", pass_rate_range=limits)

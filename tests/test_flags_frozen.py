@@ -21,10 +21,14 @@ ALSO_NEEDED = {"reward_funcs": "gsm8k"}
 # Settings that are only valid together with others.
 TOGETHER: dict[str, dict[str, Any]] = {
     "cispo_eps_high": {"policy_loss": "cispo"},
+    "k": {"n_samples_per_prompt": "9", "temperature": "1"},
     "input_template": {"apply_chat_template": False},
+    "load_checkpoint": {"output": "x"},
     "min_score": {"select": "best"},
+    "n_samples_per_prompt": {"temperature": "0.7"},
     "normalize_reward": {"reward_pretrain": "x"},
     "overlong_penalty_factor": {"overlong_buffer_len": "9"},
+    "overwrite": {"output": "x"},
     "reward_model_weight": {"reward_pretrain": "x"},
     "sapo_tau": {"policy_loss": "sapo"},
     "use_kl_loss": {"kl_estimator": "k3"},
@@ -32,6 +36,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 # Samples where the type alone does not give a valid one.
 SAMPLES = {
     "input_template": "User: {}",
+    "k": "1,4",
     "loss": "ipo,simpo",
     "loss_weights": "0.5",
     "reward_funcs": "gsm8k,exact",

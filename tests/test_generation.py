@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from rlhf_cli.commands.answering import Answering, Examinee, Hooks, answer_chunks, sampling_params
 from rlhf_cli.commands.generate import GenerateConfig
-from rlhf_cli.commands.generation import Answering, answer_chunks, sampling_params
-from rlhf_cli.commands.generation_folder import Chunks, check_folder, chunks_done, num_lines, prepare_folder
-from rlhf_cli.config.generate import GenerateOutputConfig
+from rlhf_cli.commands.generation_folder import Chunks, check_folder, num_lines, prepare_folder, rows_done
+from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.data.conversations import Conversation, Message
 from rlhf_cli.data.prompts import Prompt, PromptData, PromptReport
 from rlhf_cli.data.rollouts import Generation, SamplingParams
+from rlhf_cli.data.sources import Row, Source
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.records import Score
@@ -40,52 +41,56 @@ def test_a_torn_last_line_is_no_line(tmp_path):
     assert num_lines(file) == 2
 
 
-def out(tmp_path, **settings) -> GenerateOutputConfig:
-    return GenerateOutputConfig(output=str(tmp_path / "out"), **settings)
+FRESH = AnswersOutputConfig()
+AGAIN, ANEW = AnswersOutputConfig(load_checkpoint=True), AnswersOutputConfig(overwrite=True)
 
 
 def test_a_generation_is_continued_after_its_last_whole_chunk(tmp_path):
-    chunks = Chunks(num_prompts=7, size=3, num_samples=2)
-    assert chunks_done(out(tmp_path, load_checkpoint=True), chunks, IDENTITY) is None
-    root = prepare_folder(out(tmp_path), "seed: 42\n", IDENTITY, keep=False)
+    root, chunks = tmp_path / "out", Chunks(num_prompts=7, size=3, num_samples=2)
+    assert rows_done(root, AGAIN, IDENTITY) is None
+    prepare_folder(root, "seed: 42\n", IDENTITY, keep=False)
     (root / "samples.jsonl").write_text('{"step": 1}\n' * 9 + "{")
-    again = out(tmp_path, load_checkpoint=True)
-    check_folder(again)
-    assert chunks_done(again, chunks, IDENTITY) == 1
-    prepare_folder(again, "seed: 42\n", IDENTITY, keep=True)
+    check_folder(root, AGAIN)
+    assert chunks.whole(rows_done(root, AGAIN, IDENTITY) or 0) == 1
+    prepare_folder(root, "seed: 42\n", IDENTITY, keep=True)
     assert num_lines(root / "samples.jsonl") == 9
 
 
 def test_rows_of_other_settings_are_refused_by_the_first_difference(tmp_path):
-    prepare_folder(out(tmp_path), "", IDENTITY, keep=False)
+    prepare_folder(tmp_path / "out", "", IDENTITY, keep=False)
     with pytest.raises(UsageError, match=r"its temperature is 1\.0, not 0\.7; use another --output, or --overwrite"):
-        chunks_done(out(tmp_path, load_checkpoint=True), Chunks(1, 1, 1), {**IDENTITY, "temperature": 0.7})
+        rows_done(tmp_path / "out", AGAIN, {**IDENTITY, "temperature": 0.7})
 
 
-def test_an_earlier_generation_is_replaced_only_when_that_is_said(tmp_path):
-    root = prepare_folder(out(tmp_path), "", IDENTITY, keep=False)
-    (root / "selected.jsonl").write_text("{}\n")
-    with pytest.raises(UsageError, match="holds an earlier generation"):
-        check_folder(out(tmp_path))
+def test_earlier_responses_are_replaced_only_when_that_is_said(tmp_path):
+    root = tmp_path / "out"
+    prepare_folder(root, "", IDENTITY, keep=False)
+    for name in ("selected.jsonl", "eval.json"):
+        (root / name).write_text("{}\n")
+    with pytest.raises(UsageError, match="holds earlier responses"):
+        check_folder(root, FRESH)
     (root / "notes.txt").write_text("mine")
-    check_folder(out(tmp_path, overwrite=True))
-    prepare_folder(out(tmp_path, overwrite=True), "", IDENTITY, keep=False)
-    assert not (root / "selected.jsonl").exists()
-    assert (root / "notes.txt").exists()
+    check_folder(root, ANEW)
+    prepare_folder(root, "", IDENTITY, keep=False)
+    assert {path.name for path in root.iterdir()} == {"notes.txt", "generation.json", "config.yaml", "logs"}
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "samples.jsonl", "selected.jsonl"])
 def test_the_folder_of_another_command_is_never_touched(tmp_path, name):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).write_text("mine")
-    for settings in ({}, {"overwrite": True}, {"load_checkpoint": True}):
+    (tmp_path / name).write_text("mine")
+    for settings in (FRESH, ANEW, AGAIN):
         with pytest.raises(UsageError, match="holds other things"):
-            check_folder(out(tmp_path, **settings))
+            check_folder(tmp_path, settings)
 
 
 PROMPTS = [Prompt([20 + i], f"<{i}>", str(i), "data.jsonl", 10 + i) for i in range(7)]
 DATA = PromptData(
-    PROMPTS, PromptReport(), "", lambda prompt: Conversation((Message("user", f"question {prompt.label}"),)), str
+    PROMPTS,
+    PromptReport(),
+    "",
+    row_of=lambda prompt: Row({"question": prompt.label}, Source(prompt.source, ()), prompt.index),
+    conversation_of=lambda prompt: Conversation((Message("user", f"question {prompt.label}"),)),
+    where=str,
 )
 
 
@@ -137,8 +142,8 @@ def answer(tracker, *, begin=0, stop=lambda: False, size=3, scorer=None, reward_
     chosen = config(rollout_batch_size=size, n_samples_per_prompt=2, **settings)
     made: Any = engines or FakeEngines()
     answering = Answering(made, lambda ids: f"said {ids[0]}", scorer, reward_model)
-    chunks = Chunks(len(PROMPTS), size, 2)
-    return answer_chunks(answering, DATA, chunks, begin=begin, config=chosen, tracker=tracker, stop=stop)
+    asked = Examinee(chosen, "transformers", None, DATA, None, Chunks(len(PROMPTS), size, 2))
+    return answer_chunks(answering, asked, begin=begin, hooks=Hooks(tracker, stop))
 
 
 def test_every_response_is_a_row_that_says_where_it_comes_from():

@@ -1,7 +1,7 @@
 """Losses and metrics of a reward model trained on pairs of a chosen and a rejected response.
 
 A loss is one value a pair; the loss of an optimizer step is its sum over all pairs of the step divided by their
-number. Left out on purpose: the interval of an accuracy (`wilson_interval` in commands/evaluation.py).
+number. Left out on purpose: the interval of an accuracy (`wilson_interval` in answer_statistics.py).
 """
 
 from collections.abc import Callable

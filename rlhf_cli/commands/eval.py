@@ -1,20 +1,13 @@
-"""`rlhf eval`: greedy answers of a model to prompts with ground truth, and the share that is right."""
+"""`rlhf eval`: answers of one model or several to prompts with ground truth, and how often they are right.
 
-from pydantic import BaseModel, ConfigDict
+Leaves out what it does (evaluation.py) and everything heavy: importing this module costs settings only.
+"""
 
-from rlhf_cli.config.base import Group
+from pydantic import BaseModel, ConfigDict, model_validator
+
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.config.model import ModelSource
-from rlhf_cli.config.online import EngineConfig, RewardConfig
-
-
-class EvalOutputConfig(Group):
-    """Output"""
-
-    output: str | None = None
-    """Folder for eval.json (the figures) and samples.jsonl (prompts, answers and verdicts)."""
-    seed: int = 42
-    """Seed of the order in which mixed prompt sets are read."""
+from rlhf_cli.config.evaluation import EvalOutputConfig, EvalRewardConfig, EvaluatedModelConfig, StatisticsConfig
+from rlhf_cli.config.generate import RewardPlacementConfig, SamplingConfig
 
 
 class EvalConfig(BaseModel):
@@ -22,15 +15,47 @@ class EvalConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: ModelSource
+    model: EvaluatedModelConfig
     prompts: PromptConfig
-    engine: EngineConfig = EngineConfig()
-    reward: RewardConfig
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    reward: EvalRewardConfig
+    statistics: StatisticsConfig = StatisticsConfig()
+    placement: RewardPlacementConfig = RewardPlacementConfig()
     out: EvalOutputConfig = EvalOutputConfig()
+
+    @property
+    def ks(self) -> list[int]:
+        """The numbers of samples of pass@k and maj@k."""
+        samples = self.sampling.n_samples_per_prompt
+        return sorted(self.statistics.k) or ([samples] if samples > 1 else [])
+
+    @model_validator(mode="after")
+    def _there_are_k_samples(self) -> "EvalConfig":
+        samples = self.sampling.n_samples_per_prompt
+        if max(self.ks, default=1) > samples:
+            raise ValueError(f"k {max(self.ks)} is more than the samples there are: n_samples_per_prompt {samples}")
+        return self
+
+    @model_validator(mode="after")
+    def _right_can_be_told_from_wrong(self) -> "EvalConfig":
+        if self.reward.reward_funcs or self.statistics.pass_score is not None:
+            return self
+        for name, is_given in (("k", self.statistics.k), ("write_pass_rate", self.out.write_pass_rate)):
+            if is_given:
+                raise ValueError(
+                    f"{name} counts right responses: give --reward_funcs, or --pass_score for other rewards"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _pass_rates_are_of_one_model(self) -> "EvalConfig":
+        if self.out.write_pass_rate is not None and len(self.model.names) > 1:
+            raise ValueError(f"write_pass_rate is of a single model, and pretrain names {len(self.model.names)}")
+        return self
 
 
 def eval(config: EvalConfig) -> None:
-    """Answer prompts with a model, greedily, and count what a verifier or your own reward finds right."""
+    """Answer prompts with models and count what is right: accuracy, pass@k and majority votes, with intervals."""
     from rlhf_cli.commands.evaluation import run_evaluation
 
     run_evaluation(config)

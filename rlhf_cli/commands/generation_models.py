@@ -1,4 +1,4 @@
-"""Starts the rollout engines of `rlhf generate`, and a reward model beside them, on the cluster; ends them again.
+"""Starts the rollout engines of `generate` and `eval`, and a reward model beside them, on the cluster; ends them.
 
 Weights stay those of the folders they were loaded from: there is nothing to push and nobody takes turns.
 """
@@ -13,11 +13,11 @@ from typing import Any
 from rlhf_cli.backends.engine_group import EngineGroup, host_engine
 from rlhf_cli.backends.online_roles import Dealer, RewardGroup
 from rlhf_cli.backends.placement import ENGINE, Layout, Seat, describe, plan_layout
-from rlhf_cli.backends.ray_cluster import Cluster, Reservation, ray_cluster
+from rlhf_cli.backends.ray_cluster import Cluster, Reservation
 from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
 from rlhf_cli.backends.roles import Reward, RoleSettings
 from rlhf_cli.backends.rollout_engine import EngineSettings
-from rlhf_cli.commands.generate import GenerateConfig
+from rlhf_cli.config.generate import AnsweringConfig
 from rlhf_cli.config.online import PlacementConfig, RolloutConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
@@ -39,7 +39,7 @@ class Models:
 class _Places:
     """Where engines and ranks go, and their settings."""
 
-    config: GenerateConfig
+    config: AnsweringConfig
     backend: str
     layout: Layout
     reservation: Reservation
@@ -53,10 +53,11 @@ class _Places:
 
 @contextmanager
 def started_models(
-    config: GenerateConfig,
+    config: AnsweringConfig,
     backend: str,
     reward_model: RewardModel | None,
     *,
+    cluster: Cluster,
     log_dir: Path,
     announce: Callable[[str], None],
 ) -> Iterator[Models]:
@@ -64,7 +65,7 @@ def started_models(
 
     `announce` is told the placement before anything is loaded.
     """
-    with ray_cluster() as cluster, ExitStack() as stack:
+    with ExitStack() as stack:
         layout = _layout(config, cluster, has_reward_model=reward_model is not None)
         announce("; ".join(describe(layout, unit=cluster.unit)))
         reservation = Reservation(layout, cluster)
@@ -77,7 +78,7 @@ def started_models(
         yield Models(engines, None if reward_model is None else _reward_group(places, ranks, reward_model))
 
 
-def _layout(config: GenerateConfig, cluster: Cluster, *, has_reward_model: bool) -> Layout:
+def _layout(config: AnsweringConfig, cluster: Cluster, *, has_reward_model: bool) -> Layout:
     sampling, places = config.sampling, config.placement
     placement = PlacementConfig(
         reward_num_gpus_per_node=places.reward_num_gpus_per_node,

@@ -156,6 +156,7 @@ def _prompts(config: DataCommandConfig, settings: PromptConfig, tokenizer: Any) 
     room = config.data.max_len - config.data.max_new_tokens
     counts = [
         Happened("with ground truth", report.labelled, []),
+        Happened("left out by their pass rate", report.dropped_by_pass_rate, []),
         Happened(COUNTED["dropped_overlong"], report.dropped_overlong, report.noted),
     ]
     return Preview(

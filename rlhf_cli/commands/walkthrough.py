@@ -136,7 +136,8 @@ def _run(console: Console, title: str, words: list[str]) -> None:
 
 
 def _accuracy(folder: Path) -> float:
-    return float(json.loads((folder / "eval.json").read_text())["accuracy"])
+    (result,) = json.loads((folder / "eval.json").read_text())["results"]
+    return float(result["figures"]["accuracy"]["value"])
 
 
 def _results(walk: Walkthrough, accuracies: dict[str, float], seconds: dict[str, float]) -> Table:

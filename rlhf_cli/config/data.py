@@ -97,7 +97,16 @@ class PromptConfig(TextConfig):
     """Split read where the name gives none."""
     label_key: str | None = None
     """Column with the ground truth; found by its name if not given."""
+    pass_rate_range: tuple[float, float] | None = None
+    """Use only prompts whose column pass_rate (of `rlhf eval --write_pass_rate`) is in this range, ends included."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What to do with prompts that leave no room for max_new_tokens; the number is always reported."""
     max_samples: int = Field(100_000_000, gt=0)
     """Rows read at most."""
+
+    @model_validator(mode="after")
+    def _range_of_pass_rates_is_not_empty(self) -> "PromptConfig":
+        if self.pass_rate_range is not None and not 0 <= self.pass_rate_range[0] <= self.pass_rate_range[1] <= 1:
+            low, high = self.pass_rate_range
+            raise ValueError(f"pass_rate_range {low:g} {high:g}: two shares from 0 to 1, the smaller one first")
+        return self

@@ -1,10 +1,12 @@
-"""Sampling, selection and output of batch generation."""
+"""Sampling, selection and output of batch generation and evaluation."""
 
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Group
+from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.online import EngineConfig, ModelScoringConfig
 
 
@@ -65,20 +67,42 @@ class SelectConfig(Group):
         return self
 
 
-class GenerateOutputConfig(Group):
+class AnswersOutputConfig(Group):
+    """Output"""
+
+    seed: int = 42
+    """Seed of the sampled responses, and of the order in which mixed prompt sets are read."""
+    load_checkpoint: bool = False
+    """Continue behind the responses that are there; starts fresh where there is nothing to continue."""
+    overwrite: bool = False
+    """Replace what is in the folder from an earlier time."""
+
+    @model_validator(mode="after")
+    def _continue_or_replace(self) -> "AnswersOutputConfig":
+        if self.load_checkpoint and self.overwrite:
+            raise ValueError("load_checkpoint continues where it ended and overwrite replaces it: give one of them")
+        return self
+
+
+class GenerateOutputConfig(AnswersOutputConfig):
     """Output"""
 
     output: str
     """Folder for samples.jsonl (every response), selected.jsonl, settings, metrics and logs."""
-    seed: int = 42
-    """Seed of the sampled responses, and of the order in which mixed prompt sets are read."""
-    load_checkpoint: bool = False
-    """Continue behind the rows that are there; starts fresh where there is nothing to continue."""
-    overwrite: bool = False
-    """Replace what an earlier generation left in the folder."""
 
-    @model_validator(mode="after")
-    def _continue_or_replace(self) -> "GenerateOutputConfig":
-        if self.load_checkpoint and self.overwrite:
-            raise ValueError("load_checkpoint continues a generation and overwrite replaces it: give one of them")
-        return self
+
+class AnsweringConfig(Protocol):
+    """What the settings of every command have that lets a model answer prompts."""
+
+    @property
+    def model(self) -> ModelSource: ...
+    @property
+    def prompts(self) -> PromptConfig: ...
+    @property
+    def sampling(self) -> SamplingConfig: ...
+    @property
+    def reward(self) -> OptionalRewardConfig: ...
+    @property
+    def placement(self) -> RewardPlacementConfig: ...
+    @property
+    def out(self) -> AnswersOutputConfig: ...

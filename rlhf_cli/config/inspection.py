@@ -35,5 +35,7 @@ class ShownDataConfig(PreferenceDataConfig):
     """Train on every token, not only on the assistant's (sft)."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What to do with prompts that leave no room for max_new_tokens (ppo)."""
+    pass_rate_range: tuple[float, float] | None = None
+    """Use only prompts whose column pass_rate is in this range, both ends included (ppo)."""
     max_new_tokens: int = Field(1024, gt=0)
     """Tokens generated per response at most (ppo)."""

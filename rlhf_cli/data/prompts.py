@@ -13,7 +13,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.data.columns import Columns
+from rlhf_cli.data.columns import Columns, described
 from rlhf_cli.data.conversations import Conversation
 from rlhf_cli.data.formats import PromptFormat, choose_prompt_format
 from rlhf_cli.data.preparing import MAX_NOTED
@@ -25,6 +25,8 @@ from rlhf_cli.data.tokenising import Tokeniser
 from rlhf_cli.errors import UsageError
 
 BATCH_ROWS = 512
+PASS_RATE = "pass_rate"
+"""Column with the share of a model's responses to a prompt that were right."""
 SCHEMA = pa.schema(
     {
         "prompt_ids": pa.list_(pa.int32()),
@@ -62,6 +64,7 @@ class PromptReport:
     rows: int = 0
     prompts: int = 0
     labelled: int = 0
+    dropped_by_pass_rate: int = 0
     dropped_overlong: int = 0
     longest: int = 0
     """Tokens of the longest prompt that was kept."""
@@ -71,7 +74,8 @@ class PromptReport:
     @property
     def summary(self) -> str:
         """The report in one line."""
-        dropped = f", {self.dropped_overlong:,} dropped as too long" if self.dropped_overlong else ""
+        dropped = f", {self.dropped_by_pass_rate:,} left out by their pass rate" if self.dropped_by_pass_rate else ""
+        dropped += f", {self.dropped_overlong:,} dropped as too long" if self.dropped_overlong else ""
         return (
             f"{'; '.join(map(str, self.sources))}, {self.rows:,} rows gave {self.prompts:,} prompts of at most "
             f"{self.longest:,} tokens, {self.labelled:,} with ground truth{dropped}"
@@ -82,13 +86,14 @@ class PromptReport:
 class PromptData:
     """Prompts in the order of their rows.
 
-    `fingerprint` is of all texts and labels; `conversation_of` reads the messages behind a prompt from its row again,
-    the system message of the settings included; `where` gives file and line of a prompt's row.
+    `fingerprint` is of all texts and labels; `row_of` reads a prompt's row again, and `conversation_of` the messages in
+    it, the system message of the settings included; `where` gives file and line of a prompt's row.
     """
 
     prompts: collections.abc.Sequence[Prompt]
     report: PromptReport
     fingerprint: str
+    row_of: Callable[[Prompt], Row]
     conversation_of: Callable[[Prompt], Conversation]
     where: Callable[[Prompt], str]
 
@@ -120,7 +125,9 @@ def load_prompts(
     writer = TableWriter(SCHEMA)
     fingerprint = hashlib.blake2b(digest_size=16)
     steps = _Steps(formats, Renderer(config, tokenizer), Tokeniser(tokenizer), plain=not config.apply_chat_template)
-    for batch in batches(rows, BATCH_ROWS):
+    for whole in batches(rows, BATCH_ROWS):
+        batch = [row for row in whole if _is_wanted(row, config.pass_rate_range)]
+        report.dropped_by_pass_rate += len(whole) - len(batch)
         read = zip(batch, steps.prompts(batch), strict=True)
         kept = [prompt for row, prompt in read if _fits(row, prompt, room, config, report)]
         writer.append_columns({name: [getattr(prompt, name) for prompt in kept] for name in SCHEMA.names})
@@ -133,14 +140,18 @@ def load_prompts(
         raise UsageError(f"no prompt is left: {report.summary}")
     sources = {source.name: source for source in rows.sources}
 
+    def row_of(prompt: Prompt) -> Row:
+        return sources[prompt.source].row(prompt.index)
+
     def conversation_of(prompt: Prompt) -> Conversation:
-        conversation = formats[prompt.source].read_prompt(sources[prompt.source].row(prompt.index))
+        conversation = formats[prompt.source].read_prompt(row_of(prompt))
         return conversation.with_system_prompt(config.system_prompt)
 
     return PromptData(
         StoredItems(writer.finish(), lambda table, row: Prompt(**table.row(row))),
         report,
         fingerprint.hexdigest(),
+        row_of,
         conversation_of,
         where=lambda prompt: sources[prompt.source].where(prompt.index),
     )
@@ -169,6 +180,16 @@ class _Steps:
             return self.renderer.prompt(self.formats[row.source.name].read_prompt(row))
         except TemplateFault as fault:
             raise row.error(str(fault)) from fault
+
+
+def _is_wanted(row: Row, limits: tuple[float, float] | None) -> bool:
+    """Whether the row's pass rate is within the limits; a prompt of unknown rate (null) is not."""
+    if limits is None:
+        return True
+    rate = row.get(PASS_RATE)
+    if PASS_RATE not in row or not isinstance(rate, int | float | None) or isinstance(rate, bool):
+        raise row.error(f"column {PASS_RATE!r} (--pass_rate_range) is {described(rate, row, PASS_RATE)}")
+    return rate is not None and limits[0] <= rate <= limits[1]
 
 
 def _fits(row: Row, prompt: Prompt, room: int, config: PromptConfig, report: PromptReport) -> bool:

@@ -158,8 +158,13 @@ class Tracker:
         """What a checkpoint keeps of the tracker."""
         return {} if self._wandb is None else {"wandb_run_id": self._wandb.run_id}
 
-    def close(self, *, outcome: str = "finished", facts: Mapping[str, str] | None = None) -> None:
-        """Close all files and sum up: how it ended, the last metrics, and `facts` such as where the model is."""
+    def close(
+        self, *, outcome: str = "finished", facts: Mapping[str, str] | None = None, has_course: bool = True
+    ) -> None:
+        """Close all files and sum up: how it ended, `facts` such as where the model is, and where metrics went.
+
+        Without a course, where the steps are parts of one measurement, metrics are not compared from first to last.
+        """
         self._view.close()
         for sink in self._sinks:
             sink.close()
@@ -168,7 +173,8 @@ class Tracker:
         done = f"{self._pace.step}/{self._pace.total_steps} {self._unit}s in {duration(self._pace.elapsed)}"
         self._console.print()
         self._console.print(f"{outcome.capitalize()}: {done}", style="bold", markup=False)
-        self._print_rows(summary_rows(summarise(self._output)) | dict(facts or {}))
+        course = summary_rows(summarise(self._output)) if has_course else {}
+        self._print_rows(course | dict(facts or {}))
 
     def __enter__(self) -> Self:
         return self

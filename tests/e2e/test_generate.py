@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rlhf_cli.commands.generation import weights_of
+from rlhf_cli.commands.answering import weights_of
 from rlhf_cli.config.data import PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs

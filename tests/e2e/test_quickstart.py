@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 
 def accuracy(folder, stage):
-    return json.loads((folder / f"eval_{stage}" / "eval.json").read_text())["accuracy"]
+    (result,) = json.loads((folder / f"eval_{stage}" / "eval.json").read_text())["results"]
+    return result["figures"]["accuracy"]["value"]
 
 
 def test_ppo_makes_a_model_right_that_was_right_a_third_of_the_time(tmp_path):

@@ -1,0 +1,145 @@
+"""What judged responses say about a model: accuracy, pass@k, maj@k, rewards and lengths, with intervals.
+
+Prompts are what is drawn at random: each gives one value, its mean over its samples, and intervals are over prompts.
+Responses whose reward failed are counted and left out of everything that a reward decides. The formulas are in
+algorithms/answer_statistics.py.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_cli.algorithms.answer_statistics import majority_at_k, mean_interval, pass_at_k, share_interval
+from rlhf_cli.rewards.records import Score, Status
+
+VERDICTS: tuple[Status, ...] = ("correct", "wrong", "invalid")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One judged response. `length` is in tokens; `truncated` says that it was cut at the limit."""
+
+    score: Score
+    length: int
+    truncated: bool
+
+
+Prompts = Sequence[Sequence[Answer]]
+"""The samples of each prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A mean over `num_prompts` prompts and its 95 % interval, None where none can be told."""
+
+    value: float
+    interval: tuple[float, float] | None
+    num_prompts: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All figures of some prompts by name; those without an interval are in `counts`."""
+
+    figures: dict[str, Figure]
+    counts: dict[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The values alone, by name."""
+        return {name: figure.value for name, figure in self.figures.items()} | self.counts
+
+
+def evaluate_answers(prompts: Prompts, *, ks: Sequence[int] = (), pass_score: float | None = None) -> Evaluation:
+    """The figures of these prompts.
+
+    `accuracy` is avg@n, the share of right samples; `pass@k` and `maj@k` for each of `ks` are over the prompts that
+    have k judged samples; `reward` is the mean score, `truncated` and `response_length` count failed ones too. What is
+    right is the verifier's verdict, or a score of `pass_score` and more; without either only rewards and lengths are
+    told.
+    """
+    scored = [[answer.score for answer in samples if answer.score.value is not None] for samples in prompts]
+    figures = _figures_of_verdicts([samples for samples in scored if samples], ks, pass_score)
+    figures |= _means(
+        {
+            "reward": ([_mean([score.value or 0.0 for score in samples]) for samples in scored if samples], False),
+            "truncated": ([_mean([answer.truncated for answer in samples]) for samples in prompts], True),
+            "response_length": ([_mean([answer.length for answer in samples]) for samples in prompts], False),
+        }
+    )
+    answers = [answer for samples in prompts for answer in samples]
+    num_failed = sum(answer.score.value is None for answer in answers)
+    counts = {
+        "response_length_max": float(max((answer.length for answer in answers), default=0)),
+        "reward_failed": num_failed / len(answers) if answers else 0.0,
+        "num_prompts": float(len(prompts)),
+        "num_responses": float(len(answers)),
+        "num_failed": float(num_failed),
+    }
+    return Evaluation(figures, counts)
+
+
+def pass_rate(samples: Sequence[Answer], *, pass_score: float | None = None) -> float | None:
+    """Share of a prompt's judged samples that are right; None where none was judged."""
+    correct = [is_right for answer in samples if (is_right := _is_right(answer.score, pass_score)) is not None]
+    return _mean(correct) if correct else None
+
+
+def by_source(prompts: Iterable[tuple[str, Sequence[Answer]]]) -> dict[str, list[Sequence[Answer]]]:
+    """The samples of each prompt by the data set it is from; where there are several, all of them come first."""
+    found: dict[str, list[Sequence[Answer]]] = {}
+    for source, samples in prompts:
+        found.setdefault(source, []).append(samples)
+    everything = [samples for of_source in found.values() for samples in of_source]
+    return {ALL: everything, **found} if len(found) > 1 else found
+
+
+ALL = "all"
+"""Name of several data sets together."""
+
+
+def _figures_of_verdicts(prompts: list[list[Score]], ks: Sequence[int], pass_score: float | None) -> dict[str, Figure]:
+    """Accuracy, pass@k and maj@k, and the share of responses without an answer; none where nobody judged."""
+    judged: list[list[tuple[Score, bool]]] = []
+    for samples in prompts:
+        pairs = [(score, is_right) for score in samples if (is_right := _is_right(score, pass_score)) is not None]
+        judged += [pairs] if pairs else []
+    if not judged:
+        return {}
+    rights = [[is_right for _, is_right in samples] for samples in judged]
+    keys = [[score.answer for score, _ in samples] for samples in judged]
+    shares: dict[str, tuple[list[float], bool]] = {"accuracy": ([_mean(samples) for samples in rights], True)}
+    for k in ks:
+        shares[f"pass@{k}"] = ([pass_at_k(len(r), sum(r), k=k) for r in rights if len(r) >= k], True)
+    if any(key is not None for samples in keys for key in samples):
+        for k in ks:
+            votes = [majority_at_k(a, r, k=k) for a, r in zip(keys, rights, strict=True) if len(r) >= k]
+            shares[f"maj@{k}"] = (votes, True)
+    if any(score.status in VERDICTS for samples in prompts for score in samples):
+        shares["invalid"] = ([_mean([score.status == "invalid" for score in samples]) for samples in prompts], True)
+    return _means(shares)
+
+
+def _is_right(score: Score, pass_score: float | None) -> bool | None:
+    """Whether the response is right; None where nobody could tell."""
+    if score.value is None:
+        return None
+    if pass_score is not None:
+        return score.value >= pass_score
+    return score.status == "correct" if score.status in VERDICTS else None
+
+
+def _means(values: Mapping[str, tuple[list[float], bool]]) -> dict[str, Figure]:
+    """The mean of each list that is not empty, as a share where that is said."""
+    interval: dict[bool, Callable[[Sequence[float]], tuple[float, float] | None]] = {
+        True: share_interval,
+        False: mean_interval,
+    }
+    return {
+        name: Figure(_mean(of_prompts), interval[is_share](of_prompts), len(of_prompts))
+        for name, (of_prompts, is_share) in values.items()
+        if of_prompts
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,98 @@
+"""The figures of an evaluation as a table for the terminal and as JSON, a row for each model and data set."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_cli.rewards.evaluation import Evaluation, Figure
+from rlhf_cli.tracking.figures import number
+
+SHARES = ("accuracy", "pass@", "maj@", "truncated", "invalid")
+LAST = {"reward": "reward", "response_length": "tokens", "truncated": "cut", "invalid": "no answer"}
+"""Headings of the figures behind those of right answers."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a model did on a data set; `num_samples` are the responses to each prompt."""
+
+    pretrain: str
+    source: str
+    num_samples: int
+    evaluation: Evaluation
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures; `low` and `high` are the ends of the 95 % interval."""
+        figures = {}
+        for name, figure in self.evaluation.figures.items():
+            low, high = figure.interval or (None, None)
+            figures[name] = {"value": figure.value, "low": low, "high": high, "num_prompts": figure.num_prompts}
+        named = {"pretrain": self.pretrain, "source": self.source, "num_samples": self.num_samples}
+        return {**named, "figures": figures, **self.evaluation.counts}
+
+
+def evaluation_table(results: Sequence[Result]) -> Table:
+    """One row for each result: the values, and under those that tell how good a model is their 95 % intervals.
+
+    What says nothing new is left out, and is in the JSON: pass@1 and maj@1 beside the mean, and a reward that is 1 for
+    right responses and 0 for others.
+    """
+    shown = [_told(result) for result in results]
+    names = list(dict.fromkeys(name for figures in shown for name in figures))
+    names = [name for name in names if name not in LAST] + [name for name in LAST if name in names]
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 2, 1, 0), caption="95 % intervals over prompts below the values"
+    )
+    table.caption_justify = "left"
+    samples = max((result.num_samples for result in results), default=1)
+    table.add_column("model", overflow="fold", min_width=8)
+    table.add_column("data", overflow="fold", min_width=8)
+    table.add_column("prompts", justify="right")
+    for name in names:
+        table.add_column(_heading(name, samples), justify="right", no_wrap=True)
+    some_failed = any(result.evaluation.counts["num_failed"] for result in results)
+    if some_failed:
+        table.add_column("failed", justify="right", no_wrap=True)
+    for result, figures in zip(results, shown, strict=True):
+        counts = result.evaluation.counts
+        cells = [_cell(name, figures, counts) for name in names]
+        failed = [f"{counts['num_failed']:.0f} of {counts['num_responses']:.0f}"] if some_failed else []
+        source = Text(Path(result.source).name)
+        table.add_row(Text(result.pretrain), source, f"{counts['num_prompts']:.0f}", *cells, *failed)
+    return table
+
+
+def _told(result: Result) -> dict[str, Figure]:
+    """The figures that are worth a column."""
+    figures = result.evaluation.figures
+    silent = {"pass@1", "maj@1"}
+    if "accuracy" in figures and figures["reward"].value == figures["accuracy"].value:
+        silent.add("reward")
+    return {name: figure for name, figure in figures.items() if name not in silent}
+
+
+def _heading(name: str, num_samples: int) -> str:
+    if name == "accuracy":
+        return f"avg@{num_samples}" if num_samples > 1 else name
+    return LAST.get(name, name)
+
+
+def _cell(name: str, figures: Mapping[str, Figure], counts: Mapping[str, float]) -> Text:
+    """The value, shares in percent; under it the interval where the figure is about being good."""
+
+    def written(value: float) -> str:
+        return f"{100 * value:.1f}" if name.startswith(SHARES) else number(value)
+
+    if name not in figures:
+        return Text("")
+    figure = figures[name]
+    value, below = written(figure.value) + ("%" if name.startswith(SHARES) else ""), ""
+    if name == "response_length":
+        below = f"max {counts['response_length_max']:.0f}"
+    elif figure.interval is not None and (name == "reward" or name not in LAST):
+        below = " to ".join(map(written, figure.interval))
+    return Text.assemble((value, "" if name in LAST else "bold"), "\n" if below else "", (below, "bright_black"))

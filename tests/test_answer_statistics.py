@@ -1,0 +1,128 @@
+"""pass@k, maj@k and intervals against enumeration, simulation and numbers worked out by hand."""
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from rlhf_cli.algorithms.answer_statistics import (
+    majority_at_k,
+    mean_interval,
+    pass_at_k,
+    share_interval,
+    wilson_interval,
+)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 7])
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(num_samples):
+    for num_correct in range(num_samples + 1):
+        correct = [i < num_correct for i in range(num_samples)]
+        for k in range(1, num_samples + 1):
+            choices = [any(choice) for choice in itertools.combinations(correct, k)]
+            assert pass_at_k(num_samples, num_correct, k=k) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
+
+
+def test_pass_at_k_is_exact_where_binomials_overflow_a_float():
+    assert math.comb(4000, 2000) > 10**1000
+    exact = 1 - math.comb(3990, 2000) / math.comb(4000, 2000)  # Python divides these integers exactly
+    assert pass_at_k(4000, 10, k=2000) == pytest.approx(exact, rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_more_samples_than_there_are_cannot_be_asked_for(k):
+    with pytest.raises(ValueError, match="from 1 to the number of samples, 3"):
+        pass_at_k(3, 1, k=k)
+    with pytest.raises(ValueError, match="from 1 to the number of samples, 3"):
+        majority_at_k(["a"] * 3, [True] * 3, k=k)
+
+
+def vote(answers, correct):
+    """The value of a vote, ties shared."""
+    counts = Counter(answer for answer in answers if answer is not None)
+    if not counts:
+        return 0.0
+    winners = [answer for answer, count in counts.items() if count == max(counts.values())]
+    values = []
+    for winner in winners:
+        judged = [right for answer, right in zip(answers, correct, strict=True) if answer == winner]
+        values.append(sum(judged) / len(judged))
+    return sum(values) / len(values)
+
+
+def test_majority_at_k_is_the_mean_vote_over_all_choices():
+    generator = random.Random(0)
+    for _ in range(60):
+        size = generator.randint(1, 7)
+        answers = generator.choices(["a", "b", "c", "d", None], weights=[4, 3, 1, 1, 2], k=size)
+        right = set(generator.sample("abcd", generator.randint(0, 3)))  # several spellings may be right
+        correct = [answer in right for answer in answers]
+        for k in range(1, size + 1):
+            chosen = itertools.combinations(range(size), k)
+            votes = [vote([answers[i] for i in c], [correct[i] for i in c]) for c in chosen]
+            assert majority_at_k(answers, correct, k=k) == pytest.approx(sum(votes) / len(votes), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "value"),
+    [
+        (["1", "1", "2"], "1", 1.0),
+        (["1", "2"], "1", 0.5),  # a tie, in whichever order
+        (["2", "1"], "1", 0.5),
+        (["1", "2", "3", None, None, None], "1", 1 / 3),  # silence is no answer
+        ([None, None], "1", 0.0),
+        (["2", "2", "1"], "1", 0.0),
+    ],
+)
+def test_ties_share_the_vote(answers, right, value):
+    assert majority_at_k(answers, [answer == right for answer in answers], k=len(answers)) == pytest.approx(value)
+
+
+def test_an_answer_judged_both_ways_counts_by_its_share():
+    assert majority_at_k(["1", "1", "1", "2"], [True, True, False, False], k=4) == pytest.approx(2 / 3)
+
+
+def test_one_vote_is_the_share_of_right_answers():
+    answers, correct = ["1", "1", "2", None, "3"], [True, True, False, False, False]
+    assert majority_at_k(answers, correct, k=1) == pytest.approx(0.4)
+
+
+def test_majorities_of_many_samples_take_no_time_to_count():
+    answers = [str(i % 40) for i in range(64)]
+    value = majority_at_k(answers, [answer == "0" for answer in answers], k=32)
+    assert 1 / 64 < value < 1 / 20  # one of 24 answers given twice, among 40
+
+
+def test_wilsons_interval_by_hand():
+    low, high = wilson_interval(0.5, 10)
+    # centre 0.5, half width 1.96 * sqrt(0.025 + 1.96^2 / 400) / (1 + 1.96^2 / 10)
+    assert (low, high) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert wilson_interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert wilson_interval(1.0, 30)[0] == pytest.approx(0.8865, abs=1e-4)
+
+
+def test_the_interval_of_a_mean_by_hand():
+    # mean 0.5, unbiased variance 1/6: half width 1.96 * sqrt(1/6 / 4)
+    assert mean_interval([0.0, 0.5, 0.5, 1.0]) == pytest.approx((0.1, 0.9), abs=2e-4)
+    assert mean_interval([3.0]) is None
+
+
+def test_shares_of_yes_and_no_have_wilsons_interval_and_others_stay_within_their_range():
+    assert share_interval([1.0] * 9 + [0.0]) == pytest.approx(wilson_interval(0.9, 10))
+    assert share_interval([1.0, 1.0, 1.0, 0.5]) == pytest.approx((0.63, 1.0), abs=1e-4)
+    assert share_interval([0.5]) is None
+
+
+def test_a_95_percent_interval_holds_the_truth_about_95_times_in_100():
+    generator = random.Random(1)
+    held = {"yes or no": 0, "shares": 0}
+    for _ in range(1000):
+        single = [float(generator.random() < 0.3) for _ in range(60)]
+        shares = [sum(generator.random() < p for _ in range(8)) / 8 for p in generator.choices([0.1, 0.5], k=60)]
+        for name, values in (("yes or no", single), ("shares", shares)):
+            found = share_interval(values)
+            assert found is not None
+            held[name] += found[0] <= 0.3 <= found[1]
+    assert all(920 <= count <= 975 for count in held.values()), held
