@@ -18,10 +18,17 @@ FROZEN = Path(__file__).with_name("flags.txt")
 UPDATE = "UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/test_flags_frozen.py"
 # What a command needs besides its required settings, for checks that look at several settings at once.
 ALSO_NEEDED = {"reward_funcs": "gsm8k"}
+EVALUATED = {"eval_dataset": "x"}
 # Settings that are only valid together with others.
 TOGETHER: dict[str, dict[str, Any]] = {
+    "best_metric_key": EVALUATED,
     "cispo_eps_high": {"policy_loss": "cispo"},
     "k": {"n_samples_per_prompt": "9", "temperature": "1"},
+    "eval_max_samples": EVALUATED,
+    "eval_n_samples_per_prompt": {**EVALUATED, "eval_temperature": "0.7"},
+    "eval_split": EVALUATED,
+    "eval_steps": EVALUATED,
+    "eval_temperature": EVALUATED,
     "input_template": {"apply_chat_template": False},
     "load_checkpoint": {"output": "x"},
     "min_score": {"select": "best"},
@@ -35,6 +42,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 # Samples where the type alone does not give a valid one.
 SAMPLES = {
+    "best_metric_key": "eval/reward",
     "input_template": "User: {}",
     "k": "1,4",
     "loss": "ipo,simpo",

@@ -180,17 +180,21 @@ class Run:
             batch=batch,
         )
         self.stop_after = stop_after
+        self.evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
+
+    def roles(self) -> Roles:
+        return Roles(
+            self.actor,
+            self.critic if self.has_critic else None,
+            self.reference,
+            self.reward_model,
+            self.engines,
+            self.scorer,
+        )
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:
         return train_online(
-            Roles(
-                self.actor,
-                self.critic if self.has_critic else None,
-                self.reference,
-                self.reward_model,
-                self.engines,
-                self.scorer,
-            ),
+            self.roles(),
             self.settings,
             prompts=[Prompt([20 + i, 30 + i], f"prompt {i}: ", str(i), "data.jsonl", i) for i in range(NUM_PROMPTS)],
             decode=lambda token_ids: "".join(map(str, token_ids)),
@@ -201,6 +205,7 @@ class Run:
                 self.tracker,
                 self.saved.append,
                 lambda: self.stop_after is not None and len(self.tracker.logged) >= self.stop_after,
+                self.evaluate,
             ),
         )
 

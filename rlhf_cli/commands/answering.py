@@ -13,7 +13,7 @@ from rlhf_cli.backends.engine_group import rollout_backend
 from rlhf_cli.backends.ray_cluster import Cluster
 from rlhf_cli.commands.generation_folder import Chunks
 from rlhf_cli.commands.generation_models import started_models
-from rlhf_cli.config.generate import AnsweringConfig, OptionalRewardConfig, SamplingConfig
+from rlhf_cli.config.generate import AnsweringConfig, SamplingConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
@@ -21,12 +21,12 @@ from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.models.loading import load_tokenizer, resolve_model_path
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
 from rlhf_cli.models.weight_files import fingerprint, folder_of
-from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers import rl
-from rlhf_cli.trainers.rl_batch import as_sequence, length_metrics, rollout_metrics, score_requests
+from rlhf_cli.trainers.rl_batch import length_metrics, rollout_metrics, score_requests
+from rlhf_cli.trainers.rl_evaluation import score_responses
 
 
 @dataclass(frozen=True)
@@ -196,26 +196,17 @@ def _answer(
         generations = answering.engines.generate(requests, sampling_params(sampling))
     with timer("reward"):
         questions = score_requests(asked, generations, answering.decode)
-        scores = _scores(answering, asked, questions, generations, reward=config.reward)
+        scores = None
+        if answering.scorer is not None:
+            scores = score_responses(
+                answering.scorer,
+                answering.reward_model,
+                config.reward,
+                asked=asked,
+                generations=generations,
+                questions=questions,
+            )
     return Answers(asked, questions, generations, scores)
-
-
-def _scores(
-    answering: Answering,
-    asked: Sequence[Prompt],
-    questions: list[ScoreRequest],
-    generations: Sequence[Generation],
-    *,
-    reward: OptionalRewardConfig,
-) -> list[Score] | None:
-    if answering.scorer is None:
-        return None
-    scores = answering.scorer.score(questions)
-    if answering.reward_model is None:
-        return scores
-    pairs = zip(asked, generations, strict=True)
-    values = answering.reward_model.scores([as_sequence(p.prompt_ids, g.token_ids) for p, g in pairs])
-    return with_model_scores(scores, values, weight=reward.reward_model_weight, max_failures=reward.reward_max_failures)
 
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:

@@ -1,7 +1,7 @@
 """What every offline command does around its objective: run directory, engine, checkpoints, tracking, the model."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,9 +297,11 @@ class _Run:
             raise RunError(f"rank {rank} could not write its part of the checkpoint of step {step}: {error}") from error
 
 
-def conclude(tracker: Tracker | SilentTracker, paths: RunDirectory, finished: Finished) -> None:
-    """Say how the run ended and where its results are."""
+def conclude(
+    tracker: Tracker | SilentTracker, paths: RunDirectory, finished: Finished, facts: Mapping[str, str] | None = None
+) -> None:
+    """Say how the run ended, where its results are, and `facts` besides."""
     if finished.interrupted:
         tracker.close(outcome="interrupted", facts={"Continue": "the same command with --load_checkpoint"})
     else:
-        tracker.close(facts={"Model": str(paths.model), "Report": str(paths.root / REPORT)})
+        tracker.close(facts={"Model": str(paths.model), **(facts or {}), "Report": str(paths.root / REPORT)})

@@ -1,6 +1,7 @@
 """What every online command does around the loop: checks, run directory, cluster, checkpoints, tracking, the model."""
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,12 @@ from rlhf_cli.backends.ray_cluster import ray_cluster
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.offline import conclude
 from rlhf_cli.commands.online_config import OnlineConfig
+from rlhf_cli.commands.online_evaluation import (
+    best_facts,
+    evaluation_task,
+    load_evaluation_prompts,
+    make_evaluator,
+)
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, role_names
 from rlhf_cli.commands.run_directory import RunDirectory, prepare_run_directory, run_directory
 from rlhf_cli.config.online import CriticPlacementConfig
@@ -50,6 +57,7 @@ class _Run:
     backend: str
     tokenizer: Any
     data: PromptData
+    eval_data: PromptData | None
     reward_model: RewardModel | None
     paths: RunDirectory
     store: CheckpointStore
@@ -111,10 +119,10 @@ def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
         scorer = stack.enter_context(Scorer(config.reward))
         tracker = stack.enter_context(_tracker(run, terminal.console))
         roles = stack.enter_context(_start_roles(run, tracker, stack))
-        finished = _train(run, roles, scorer, tracker, stop)
+        finished, best = _train(run, roles, scorer, tracker, stop)
         if not finished.interrupted:
             roles.actor.trained.save_model(run.paths.model)
-        conclude(tracker, run.paths, finished)
+        conclude(tracker, run.paths, finished, best)
     write_report(run.paths.root)
     if finished.interrupted:
         sys.exit(INTERRUPTED)
@@ -132,16 +140,18 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
             config.reward.reward_pretrain, config.model, tokenizer, normalize=config.reward.normalize_reward
         )
     data = load_prompts(config.prompts, tokenizer, max_new_tokens=config.rollout.max_new_tokens, seed=config.batch.seed)
+    eval_data = load_evaluation_prompts(config, tokenizer)
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
-    run = _Run(config, command, algorithm, backend, tokenizer, data, reward_model, paths, store, resume)
+    run = _Run(config, command, algorithm, backend, tokenizer, data, eval_data, reward_model, paths, store, resume)
     if resume is not None:
         check_same_run(resume, run.identity)
     if not run.total_steps.actor:
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
     with Scorer(config.reward) as scorer:  # the one used for training starts later, when its output goes to a log
-        scorer.check_labels([prompt.label for prompt in data.prompts])
+        for read in (data, *([eval_data] if eval_data else [])):
+            scorer.check_labels([prompt.label for prompt in read.prompts])
     return run
 
 
@@ -208,6 +218,7 @@ def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
         {
             "Model": config.model.pretrain,
             "Prompts": run.data.report.summary,
+            **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
             **({"Reward model": run.reward_model.source.pretrain} if run.reward_model else {}),
             "Engine": f"{config.rollout.vllm_num_engines} x {run.backend}",
             "Placement": "; ".join(describe(layout, unit=cluster.unit)),
@@ -219,24 +230,39 @@ def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
     return OnlineRoles(config, run.algorithm, where, reward_model=run.reward_model, total_steps=run.total_steps)
 
 
-def _train(run: _Run, roles: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal) -> Finished:
+def _train(
+    run: _Run, started: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal
+) -> tuple[Finished, dict[str, str]]:
+    """(how training ended, what to say about the best model)."""
     state = first_state(run.config.policy)
     if run.resume is not None:
         state = LoopState(**run.resume.state["loop"])
-        roles.load(run.resume.path, iteration=state.iteration)
+        started.load(run.resume.path, iteration=state.iteration)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(run.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    task = evaluation_task(run.config, run.eval_data, decode, total_iterations=run.total_iterations)
+    evaluator = make_evaluator(task, started, scorer, tracker, paths=run.paths, resume=run.resume)
 
     def save_checkpoint(state: LoopState) -> None:
-        saved = {"identity": run.identity, "loop": vars(state), "tracker": tracker.state()}
-        with run.store.writing(state.iteration, saved, needed_bytes=roles.checkpoint_bytes()) as folder:
-            roles.save(folder)
+        saved = {
+            "identity": run.identity,
+            "loop": vars(state),
+            "evaluation": evaluator.state.plain(),
+            "tracker": tracker.state(),
+        }
+        with run.store.writing(state.iteration, saved, needed_bytes=started.checkpoint_bytes()) as folder:
+            started.save(folder)
 
-    return train_online(
-        roles.with_scorer(scorer),
+    finished = train_online(
+        started.with_scorer(scorer),
         run.settings,
         prompts=run.data.prompts,
-        decode=lambda token_ids: run.tokenizer.decode(token_ids, skip_special_tokens=True),
+        decode=decode,
         state=state,
         total_iterations=run.total_iterations,
         save_steps=run.config.checkpoint.save_steps,
-        hooks=OnlineHooks(tracker, save_checkpoint, stop),
+        hooks=OnlineHooks(tracker, save_checkpoint, stop, evaluator),
     )
+    return finished, best_facts(evaluator, run.paths)

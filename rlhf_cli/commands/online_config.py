@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorOptimConfig, OnlineRewardConfig, PlacementConfig, RolloutConfig
 from rlhf_cli.config.policy import PolicyConfig
@@ -25,6 +26,7 @@ class OnlineConfig(BaseModel):
     policy: PolicyConfig = PolicyConfig()
     placement: PlacementConfig = PlacementConfig()
     batch: BatchConfig = BatchConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     optim: ActorOptimConfig = ActorOptimConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     checkpoint: CheckpointConfig
@@ -34,3 +36,10 @@ class OnlineConfig(BaseModel):
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults that depend on what was given."""
         return defaults_of_loss(given)
+
+    @model_validator(mode="after")
+    def _best_is_judged(self) -> "OnlineConfig":
+        key = self.evaluation.best_metric_key
+        if key is not None and key != "eval/reward" and not self.reward.reward_funcs:
+            raise ValueError(f"best_metric_key {key} counts right responses: give --reward_funcs, or take eval/reward")
+        return self

@@ -8,8 +8,8 @@ from rlhf_cli.backends.checkpoint import CheckpointStore
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 
-CONFIG, LOGS, REPORT = "config.yaml", "logs", "report.html"
-OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, "tensorboard", "error.log")
+CONFIG, LOGS, REPORT, BEST = "config.yaml", "logs", "report.html", "best"
+OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, BEST, "tensorboard", "error.log")
 OF_A_MODEL = ("config.json", "adapter_config.json")
 
 
@@ -25,6 +25,11 @@ class RunDirectory:
     def logs(self) -> Path:
         """Where the output of every process goes."""
         return self.root / LOGS
+
+    @property
+    def best(self) -> Path:
+        """Where the model of the best evaluation is kept."""
+        return self.root / BEST
 
     def log_of_rank(self, rank: int) -> Path:
         """Where the output of one rank goes."""

@@ -1,8 +1,8 @@
-"""Evaluation: which models, how responses count, where the figures go."""
+"""Evaluation: which models, how responses count, where the figures go; and evaluation during online training."""
 
 from pathlib import Path
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Group
 from rlhf_cli.config.generate import AnswersOutputConfig, OptionalRewardConfig
@@ -76,4 +76,52 @@ class EvalOutputConfig(AnswersOutputConfig):
         if self.output is None and (self.load_checkpoint or self.overwrite):
             name = "load_checkpoint" if self.load_checkpoint else "overwrite"
             raise ValueError(f"{name} is about a folder from an earlier time: give --output")
+        return self
+
+
+class EvaluationConfig(Group):
+    """Evaluation"""
+
+    eval_dataset: str | None = None
+    """Prompts to evaluate on, read like prompt_data; several data sets also count apart."""
+    eval_split: str = "train"
+    """Split of the evaluation data read where the name gives none."""
+    eval_max_samples: int = Field(100_000_000, gt=0)
+    """Rows of eval_dataset read at most."""
+    eval_steps: int = Field(-1, ge=-1)
+    """Iterations between evaluations, the first one before any update; -1 only there and at the end."""
+    eval_n_samples_per_prompt: int = Field(1, gt=0)
+    """Responses to each prompt in an evaluation; of n, accuracy is avg@n, and there are pass@n and maj@n."""
+    eval_temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of evaluations; 0 takes the likeliest token."""
+    best_metric_key: str | None = None
+    """Metric whose largest value keeps the model in <output>/best: eval/accuracy, eval/reward, eval/pass@n."""
+
+    @property
+    def metrics(self) -> list[str]:
+        """Metrics that may decide which model is best."""
+        samples = self.eval_n_samples_per_prompt
+        return ["eval/accuracy", "eval/reward", *([f"eval/pass@{samples}"] if samples > 1 else [])]
+
+    @model_validator(mode="after")
+    def _there_are_prompts(self) -> "EvaluationConfig":
+        fields = type(self).model_fields
+        given = [name for name, value in self if name != "eval_dataset" and value != fields[name].default]
+        if self.eval_dataset is None and given:
+            raise ValueError(f"{given[0]} is about evaluations: give --eval_dataset")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> "EvaluationConfig":
+        if self.eval_temperature == 0 and self.eval_n_samples_per_prompt > 1:
+            raise ValueError(
+                "temperature 0 gives the same response each time: eval_n_samples_per_prompt "
+                f"{self.eval_n_samples_per_prompt} needs an eval_temperature above 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_can_be_told(self) -> "EvaluationConfig":
+        if self.best_metric_key is not None and self.best_metric_key not in self.metrics:
+            raise ValueError(f"best_metric_key {self.best_metric_key}: there are {', '.join(self.metrics)}")
         return self

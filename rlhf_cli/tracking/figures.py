@@ -48,6 +48,8 @@ TITLES = {
     "memory/gpu_gib": "GPU memory, GiB",
 }
 GIB = 1 << 30
+EVALUATION = "eval"
+"""Phase of evaluations, whose time is no part of a step's own."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Reading:
         """Seconds by phase, with what is left of the step."""
         phases = {name.removeprefix("time/"): value for name, value in self.metrics.items() if name.startswith("time/")}
         total = phases.pop("step", None)
-        return with_rest(phases, total)
+        return with_rest(phases, None if total is None else total + phases.get(EVALUATION, 0.0))
 
 
 def is_measured(name: str) -> bool:

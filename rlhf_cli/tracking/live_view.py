@@ -31,6 +31,7 @@ PHASE_STYLES = {
     "train": "magenta",
     "transfer": "green",
     "data": "yellow",
+    "eval": "bright_blue",
     "other": "bright_black",
 }
 FURTHER_STYLES = ("red", "bright_blue", "bright_green", "bright_magenta")

@@ -40,6 +40,7 @@ PHASE_COLOURS = {
     "transfer": "--c5",
     "advantage": "--c6",
     "data": "--c7",
+    "eval": "--c7",
     "other": "--c8",
 }
 OUTCOMES = {"finished": "good", "failed": "bad", "interrupted": "warn", "running": "warn"}

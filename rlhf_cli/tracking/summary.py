@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_cli.tracking.figures import Reading, is_measured
+from rlhf_cli.tracking.figures import EVALUATION, Reading, is_measured
 from rlhf_cli.tracking.sinks import read_metrics
 
 
@@ -12,9 +12,9 @@ class Summary:
     """Totals of a run over all its starts."""
 
     num_steps: int
-    seconds: float  # of all steps; time between starts is not in it
+    seconds: float  # of all steps and evaluations; time between starts is not in it
     phases: dict[str, float]  # seconds by phase, "other" for what is in none
-    tokens_per_second: float | None  # over all time spent in phases
+    tokens_per_second: float | None  # over all time spent in phases of training
     first: dict[str, float]  # the first value of each metric, evaluations included
     last: dict[str, float]
 
@@ -33,10 +33,12 @@ def summarise(output: Path) -> Summary:
         tokens += metrics.get("num_tokens", 0.0)
         for name, seconds in Reading(step, metrics).phases.items():
             phases[name] = phases.get(name, 0.0) + seconds
-    busy = sum(seconds for name, seconds in phases.items() if name != "other")
+    busy = sum(seconds for name, seconds in phases.items() if name not in ("other", EVALUATION))
     return Summary(
         num_steps=len(by_step),
-        seconds=sum(metrics.get("time/step", 0.0) for metrics in by_step.values()),
+        seconds=sum(
+            metrics.get("time/step", 0.0) + metrics.get(f"time/{EVALUATION}", 0.0) for metrics in by_step.values()
+        ),
         phases=phases,
         tokens_per_second=tokens / busy if tokens and busy else None,
         first=first,

@@ -135,11 +135,15 @@ class Tracker:
         self._pace.reach(step)
         self._view.step(Reading(step, full))
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record an evaluation after a step; names get the prefix eval/ unless they have it."""
+    def evaluation(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float] | None = None) -> None:
+        """Record an evaluation after a step; names get the prefix eval/ unless they have it.
+
+        `phases` are the seconds it took, which are no part of the step's own.
+        """
         named = {f"eval/{name.removeprefix('eval/')}": plain_number(value) for name, value in metrics.items()}
+        measured = {f"time/{name}": seconds for name, seconds in (phases or {}).items()}
         for sink in self._sinks:
-            sink.log(step, named)
+            sink.log(step, named | measured)
         self._flag(step, named)
         names = [name for name in prominent(named) if not name.startswith("eval/num_")][:SUMMARY_METRICS]
         shown = "  ".join(f"{title(name[5:])} {number(named[name])}" for name in names)
@@ -245,7 +249,7 @@ class SilentTracker:
     def log(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
         """Nothing."""
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float] | None = None) -> None:
         """Nothing."""
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -181,6 +181,7 @@ class OnlineHooks:
     tracker: RunTracker
     save_checkpoint: Callable[[LoopState], None]
     should_stop: Callable[[], bool]
+    evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
 
 
 def prompt_batches(num_prompts: int, settings: OnlineSettings) -> StepBatches:
@@ -204,10 +205,12 @@ def train_online(
 ) -> Finished:
     """Train from the iteration after `state` to the last, or until `hooks.should_stop` says so."""
     batches = prompt_batches(len(prompts), settings)
+    hooks.evaluate(state.iteration, state.iteration >= total_iterations)
     while state.iteration < total_iterations:
         chosen = [prompts[i] for i in batches[state.iteration]]
         state = _iterate(roles, settings, prompts=chosen, decode=decode, state=state, tracker=hooks.tracker)
         is_last = state.iteration == total_iterations
+        hooks.evaluate(state.iteration, is_last)
         stop = hooks.should_stop() and not is_last
         if stop or (save_steps > 0 and is_due(state.iteration, save_steps, total_iterations)):
             hooks.save_checkpoint(state)
