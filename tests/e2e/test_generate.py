@@ -217,3 +217,34 @@ def test_a_reward_model_reads_the_sampled_tokens_to_the_last(inputs, tmp_path):
         assert row["score"] == pytest.approx(judge.score(hidden).item(), abs=1e-4)
         assert row["scores"] == {"reward_model": row["score"]}
     assert len({row["score"] for row in rows}) > 1
+
+
+def test_an_evaluation_counts_its_samples_and_is_not_repeated_when_continued(inputs, tmp_path):
+    model, problems, _ = inputs
+    judge, output, rates = tmp_path / "judge.py", tmp_path / "eval", tmp_path / "rates.jsonl"
+    judge.write_text(
+        "def reward_func(queries, prompts, labels):\n    return [float(len(query) % 2 == 0) for query in queries]\n"
+    )
+    words = (
+        f"eval --pretrain {model} --prompt_data {problems} --reward_func {judge} --pass_score 1 --temperature 1 "
+        f"--n_samples_per_prompt 4 --k 1,2 --rollout_backend transformers --max_len 64 --max_new_tokens 6 "
+        f"--rollout_batch_size 20 --output {output} --write_pass_rate {rates}"
+    ).split()
+    printed = finish(rlhf(*words))
+    assert_nothing_left(output)
+    samples = rows_of(output / "samples.jsonl")
+    (result,) = json.loads((output / "eval.json").read_text())["results"]
+    right = [sum(row["score"] for row in samples[i : i + 4]) for i in range(0, len(samples), 4)]
+    figures = {name: figure["value"] for name, figure in result["figures"].items()}
+    assert len(right) == result["num_prompts"] == PROMPTS
+    assert figures["accuracy"] == figures["pass@1"] == pytest.approx(sum(right) / len(samples))
+    pairs = [1 - (4 - count) * (3 - count) / 12 for count in right]
+    assert figures["pass@2"] == pytest.approx(sum(pairs) / len(pairs))
+    assert f"{100 * figures['accuracy']:.1f}%" in printed
+    expected = [row | {"pass_rate": count / 4} for row, count in zip(rows_of(problems), right, strict=True)]
+    assert rows_of(rates) == expected
+
+    before = (output / "samples.jsonl").read_bytes()
+    again = finish(rlhf(*words, "--load_checkpoint"))
+    assert again.splitlines()[-4:] == printed.splitlines()[-4:]
+    assert (output / "samples.jsonl").read_bytes() == before

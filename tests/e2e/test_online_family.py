@@ -14,6 +14,7 @@ from rlhf_cli.tracking.sinks import read_metrics
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 WITHOUT_KL = "--init_kl_coef 0.0"
+EVALUATED = "--eval_dataset {problems} --eval_max_samples 5 --eval_steps 1 --best_metric_key eval/reward"
 MEASURED = ("time/", "perf/", "memory/")
 
 
@@ -61,7 +62,7 @@ def model(tmp_path_factory, problems) -> Path:
 def train(command: str, model: Path, problems: Path, reward: Path, output: Path) -> dict[int, dict[str, float]]:
     """The metrics of two iterations that have to be equal in equal runs."""
     rlhf(
-        *command.split(),
+        *command.format(problems=problems).split(),
         *f"--pretrain {model} --prompt_data {problems} --label_key answer --reward_func {reward} --max_len 64".split(),
         *["--max_new_tokens", "6", "--rollout_batch_size", "4", "--n_samples_per_prompt", "3", "--max_iterations", "2"],
         *f"--actor_learning_rate 1e-3 --output {output} --rollout_backend transformers".split(),
@@ -82,7 +83,7 @@ def run(model, problems, reward, tmp_path):
 @pytest.mark.parametrize(
     "command",
     [
-        "rloo --train_batch_size 12 --entropy_target 1 --overlong_buffer_len 3",
+        f"rloo --train_batch_size 12 --entropy_target 1 --overlong_buffer_len 3 {EVALUATED}",
         f"remax --train_batch_size 12 --stop_properly_penalty_coef 0.5 {WITHOUT_KL}",
         "reinforce++ --baseline group --train_batch_size 6",
     ],
@@ -90,6 +91,9 @@ def run(model, problems, reward, tmp_path):
 )
 def test_commands_without_a_critic_train_the_actor(command, run, model, tmp_path):
     metrics = run(command)
+    if EVALUATED in command:
+        assert_best_is_kept(metrics, tmp_path / "run")
+        metrics.pop(0)  # before the first update there is an evaluation alone
     assert sorted(metrics) == [1, 2]
     assert not any(name.startswith("critic") for name in metrics[1])
     assert ("kl" in metrics[1]) == (WITHOUT_KL not in command)
@@ -99,6 +103,19 @@ def test_commands_without_a_critic_train_the_actor(command, run, model, tmp_path
         assert metrics[1]["ratio_mean"] == metrics[1]["ratio_max"] == metrics[2]["ratio_max"] == 1.0
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "model"))
     assert any(not weight.equal(after[name].to(weight.dtype)) for name, weight in before.items())
+
+
+def assert_best_is_kept(metrics: dict[int, dict[str, float]], output: Path) -> None:
+    rewards = {step: found["eval/reward"] for step, found in metrics.items()}
+    assert sorted(rewards) == [0, 1, 2]
+    assert {found["eval/num_prompts"] for found in metrics.values()} == {5.0}
+    best = json.loads((output / "best" / "best.json").read_text())
+    first_of_best = min(step for step, reward in rewards.items() if reward == max(rewards.values()))
+    assert best == {"metric": "eval/reward", "iteration": first_of_best, "value": max(rewards.values())}
+    weights = load_file(output / "best" / "model.safetensors")
+    last = load_file(output / "model" / "model.safetensors")
+    assert all(weight.equal(last[name]) for name, weight in weights.items()) == (first_of_best == 2)
+    assert (output / "best" / "tokenizer.json").exists()
 
 
 def test_grpo_gives_the_same_numbers_twice(run, tmp_path):
