@@ -20,7 +20,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers, pass_rate
 from rlhf_cli.rewards.records import Score, Status
-from rlhf_cli.tracking.evaluation_table import Result, evaluation_table
+from rlhf_cli.tracking.evaluation_table import Result, evaluation_table, print_table
 
 NEEDED = {"pretrain": "a", "prompt_data": "p", "reward_funcs": "gsm8k"}
 
@@ -98,8 +98,8 @@ def test_several_data_sets_come_apart_and_together():
 
 
 def table(results: list[Result]) -> str:
-    console = Console(file=StringIO(), width=200)
-    console.print(evaluation_table(results))
+    console = Console(file=StringIO(), width=80)  # no terminal: lines are as long as they need to be
+    print_table(console, evaluation_table(results))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -186,7 +186,7 @@ def test_an_evaluation_goes_on_in_the_model_and_chunk_where_it_ended(rows, begin
 
 def written_rows(root: Path, *names: str) -> None:
     verdicts = [("correct", "correct"), ("wrong", "correct"), ("failed", "failed")]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "step": 1,
             "pretrain": name,

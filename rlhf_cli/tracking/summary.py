@@ -35,7 +35,7 @@ def summarise(output: Path) -> Summary:
             phases[name] = phases.get(name, 0.0) + seconds
     busy = sum(seconds for name, seconds in phases.items() if name not in ("other", EVALUATION))
     return Summary(
-        num_steps=len(by_step),
+        num_steps=sum(step > 0 for step in by_step),  # before the first there may be an evaluation
         seconds=sum(
             metrics.get("time/step", 0.0) + metrics.get(f"time/{EVALUATION}", 0.0) for metrics in by_step.values()
         ),
