@@ -3,10 +3,11 @@
 Deals sequences to the ranks of a role as packed micro-batches within the token bound and puts results back in order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,35 @@ from rlhf_cli.backends.roles import UpdateStep
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing import Sequence, plan_packs
 from rlhf_cli.data.samples import Sample
+from rlhf_cli.data.shared_prompts import plan_groups
 from rlhf_cli.models.reward_model import ScoreStatistics
 
 
 @dataclass(frozen=True)
 class Dealer:
-    """Cuts batches into packed micro-batches for the ranks of a role."""
+    """Cuts batches into packed micro-batches for the ranks of a role.
+
+    `do_share_prompts` asks the ranks whether they compute the common prompt of neighbours in a micro-batch once.
+    """
 
     num_ranks: int
     batch: BatchConfig
     quadratic_cost: float
+    do_share_prompts: Callable[[], bool] = lambda: False
+
+    @cached_property
+    def _shares_prompts(self) -> bool:
+        return self.do_share_prompts()
 
     def plan(self, sequences: Seq[Sequence]) -> list[list[list[int]]]:
         """Indices by rank and micro-batch."""
+        if self._shares_prompts:
+            return plan_groups(
+                sequences,
+                max_tokens=self.batch.train_max_tokens_per_gpu,
+                num_ranks=self.num_ranks,
+                quadratic_cost=self.quadratic_cost,
+            )
         return plan_packs(
             [len(sequence) for sequence in sequences],
             max_tokens=self.batch.train_max_tokens_per_gpu,

@@ -33,8 +33,9 @@ from rlhf_cli.backends.weight_vllm_trainer import CallEngines, EngineClient, Ren
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-from rlhf_cli.data.packing import Sequence, pack
+from rlhf_cli.data.packing import Pack, Sequence, pack
 from rlhf_cli.data.samples import Sample, SamplePack, pack_samples
+from rlhf_cli.data.shared_prompts import pack_groups
 from rlhf_cli.models.adapters import describe_adapter, is_adapted, save_adapter
 from rlhf_cli.models.loading import (
     load_causal_lm,
@@ -45,6 +46,7 @@ from rlhf_cli.models.loading import (
     save_hf,
 )
 from rlhf_cli.models.policy import PolicyModel, ValueModel
+from rlhf_cli.models.varlen import VARLEN
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class RoleSettings:
     temperature: float
     max_new_tokens: int
     policy: PolicyConfig
+    share_prompts: bool = False
 
     def zero3(self) -> dict[str, Any] | None:
         """The DeepSpeed configuration under which weights are partitioned while they load, if they are."""
@@ -98,12 +101,31 @@ def _transport(link: EngineLink, hf_model: nn.Module) -> Transport:
     return connect(link.backend, specs, client=client, rank=dist.get_rank(), rendezvous=link.rendezvous)
 
 
+class Packer:
+    """How a rank packs the sequences of a micro-batch: with a prompt once for neighbours that share it, or in full."""
+
+    def __init__(self, settings: RoleSettings, hf_model: Any) -> None:
+        self._shares_prompts = settings.share_prompts and hf_model.config._attn_implementation == VARLEN
+
+    def shares_prompts(self) -> bool:
+        """Whether neighbours that share a prompt have it once."""
+        return self._shares_prompts
+
+    def __call__(self, sequences: list[Sequence]) -> Pack:
+        return pack_groups(sequences) if self._shares_prompts else pack(sequences)
+
+    def samples(self, step: UpdateStep, names: tuple[str, ...]) -> list[SamplePack]:
+        """A rank's share of a step, with these columns."""
+        return [pack_samples(samples, names=names, pack_sequences=self) for samples in step.micro_batches]
+
+
 class TrainedRole:
     """One rank of a role in training: what actor and critic have in common besides their objective."""
 
     def __init__(self, settings: RoleSettings, hf_model: nn.Module, module: nn.Module) -> None:
         self.settings = settings
         self.hf_model = hf_model
+        self.packer = Packer(settings, hf_model)
         self.engine = DeepSpeedEngine(
             module,
             settings.deepspeed,
@@ -157,7 +179,8 @@ class Actor:
 
     def logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
         """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
-        return _infer(self.role.engine, micro_batches, _logprobs_at(self.role.settings.temperature))
+        forward = _logprobs_at(self.role.settings.temperature)
+        return _infer(self.role.engine, micro_batches, forward, pack_sequences=self.role.packer)
 
     def update(self, steps: list[UpdateStep], on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
         """Metrics of each optimizer step; on-policy, the model's own log-probs are the anchor."""
@@ -167,7 +190,7 @@ class Actor:
         names = ("rollout_logprobs", "advantages", *anchor, *reference)
         metrics = []
         for step in steps:
-            found = self.role.engine.train_step(_packs(step, names), self._loss(step.totals, weights))
+            found = self.role.engine.train_step(self.role.packer.samples(step, names), self._loss(step.totals, weights))
             weights = next_weights(weights, found, settings=policy)
             metrics.append(found)
         return metrics
@@ -219,11 +242,16 @@ class Critic:
 
     def values(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
         """Values of the states before the trained tokens of each micro-batch, float32 [K]."""
-        return _infer(self.role.engine, micro_batches, lambda model, batch: model(batch))
+        return _infer(
+            self.role.engine, micro_batches, lambda model, batch: model(batch), pack_sequences=self.role.packer
+        )
 
     def update(self, steps: list[UpdateStep]) -> list[dict[str, float]]:
         """Metrics of each optimizer step."""
-        return [self.role.engine.train_step(_packs(step, self.COLUMNS), self._loss(step.totals)) for step in steps]
+        return [
+            self.role.engine.train_step(self.role.packer.samples(step, self.COLUMNS), self._loss(step.totals))
+            for step in steps
+        ]
 
     def _loss(self, totals: StepTotals) -> ComputeLoss:
         policy = self.role.settings.policy
@@ -242,11 +270,13 @@ class Reference:
     def __init__(self, settings: RoleSettings) -> None:
         hf_model = _join_and_load(settings, load_causal_lm)
         self._settings = settings
+        self.packer = Packer(settings, hf_model)
         self.engine = FrozenEngine(PolicyModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
 
     def logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
         """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
-        return _infer(self.engine, micro_batches, _logprobs_at(self._settings.temperature))
+        forward = _logprobs_at(self._settings.temperature)
+        return _infer(self.engine, micro_batches, forward, pack_sequences=self.packer)
 
     def sleep(self) -> None:
         """Leave the accelerator to others."""
@@ -266,7 +296,12 @@ class Reward:
 
     def scores(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
         """Scores read at the marked tokens of each micro-batch, float32 [K]: at the tokens, not before them."""
-        return _infer(self.engine, micro_batches, lambda model, batch: model(replace(batch, rows_K=batch.rows_K + 1)))
+
+        def forward(model: nn.Module, batch: Pack) -> torch.Tensor:
+            values_K: torch.Tensor = model(replace(batch, rows_K=batch.rows_K + 1))
+            return values_K
+
+        return _infer(self.engine, micro_batches, forward, pack_sequences=pack)
 
     def sleep(self) -> None:
         """Leave the accelerator to others."""
@@ -283,16 +318,14 @@ def _join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn
     return load(settings.model, zero3_config=settings.zero3())
 
 
-def _packs(step: UpdateStep, names: tuple[str, ...]) -> list[SamplePack]:
-    return [pack_samples(samples, names=names) for samples in step.micro_batches]
-
-
 def _infer(
     engine: DeepSpeedEngine | FrozenEngine,
     micro_batches: list[list[Sequence]],
     forward: Callable[[nn.Module, Any], torch.Tensor],
+    *,
+    pack_sequences: Callable[[list[Sequence]], Pack],
 ) -> list[np.ndarray]:
-    packs = [pack(sequences) for sequences in micro_batches]
+    packs = [pack_sequences(sequences) for sequences in micro_batches]
     return [result.float().numpy() for result in engine.infer(packs, forward)]
 
 

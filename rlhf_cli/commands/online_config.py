@@ -8,10 +8,16 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.online import ActorOptimConfig, OnlineRewardConfig, PlacementConfig, RolloutConfig
+from rlhf_cli.config.online import (
+    ActorOptimConfig,
+    OnlineBatchConfig,
+    OnlineRewardConfig,
+    PlacementConfig,
+    RolloutConfig,
+)
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.presets import defaults_of_loss
-from rlhf_cli.config.train import BatchConfig, CheckpointConfig, DeepSpeedConfig, TrackingConfig
+from rlhf_cli.config.train import CheckpointConfig, DeepSpeedConfig, TrackingConfig
 
 
 class OnlineConfig(BaseModel):
@@ -25,7 +31,7 @@ class OnlineConfig(BaseModel):
     reward: OnlineRewardConfig
     policy: PolicyConfig = PolicyConfig()
     placement: PlacementConfig = PlacementConfig()
-    batch: BatchConfig = BatchConfig()
+    batch: OnlineBatchConfig = OnlineBatchConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     optim: ActorOptimConfig = ActorOptimConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()

@@ -77,7 +77,9 @@ class OnlineRoles:
         self.critic = CriticGroup(self._trained(groups["critic"])) if "critic" in groups else None
         self.reference = None
         if "ref" in groups:
-            self.reference = ReferenceGroup(groups["ref"], self._dealer(groups["ref"]), takes_turns=self._takes_turns)
+            self.reference = ReferenceGroup(
+                groups["ref"], self._dealer(groups["ref"], "packer"), takes_turns=self._takes_turns
+            )
         self.reward_model = None
         if reward_model is not None:
             self.reward_model = self._reward_group(groups["reward"], reward_model)
@@ -154,10 +156,15 @@ class OnlineRoles:
         return {"actor": self.actor.trained} | ({"critic": self.critic.trained} if self.critic else {})
 
     def _trained(self, group: WorkerGroup) -> TrainedGroup:
-        return TrainedGroup(group, self._dealer(group), takes_turns=self._takes_turns)
+        return TrainedGroup(group, self._dealer(group, "role.packer"), takes_turns=self._takes_turns)
 
-    def _dealer(self, group: WorkerGroup) -> Dealer:
-        return Dealer(len(group), self._config.batch, self._quadratic_cost)
+    def _dealer(self, group: WorkerGroup, packer: str) -> Dealer:
+        """Deals to the ranks, which pack with what is there under that name."""
+
+        def do_share_prompts() -> bool:
+            return bool(group.all(f"{packer}.shares_prompts")[0])
+
+        return Dealer(len(group), self._config.batch, self._quadratic_cost, do_share_prompts)
 
     def _reward_group(self, group: WorkerGroup, model: RewardModel) -> RewardGroup:
         dealer = Dealer(len(group), self._config.batch, model.quadratic_cost)
@@ -181,6 +188,7 @@ class OnlineRoles:
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             policy=config.policy,
+            share_prompts=config.batch.share_prompts and config.batch.micro_train_batch_size is None,
         )
         return start_ranks(
             role,

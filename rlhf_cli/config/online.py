@@ -183,7 +183,14 @@ class CriticPlacementConfig(PlacementConfig):
     """Critic and reward model share GPUs."""
 
 
-class ActorCriticBatchConfig(BatchConfig):
+class OnlineBatchConfig(BatchConfig):
+    """Batches"""
+
+    share_prompts: bool = True
+    """Compute a prompt once for its responses in a micro-batch; with attention varlen, no micro_train_batch_size."""
+
+
+class ActorCriticBatchConfig(OnlineBatchConfig):
     """Batches"""
 
     critic_update_steps: int | None = Field(None, gt=0)

@@ -62,7 +62,7 @@ class Pack:
 
     `rows_K` are the positions of the hidden states that are read, to predict `targets_K` from them; `cu_trained`
     [B + 1] bounds them per sequence. `cu_seqlens` [S + 1] bounds runs of tokens that attend together: the sequences,
-    or, with `keys`, beginnings and what follows them (`pack_branches`).
+    or, with `keys`, beginnings and what follows them (`pack_trees`).
     An idle pack (`num_sequences` 0) has one dummy token in `input_ids_T` and `cu_seqlens`, for attention kernels
     that need one, and no target: `cu_trained` is [0].
     """
@@ -121,14 +121,15 @@ def plan_packs(
     num_ranks: int,
     max_sequences: int | None = None,
     quadratic_cost: float = 0.0,
+    costs: collections.abc.Sequence[float] | None = None,
 ) -> list[list[list[int]]]:
     """Indices of the sequences by rank and micro-batch: `plan[rank][micro_batch]`.
 
     Every index occurs exactly once. No micro-batch has more than `max_tokens` tokens or `max_sequences` sequences.
     All ranks have the same number of micro-batches, the fewest found; where there are fewer sequences than
-    micro-batches, some are empty (idle). The cost of a sequence, `L + quadratic_cost * L^2`, is balanced between
-    the micro-batches that ranks run at the same time and over the ranks' sums; the costliest come first, so that
-    a lack of memory shows at once. The plan depends on nothing but the arguments.
+    micro-batches, some are empty (idle). The cost of a sequence, `L + quadratic_cost * L^2` or as given, is balanced
+    between the micro-batches that ranks run at the same time and over the ranks' sums; the costliest come first, so
+    that a lack of memory shows at once. The plan depends on nothing but the arguments.
 
     Raises UsageError if a sequence alone exceeds the token bound.
     """
@@ -140,7 +141,7 @@ def plan_packs(
             f"a sequence of {lengths_B.max()} tokens does not fit into a micro-batch of {max_tokens}: "
             f"raise train_max_tokens_per_gpu to {lengths_B.max()} or more, or lower max_len"
         )
-    costs_B = lengths_B + quadratic_cost * lengths_B.astype(np.float64) ** 2
+    costs_B = lengths_B + quadratic_cost * lengths_B.astype(np.float64) ** 2 if costs is None else np.array(costs)
     bins = _fewest_bins(lengths_B, costs_B, _Bounds(max_tokens, max_sequences or lengths_B.size), num_ranks)
     return _deal(bins, costs_B, num_ranks)
 

@@ -1,5 +1,6 @@
 """What policy and critic learn from: sequences with a value for each trained token, packed alike."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,10 +32,12 @@ class SamplePack:
         return SamplePack(self.pack.to(device), {k: v.to(device) for k, v in self.columns.items()})
 
 
-def pack_samples(samples: list[Sample], *, names: tuple[str, ...]) -> SamplePack:
-    """The samples end to end with the named columns; no samples give an idle micro-batch with empty columns."""
+def pack_samples(
+    samples: list[Sample], *, names: tuple[str, ...], pack_sequences: Callable[[list[Sequence]], Pack] = pack
+) -> SamplePack:
+    """The samples packed in their order with the named columns; none give an idle micro-batch with empty columns."""
     columns = {
         name: torch.from_numpy(np.concatenate([s.columns[name] for s in samples] or [np.zeros(0, np.float32)]))
         for name in names
     }
-    return SamplePack(pack([sample.sequence for sample in samples]), columns)
+    return SamplePack(pack_sequences([sample.sequence for sample in samples]), columns)

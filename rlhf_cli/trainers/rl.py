@@ -238,7 +238,7 @@ def _iterate(
         scores = _scores(roles, settings.reward, asked=asked, generations=generations, questions=questions)
         sampled = len(prompts) * settings.rollout.n_samples_per_prompt
         rollouts, greedy = _scored(settings, asked, generations, scores, sampled=sampled, iteration=iteration)
-    plan = plan_updates(int(rollouts.trained_B(policy).sum()), settings.batch, iteration=iteration)
+    plan = _plan(settings, rollouts, iteration=iteration)
     with timer("forward"):
         evaluated = _evaluate(roles, settings, rollouts, needs_old=not plan.on_policy or settings.needs_old)
     with timer("advantage"):
@@ -266,6 +266,13 @@ def _iterate(
     tracker.log(iteration, metrics | controlled(policy, state, metrics), timer.take())
     tracker.samples(iteration, sample_rows(questions[:sampled], generations[:sampled], scores[:sampled]))
     return after
+
+
+def _plan(settings: OnlineSettings, rollouts: Rollouts, *, iteration: int) -> UpdatePlan:
+    """The optimizer steps over the responses that are trained on; groups stay whole where they are compared."""
+    trained_B = rollouts.trained_B(settings.policy)
+    groups_B = rollouts.groups_B[trained_B].numpy() if settings.algorithm.min_group > 1 else None
+    return plan_updates(int(trained_B.sum()), settings.batch, iteration=iteration, groups_B=groups_B)
 
 
 def _generate(

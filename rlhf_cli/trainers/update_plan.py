@@ -7,7 +7,7 @@ import numpy as np
 
 from rlhf_cli.config.online import ActorCriticBatchConfig
 from rlhf_cli.config.train import BatchConfig
-from rlhf_cli.data.sampling import StepBatches
+from rlhf_cli.data.sampling import StepBatches, epoch_order
 
 Steps = list[np.ndarray]
 """Sample indices of every optimizer step."""
@@ -26,8 +26,17 @@ class UpdatePlan:
         return len(self.actor) <= 1
 
 
-def plan_updates(num_samples: int, batch: BatchConfig, *, iteration: int) -> UpdatePlan:
-    """The steps over that many samples; epochs have the same orders for actor and critic."""
+def plan_updates(
+    num_samples: int, batch: BatchConfig, *, iteration: int, groups_B: np.ndarray | None = None
+) -> UpdatePlan:
+    """The steps over that many samples; epochs have the same orders for actor and critic.
+
+    With `groups_B`, int [num_samples], groups are shuffled and not single samples, so that a group is in one step, or
+    in two where it does not fit: its prompt is computed once there.
+    """
+    if groups_B is not None:
+        steps = _steps_of_groups(groups_B, batch, iteration=iteration)
+        return UpdatePlan(actor=steps, critic=[])
     steps = critic = _steps(num_samples, batch.train_batch_size, batch, iteration=iteration)
     if not isinstance(batch, ActorCriticBatchConfig):
         return UpdatePlan(actor=steps, critic=critic)
@@ -39,8 +48,23 @@ def plan_updates(num_samples: int, batch: BatchConfig, *, iteration: int) -> Upd
 
 
 def _steps(num_samples: int, size: int, batch: BatchConfig, *, iteration: int) -> Steps:
-    seed = zlib.crc32(f"{batch.seed}/{iteration}".encode())
+    seed = _seed(batch, iteration)
     return list(StepBatches(num_samples, batch_size=size, epochs=batch.max_epochs, seed=seed))
+
+
+def _steps_of_groups(groups_B: np.ndarray, batch: BatchConfig, *, iteration: int) -> Steps:
+    by_group = np.argsort(groups_B, kind="stable")
+    members = np.split(by_group, np.flatnonzero(np.diff(groups_B[by_group])) + 1)
+    steps: Steps = []
+    for epoch in range(batch.max_epochs):
+        order = epoch_order(len(members), epoch=epoch, seed=_seed(batch, iteration))
+        samples = np.concatenate([members[group] for group in order])
+        steps += np.split(samples, range(batch.train_batch_size, samples.size, batch.train_batch_size))
+    return steps
+
+
+def _seed(batch: BatchConfig, iteration: int) -> int:
+    return zlib.crc32(f"{batch.seed}/{iteration}".encode())
 
 
 @dataclass(frozen=True)

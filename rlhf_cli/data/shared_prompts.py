@@ -1,0 +1,82 @@
+"""Responses that share a prompt, planned and packed so that the prompt is computed once.
+
+The prompt of a sequence are its tokens before the first trained one. Only neighbours in a micro-batch share it, so that
+what comes out of a pack is in the order of its sequences; `plan_groups` makes them neighbours.
+"""
+
+import itertools
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from rlhf_cli.data.packing import Pack, Sequence, pack, plan_packs
+from rlhf_cli.data.trees import Branch, Tree, pack_trees
+
+
+def plan_groups(
+    sequences: Seq[Sequence], *, max_tokens: int, num_ranks: int, quadratic_cost: float
+) -> list[list[list[int]]]:
+    """As `plan_packs`, with sequences of one prompt next to each other in a micro-batch, where the prompt counts once.
+
+    A group that is larger than a micro-batch, or than a rank's even share of all tokens, is cut into several.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        groups.setdefault(_prompt_of(sequence).tobytes(), []).append(index)
+    total = sum(_tokens_of(members, sequences) for members in groups.values())
+    limit = min(max_tokens, -(-total // num_ranks))
+    parts = [part for members in groups.values() for part in _cut(members, sequences, limit)]
+    plan = plan_packs(
+        [_tokens_of(part, sequences) for part in parts],
+        costs=[_cost_of(part, sequences, quadratic_cost) for part in parts],
+        max_tokens=max_tokens,
+        num_ranks=num_ranks,
+    )
+    return [[[i for part in members for i in parts[part]] for members in bins] for bins in plan]
+
+
+def pack_groups(sequences: Seq[Sequence]) -> Pack:
+    """The sequences in their order as one pack, in which neighbours with equal prompts have it once."""
+    groups = [list(group) for _, group in itertools.groupby(sequences, key=lambda s: _prompt_of(s).tobytes())]
+    if len(groups) == len(sequences):
+        return pack(list(sequences))
+    return pack_trees([_tree_of(group) for group in groups], share_prompts=True)
+
+
+def _prompt_of(sequence: Sequence) -> np.ndarray:
+    """Tokens before the first trained one; all but the last where none is trained."""
+    trained = np.flatnonzero(sequence.loss_mask)
+    return sequence.token_ids[: trained[0] if trained.size else max(1, len(sequence) - 1)]
+
+
+def _tree_of(group: list[Sequence]) -> Tree:
+    prompt = _prompt_of(group[0])
+    return Tree(prompt, tuple(Branch(s.token_ids[prompt.size :], s.loss_mask[prompt.size :]) for s in group))
+
+
+def _tokens_of(members: list[int], sequences: Seq[Sequence]) -> int:
+    """Tokens that sequences of one prompt take in a pack."""
+    prompt = _prompt_of(sequences[members[0]]).size
+    return prompt + sum(len(sequences[i]) - prompt for i in members)
+
+
+def _cost_of(members: list[int], sequences: Seq[Sequence], quadratic_cost: float) -> float:
+    """Linear in tokens; attention by the square of each sequence, the square of the prompt counted once."""
+    prompt = _prompt_of(sequences[members[0]]).size
+    squares = prompt**2 + sum(len(sequences[i]) ** 2 - prompt**2 for i in members)
+    return _tokens_of(members, sequences) + quadratic_cost * squares
+
+
+def _cut(members: list[int], sequences: Seq[Sequence], limit: int) -> list[list[int]]:
+    """Neighbours of a group, as many as the limit of tokens holds, at least one each."""
+    prompt = _prompt_of(sequences[members[0]]).size
+    parts: list[list[int]] = []
+    room = 0
+    for index in members:
+        branch = len(sequences[index]) - prompt
+        if not parts or branch > room:
+            parts.append([])
+            room = limit - prompt
+        parts[-1].append(index)
+        room -= branch
+    return parts
