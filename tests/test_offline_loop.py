@@ -10,7 +10,7 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.config.train import BatchConfig
-from rlhf_cli.trainers.loop import Finished, Hooks, Schedule, Share, train
+from rlhf_cli.trainers.loop import Finished, Hooks, Schedule, Share, evaluate, train
 
 NUM_ITEMS, BATCH, EPOCHS = 10, 4, 3
 STEPS = 9  # three an epoch, the last of which has two items
@@ -98,6 +98,9 @@ class Run:
         return [sorted(item for micro_batch in step for item in micro_batch) for step in self.engine.steps]
 
 
+NO_HOOKS = Hooks(FakeTracker([]), lambda step: None, lambda: False)
+
+
 def saves(run: Run) -> list[int]:
     return [int(entry.split()[1]) for entry in run.journal if entry.startswith("save")]
 
@@ -165,6 +168,19 @@ def test_checkpoints_are_written_when_due_and_at_the_end(every, saved):
     run = Run()
     run(save=every)
     assert saves(run) == saved
+
+
+def test_an_accuracy_is_evaluated_with_its_interval():
+    class Judged(FakeEngine):
+        def evaluate(self, micro_batches: Iterable[Any], compute_loss: Any) -> dict[str, float]:
+            return {"loss": 0.6, "accuracy": 0.5}
+
+    found = evaluate(Judged([]), mean_index, data=FakeItems(10), share=Run().share, hooks=NO_HOOKS)
+    # Wilson: (0.5 + 1.92 / 10 +- 1.96 sqrt(0.25 / 10 + 3.84 / 400)) / (1 + 3.84 / 10)
+    assert found == {"loss": 0.6, "accuracy": 0.5} | {
+        "accuracy_low": pytest.approx(0.2366, abs=1e-4),
+        "accuracy_high": pytest.approx(0.7634, abs=1e-4),
+    }
 
 
 @pytest.mark.parametrize(("every", "evaluated"), [(-1, [9]), (4, [4, 8, 9]), (9, [9])])

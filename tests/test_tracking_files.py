@@ -311,3 +311,10 @@ def test_the_time_of_evaluations_is_a_phase_of_its_own_and_no_training(tmp_path)
     steps = read_metrics(tmp_path)
     assert (steps[0]["eval/accuracy"], steps[0]["time/eval"], steps[1]["time/eval"]) == (0.25, 2.0, 4.0)
     assert summary.seconds == pytest.approx(6.0 + steps[1]["time/step"])
+
+
+def test_an_evaluation_says_the_interval_behind_its_metric(tmp_path):
+    shown = io.StringIO()
+    tracker = make_tracker(tmp_path, shown=shown)
+    tracker.evaluation(3, {"loss": 0.65, "accuracy": 0.63, "accuracy_low": 0.57, "accuracy_high": 0.69})
+    assert "accuracy 0.6300 (0.5700 to 0.6900)" in shown.getvalue()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
+from rlhf_cli.algorithms.answer_statistics import wilson_interval
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing import plan_packs
 from rlhf_cli.data.sampling import StepBatches
@@ -160,16 +161,21 @@ def train(
 
 
 def evaluate(engine: Engine, objective: Objective, *, data: ItemData, share: Share, hooks: Hooks) -> dict[str, float]:
-    """The objective's metrics over all evaluation items, as one global mean.
+    """The objective's metrics over all evaluation items, as one global mean; an `accuracy` with its 95 % interval.
 
-    Packed a training batch at a time, so that memory does not grow with the number of items.
+    Packed a training batch at a time, so that memory does not grow with the number of items. The interval,
+    `accuracy_low` and `accuracy_high`, takes the items as independent.
     """
     prepare = hooks.prepare or (lambda engine, micro_batches: micro_batches)
     num_items, size = len(data.lengths), share.batch.train_batch_size
     totals = StepTotals(num_tokens=int(data.num_trained.sum()), num_sequences=num_items)
     chunks = (np.arange(start, min(start + size, num_items)) for start in range(0, num_items, size))
     micro_batches = (pack for chunk in chunks for pack in prepare(engine, share.micro_batches(data, chunk)[0]))
-    return hooks.finish_metrics(engine.evaluate(micro_batches, bind(objective, totals)))
+    metrics = hooks.finish_metrics(engine.evaluate(micro_batches, bind(objective, totals)))
+    if "accuracy" not in metrics:
+        return metrics
+    low, high = wilson_interval(metrics["accuracy"], num_items)
+    return metrics | {"accuracy_low": low, "accuracy_high": high}
 
 
 def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]:
