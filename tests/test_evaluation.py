@@ -39,6 +39,13 @@ def test_each_prompt_counts_once_however_many_of_its_samples_were_judged():
     assert found.figures["reward"].value == pytest.approx(0.75)
 
 
+def test_metrics_of_quality_come_with_the_ends_of_their_intervals():
+    metrics = evaluate_answers([[RIGHT], [WRONG]]).metrics
+    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == wilson_interval(0.5, 2)
+    assert {name for name in metrics if name.endswith("_low")} == {"accuracy_low", "reward_low"}
+    assert evaluate_answers([[answer("scored")]]).metrics.keys().isdisjoint({"reward_low", "reward_high"})
+
+
 def test_failed_rewards_are_counted_apart_and_never_as_zero():
     found = evaluate_answers([[RIGHT, FAILED], [FAILED, FAILED], [WRONG, RIGHT]], ks=[1, 2])
     assert found.figures["accuracy"].value == pytest.approx(0.75)  # of two prompts: 1 and 0.5

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.tracking.figures import is_measured
+from rlhf_cli.tracking.figures import interval, is_measured, prominent
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.tracking.sinks import (
     JsonLines,
@@ -318,3 +318,11 @@ def test_an_evaluation_says_the_interval_behind_its_metric(tmp_path):
     tracker = make_tracker(tmp_path, shown=shown)
     tracker.evaluation(3, {"loss": 0.65, "accuracy": 0.63, "accuracy_low": 0.57, "accuracy_high": 0.69})
     assert "accuracy 0.6300 (0.5700 to 0.6900)" in shown.getvalue()
+
+
+def test_ends_of_intervals_stand_behind_their_value_and_not_apart():
+    names = ["eval/accuracy", "eval/accuracy_low", "eval/accuracy_high", "clip_low"]
+    assert prominent(names) == ["eval/accuracy", "clip_low"]
+    metrics = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.75}
+    assert interval("eval/accuracy", metrics) == " (0.2500 to 0.7500)"
+    assert interval("clip", {"clip_low": 0.1}) == ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rlhf_cli.algorithms.answer_statistics import majority_at_k, mean_interval, pass_at_k, share_interval
 from rlhf_cli.rewards.records import Score, Status
 
+QUALITY = ("accuracy", "pass@", "maj@", "reward")  # what figures begin with that say how good responses are
 VERDICTS: tuple[Status, ...] = ("correct", "wrong", "invalid")
 
 
@@ -45,8 +46,13 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The values alone, by name."""
-        return {name: figure.value for name, figure in self.figures.items()} | self.counts
+        """All values by name; `accuracy_low` and `accuracy_high` are the ends of the interval of `accuracy`."""
+        metrics: dict[str, float] = {}
+        for name, figure in self.figures.items():
+            metrics[name] = figure.value
+            if figure.interval is not None and name.startswith(QUALITY):
+                metrics[f"{name}_low"], metrics[f"{name}_high"] = figure.interval
+        return metrics | self.counts
 
 
 def evaluate_answers(prompts: Prompts, *, ks: Sequence[int] = (), pass_score: float | None = None) -> Evaluation:

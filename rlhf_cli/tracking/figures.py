@@ -73,10 +73,21 @@ def is_measured(name: str) -> bool:
 
 
 def prominent(names: Iterable[str]) -> list[str]:
-    """The names in the order in which people look at them; counts and measurements of time and memory left out."""
+    """The names in the order in which people look at them.
+
+    Counts, measurements of time and memory, and the ends of intervals are left out.
+    """
     rank = {name: position for position, name in enumerate(PROMINENT)}
-    kept = [name for name in names if not is_measured(name) and not name.startswith("num_")]
+    listed = list(names)
+    ends = {name + end for name in listed for end in ("_low", "_high")}
+    kept = [name for name in listed if not is_measured(name) and not name.startswith("num_") and name not in ends]
     return sorted(kept, key=lambda name: rank.get(name.removeprefix("eval/"), len(rank)))
+
+
+def interval(name: str, metrics: Mapping[str, float]) -> str:
+    """The ends of a metric's interval, where they are told, to be put behind its value."""
+    low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+    return "" if low is None or high is None else f" ({number(low)} to {number(high)})"
 
 
 def with_rest(phases: Mapping[str, float], total: float | None) -> dict[str, float]:

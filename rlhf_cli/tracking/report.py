@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.tracking.charts import Series, line_chart, stacked_bars
-from rlhf_cli.tracking.figures import Reading, duration, number, prominent, scaled, title
+from rlhf_cli.tracking.figures import Reading, duration, interval, number, prominent, scaled, title
 from rlhf_cli.tracking.report_data import Rollouts, Stage, non_finite_steps, points, read_stage
 from rlhf_cli.tracking.report_script import SCRIPT
 from rlhf_cli.tracking.report_style import STYLE
@@ -146,7 +146,7 @@ def chart_groups(stage: Stage) -> list[tuple[str, list[str]]]:
         members = [member for member in (*together, f"eval/{name}") if member in logged]
         taken.update(members)
         groups.append((heading, members))
-    alone = [name for name in logged if name.startswith("eval/") and name not in taken and "/num_" not in name]
+    alone = [n for n in prominent(logged) if n.startswith("eval/") and n not in taken and "/num_" not in n]
     return groups + [(title(name), [name]) for name in sorted(alone)]
 
 
@@ -240,7 +240,7 @@ def evaluations(stage: Stage) -> str:
     head = "".join(f'<th class="num">{escape(title(name.removeprefix("eval/")))}</th>' for name in names)
     lines = "".join(
         f"<tr><td>{step}</td>"
-        + "".join(f'<td class="num">{number(found[name]) if name in found else ""}</td>' for name in names)
+        + "".join(f'<td class="num">{_with_interval(name, found)}</td>' for name in names)
         + "</tr>"
         for step, found in rows
     )
@@ -248,6 +248,10 @@ def evaluations(stage: Stage) -> str:
         f'<h3 class="part">Evaluations</h3><div class="card"><div class="scroll"><table class="fit"><thead><tr>'
         f"<th>{escape(stage.unit)}</th>{head}</tr></thead><tbody>{lines}</tbody></table></div></div>"
     )
+
+
+def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
+    return number(metrics[name]) + interval(name, metrics) if name in metrics else ""
 
 
 def browser(rollouts: Rollouts, *, unit: str) -> str:

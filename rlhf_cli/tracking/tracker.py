@@ -17,7 +17,7 @@ from rich.text import Text
 
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.tracking import memory
-from rlhf_cli.tracking.figures import Reading, duration, number, prominent, scaled, title
+from rlhf_cli.tracking.figures import Reading, duration, interval, number, prominent, scaled, title
 from rlhf_cli.tracking.live_view import LiveView
 from rlhf_cli.tracking.progress import Pace, PlainView, View
 from rlhf_cli.tracking.sinks import (
@@ -145,11 +145,8 @@ class Tracker:
         for sink in self._sinks:
             sink.log(step, named | measured)
         self._flag(step, named)
-        ends = {name + end for name in named for end in ("_low", "_high")}
-        names = [name for name in prominent(named) if not name.startswith("eval/num_") and name not in ends]
-        shown = "  ".join(
-            f"{title(name[5:])} {number(named[name])}{_interval(name, named)}" for name in names[:SUMMARY_METRICS]
-        )
+        names = [name for name in prominent(named) if not name.startswith("eval/num_")][:SUMMARY_METRICS]
+        shown = "  ".join(f"{title(name[5:])} {number(named[name])}{interval(name, named)}" for name in names)
         self._view.message(f"Evaluation after {self._unit} {step}:  {shown}")
         self._last_log = time.perf_counter()
 
@@ -273,9 +270,3 @@ class SilentTracker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Nothing."""
-
-
-def _interval(name: str, metrics: Mapping[str, float]) -> str:
-    """The ends of a metric's interval, where they are told, to be put behind it."""
-    low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
-    return "" if low is None or high is None else f" ({number(low)} to {number(high)})"
