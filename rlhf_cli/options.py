@@ -9,6 +9,7 @@ what happens to errors (cli.py).
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +26,9 @@ from rlhf_cli.flags import Flag, config_class, describe, expected, flags_of, sho
 from rlhf_cli.help_page import HelpPageCommand
 
 C = TypeVar("C", bound=BaseModel)
+
+# Items of a list; a comma in parentheses belongs to its item: `math,cosine(max_len=2048, wrong_long=0)`.
+_BETWEEN_COMMAS = re.compile(r"(?:\([^()]*\)|[^,])+")
 
 FLAGS = "[--FLAG VALUE]..."
 """What help pages say of the words behind a command."""
@@ -202,7 +206,7 @@ def _prepare(value: Any, flag: Flag) -> Any:
     if flag.optional and isinstance(value, str) and value == "null":
         return None
     if flag.is_list and isinstance(value, str):
-        return [item.strip() for item in value.split(",") if item.strip()]
+        return [item.strip() for item in _BETWEEN_COMMAS.findall(value) if item.strip()]
     if flag.choices:
         return next((choice for choice in flag.choices if str(choice) == str(value)), value)
     if isinstance(value, bool) and flag.annotation in (int, float):

@@ -110,6 +110,21 @@ def test_lists_are_comma_separated_and_tuples_take_their_values():
     assert (tools.brushes, tools.weights, tools.pair) == (["round", "flat"], [1.0, 0.5], (-10.0, 1000.0))
 
 
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("a(x=1,y=2),b", ["a(x=1,y=2)", "b"]),
+        ("a, b(x=1, y=2) ,c()", ["a", "b(x=1, y=2)", "c()"]),
+        ("a(,b", ["a(", "b"]),
+        ("a),b)", ["a)", "b)"]),
+        ("a,,b,", ["a", "b"]),
+    ],
+)
+def test_a_comma_in_parentheses_belongs_to_its_item(text, items):
+    weights = ",".join("1" for _ in items)
+    assert parse("--colour=red", "--brushes", text, "--weights", weights).tools.brushes == items
+
+
 def test_lists_and_tuples_are_lists_in_yaml(tmp_path):
     file = write(tmp_path, "colour: red\nbrushes: [round, flat]\nweights: [1, 0.5]\npair: [-10, 1000]\n")
     assert (

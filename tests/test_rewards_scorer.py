@@ -130,6 +130,21 @@ def test_an_async_reward_keeps_its_event_loop_between_calls(reward_file: WriteFi
         assert [scorer.score([request("a")])[0].value for _ in range(3)] == [1.0, 1.0, 1.0]
 
 
+def test_a_class_is_instantiated_once(reward_file: WriteFile) -> None:
+    path = reward_file("""
+        class reward_func:
+            instances = 0
+            def __init__(self):
+                type(self).instances += 1
+                self.calls = 0
+            def __call__(self, queries, prompts, labels):
+                self.calls += 1
+                return [self.instances + 10 * self.calls]
+    """)
+    with Scorer(config(reward_func=path)) as scorer:
+        assert [scorer.score([request("a")])[0].value for _ in range(3)] == [11.0, 21.0, 31.0]
+
+
 def test_a_worker_does_not_import_torch_and_sees_files_beside_the_reward_file(
     reward_file: WriteFile, tmp_path: Path
 ) -> None:
@@ -222,6 +237,65 @@ def test_a_reward_that_hangs_is_killed_and_the_next_call_works(reward_file: Writ
         failed = scorer.score([request("hang"), request("a")])
         assert [(s.value, s.detail) for s in failed] == [(None, "reward_func did not answer within 1 s")] * 2
         assert [s.value for s in scorer.score([request("a")])] == [2.0]
+
+
+def asked(response: str, label: str, *, tokens: int = 1, group: str = "g", prompt: str = "Q: ") -> ScoreRequest:
+    return ScoreRequest(prompt + response, prompt, response, label, num_tokens=tokens, truncated=False, group=group)
+
+
+def test_rewards_of_every_kind_add_up_with_weights_and_parameters() -> None:
+    settings = config(
+        reward_funcs=["format", "cosine(max_len=100)", "math", "length", "soft_overlong(max_len=100, buffer=50)"],
+        reward_weights=[0.5, 1, 2, 10, 1],
+    )
+    right, wrong = "<think>a</think><answer>\\boxed{4}</answer>", "3"
+    with Scorer(settings) as scorer:
+        first, second, other = scorer.score(
+            [asked(right, "4", tokens=0), asked(wrong, "4", tokens=100), asked(wrong, "4", tokens=100, group="h")]
+        )
+    assert first.parts == {"format": 1.0, "cosine": 1.0, "math": 1.0, "length": 0.5, "soft_overlong": 0.0}
+    assert (first.value, first.status, first.answer) == (8.5, "correct", "4")
+    assert second.parts == {
+        "format": 0.0,
+        "cosine": pytest.approx(-0.1),
+        "math": 0.0,
+        "length": -0.5,
+        "soft_overlong": -1,
+    }
+    assert (second.value, second.status) == (pytest.approx(-6.1), "wrong")
+    assert other.parts == second.parts | {"length": 0.0}
+
+
+def test_what_goes_by_a_verdict_fails_with_it() -> None:
+    settings = config(reward_funcs=["cosine", "format", "boxed", "length"], reward_max_failures=0.5)
+    with Scorer(settings) as scorer:
+        failed, good = scorer.score([asked("\\boxed{1}", "x"), asked("\\boxed{1}", "1", tokens=2)])
+    assert (failed.status, failed.detail, failed.parts) == (
+        "failed",
+        "boxed: label 'x' is not a number",
+        {"format": 0.0},
+    )
+    assert (good.status, good.parts["length"]) == ("correct", -0.5)
+
+
+def test_rewards_without_a_verifier_give_no_verdict() -> None:
+    (only,) = score(config(reward_funcs=["tag_count"]), "<answer>5</answer>")
+    assert only == Score(0.5, "scored", "", {"tag_count": 0.5})
+
+
+def test_a_tag_that_the_prompt_opened_counts_as_the_responses() -> None:
+    answer = "a</think><answer>b</answer>"
+    with Scorer(config(reward_funcs=["format"])) as scorer:
+        scores = scorer.score([asked(answer, "4"), asked(answer, "4", prompt="Assistant: <think>\n")])
+    assert [result.value for result in scores] == [0.0, 1.0]
+
+
+def test_a_reward_that_compares_a_group_is_complete_at_the_end() -> None:
+    with Scorer(config(reward_funcs=["exact", "length"])) as scorer, scorer.session() as session:
+        session.add([asked("4", "4", tokens=1)])
+        session.add([asked("4", "4", tokens=3)])
+        assert session.ready() == []
+        assert [result.parts["length"] for result in session.finish()] == [0.5, -0.5]
 
 
 def test_a_session_gives_the_scores_of_a_whole_batch() -> None:
@@ -368,8 +442,8 @@ def test_labels_that_a_verifier_cannot_use_are_found_beforehand() -> None:
     ("settings", "message"),
     [
         ({}, "no reward"),
-        ({"reward_funcs": ["gsm9k"]}, "reward_funcs has no 'gsm9k'; there are gsm8k, exact, boxed"),
-        ({"reward_funcs": ["exact", "exact"]}, "names one twice"),
+        ({"reward_funcs": ["gsm9k"]}, "there is no reward 'gsm9k'"),
+        ({"reward_funcs": ["exact", "exact"]}, "named twice"),
         ({"reward_funcs": ["exact"], "reward_weights": [1.0, 2.0]}, "2 values for 1"),
         ({"reward_funcs": ["exact"], "reward_clip_range": (1.0, 1.0)}, "is empty"),
     ],

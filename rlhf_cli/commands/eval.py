@@ -38,12 +38,12 @@ class EvalConfig(BaseModel):
 
     @model_validator(mode="after")
     def _right_can_be_told_from_wrong(self) -> "EvalConfig":
-        if self.reward.reward_funcs or self.statistics.pass_score is not None:
+        if self.reward.has_verifier or self.statistics.pass_score is not None:
             return self
         for name, is_given in (("k", self.statistics.k), ("write_pass_rate", self.out.write_pass_rate)):
             if is_given:
                 raise ValueError(
-                    f"{name} counts right responses: give --reward_funcs, or --pass_score for other rewards"
+                    f"{name} counts right responses: name a verifier in --reward_funcs, or give --pass_score"
                 )
         return self
 

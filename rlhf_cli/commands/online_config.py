@@ -46,6 +46,8 @@ class OnlineConfig(BaseModel):
     @model_validator(mode="after")
     def _best_is_judged(self) -> "OnlineConfig":
         key = self.evaluation.best_metric_key
-        if key is not None and key != "eval/reward" and not self.reward.reward_funcs:
-            raise ValueError(f"best_metric_key {key} counts right responses: give --reward_funcs, or take eval/reward")
+        if key is not None and key != "eval/reward" and not self.reward.has_verifier:
+            raise ValueError(
+                f"best_metric_key {key} counts right responses: name a verifier in --reward_funcs, or take eval/reward"
+            )
         return self

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from rlhf_cli.config.base import Group
 from rlhf_cli.config.generate import AnswersOutputConfig, OptionalRewardConfig
 from rlhf_cli.config.model import ModelSource
-from rlhf_cli.config.online import REWARD_FUNCS
+from rlhf_cli.config.rewards import REWARDS
 
 
 class EvaluatedModelConfig(ModelSource):
@@ -38,7 +38,7 @@ class EvalRewardConfig(OptionalRewardConfig):
     @model_validator(mode="after")
     def _there_is_a_reward(self) -> "EvalRewardConfig":
         if not self.is_given:
-            names = ", ".join(REWARD_FUNCS)
+            names = ", ".join(REWARDS)
             raise ValueError(
                 f"nothing to judge responses by: give --reward_funcs ({names}), --reward_func FILE.py or "
                 "--reward_pretrain MODEL"
@@ -52,7 +52,7 @@ class StatisticsConfig(Group):
     k: list[int] = []
     """pass@k and maj@k for these numbers of samples; by default for n_samples_per_prompt where that is more than 1."""
     pass_score: float | None = None
-    """A response counts as right from this score on; by default by the verdict of the first of reward_funcs."""
+    """A response counts as right from this score on; by default by the first verifier of reward_funcs."""
 
     @model_validator(mode="after")
     def _numbers_of_samples(self) -> "StatisticsConfig":

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_cli.config.base import Group
+from rlhf_cli.config.rewards import REWARDS, RewardCall, read_calls
 from rlhf_cli.config.train import BatchConfig, OptimConfig
 
 
@@ -48,14 +49,12 @@ class RolloutConfig(EngineConfig):
     """How weights reach the engines: nccl between GPUs, ipc on shared GPUs, shm through files on one machine."""
 
 
-REWARD_FUNCS = ("gsm8k", "exact", "boxed")
-
-
 class ScoringConfig(Group):
     """Reward"""
 
     reward_funcs: list[str] = []
-    """Built-in verifiers, added up: gsm8k (#### n), exact (whole answer), boxed (number in \\boxed{})."""
+    """Built-in rewards, added up: verifiers math, gsm8k, exact, boxed, multiple_choice; format, tag_count,
+    reasoning_steps, repetition_penalty, cosine, length, soft_overlong. Parameters are given as cosine(max_len=2048)."""
     reward_weights: list[float] = []
     """Weight of each of reward_funcs; 1 by default."""
     reward_func: str | None = None
@@ -63,18 +62,28 @@ class ScoringConfig(Group):
     reward_timeout: float = Field(30.0, gt=0)
     """Seconds a call of a reward may take before it is killed and counts as failed."""
     reward_retries: int = Field(1, ge=0)
-    """Further attempts for a reward that failed."""
+    """Further attempts for a reward that failed; a built-in one that took too long gets none."""
     reward_max_failures: float = Field(0.1, ge=0, le=1)
     """Share of an iteration's rewards that may fail; above it the run stops."""
 
+    @property
+    def rewards(self) -> list[RewardCall]:
+        """The built-in rewards with their parameters."""
+        return read_calls(self.reward_funcs)
+
+    @property
+    def has_verifier(self) -> bool:
+        """Whether responses are found right or wrong, and not only scored."""
+        return any(call.row.kind == "verifier" for call in self.rewards)
+
+    @field_validator("reward_funcs")
+    @classmethod
+    def _rewards_exist(cls, texts: list[str]) -> list[str]:
+        read_calls(texts)
+        return texts
+
     @model_validator(mode="after")
-    def _rewards_fit(self) -> "ScoringConfig":
-        for name in self.reward_funcs:
-            if name not in REWARD_FUNCS:
-                names = ", ".join(REWARD_FUNCS)
-                raise ValueError(f"reward_funcs has no {name!r}; there are {names}; a file is given by reward_func")
-        if len(set(self.reward_funcs)) < len(self.reward_funcs):
-            raise ValueError(f"reward_funcs names one twice: {' '.join(self.reward_funcs)}; give it a weight instead")
+    def _weights_fit(self) -> "ScoringConfig":
         if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward_funcs"
@@ -109,7 +118,7 @@ class RewardConfig(ScoringConfig):
     @model_validator(mode="after")
     def _there_is_a_reward(self) -> "RewardConfig":
         if not self.reward_funcs and self.reward_func is None:
-            names = ", ".join(REWARD_FUNCS)
+            names = ", ".join(REWARDS)
             raise ValueError(f"no reward: give --reward_funcs ({names}) or --reward_func FILE.py")
         return self
 
@@ -142,7 +151,7 @@ class OnlineRewardConfig(ModelScoringConfig, RewardConfig):
     @model_validator(mode="after")
     def _there_is_a_reward(self) -> "OnlineRewardConfig":
         if not self.reward_funcs and self.reward_func is None and self.reward_pretrain is None:
-            names = ", ".join(REWARD_FUNCS)
+            names = ", ".join(REWARDS)
             raise ValueError(
                 f"no reward: give --reward_funcs ({names}), --reward_func FILE.py or --reward_pretrain MODEL"
             )

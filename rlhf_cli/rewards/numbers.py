@@ -23,6 +23,8 @@ _NUMBER = re.compile(
     (?P<percent> \s*% )?""",
     re.VERBOSE,
 )
+_NUMBER_IN_TEXT = re.compile(rf"(?<![\w.^\\])(?=\S){_NUMBER.pattern}", re.VERBOSE)
+_AFTER_NUMBER = 10  # characters behind the last digit that may belong to its number: braces, a percent sign
 _UNIT = re.compile(r"(?: (?:[A-Za-z]{2,}|[mgshlLNJWV])(?:\^?\{?[23]\}?)?(?:[ /][A-Za-z]+(?:\^?\{?[23]\}?)?){0,3})?")
 _STYLE = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _REPLACED = (
@@ -59,6 +61,17 @@ def leading_number(text: str) -> Number | None:
     """The number that the text begins with, whatever words follow it; None if it begins with anything else."""
     match = _NUMBER.match(_clean(text))
     return None if match is None else _number(match, unit="")
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text as it is written there, sign, fraction and percent sign included."""
+    end = max(map(text.rfind, "0123456789")) + 1
+    start = max(end - MAX_NUMBER_LENGTH + _AFTER_NUMBER, 0)
+    if end == 0 or (start > 0 and text[start].isdigit() and text[start - 1].isdigit()):
+        return None  # no number, or one that is too long
+    cleaned = _clean(text[start:end] + text[end : end + _AFTER_NUMBER])
+    found = [match[0].strip() for match in _NUMBER_IN_TEXT.finditer(cleaned)]
+    return found[-1] if found else None
 
 
 def same_number(one: Number, other: Number) -> bool:

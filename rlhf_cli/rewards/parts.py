@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_cli.config.rewards import RewardCall
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.pool import Outcome
 from rlhf_cli.rewards.records import Score, Status
 
 FILE_PART = "reward_func"  # name of the reward file's part of a score
 
-VERDICT_VALUES: dict[Status, float | None] = {"correct": 1.0, "wrong": 0.0, "invalid": 0.0, "failed": None}
+VERDICT_VALUES: dict[Status, float] = {"correct": 1.0, "wrong": 0.0, "invalid": 0.0}
 
 _TRACE_LINES = 12  # of a user's traceback kept with a failed score
 
@@ -26,12 +27,28 @@ class Part:
     answer: str | None = None
 
 
-def verdict_part(name: str, outcome: Outcome) -> Part:
-    """The part of a verifier called `name`."""
+def worker_part(call: RewardCall, outcome: Outcome) -> Part:
+    """The part of a reward that a worker was asked for."""
     if outcome.failure is not None:
-        return Part(None, "failed", f"{name} {outcome.failure.reason}")
-    status, detail, answer = outcome.value
-    return Part(VERDICT_VALUES[status], status, f"{name}: {detail}" if status == "failed" else detail, answer)
+        return Part(None, "failed", f"{call.name} {outcome.failure.reason}")
+    if call.row.kind == "text":
+        return Part(outcome.value, "scored", "")
+    status, detail, answer, value = outcome.value
+    if status == "failed":
+        return Part(None, status, f"{call.name}: {detail}")
+    return Part(VERDICT_VALUES[status] if value is None else value, status, detail, answer)
+
+
+def judged_part(call: RewardCall, value: float, verdict: Part | None) -> Part:
+    """The part of a reward of length; it failed where it goes by a verdict and that failed."""
+    if call.row.needs_verdict and verdict is not None and verdict.value is None:
+        return Part(None, "failed", verdict.detail)
+    return Part(value, "scored", "")
+
+
+def is_correct(verdict: Part | None) -> bool | None:
+    """Whether an answer is right; None without a verifier."""
+    return None if verdict is None else verdict.status == "correct"
 
 
 def file_parts(outcome: Outcome, num_responses: int) -> list[Part]:
@@ -48,7 +65,7 @@ def file_parts(outcome: Outcome, num_responses: int) -> list[Part]:
 
 
 def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
-    """One score of all parts. Its verdict is that of the first, which is the first verifier if there is one.
+    """One score of all parts. Its verdict is that of the first verifier, if there is one.
 
     Without any part, where a reward model alone is asked, it is 0.
     """
@@ -58,7 +75,7 @@ def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
     if len(values) < len(parts):
         failed = next(part for part in parts.values() if part.value is None)
         return Score(None, "failed", failed.detail, values)
-    first = next(iter(parts.values()))
+    first = next((part for part in parts.values() if part.status != "scored"), next(iter(parts.values())))
     total = sum(weights[name] * value for name, value in values.items())
     return Score(total, first.status, first.detail, values, first.answer)
 

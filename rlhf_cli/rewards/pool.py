@@ -49,7 +49,7 @@ class WorkerPool:
 
     `loader` is `module:function`: called with `argument` in each worker, it returns the function that answers items.
     Items, `argument` and answers are JSON. `limit` are the seconds one item may take; items travel in chunks, but the
-    limit holds for each of them. An item that failed is tried `retries` times more.
+    limit holds for each of them. An item that failed is tried `retries` times more, unless it took too long.
     """
 
     def __init__(
@@ -300,7 +300,8 @@ class _Desk:
             worker.is_loaded = True
 
     def _conclude(self, number: int, outcome: Outcome) -> None:
-        if outcome.failure is not None and self._failed_tries[number] < self._pool.retries:
+        failed = outcome.failure is not None and outcome.failure.kind != "timeout"
+        if failed and self._failed_tries[number] < self._pool.retries:
             self._failed_tries[number] += 1
             self._waiting.append(number)
             return

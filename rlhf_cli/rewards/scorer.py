@@ -1,4 +1,4 @@
-"""Scores of responses from the built-in verifiers and the user's reward file.
+"""Scores of responses from the built-in rewards and the user's reward file.
 
 Several rewards are added up with their weights. A reward that failed is no score of 0: the sample is marked, and the
 run stops when too many are. Clipping and shaping of scores is left to algorithms.shaping.
@@ -13,23 +13,24 @@ from types import TracebackType
 from typing import Self
 
 from rlhf_cli.config.online import ScoringConfig
+from rlhf_cli.config.rewards import RewardCall
 from rlhf_cli.errors import UsageError
-from rlhf_cli.rewards.parts import FILE_PART, verdict_part
+from rlhf_cli.rewards.parts import FILE_PART, worker_part
 from rlhf_cli.rewards.pool import WorkerPool
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.session import ScoringSession
 
 logger = logging.getLogger(__name__)
 
-# Verifications that travel to a worker together: enough to hide the way there, few enough to balance workers.
-VERIFIER_CHUNK = 64
-MAX_VERIFIER_WORKERS = 4
+# Responses that travel to a worker together at most: enough to hide the way there, few enough to balance workers.
+CHUNK = 64
+MAX_WORKERS = 4
 
 
 def weights_of_parts(config: ScoringConfig) -> dict[str, float]:
-    """The weight of each reward of verifiers and file by the name of its part of a score."""
-    weights = dict.fromkeys(config.reward_funcs, 1.0) | {FILE_PART: 1.0}
-    return weights | dict(zip(config.reward_funcs, config.reward_weights, strict=False))
+    """The weight of each built-in reward and of the file by the name of its part of a score."""
+    names = [call.name for call in config.rewards]
+    return dict.fromkeys([*names, FILE_PART], 1.0) | dict(zip(names, config.reward_weights, strict=False))
 
 
 class Scorer:
@@ -42,7 +43,7 @@ class Scorer:
         self._config = config
         self._weights = weights_of_parts(config)
         with ExitStack() as stack:
-            self._verifiers = stack.enter_context(_verifier_pool(config)) if config.reward_funcs else None
+            self._workers = stack.enter_context(_worker_pool(config)) if _calls(config) else None
             self._file = stack.enter_context(_file_pool(config.reward_func, config)) if config.reward_func else None
             self._processes = stack.pop_all()
 
@@ -63,19 +64,21 @@ class Scorer:
 
         Raises UsageError if the share of prompts without a usable label is above reward_max_failures.
         """
-        for name in self._config.reward_funcs:
-            assert self._verifiers is not None
-            outcomes = self._verifiers.map([[name, "", label] for label in labels])
-            bad = [part.detail for part in (verdict_part(name, outcome) for outcome in outcomes) if part.value is None]
+        for place, call in enumerate(_calls(self._config)):
+            if call.row.kind != "verifier":
+                continue
+            assert self._workers is not None
+            outcomes = self._workers.map([[place, "", label] for label in labels])
+            bad = [part.detail for part in (worker_part(call, outcome) for outcome in outcomes) if part.value is None]
             if len(bad) > self._config.reward_max_failures * len(labels):
                 raise UsageError(
-                    f"--reward_funcs {name}: {len(bad)} of {len(labels)} prompts have no label it can use; "
+                    f"--reward_funcs {call.name}: {len(bad)} of {len(labels)} prompts have no label it can use; "
                     f"the first: {bad[0]}"
                 )
 
     def session(self) -> ScoringSession:
         """A round of scoring whose responses come bit by bit; one at a time."""
-        return ScoringSession(self._config, weights=self._weights, verifiers=self._verifiers, file=self._file)
+        return ScoringSession(self._config, weights=self._weights, workers=self._workers, file=self._file)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """The score of each response, in order; failed ones have been retried `reward_retries` times.
@@ -87,13 +90,18 @@ class Scorer:
             return session.finish()
 
 
-def _verifier_pool(config: ScoringConfig) -> WorkerPool:
+def _calls(config: ScoringConfig) -> list[RewardCall]:
+    """The rewards that are computed in workers; they go by their places in this list."""
+    return [call for call in config.rewards if call.row.in_worker]
+
+
+def _worker_pool(config: ScoringConfig) -> WorkerPool:
     return WorkerPool(
-        "rlhf_cli.rewards.verifiers:load",
-        None,
+        "rlhf_cli.rewards.functions:load",
+        [[call.name, call.parameters] for call in _calls(config)],
         limit=config.reward_timeout,
-        num_workers=min(MAX_VERIFIER_WORKERS, os.cpu_count() or 1),
-        chunk_size=VERIFIER_CHUNK,
+        num_workers=min(MAX_WORKERS, os.cpu_count() or 1),
+        chunk_size=CHUNK,
         retries=config.reward_retries,
     )
 

@@ -5,21 +5,33 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rlhf_cli.config.online import ScoringConfig
-from rlhf_cli.rewards.parts import FILE_PART, Part, file_parts, join, stop_if_too_many_failed, verdict_part
+from rlhf_cli.rewards.functions import resolve
+from rlhf_cli.rewards.parts import (
+    FILE_PART,
+    Part,
+    file_parts,
+    is_correct,
+    join,
+    judged_part,
+    stop_if_too_many_failed,
+    worker_part,
+)
 from rlhf_cli.rewards.pool import Failure, Feed, WorkerPool
 from rlhf_cli.rewards.records import Score, ScoreRequest
 
 logger = logging.getLogger(__name__)
 
+_OPENED = "<think>"  # templates that make a model think end in it, so that responses begin behind it
+
 
 class ScoringSession:
     """One round of scoring; a context manager that leaves no work behind it.
 
-    Workers begin with a response when it is added, whatever the caller does meanwhile. The reward file may compare
-    responses and is asked about all of them at the end; with one, no score is complete before `finish`.
+    Workers begin with a response when it is added, whatever the caller does meanwhile. The reward file and rewards that
+    compare the responses to a prompt are asked at the end; with one of them no score is complete before `finish`.
     """
 
     def __init__(
@@ -27,17 +39,23 @@ class ScoringSession:
         config: ScoringConfig,
         *,
         weights: Mapping[str, float],
-        verifiers: WorkerPool | None,
+        workers: WorkerPool | None,
         file: WorkerPool | None,
     ) -> None:
         self._config, self._weights, self._file = config, weights, file
+        calls = config.rewards
+        self._names = [call.name for call in calls] + ([FILE_PART] if file is not None else [])
+        self._verifier = next((call.name for call in calls if call.row.kind == "verifier"), None)
+        self._of_workers = [call for call in calls if call.row.in_worker]
+        self._of_length = [(call, resolve(call)) for call in calls if call.row.kind == "length"]
+        self._of_groups = [(call, resolve(call)) for call in calls if call.row.kind == "group"]
         self._requests: list[ScoreRequest] = []
         self._parts: list[dict[str, Part]] = []  # of each response, by name of the reward
         self._scores: dict[int, Score] = {}
         self._unreported: list[int] = []  # of the scores
         self._failures: list[Failure] = []
         with ExitStack() as stack:
-            self._feed: Feed | None = stack.enter_context(verifiers.feed()) if verifiers else None
+            self._feed: Feed | None = stack.enter_context(workers.feed()) if workers is not None else None
             self._resources = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -54,10 +72,11 @@ class ScoringSession:
         self._requests += requests
         self._parts += [{} for _ in requests]
         if self._feed is not None:
-            names = self._config.reward_funcs
-            self._feed.add([name, request.response, request.label] for request in requests for name in names)
-        for number in numbers:
-            self._conclude_if_complete(number)
+            places = range(len(self._of_workers))
+            self._feed.add(self._item(request, place) for request in requests for place in places)
+        else:
+            for number in numbers:
+                self._complete(number)
         return numbers
 
     def ready(self) -> list[tuple[int, Score]]:
@@ -74,31 +93,64 @@ class ScoringSession:
         if self._feed is not None:
             self._feed.finish()
             self._collect()
-        if self._file is not None and self._requests:
-            for number, part in enumerate(self._ask_file(self._file)):
-                self._parts[number][FILE_PART] = part
-                self._conclude_if_complete(number)
+        if self._needs_all and self._requests:
+            self._compare_groups()
+            if self._file is not None:
+                for parts, part in zip(self._parts, self._ask_file(self._file), strict=True):
+                    parts[FILE_PART] = part
+            for number in range(len(self._requests)):
+                self._conclude(number)
         self._log()
         scores = [self._scores[number] for number in range(len(self._requests))]
         stop_if_too_many_failed(scores, self._config.reward_max_failures)
         return scores
 
-    def _collect(self) -> None:
-        """Take what the verifiers have found."""
-        names = self._config.reward_funcs
-        for item, outcome in self._feed.ready() if self._feed is not None else []:
-            number, place = divmod(item, len(names))
-            self._parts[number][names[place]] = verdict_part(names[place], outcome)
-            self._failures += [outcome.failure] if outcome.failure is not None else []
-            self._conclude_if_complete(number)
+    @property
+    def _needs_all(self) -> bool:
+        return self._file is not None or bool(self._of_groups)
 
-    def _conclude_if_complete(self, number: int) -> None:
-        """Make the score of a response once all of its parts are there."""
-        wanted = [*self._config.reward_funcs, *([FILE_PART] if self._file is not None else [])]
-        parts = self._parts[number]
-        if number not in self._scores and len(parts) == len(wanted):
-            self._scores[number] = join({name: parts[name] for name in wanted}, self._weights)
-            self._unreported.append(number)
+    def _item(self, request: ScoreRequest, place: int) -> list[Any]:
+        """What a worker is told: of a text reward the response as it reads behind its prompt's last tag."""
+        opened = self._of_workers[place].row.kind == "text" and request.prompt.rstrip().endswith(_OPENED)
+        return [place, (_OPENED if opened else "") + request.response, request.label]
+
+    def _collect(self) -> None:
+        """Take what workers have found."""
+        for item, outcome in self._feed.ready() if self._feed is not None else []:
+            number, place = divmod(item, len(self._of_workers))
+            call = self._of_workers[place]
+            self._parts[number][call.name] = worker_part(call, outcome)
+            self._failures += [outcome.failure] if outcome.failure is not None else []
+            if len(self._parts[number]) == len(self._of_workers):
+                self._complete(number)
+
+    def _verdict(self, number: int) -> Part | None:
+        return None if self._verifier is None else self._parts[number][self._verifier]
+
+    def _complete(self, number: int) -> None:
+        """Add to the workers' parts of a response what follows from them; its score, if nothing else is needed."""
+        verdict = self._verdict(number)
+        for call, function in self._of_length:
+            value = function(self._requests[number], is_correct(verdict))
+            self._parts[number][call.name] = judged_part(call, value, verdict)
+        if not self._needs_all:
+            self._conclude(number)
+
+    def _conclude(self, number: int) -> None:
+        self._scores[number] = join({name: self._parts[number][name] for name in self._names}, self._weights)
+        self._unreported.append(number)
+
+    def _compare_groups(self) -> None:
+        """Add the parts of rewards that compare the responses to a prompt."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(self._requests):
+            groups.setdefault(request.group, []).append(number)
+        for call, function in self._of_groups:
+            for numbers in groups.values():
+                verdicts = [self._verdict(number) for number in numbers]
+                values = function([self._requests[number] for number in numbers], [*map(is_correct, verdicts)])
+                for number, value, verdict in zip(numbers, values, verdicts, strict=True):
+                    self._parts[number][call.name] = judged_part(call, value, verdict)
 
     def _ask_file(self, pool: WorkerPool) -> list[Part]:
         """Parts from the reward file; where it failed, it is asked about all responses again."""

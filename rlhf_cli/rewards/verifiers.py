@@ -1,17 +1,14 @@
 """Built-in verifiers: whether a response gives the answer of its label.
 
 Pure functions, each linear in the length of the response. Nothing a model wrote is ever evaluated. Answers that need
-algebra to compare are left out: `boxed` and `gsm8k` know plain numbers.
+algebra to compare are in mathematics.py: `boxed` and `gsm8k` know plain numbers.
 """
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from rlhf_cli.rewards.answers import after_marker, last_boxed
 from rlhf_cli.rewards.numbers import Number, leading_number, parse_number, same_number
-
-_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 
 # "#### 18 dollars, because ...": the number and its signs are among the first words.
 _LEADING_WORDS = 8
@@ -21,17 +18,17 @@ _LEADING_WORDS = 8
 class Verdict:
     """What a verifier found: the answer in `detail`, or why there is none (invalid) or no judgement (failed).
 
-    `answer` is the answer in a form in which equal ones are equal texts, None where there is none.
+    `answer` is the answer in a form in which equal ones are equal texts, None where there is none. `value` is the
+    reward where it is not simply 1 for correct and 0 for wrong and invalid: the share of tests that passed, say.
     """
 
     status: Literal["correct", "wrong", "invalid", "failed"]
     detail: str
     answer: str | None = None
+    value: float | None = None
 
 
 NO_LABEL = Verdict("failed", "the prompt has no label to compare with")
-
-Verifier = Callable[[str, str | None], Verdict]
 
 
 def exact(response: str, label: str | None) -> Verdict:
@@ -41,7 +38,7 @@ def exact(response: str, label: str | None) -> Verdict:
     answer = response.strip()
     if not answer:
         return Verdict("invalid", "empty response")
-    return Verdict("correct" if answer == label.strip() else "wrong", _short(answer), answer)
+    return Verdict("correct" if answer == label.strip() else "wrong", short(answer), answer)
 
 
 def gsm8k(response: str, label: str | None) -> Verdict:
@@ -49,7 +46,7 @@ def gsm8k(response: str, label: str | None) -> Verdict:
 
     The label is a number or a solution that ends in `#### number`.
     """
-    marker, line = _after_marker(response)
+    marker, line = after_marker(response)
     number = leading_number(" ".join(line.split(maxsplit=_LEADING_WORDS)[:_LEADING_WORDS])) if marker else None
     return _compare(number, line if marker else None, label, missing="no #### in the response")
 
@@ -61,63 +58,28 @@ def boxed(response: str, label: str | None) -> Verdict:
     return _compare(number, content, label, missing=r"no balanced \boxed{} in the response")
 
 
-VERIFIERS: dict[str, Verifier] = {"gsm8k": gsm8k, "exact": exact, "boxed": boxed}
-
-
-def load(argument: None) -> Callable[[list[Any]], list[str | None]]:
-    """The handler of a worker: `[status, detail, answer]` for `[name of the verifier, response, label]`."""
-
-    def handle(item: list[Any]) -> list[str | None]:
-        name, response, label = item
-        verdict = VERIFIERS[name](response, label)
-        return [verdict.status, verdict.detail, verdict.answer]
-
-    return handle
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Content of the balanced `\boxed{}` or `\fbox{}` that begins last; escaped braces are text."""
-    open_braces: list[int | None] = []  # for each open brace the start of its box's content, None if it is no box
-    last: tuple[int, int] | None = None
-    for match in _BRACES.finditer(text):
-        if match["box"]:
-            open_braces.append(match.end())
-        elif match[0] == "{":
-            open_braces.append(None)
-        elif match[0] == "}" and open_braces:
-            start = open_braces.pop()
-            if start is not None and (last is None or start > last[0]):
-                last = (start, match.start())
-    return None if last is None else text[last[0] : last[1]]
-
-
 def _compare(number: Number | None, answer: str | None, label: str | None, *, missing: str) -> Verdict:
     """The verdict on an answer, None if there is none. A useless label comes first: it is no fault of the response."""
     if label is None:
         return NO_LABEL
     expected = label_number(label)
     if expected is None:
-        return Verdict("failed", f"label {_short(label)!r} is not a number")
+        return Verdict("failed", f"label {short(label)!r} is not a number")
     if answer is None:
         return Verdict("invalid", missing)
     if number is None:
-        return Verdict("invalid", f"{_short(answer.strip())!r} is not a number")
+        return Verdict("invalid", f"{short(answer.strip())!r} is not a number")
     status: Literal["correct", "wrong"] = "correct" if same_number(number, expected) else "wrong"
-    return Verdict(status, _short(answer.strip()), number.key)
+    return Verdict(status, short(answer.strip()), number.key)
 
 
 def label_number(label: str) -> Number | None:
     """The number of a label: the label itself, what stands behind its last `####`, or in its last box."""
-    marker, line = _after_marker(label)
+    marker, line = after_marker(label)
     content = last_boxed(label)
     return parse_number(line if marker else label if content is None else content)
 
 
-def _after_marker(text: str) -> tuple[str, str]:
-    """(`####` if the text has it else nothing, the first line behind the last of them)."""
-    _, marker, tail = text.rpartition("####")
-    return marker, tail.strip().partition("\n")[0]
-
-
-def _short(text: str, limit: int = 100) -> str:
+def short(text: str, limit: int = 100) -> str:
+    """The text as it may stand in a sentence."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,173 @@
+"""The table of built-in rewards: what each is called, which function it is, what it is told and its parameters.
+
+The functions themselves are in `rlhf_cli/rewards/` and loaded where they run, so that this module costs nothing.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Literal, NamedTuple
+
+Value = int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A number that a reward function takes: an integer where its default, or `kind`, is one."""
+
+    default: Value | None
+    """None where it has to be given."""
+    least: Value | None = None
+    kind: type[int] | type[float] = float
+
+    @property
+    def expected(self) -> str:
+        """What it must be, in words."""
+        return ("an integer" if self.kind is int else "a number") + (
+            f" >= {self.least}" if self.least is not None else ""
+        )
+
+    def read(self, text: str) -> Value:
+        """The value a text stands for. Raises ValueError where it is none that is allowed."""
+        value = self.kind(text)
+        if not abs(value) < float("inf") or (self.least is not None and value < self.least):
+            raise ValueError(text)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRow:
+    """One built-in reward.
+
+    `function` is `module:name`; parameters are given to it by keyword. By `kind` it is called with
+
+    - verifier: `(response, label) -> Verdict`, in a worker process
+    - text: `(response) -> float`, in a worker process, with the `<think>` that a prompt may end in put before it
+    - length: `(request, correct) -> float`, where `correct` is what the first verifier found, None without one
+    - group: `(requests, corrects) -> list of floats` for all responses to a prompt
+    """
+
+    function: str
+    kind: Literal["verifier", "text", "length", "group"]
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    needs_verdict: bool = False
+
+    @property
+    def in_worker(self) -> bool:
+        """Whether it reads what a model wrote, which is done in a process that can be killed."""
+        return self.kind in ("verifier", "text")
+
+
+def _verifier(function: str) -> RewardRow:
+    return RewardRow(f"rlhf_cli.rewards.{function}", "verifier")
+
+
+REWARDS: dict[str, RewardRow] = {
+    "gsm8k": _verifier("verifiers:gsm8k"),
+    "exact": _verifier("verifiers:exact"),
+    "boxed": _verifier("verifiers:boxed"),
+    "math": _verifier("mathematics:math"),
+    "multiple_choice": RewardRow(
+        "rlhf_cli.rewards.choices:multiple_choice", "verifier", {"choices": Parameter(10, least=2, kind=int)}
+    ),
+    "format": RewardRow("rlhf_cli.rewards.texts:has_format", "text"),
+    "tag_count": RewardRow("rlhf_cli.rewards.texts:tag_count", "text"),
+    "reasoning_steps": RewardRow("rlhf_cli.rewards.texts:reasoning_steps", "text"),
+    "repetition_penalty": RewardRow(
+        "rlhf_cli.rewards.texts:repetition_penalty",
+        "text",
+        {"n": Parameter(3, least=1, kind=int), "max_penalty": Parameter(-0.1)},
+    ),
+    "cosine": RewardRow(
+        "rlhf_cli.rewards.lengths:cosine",
+        "length",
+        {
+            "max_len": Parameter(1000, least=1, kind=int),
+            "correct_short": Parameter(1.0),
+            "correct_long": Parameter(0.8),
+            "wrong_short": Parameter(-0.5),
+            "wrong_long": Parameter(-0.1),
+        },
+        needs_verdict=True,
+    ),
+    "soft_overlong": RewardRow(
+        "rlhf_cli.rewards.lengths:soft_overlong",
+        "length",
+        {
+            "max_len": Parameter(None, least=1, kind=int),
+            "buffer": Parameter(None, least=1, kind=int),
+            "factor": Parameter(1.0, least=0),
+        },
+    ),
+    "length": RewardRow("rlhf_cli.rewards.lengths:length", "group", needs_verdict=True),
+}
+
+
+class RewardCall(NamedTuple):
+    """A reward as it was asked for; `parameters` holds a value for every parameter."""
+
+    name: str
+    parameters: dict[str, Value]
+
+    @property
+    def row(self) -> RewardRow:
+        return REWARDS[self.name]
+
+
+_CALL = re.compile(r"(?P<name>\w+)\s*(?:\((?P<given>[^()]*)\))?")
+
+
+def read_call(text: str) -> RewardCall:
+    """`cosine(max_len=2048)` as a name with the values of all parameters. Raises ValueError that says what is wrong."""
+    match = _CALL.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not NAME or NAME(PARAMETER=NUMBER, ...); in a YAML file it needs quotes")
+    name, row = match["name"], REWARDS.get(match["name"])
+    if row is None:
+        near = _did_you_mean(name, REWARDS)
+        raise ValueError(f"there is no reward {name!r}{near}: {', '.join(REWARDS)}; a file is given by reward_func")
+    given = _given(name, row, match["given"] or "")
+    if missing := [key for key, parameter in row.parameters.items() if parameter.default is None and key not in given]:
+        example = ", ".join(f"{key}=..." for key in missing)
+        raise ValueError(f"{name} has to be told {' and '.join(missing)}: {name}({example})")
+    defaults = {key: parameter.default for key, parameter in row.parameters.items() if parameter.default is not None}
+    return RewardCall(name, defaults | given)
+
+
+def read_calls(texts: Iterable[str]) -> list[RewardCall]:
+    """Rewards that are added up. Raises ValueError where one is named twice or has no verdict to go by."""
+    calls = [read_call(text) for text in texts]
+    names = [call.name for call in calls]
+    if len(set(names)) < len(names):
+        raise ValueError(f"one is named twice: {' '.join(names)}; give it a weight instead")
+    blind = [call.name for call in calls if call.row.needs_verdict]
+    if blind and not any(call.row.kind == "verifier" for call in calls):
+        verifiers = ", ".join(name for name, row in REWARDS.items() if row.kind == "verifier")
+        raise ValueError(f"{blind[0]} depends on whether an answer is right: name a verifier too ({verifiers})")
+    return calls
+
+
+def _given(name: str, row: RewardRow, text: str) -> dict[str, Value]:
+    given: dict[str, Value] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, _, written = (piece.strip() for piece in part.partition("="))
+        parameter = row.parameters.get(key)
+        if parameter is None:
+            raise ValueError(f"{name} has no parameter {key!r}{_did_you_mean(key, row.parameters)}: {_all_of(row)}")
+        if key in given:
+            raise ValueError(f"{name} is given {key} twice")
+        try:
+            given[key] = parameter.read(written)
+        except ValueError:
+            raise ValueError(f"{key} of {name} must be {parameter.expected}, not {written!r}") from None
+    return given
+
+
+def _all_of(row: RewardRow) -> str:
+    return f"it takes {', '.join(row.parameters)}" if row.parameters else "it takes none"
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = get_close_matches(word, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -1,0 +1,48 @@
+r"""Where a response says its answer: the last balanced `\boxed{}` or the last `<answer>..</answer>`."""
+
+import re
+
+_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+_OPEN_TAG, _CLOSE_TAG = "<answer>", "</answer>"
+
+
+def tagged_answer(text: str) -> tuple[str, bool] | None:
+    r"""(content of the last `\boxed{}` or of the last `<answer>`, whichever begins later; whether it is a box's)."""
+    box, tag = _boxed_span(text), _tag_span(text)
+    if box is not None and (tag is None or box[0] > tag[0]):
+        return text[slice(*box)].strip(), True
+    return None if tag is None else (text[slice(*tag)].strip(), False)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the balanced `\boxed{}` or `\fbox{}` that begins last; escaped braces are text."""
+    span = _boxed_span(text)
+    return None if span is None else text[slice(*span)]
+
+
+def _boxed_span(text: str) -> tuple[int, int] | None:
+    """Where the content of that box begins and ends."""
+    open_braces: list[int | None] = []  # for each open brace the start of its box's content, None if it is no box
+    last: tuple[int, int] | None = None
+    for match in _BRACES.finditer(text):
+        if match["box"]:
+            open_braces.append(match.end())
+        elif match[0] == "{":
+            open_braces.append(None)
+        elif match[0] == "}" and open_braces:
+            start = open_braces.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = (start, match.start())
+    return last
+
+
+def _tag_span(text: str) -> tuple[int, int] | None:
+    end = text.rfind(_CLOSE_TAG)
+    start = text.rfind(_OPEN_TAG, 0, max(end, 0))
+    return None if end < 0 or start < 0 else (start + len(_OPEN_TAG), end)
+
+
+def after_marker(text: str) -> tuple[str, str]:
+    """(`####` if the text has it else nothing, the first line behind the last of them)."""
+    _, marker, tail = text.rpartition("####")
+    return marker, tail.strip().partition("\n")[0]
