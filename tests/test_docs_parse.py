@@ -75,7 +75,20 @@ def commands_in(name: str, text: str) -> list[Command]:
             words = list(lexer)
         except ValueError:  # an apostrophe in a sentence
             continue
-        found += [Command(f"{name}:{number}", after) for after in split_at_operators(words) if after]
+        found += [Command(f"{name}:{number}", expanded(after)) for after in split_at_operators(words) if after]
+    return found
+
+
+def expanded(words: list[str]) -> list[str]:
+    """The words with shell expansions as if all were set: `${A:+--flag "$A"}` is there, `${FLAGS:-}` is empty, and an
+    array stands for settings that are not looked at."""
+    found = []
+    for word in words:
+        if re.fullmatch(r"\$\{\w+\[@\]\}", word):
+            found.append("...")
+        elif not re.fullmatch(r"\$\{\w+:-\}", word):
+            optional = re.fullmatch(r"\$\{\w+:\+(.*)", word)
+            found.append(optional[1] if optional else re.sub(r"^(\$\w+)\}$", r"\1", word))
     return found
 
 
@@ -148,15 +161,18 @@ def parse(cls: type[BaseModel], words: list[str]) -> None:
 
 
 def without_placeholders(words: list[str], known: Mapping[str, Flag]) -> list[str]:
-    """The words with `$SEED`, `<seed>` and `SEED` replaced by the default where a flag takes no text."""
+    """The words with `$SEED`, `<seed>` and `SEED` replaced by the default where a flag takes no text; a variable inside
+    a word counts as a number."""
     replaced = list(words)
     for number, word in enumerate(words):
         flag = known.get(underscores(word).removeprefix("__"))
         if flag is None or flag.required or flag.annotation is str:
             continue
         for place in range(number + 1, min(number + 1 + flag.takes, len(words))):
-            if re.search(r"\$|<.*>|^[A-Z]+$", words[place]):
+            if re.match(r"\$|<.*>|[A-Z]+$", words[place]):
                 replaced[place] = "null" if flag.optional else sample(flag.default)
+            else:
+                replaced[place] = re.sub(r"\$\w+", "1", words[place])
     return replaced
 
 

@@ -129,6 +129,13 @@ def test_settings_that_make_no_sense_are_refused(command, given, message):
         ("grpo", "grpo", {"train_batch_size": "96"}, "does not divide the 1024 responses .* 64 and 128 would"),
         ("grpo", "gdpo", {"stop_properly_penalty_coef": "0.5"}, "changes the sum of the rewards, which gdpo compares"),
         ("ppo", "ppo", {"bootstrap_truncated": "true", "max_len": "16192"}, "reads one more token than --max_len"),
+        ("ppo", "ppo", {"reward_funcs": "math,length"}, "length compares the responses of a prompt"),
+        (
+            "ppo",
+            "ppo",
+            {"reward_funcs": "math,soft_overlong(max_len=9,buffer=3)", "overlong_buffer_len": "3"},
+            "punish length twice",
+        ),
         ("ppo", "ppo", {"overlong_buffer_len": "1025"}, "longer than a response may be: --max_new_tokens 1024"),
     ],
 )

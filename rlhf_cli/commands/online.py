@@ -173,6 +173,11 @@ def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
             f"--n_samples_per_prompt {rollout.n_samples_per_prompt}: {algorithm.name} compares the responses of a "
             f"prompt and needs at least {algorithm.min_group}"
         )
+    names = [call.name for call in config.reward.rewards]
+    if "length" in names and rollout.n_samples_per_prompt == 1:
+        raise UsageError("--reward_funcs length compares the responses of a prompt: raise --n_samples_per_prompt")
+    if "soft_overlong" in names and config.reward.overlong_buffer_len is not None:
+        raise UsageError("--reward_funcs soft_overlong and --overlong_buffer_len punish length twice: give one of them")
     shaping = ("overlong_buffer_len", "stop_properly_penalty_coef")
     given = next((name for name in shaping if getattr(config.reward, name) is not None), None)
     if given and algorithm.rewards_apart:
