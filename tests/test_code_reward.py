@@ -4,11 +4,15 @@ import json
 from functools import partial
 
 import pytest
+from pydantic import ValidationError
 
+from rlhf_cli.config.online import ScoringConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards import sandbox
 from rlhf_cli.rewards.code import CodeLimits, grade, last_code_block, same_output, same_value
 from rlhf_cli.rewards.code_tests import AssertTests, FunctionTests, StdinTests, parse_tests
+from rlhf_cli.rewards.records import ScoreRequest
+from rlhf_cli.rewards.scorer import Scorer
 
 LIMITS = CodeLimits(timeout=30.0, memory_mb=200, total_seconds=120.0)
 OF_HANGING = CodeLimits(timeout=2.0, memory_mb=200, total_seconds=60.0)
@@ -110,25 +114,24 @@ def test_labels_without_tests_are_told(label, reason):
     with pytest.raises(ValueError) as told:  # noqa: PT011 (the message is compared below)
         parse_tests(label)
     assert str(told.value).startswith(reason)
-    verdict, share = grade("", label, limits=LIMITS)
-    assert (verdict.status, share) == ("failed", 0.0)
+    assert grade("", label, limits=LIMITS, sandboxed=True).status == "failed"
 
 
 def test_an_answer_without_code_is_invalid_and_a_prompt_without_label_has_failed():
-    assert grade("It is 42.", '["assert True"]', limits=LIMITS)[0].status == "invalid"
-    assert grade("```python\nx\n```", None, limits=LIMITS)[0].status == "failed"
+    assert grade("It is 42.", '["assert True"]', limits=LIMITS, sandboxed=True).status == "invalid"
+    assert grade("```python\nx\n```", None, limits=LIMITS, sandboxed=True).status == "failed"
 
 
 def judged(code, label, limits=None, *, sandboxed):
-    """(status, share, detail) of an answer with this code."""
+    """(status, share of tests, detail) of an answer with this code."""
     try:
         sandbox.require_sandbox(sandboxed=sandboxed)
     except UsageError as error:
         pytest.skip(f"CODE IS NOT RUN IN THE SANDBOX: {error}")
     label = label if isinstance(label, str) else json.dumps(label)
     limits = limits or (OF_HANGING if "while" in code else LIMITS)
-    verdict, share = grade(f"Thus:\n```python\n{code}\n```", label, limits=limits, sandboxed=sandboxed)
-    return verdict.status, share, verdict.detail
+    verdict = grade(f"Thus:\n```python\n{code}\n```", label, limits=limits, sandboxed=sandboxed)
+    return verdict.status, verdict.value, verdict.detail
 
 
 @pytest.fixture
@@ -219,7 +222,7 @@ def test_what_prepares_assertions_is_no_test(judge):
 
 def test_an_answer_that_hangs_everywhere_ends_with_the_seconds_of_all(judge):
     label = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
-    limits = CodeLimits(timeout=0.3, total_seconds=0.8)
+    limits = CodeLimits(timeout=0.3, memory_mb=200, total_seconds=0.8)
     status, share, detail = judge("while True: pass", label, limits)
     assert (status, share) == ("wrong", 0.0)
     assert detail == "0 of 50 tests passed; one took too long"
@@ -240,3 +243,52 @@ def test_answers_are_judged_the_same_without_the_sandbox():
         0.75,
     )
     assert judge("def add(a, b):\n    return 0", ASSERTIONS)[:2] == ("wrong", 0.5)
+
+
+# --- as a reward of a run
+
+
+def scores(responses, *, label, **settings):
+    requests = [
+        ScoreRequest("", "", text, label, num_tokens=1, truncated=False, group=str(number))
+        for number, text in enumerate(responses)
+    ]
+    with Scorer(ScoringConfig(reward_funcs=["code(timeout=2, memory_mb=200)"], **settings)) as scorer:
+        scorer.check_labels([label])
+        return scorer.score(requests)
+
+
+def test_the_reward_of_a_run_is_the_share_of_tests(judge):
+    block = "```python\n{}\n```".format
+    found = scores([block("print(sum(map(int, input().split())))"), block("print(3)"), "no"], label=json.dumps(SUMS))
+    assert [(score.value, score.status) for score in found] == [(1.0, "correct"), (0.25, "wrong"), (0.0, "invalid")]
+
+
+def test_what_hangs_is_wrong_and_does_not_fail(judge):
+    label = json.dumps({"inputs": ["1"] * 50, "outputs": ["1"] * 50})
+    (score,) = scores(["```python\nwhile True: pass\n```"], label=label, reward_timeout=4.0)
+    assert (score.value, score.status) == (0.0, "wrong")
+
+
+def test_labels_without_tests_are_refused_before_a_run(judge):
+    with pytest.raises(UsageError, match=r"--reward_funcs code: 1 of 1 prompts .* asserts nothing: 'f = 42'"):
+        scores([], label="f = 42")
+
+
+def test_running_without_the_sandbox_is_said_loudly(caplog):
+    (score,) = scores(["```python\nprint(3)\n```"], label=json.dumps(SUMS), code_unsandboxed=True)
+    assert score.value == 0.25
+    assert "WITHOUT A SANDBOX" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward_funcs": ["exact"], "code_unsandboxed": True}, "code_unsandboxed is about the reward code"),
+        ({"reward_funcs": ["code(timeout=30)"]}, r"code\(timeout=30\) is too long for reward_timeout 30: all tests"),
+        ({"reward_funcs": ["code(memory_mb=1)"]}, "memory_mb of code must be an integer >= 64"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        ScoringConfig(**settings)

@@ -1,8 +1,10 @@
 """The converter of the examples: published solutions of word problems as preference pairs."""
 
 import json
+import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs
 from rlhf_cli.models.loading import load_tokenizer
+from rlhf_cli.rewards.code_tests import AssertTests, FunctionTests, StdinTests, parse_tests
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "scripts" / "gsm8k_pairs.py"
 
@@ -83,3 +86,19 @@ def test_scripts_are_valid_shell_and_say_what_they_need(name):
     done = subprocess.run(["bash", script], capture_output=True, text=True)
     assert done.returncode != 0
     assert "usage: " in done.stderr
+
+
+def test_the_tasks_of_code_rl_have_tests_that_can_be_used(tmp_path):
+    """With a stand-in for `rlhf`, which notes how it is called."""
+    (tmp_path / "rlhf").write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n')
+    (tmp_path / "rlhf").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    script = str(SCRIPT.parent / "code_rl.sh")
+    subprocess.run(["bash", script, "MODEL", str(tmp_path / "run")], check=True, env=environment)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "tasks.jsonl").open()]
+    assert len({row["prompt"] for row in rows}) == 20
+    kinds = Counter(type(parse_tests(row["label"])) for row in rows)
+    assert kinds == {FunctionTests: 10, StdinTests: 5, AssertTests: 5}
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["grpo", "eval"]
+    assert all("--reward_funcs code(timeout=5, memory_mb=512) " in call for call in calls)

@@ -23,6 +23,7 @@ EVALUATED = {"eval_dataset": "x"}
 TOGETHER: dict[str, dict[str, Any]] = {
     "best_metric_key": EVALUATED,
     "cispo_eps_high": {"policy_loss": "cispo"},
+    "code_unsandboxed": {"reward_funcs": "code"},
     "k": {"n_samples_per_prompt": "9", "temperature": "1"},
     "eval_max_samples": EVALUATED,
     "eval_n_samples_per_prompt": {**EVALUATED, "eval_temperature": "0.7"},

@@ -49,11 +49,15 @@ class RolloutConfig(EngineConfig):
     """How weights reach the engines: nccl between GPUs, ipc on shared GPUs, shm through files on one machine."""
 
 
+CODE_SHARE = 0.7
+"""Share of reward_timeout that all tests of a response may take, so that its worker can still say what came of them."""
+
+
 class ScoringConfig(Group):
     """Reward"""
 
     reward_funcs: list[str] = []
-    """Built-in rewards, added up: verifiers math, gsm8k, exact, boxed, multiple_choice; format, tag_count,
+    """Built-in rewards, added up: verifiers math, gsm8k, exact, boxed, multiple_choice, code; format, tag_count,
     reasoning_steps, repetition_penalty, cosine, length, soft_overlong. Parameters are given as cosine(max_len=2048)."""
     reward_weights: list[float] = []
     """Weight of each of reward_funcs; 1 by default."""
@@ -65,6 +69,8 @@ class ScoringConfig(Group):
     """Further attempts for a reward that failed; a built-in one that took too long gets none."""
     reward_max_failures: float = Field(0.1, ge=0, le=1)
     """Share of an iteration's rewards that may fail; above it the run stops."""
+    code_unsandboxed: bool = False
+    """DANGEROUS: the reward code runs what the model wrote as this user, without the sandbox (docs/sandbox.md)."""
 
     @property
     def rewards(self) -> list[RewardCall]:
@@ -87,6 +93,18 @@ class ScoringConfig(Group):
         if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward_funcs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _code_fits(self) -> "ScoringConfig":
+        code = next((call for call in self.rewards if call.row.runs_code), None)
+        if code is None and self.code_unsandboxed:
+            raise ValueError("code_unsandboxed is about the reward code: name it in reward_funcs")
+        if code is not None and code.parameters["timeout"] > CODE_SHARE * self.reward_timeout:
+            raise ValueError(
+                f"code(timeout={code.parameters['timeout']:g}) is too long for reward_timeout {self.reward_timeout:g}: "
+                f"all tests of a response get {CODE_SHARE:.0%} of that; raise the one or lower the other"
             )
         return self
 

@@ -52,6 +52,13 @@ class RewardRow:
     kind: Literal["verifier", "text", "length", "group"]
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     needs_verdict: bool = False
+    settings: tuple[str, ...] = ()
+    """Settings of the run that it is given by keyword as well."""
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether it runs what a model wrote."""
+        return "code_unsandboxed" in self.settings
 
     @property
     def in_worker(self) -> bool:
@@ -70,6 +77,12 @@ REWARDS: dict[str, RewardRow] = {
     "math": _verifier("mathematics:math"),
     "multiple_choice": RewardRow(
         "rlhf_cli.rewards.choices:multiple_choice", "verifier", {"choices": Parameter(10, least=2, kind=int)}
+    ),
+    "code": RewardRow(
+        "rlhf_cli.rewards.code:code",
+        "verifier",
+        {"timeout": Parameter(5.0, least=0.1), "memory_mb": Parameter(512, least=64, kind=int)},
+        settings=("code_unsandboxed", "reward_timeout"),
     ),
     "format": RewardRow("rlhf_cli.rewards.texts:has_format", "text"),
     "tag_count": RewardRow("rlhf_cli.rewards.texts:tag_count", "text"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.config.online import CODE_SHARE
 from rlhf_cli.rewards import code_harness
 from rlhf_cli.rewards.code_tests import AssertTests, FunctionTests, StdinTests, Tests, parse_tests
 from rlhf_cli.rewards.sandbox import Limits, Outcome, SandboxError, run_program
@@ -30,35 +31,43 @@ _SLACK = 1.0
 class CodeLimits:
     """What the code of one answer may use: seconds for each test and for all of them, megabytes of memory."""
 
-    timeout: float = 5.0
-    memory_mb: int = 512
-    total_seconds: float = 20.0
+    timeout: float
+    memory_mb: int
+    total_seconds: float
 
 
-def grade(response: str, label: str | None, *, limits: CodeLimits, sandboxed: bool = True) -> tuple[Verdict, float]:
-    """The verdict on an answer, and the share of tests that it passes.
+def code(
+    response: str, label: str | None, *, timeout: float, memory_mb: int, code_unsandboxed: bool, reward_timeout: float
+) -> Verdict:
+    """`grade` with the settings of a run: a worker has to answer before its own time is over."""
+    limits = CodeLimits(timeout, memory_mb, total_seconds=CODE_SHARE * reward_timeout)
+    return grade(response, label, limits=limits, sandboxed=not code_unsandboxed)
+
+
+def grade(response: str, label: str | None, *, limits: CodeLimits, sandboxed: bool) -> Verdict:
+    """The verdict on an answer, whose value is the share of tests that it passes.
 
     correct where it passes all, wrong where it does not, invalid where there is no block of code; failed, where the
     label has no tests or the sandbox broke. Tests that are not over within the seconds of all are not passed.
     """
     if label is None:
-        return NO_LABEL, 0.0
+        return NO_LABEL
     try:
         tests = parse_tests(label)
     except ValueError as error:
-        return Verdict("failed", f"the label {error}"), 0.0
+        return Verdict("failed", f"the label {error}")
     code = last_code_block(response)
     if code is None:
-        return Verdict("invalid", "no block of Python in the response"), 0.0
+        return Verdict("invalid", "no block of Python in the response")
     grading = _Grading(code, limits, sandboxed=sandboxed)
     try:
         passed = list(grading.passed(tests))
     except SandboxError as error:
-        return Verdict("failed", str(error)), 0.0
+        return Verdict("failed", str(error))
     detail = f"{sum(passed)} of {len(passed)} tests passed"
     if grading.trouble:
         detail += f"; {grading.trouble}"
-    return Verdict("correct" if all(passed) else "wrong", detail), sum(passed) / len(passed)
+    return Verdict("correct" if all(passed) else "wrong", detail, value=sum(passed) / len(passed))
 
 
 def last_code_block(text: str) -> str | None:

@@ -271,8 +271,8 @@ class Launch:
             data = os.read(number, _CHUNK)
         except BlockingIOError:
             return False
-        room = self._limits.output_bytes - len(collected)
-        collected += data[: max(0, room)]
+        room = len(data) if collected is self._status else max(0, self._limits.output_bytes - len(collected))
+        collected += data[:room]
         self._is_over_output |= len(data) > room
         return bool(data)
 

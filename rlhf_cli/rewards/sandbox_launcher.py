@@ -1,6 +1,6 @@
 """The program that runs one untrusted program: makes the sandbox, waits for the end, leaves nothing behind.
 
-Started by sandbox.run in a bare interpreter of its own, so that it may fork. Its processes:
+Started by sandbox.run_program in a bare interpreter of its own, so that it may fork. Its processes:
 
     launcher   on the host, in new user, mount, network, IPC and UTS namespaces; kills at the time limit
     init       process 1 of a new process namespace, whose end makes the kernel kill everything in it
@@ -119,7 +119,7 @@ def _kill(child: int, *, is_group: bool) -> None:
 def _kill_group(leader: int) -> None:
     try:  # noqa: SIM105 (contextlib takes longer to import than all that is done here)
         os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # the latter for a group that is gone, on macOS
         pass
 
 

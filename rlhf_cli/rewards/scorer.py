@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rlhf_cli.config.online import ScoringConfig
 from rlhf_cli.config.rewards import RewardCall
@@ -18,6 +18,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.parts import FILE_PART, worker_part
 from rlhf_cli.rewards.pool import WorkerPool
 from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.sandbox import require_sandbox
 from rlhf_cli.rewards.session import ScoringSession
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,15 @@ def weights_of_parts(config: ScoringConfig) -> dict[str, float]:
 class Scorer:
     """All rewards of a run; a context manager that owns their worker processes and leaves none behind.
 
-    Raises UsageError on construction if the reward file is missing, cannot be imported or has no `reward_func`.
+    Raises UsageError on construction if the reward file is missing, cannot be imported or has no `reward_func`, or if
+    code is to be run and this machine has no sandbox for it.
     """
 
     def __init__(self, config: ScoringConfig) -> None:
         self._config = config
         self._weights = weights_of_parts(config)
+        if any(call.row.runs_code for call in config.rewards):
+            _prepare_code(config)
         with ExitStack() as stack:
             self._workers = stack.enter_context(_worker_pool(config)) if _calls(config) else None
             self._file = stack.enter_context(_file_pool(config.reward_func, config)) if config.reward_func else None
@@ -95,10 +99,24 @@ def _calls(config: ScoringConfig) -> list[RewardCall]:
     return [call for call in config.rewards if call.row.in_worker]
 
 
+def _settings(config: ScoringConfig, call: RewardCall) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in call.row.settings}
+
+
+def _prepare_code(config: ScoringConfig) -> None:
+    """See that programs can be run, and say it loudly where nothing guards this machine from them."""
+    if config.code_unsandboxed:
+        logger.warning(
+            "WARNING: --code_unsandboxed: programs that the model writes run as this user, WITHOUT A SANDBOX. "
+            "They can read, change and delete your files and use the network."
+        )
+    require_sandbox(sandboxed=not config.code_unsandboxed)
+
+
 def _worker_pool(config: ScoringConfig) -> WorkerPool:
     return WorkerPool(
         "rlhf_cli.rewards.functions:load",
-        [[call.name, call.parameters] for call in _calls(config)],
+        [[call.name, call.parameters | _settings(config, call)] for call in _calls(config)],
         limit=config.reward_timeout,
         num_workers=min(MAX_WORKERS, os.cpu_count() or 1),
         chunk_size=CHUNK,
