@@ -149,3 +149,46 @@ def test_a_filter_that_leaves_no_prompt_says_so(tmp_path):
 def test_a_range_of_pass_rates_that_holds_nothing_is_refused(limits):
     with pytest.raises(ValidationError, match="two shares from 0 to 1"):
         PromptConfig(prompt_data="p", pass_rate_range=limits)
+
+
+def test_the_r1_zero_template_stands_in_place_of_the_chat_template(tmp_path):
+    row = {"prompt": "What is 1 {{ + }} 2?", "answer": "3"}
+    for tokenizer in (make_tokenizer(None, adds_bos=True), make_tokenizer(CHATML)):
+        (prompt,) = load(tmp_path, tokenizer, row, prompt_template="r1_zero", max_len=2000).prompts
+        assert prompt.text.startswith("A conversation between User and Assistant. The User asks a question, and the ")
+        assert prompt.text.endswith("<answer> answer here </answer>. User: What is 1 {{ + }} 2?\nAssistant: <think>")
+        assert prompt.prompt_ids == tokenizer(prompt.text).input_ids
+
+
+def test_a_template_file_gets_the_question_and_the_system_prompt(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ system_prompt }}\nQ: {{ prompt }}\nA:")
+    row = {"prompt": "What?"}
+    (prompt,) = load(tmp_path, make_tokenizer(None), row, prompt_template=str(file), system_prompt="Be brief.").prompts
+    assert prompt.text == "Be brief.\nQ: What?\nA:"
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ("Q: {{ question }}", {}, "'question' is undefined"),
+        ("Q: {% if %}", {}, "Expected an expression"),
+        ("Q: ", {}, r"says nothing of \{\{ prompt \}\}"),
+        ("{{ prompt }}", {"system_prompt": "yours"}, r"says nothing of \{\{ system_prompt \}\}"),
+        (None, {}, "there is no such file, nor a built-in one; r1_zero is"),
+    ],
+)
+def test_templates_that_would_lose_something_are_refused(tmp_path, text, settings, message):
+    file = tmp_path / "mine.jinja"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load(tmp_path, make_tokenizer(None), {"prompt": "What?"}, prompt_template=str(file), **settings)
+
+
+def test_a_template_refuses_more_than_a_question(tmp_path):
+    row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "What?"}]}
+    with pytest.raises(
+        UsageError, match="line 1: prompt_template takes one question and no tools, not messages of syst"
+    ):
+        load(tmp_path, make_tokenizer(None), row, prompt_template="r1_zero", max_len=2000)

@@ -99,10 +99,18 @@ class PromptConfig(TextConfig):
     """Column with the ground truth; found by its name if not given."""
     pass_rate_range: tuple[float, float] | None = None
     """Use only prompts whose column pass_rate (of `rlhf eval --write_pass_rate`) is in this range, ends included."""
+    prompt_template: str | None = None
+    """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (for base models)."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What to do with prompts that leave no room for max_new_tokens; the number is always reported."""
     max_samples: int = Field(100_000_000, gt=0)
     """Rows read at most."""
+
+    @model_validator(mode="after")
+    def _one_template(self) -> "PromptConfig":
+        if self.prompt_template is not None and self.input_template is not None:
+            raise ValueError("prompt_template and input_template both make the text of a prompt: give one of them")
+        return self
 
     @model_validator(mode="after")
     def _range_of_pass_rates_is_not_empty(self) -> "PromptConfig":

@@ -33,6 +33,8 @@ class ShownDataConfig(PreferenceDataConfig):
     """Column that says whether the response is desirable (kto), or with the ground truth (ppo)."""
     pretrain_mode: bool = False
     """Train on every token, not only on the assistant's (sft)."""
+    prompt_template: str | None = None
+    """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (ppo)."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """What to do with prompts that leave no room for max_new_tokens (ppo)."""
     pass_rate_range: tuple[float, float] | None = None

@@ -17,6 +17,7 @@ from rlhf_cli.data.columns import Columns, described
 from rlhf_cli.data.conversations import Conversation
 from rlhf_cli.data.formats import PromptFormat, choose_prompt_format
 from rlhf_cli.data.preparing import MAX_NOTED
+from rlhf_cli.data.prompt_templates import PromptTemplate, load_prompt_template
 from rlhf_cli.data.rendering import Renderer
 from rlhf_cli.data.sources import ReadSource, Row, batches, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, TableWriter
@@ -124,7 +125,11 @@ def load_prompts(
     report = PromptReport(read_sources(rows, [formats[source.name].columns for source in rows.sources]), len(rows))
     writer = TableWriter(SCHEMA)
     fingerprint = hashlib.blake2b(digest_size=16)
-    steps = _Steps(formats, Renderer(config, tokenizer), Tokeniser(tokenizer), plain=not config.apply_chat_template)
+    template = None
+    if config.prompt_template is not None:
+        template = load_prompt_template(config.prompt_template, system_prompt=config.system_prompt)
+    plain = template is not None or not config.apply_chat_template
+    steps = _Steps(formats, template or Renderer(config, tokenizer), Tokeniser(tokenizer), plain=plain)
     for whole in batches(rows, BATCH_ROWS):
         batch = [row for row in whole if _is_wanted(row, config.pass_rate_range)]
         report.dropped_by_pass_rate += len(whole) - len(batch)
@@ -162,7 +167,7 @@ class _Steps:
     """What happens to a row: its source's format, then rendering, then the tokenizer."""
 
     formats: dict[str, PromptFormat]
-    renderer: Renderer
+    renderer: Renderer | PromptTemplate
     tokeniser: Tokeniser
     plain: bool
 
