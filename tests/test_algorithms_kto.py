@@ -11,6 +11,7 @@ from rlhf_cli.algorithms.kto import (
     UnpairedSettings,
     apo_zero_unpaired_loss,
     balanced_weights,
+    finish_kto_metrics,
     kl_baseline,
     kto_loss,
     kto_metrics,
@@ -111,8 +112,8 @@ def test_metrics_by_hand() -> None:
     # beta 0.5, rewards 2, -1 | -2, -3, 0.5; above the baseline of h = 1: yes, no | no, no, tie.
     ratio_B = torch.tensor([4.0, -2.0, -4.0, -6.0, 1.0])
     desirable_B = torch.tensor([True, True, False, False, False])
-    metrics = kto_metrics(ratio_B, desirable_B, 1.0, beta=0.5, num_desirable=2, num_undesirable=3)
-    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+    metrics = kto_metrics(ratio_B, desirable_B, 1.0, beta=0.5, num_responses=5)
+    assert finish_kto_metrics({name: value.item() for name, value in metrics.items()}) == pytest.approx(
         {
             "chosen_reward": 0.5,
             "rejected_reward": -1.5,
@@ -126,20 +127,26 @@ def test_loss_and_metrics_do_not_depend_on_how_the_step_is_cut() -> None:
     generator = torch.Generator().manual_seed(4)
     ratio_B = torch.randn(12, generator=generator, dtype=torch.float64) * 5
     desirable_B = torch.rand(12, generator=generator) < 0.4
-    counts = {"num_desirable": int(desirable_B.sum()), "num_undesirable": int((~desirable_B).sum())}
     z0 = kl_baseline(ratio_B.mean())
     settings = UnpairedSettings()
     loss_B = kto_loss(ratio_B, desirable_B, z0, settings)
-    whole = kto_metrics(ratio_B, desirable_B, z0, beta=0.1, **counts)
+    whole = kto_metrics(ratio_B, desirable_B, z0, beta=0.1, num_responses=12)
     loss = 0.0
     parts: Metrics = {}
     for piece in (slice(0, 5), slice(5, 5), slice(5, 6), slice(6, 12)):
         loss += kto_loss(ratio_B[piece], desirable_B[piece], z0, settings).sum().item() / 12
-        parts = combine_metrics(parts, kto_metrics(ratio_B[piece], desirable_B[piece], z0, beta=0.1, **counts))
+        parts = combine_metrics(parts, kto_metrics(ratio_B[piece], desirable_B[piece], z0, beta=0.1, num_responses=12))
     assert loss == pytest.approx(loss_B.mean().item())
     assert {name: value.item() for name, value in parts.items()} == pytest.approx(
         {name: value.item() for name, value in whole.items()}
     )
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_a_kind_that_is_missing_has_a_mean_of_zero(label) -> None:
+    metrics = kto_metrics(torch.tensor([2.0, 4.0]), torch.tensor([label, label]), 0.0, beta=0.5, num_responses=2)
+    finished = finish_kto_metrics({name: value.item() for name, value in metrics.items()})
+    assert (finished["chosen_reward"], finished["rejected_reward"]) == ((1.5, 0.0) if label else (0.0, 1.5))
 
 
 def test_recommended_weights_balance_the_two_kinds() -> None:

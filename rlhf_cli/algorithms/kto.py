@@ -82,32 +82,40 @@ def kl_baseline(mean_log_ratio: Tensor) -> Tensor:
     return mean_log_ratio.detach().clamp(min=0.0)
 
 
-def kto_metrics(
-    log_ratios_B: Tensor,
-    desirable_B: Tensor,
-    z0: Tensor | float,
-    *,
-    beta: float,
-    num_desirable: int,
-    num_undesirable: int,
-) -> Metrics:
-    """Parts of the mean rewards `beta h` of both kinds over the step, their difference, and the accuracy.
+SHARE = "desirable"
+"""Metric: the share of desirable responses."""
 
-    The numbers are those of the whole step. `accuracy` is the share of all responses on their side of the baseline:
-    desirable ones above it, undesirable ones below, a tie half. With no response of one kind its mean is 0 and
-    `reward_margin` says nothing.
+
+def kto_metrics(
+    log_ratios_B: Tensor, desirable_B: Tensor, z0: Tensor | float, *, beta: float, num_responses: int
+) -> Metrics:
+    """Parts of means over all responses, `num_responses`, for `finish_kto_metrics`: rewards `beta h` of both kinds, the
+    share of desirable ones, and the accuracy.
+
+    `accuracy` is the share of all responses on their side of the baseline: desirable ones above it, undesirable ones
+    below, a tie half.
     """
     reward_B = beta * log_ratios_B.detach()
-    chosen = torch.where(desirable_B, reward_B, 0.0).sum() / max(num_desirable, 1)
-    rejected = torch.where(desirable_B, 0.0, reward_B).sum() / max(num_undesirable, 1)
     above_B = pair_accuracy(log_ratios_B, torch.zeros_like(log_ratios_B) + z0)
-    right_B = torch.where(desirable_B, above_B, 1.0 - above_B)
-    return {
-        "chosen_reward": chosen,
-        "rejected_reward": rejected,
-        "reward_margin": chosen - rejected,
-        "accuracy": right_B.sum() / max(num_desirable + num_undesirable, 1),
+    parts = {
+        "chosen_reward": torch.where(desirable_B, reward_B, 0.0),
+        "rejected_reward": torch.where(desirable_B, 0.0, reward_B),
+        SHARE: desirable_B.float(),
+        "accuracy": torch.where(desirable_B, above_B, 1.0 - above_B),
     }
+    return {name: part_B.sum() / num_responses for name, part_B in parts.items()}
+
+
+def finish_kto_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics with the mean reward of each kind over that kind, and their difference.
+
+    With no response of one kind its mean is 0 and `reward_margin` says nothing.
+    """
+    share = metrics[SHARE]
+    chosen = metrics["chosen_reward"] / share if share > 0 else 0.0
+    rejected = metrics["rejected_reward"] / (1.0 - share) if share < 1 else 0.0
+    rest = {name: value for name, value in metrics.items() if name != SHARE}
+    return rest | {"chosen_reward": chosen, "rejected_reward": rejected, "reward_margin": chosen - rejected}
 
 
 def balanced_weights(num_desirable: int, num_undesirable: int) -> tuple[float, float]:

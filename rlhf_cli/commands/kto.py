@@ -47,7 +47,7 @@ def kto(config: KTOConfig) -> None:
     """Train a language model on single responses, each labelled desirable or undesirable (KTO)."""
     begin_ranks(config.checkpoint, config.launch, config.tracking)
 
-    from rlhf_cli.algorithms.kto import UnpairedSettings
+    from rlhf_cli.algorithms.kto import UnpairedSettings, finish_kto_metrics
     from rlhf_cli.commands.offline import OfflineTask, load_items, run_offline, trained_model
     from rlhf_cli.commands.references import check_reference, labelled_reference
     from rlhf_cli.data.preference_data import load_labelled
@@ -75,6 +75,7 @@ def kto(config: KTOConfig) -> None:
         model=model,
         load=load_causal_lm,
         wrap=PolicyModel,
+        finish_metrics=finish_kto_metrics,
         begin=lambda items, share: labelled_reference(
             config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
         ),

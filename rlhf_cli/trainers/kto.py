@@ -21,26 +21,18 @@ TRIED_PARTNERS = 32
 
 
 @dataclass(frozen=True)
-class StepFacts:
-    """What is known of a whole step: the baseline z0 in nats, and the number of responses of each kind."""
-
-    baseline: float
-    num_desirable: int
-    num_undesirable: int
-
-
-@dataclass(frozen=True)
 class LabelledBatch:
     """P responses packed, and in a pack of their own the same prompts with a response to another prompt.
 
-    `columns` are float32 [P]: log-probabilities of both under the reference. `facts` are None before they are known.
+    `columns` are float32 [P]: log-probabilities of both under the reference. `baseline` is z0 of the whole step
+    in nats, None before it is known.
     """
 
     pack: Pack
     mismatched: Pack
     desirable_P: torch.Tensor
     columns: dict[str, torch.Tensor]
-    facts: StepFacts | None = None
+    baseline: float | None = None
 
     def to(self, device: torch.device | str) -> "LabelledBatch":
         """The same micro-batch on another device."""
@@ -128,20 +120,18 @@ class KTOObjective:
 
     def __call__(self, model: nn.Module, batch: LabelledBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
         """This micro-batch's part of the mean loss over the responses of the step."""
-        facts = batch.facts
-        assert facts is not None, "the step's baseline was not measured"
+        assert batch.baseline is not None, "the step's baseline was not measured"
         log_ratios_P = matched_logprobs(model, batch) - batch.columns[REF]
-        loss_P = UNPAIRED_LOSSES[self.name].function(log_ratios_P, batch.desirable_P, facts.baseline, self.settings)
+        loss_P = UNPAIRED_LOSSES[self.name].function(log_ratios_P, batch.desirable_P, batch.baseline, self.settings)
         loss = sequence_mean(loss_P, totals)
         metrics = kto_metrics(
             log_ratios_P,
             batch.desirable_P,
-            facts.baseline,
+            batch.baseline,
             beta=self.settings.beta,
-            num_desirable=facts.num_desirable,
-            num_undesirable=facts.num_undesirable,
+            num_responses=totals.num_sequences,
         )
-        baseline = loss.new_tensor(facts.baseline) * len(loss_P) / totals.num_sequences
+        baseline = loss.new_tensor(batch.baseline) * len(loss_P) / totals.num_sequences
         return loss, {"loss": loss.detach(), "kl_baseline": baseline, **metrics}
 
     @property
@@ -162,26 +152,22 @@ class KTOPreparation:
     gather: Gather
 
     def __call__(self, engine: InferringEngine, batches: list[LabelledBatch]) -> list[LabelledBatch]:
-        """The micro-batches of this rank with columns and facts."""
+        """The micro-batches of this rank with columns and baseline."""
         needs_baseline = self.objective.needs_baseline
         if self.reference is not None:
             batches = _with_reference(batches, REF, self.reference.matched(engine, batches))
             if needs_baseline:
                 batches = _with_reference(batches, MISMATCHED_REF, self.reference.mismatched(engine, batches))
-        labels_P = torch.cat([batch.desirable_P for batch in batches]).cpu()
-        ratios_P = torch.zeros(len(labels_P))
-        if needs_baseline:
-            found = engine.infer(batches, mismatched_logprobs)
-            references = [batch.columns[MISMATCHED_REF].cpu() for batch in batches]
-            ratios_P = torch.cat([own - ref for own, ref in zip(found, references, strict=True)])
-        whole_P2, _ = self.gather(torch.stack([ratios_P, labels_P.float()], dim=1))
-        num_desirable = int(whole_P2[:, 1].sum())
-        facts = StepFacts(
-            baseline=float(kl_baseline(whole_P2[:, 0].double().mean())),
-            num_desirable=num_desirable,
-            num_undesirable=len(whole_P2) - num_desirable,
-        )
-        return [replace(batch, facts=facts) for batch in batches]
+        baseline = self._baseline(engine, batches) if needs_baseline else 0.0
+        return [replace(batch, baseline=baseline) for batch in batches]
+
+    def _baseline(self, engine: InferringEngine, batches: list[LabelledBatch]) -> float:
+        """z0 over all ranks."""
+        found = engine.infer(batches, mismatched_logprobs)
+        references = [batch.columns[MISMATCHED_REF].cpu() for batch in batches]
+        ratios_P = torch.cat([own - ref for own, ref in zip(found, references, strict=True)])
+        whole_P1, _ = self.gather(ratios_P[:, None])
+        return float(kl_baseline(whole_P1.double().mean()))
 
 
 @dataclass(frozen=True)
