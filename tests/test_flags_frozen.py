@@ -21,6 +21,9 @@ ALSO_NEEDED = {"reward_funcs": "gsm8k"}
 EVALUATED = {"eval_dataset": "x"}
 # Settings that are only valid together with others.
 TOGETHER: dict[str, dict[str, Any]] = {
+    "dynamic_filtering_reward_range": {"dynamic_filtering": True},
+    "dynamic_max_rounds": {"dynamic_filtering": True},
+    "dynamic_oversample": {"dynamic_filtering": True},
     "best_metric_key": EVALUATED,
     "cispo_eps_high": {"policy_loss": "cispo"},
     "code_unsandboxed": {"reward_funcs": "code"},

@@ -11,7 +11,7 @@ import pytest
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineRewardConfig, RolloutConfig
+from rlhf_cli.config.online import ActorCriticBatchConfig, DynamicSamplingConfig, OnlineRewardConfig, RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data import packing
@@ -21,7 +21,9 @@ from rlhf_cli.data.samples import Sample
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.loop import Finished
-from rlhf_cli.trainers.rl import LoopState, OnlineHooks, OnlineSettings, Roles, first_state, request_seed, train_online
+from rlhf_cli.trainers.rl import OnlineHooks, Roles, train_online
+from rlhf_cli.trainers.rl_rollout import request_seed
+from rlhf_cli.trainers.rl_state import LoopState, OnlineSettings, first_state
 from rlhf_cli.trainers.update_plan import StepCounts, count_steps
 
 NUM_PROMPTS, BATCH, SAMPLES_EACH = 6, 3, 2
@@ -87,24 +89,44 @@ class FakeModel:
 
 
 class FakeEngines:
-    """Answers a request with one to four tokens drawn from its seed."""
+    """Answers a request with tokens drawn from its seed, one to `longest`."""
 
     def __init__(self, journal: list[str]) -> None:
         self.journal = journal
         self.requests: list[list[GenerationRequest]] = []
         self.sampling: list[SamplingParams] = []
+        self.arrives: Callable[[int, Generation], float] = lambda number, response: number  # first what is least
+        self.limits: list[int] = []
+        self.longest = 4
+        self._left: list[tuple[int, Generation]] = []
+        self.version = 0
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        self.begin(requests, sampling)
+        return [response for _, response in sorted((self._left.pop(0) for _ in requests), key=lambda one: one[0])]
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         self.journal.append("engines.generate")
         self.requests.append(requests)
         self.sampling.append(sampling)
-        return [self._answer(request) for request in requests]
+        self._left = sorted(enumerate(map(self._answer, requests)), key=lambda one: self.arrives(*one))
+
+    @property
+    def is_generating(self) -> bool:
+        return bool(self._left)
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        return [self._left.pop(0)]
+
+    def cut(self, max_tokens: int) -> None:
+        self.limits.append(max_tokens)
+        self._left = [one for one in self._left if len(one[1].token_ids) <= max_tokens]
 
     def _answer(self, request: GenerationRequest) -> Generation:
         rng = np.random.default_rng(request.seed)
-        length = int(rng.integers(1, 5))
-        reason: Literal["stop", "length"] = "length" if length == 4 else "stop"
-        return Generation(rng.integers(0, 9, length).tolist(), [-0.5] * length, reason, len(self.requests) - 1)
+        length = int(rng.integers(1, self.longest + 1))
+        reason: Literal["stop", "length"] = "length" if length == self.longest else "stop"
+        return Generation(rng.integers(0, 9, length).tolist(), [-0.5] * length, reason, self.version)
 
     def wake_cache(self) -> None:
         self.journal.append("engines.wake_cache")
@@ -114,6 +136,7 @@ class FakeEngines:
 
     def receive_weights(self, version: int) -> dict[str, float]:
         self.journal.append(f"engines.receive_weights {version}")
+        self.version = version
         return {"weight_version": float(version)}
 
 
@@ -125,9 +148,45 @@ class FakeScorer:
         self.asked: list[list[ScoreRequest]] = []
 
     def score(self, requests: list[ScoreRequest]) -> list[Score]:
-        self.journal.append("scorer.score")
-        self.asked.append(requests)
-        return [FAILED if self.fails(i) else Score(float(len(r.response)), "scored") for i, r in enumerate(requests)]
+        raise AssertionError("responses are handed over one by one")
+
+    def session(self) -> "FakeSession":
+        return FakeSession(self)
+
+    def judge(self, request: ScoreRequest) -> Score:
+        return Score(float(len(request.response)), "scored")
+
+
+class FakeSession:
+    """Scores are ready as soon as they are asked for."""
+
+    def __init__(self, scorer: FakeScorer) -> None:
+        self.scorer = scorer
+        self.requests: list[ScoreRequest] = []
+        self.reported = 0
+
+    def __enter__(self) -> "FakeSession":
+        return self
+
+    def __exit__(self, *failure: object) -> None: ...
+
+    def add(self, requests: Sequence[ScoreRequest]) -> range:
+        self.requests += requests
+        return range(len(self.requests) - len(requests), len(self.requests))
+
+    def ready(self) -> list[tuple[int, Score]]:
+        first, self.reported = self.reported, len(self.requests)
+        return [(number, self.scorer.judge(self.requests[number])) for number in range(first, self.reported)]
+
+    def finish(self, order: Sequence[int] | None = None) -> list[Score]:
+        scorer, numbers = self.scorer, list(range(len(self.requests)) if order is None else order)
+        scorer.journal.append("scorer.score")
+        scorer.asked.append([self.requests[number] for number in numbers])
+        found = {
+            number: FAILED if scorer.fails(place) else scorer.judge(self.requests[number])
+            for place, number in enumerate(numbers)
+        }
+        return [found[number] for number in range(len(numbers))]
 
 
 class FakeTracker:
@@ -135,6 +194,7 @@ class FakeTracker:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.rows: list[tuple[int, list[dict[str, Any]]]] = []
         self.phases: list[str | None] = []
+        self.messages: list[str] = []
 
     def log(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None:
         self.logged.append((step, metrics))
@@ -144,6 +204,9 @@ class FakeTracker:
 
     def phase(self, name: str | None) -> None:
         self.phases.append(name)
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
 
 
 class Run:
@@ -159,6 +222,7 @@ class Run:
         stop_after: int | None = None,
         reward: OnlineRewardConfig = EXACT,
         algorithm: str = "ppo",
+        dynamic: DynamicSamplingConfig | None = None,
     ) -> None:
         self.journal: list[str] = []
         self.actor = FakeModel("actor", self.journal, level=-1.0)
@@ -178,6 +242,7 @@ class Run:
             reward=reward,
             policy=policy,
             batch=batch,
+            dynamic=dynamic,
         )
         self.stop_after = stop_after
         self.evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
@@ -248,7 +313,7 @@ def test_a_reward_model_adds_its_weighted_score_of_prompt_and_response_and_is_lo
 def test_phases_follow_each_other_and_do_not_overlap():
     run = Run()
     run(total_iterations=1)
-    names = ["generate", "reward", "forward", "advantage", "train", "transfer"]
+    names = ["generate", "reward", "reward", "forward", "advantage", "train", "transfer"]
     assert run.tracker.phases == [name for phase in names for name in (phase, None)]
 
 
@@ -352,7 +417,7 @@ def test_the_weight_of_the_entropy_follows_every_step_and_goes_on_after_a_resume
     assert [metrics["entropy_coef"] for _, metrics in run.tracker.logged] == pytest.approx([0.0, 2e-3])
     assert [weights.entropy.coef for weights in run.actor.weights if weights] == pytest.approx([0.0, 2e-3])
     again = Run(policy=policy, batch=TWO_STEPS)
-    again(state=LoopState(**json.loads(json.dumps(vars(run.saved[0])))), total_iterations=2)
+    again(state=LoopState(**json.loads(json.dumps(run.saved[0].plain()))), total_iterations=2)
     assert again.actor.weights == run.actor.weights[1:]
     above = Run(policy=policy, batch=ONE_STEP)
     above.actor.found = {"entropy": 0.3}
@@ -510,10 +575,7 @@ def test_the_critic_is_asked_for_the_last_state_of_cut_responses_alone():
 
 
 def test_no_two_requests_of_a_run_share_a_seed():
-    settings = dataclasses.replace(
-        Run().settings, rollout=RolloutConfig(rollout_batch_size=128, n_samples_per_prompt=8)
-    )
-    seeds = {request_seed(settings, iteration, number) for iteration in range(1, 201) for number in range(1024)}
+    seeds = {request_seed(42, place, sample, num_samples=8) for place in range(200 * 128) for sample in range(8)}
     assert len(seeds) == 200 * 1024
     assert min(seeds) >= 0
     assert max(seeds) < 2**31
@@ -558,7 +620,7 @@ def test_a_resumed_run_repeats_requests_steps_and_coefficients(policy):
     whole, first = Run(policy=policy, batch=TWO_STEPS), Run(policy=policy, batch=TWO_STEPS, stop_after=2)
     whole()
     first()
-    state = LoopState(**json.loads(json.dumps(vars(first.saved[-1]))))  # as it goes through a checkpoint
+    state = LoopState(**json.loads(json.dumps(first.saved[-1].plain())))  # as it goes through a checkpoint
     second = Run(policy=policy, batch=TWO_STEPS)
     second(state=state)
     assert first.engines.requests + second.engines.requests == whole.engines.requests

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_training import make_sequences
 
-from rlhf_cli.backends.engine_group import even_shares
+from rlhf_cli.backends.engine_group import balanced_shares
 from rlhf_cli.backends.online_roles import Dealer, RewardGroup
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing import Sequence
@@ -85,10 +85,20 @@ def test_every_sample_of_a_step_is_trained_once_with_the_totals_of_the_whole_ste
         assert len({len(part.micro_batches) for part in parts}) == 1
 
 
+def test_prompts_go_to_the_engine_with_the_least_to_do():
+    lengths = [5, 30, 7, 1, 12]  # expected tokens of each response; prompts of one token, two samples each
+    requests = [
+        GenerationRequest([prompt], 10 * prompt + i, length) for prompt, length in enumerate(lengths) for i in (0, 1)
+    ]
+    # Costs 12, 62, 16, 4, 26: 62 to the first; 26, 16 and 12 to the second (54), and 4 to it as well.
+    assert balanced_shares(requests, 2) == [[2, 3], [0, 1, 4, 5, 6, 7, 8, 9]]
+
+
 @pytest.mark.parametrize("num_engines", [1, 2, 3, 7, 12])
-def test_engines_share_requests_in_order(num_engines):
-    requests = [GenerationRequest([number], number) for number in range(10)]
-    shares = even_shares(requests, num_engines)
+def test_equal_prompts_are_spread_evenly_and_none_is_lost(num_engines):
+    requests = [GenerationRequest([number // 2], number) for number in range(20)]
+    shares = balanced_shares(requests, num_engines)
     assert len(shares) == num_engines
-    assert [request for share in shares for request in share] == requests
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert sorted(number for share in shares for number in share) == list(range(20))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 2
+    assert all(number ^ 1 in share for share in shares for number in share)  # samples of a prompt stay together

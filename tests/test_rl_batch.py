@@ -56,6 +56,7 @@ def test_responses_whose_score_failed_are_left_out_in_order():
         [prompt(0), prompt(0), prompt(1)],
         [generation(1), generation(2, 2), generation(3, 3, 3)],
         [scored(0.0), FAILED, scored(-2.0)],
+        [0, 0, 1],
     )
     assert len(rollouts) == 2
     assert [sequence.token_ids.tolist() for sequence in rollouts.sequences] == [[7, 8, 1], [7, 8, 3, 3, 3]]
@@ -67,17 +68,16 @@ def test_responses_whose_score_failed_are_left_out_in_order():
     ]
 
 
-def test_responses_form_a_group_by_prompt_also_where_sources_count_alike():
-    prompts = [prompt(0), prompt(0), prompt(0, "b.jsonl"), prompt(1), prompt(0, "b.jsonl")]
-    rollouts = scored_rollouts(prompts, [generation(1)] * 5, [scored(1.0)] * 5)
-    a, a_again, b, other, b_again = rollouts.groups_B.tolist()
-    assert (a, b) == (a_again, b_again)
-    assert len({a, b, other}) == 3
+def test_responses_to_a_prompt_that_was_asked_twice_form_two_groups():
+    rollouts = scored_rollouts([prompt(0)] * 4, [generation(1)] * 4, [scored(1.0)] * 3 + [FAILED], [0, 0, 1, 1])
+    assert rollouts.groups_B.tolist() == [0, 0, 1]
 
 
 def two_rollouts(*scores: float) -> Rollouts:
     """Responses of two and one tokens."""
-    return scored_rollouts([prompt(0), prompt(1)], [generation(1, 2), generation(3)], [scored(s) for s in scores])
+    return scored_rollouts(
+        [prompt(0), prompt(1)], [generation(1, 2), generation(3)], [scored(s) for s in scores], [0, 1]
+    )
 
 
 def test_samples_of_ppo_by_hand():
@@ -122,7 +122,7 @@ def test_samples_of_ppo_by_hand():
 
 def test_a_cut_response_is_worth_what_the_critic_says_of_the_state_it_ended_in():
     rollouts = scored_rollouts(
-        [prompt(0), prompt(1)], [generation(1, 2, cut=True), generation(3)], [scored(2.0), scored(5.0)]
+        [prompt(0), prompt(1)], [generation(1, 2, cut=True), generation(3)], [scored(2.0), scored(5.0)], [0, 1]
     )
     asked = with_last_states(rollouts)
     assert [sequence.token_ids.tolist() for sequence in asked] == [[7, 8, 1, 2, 2], [7, 8, 3]]
@@ -149,6 +149,7 @@ def test_rewards_compared_apart_are_clipped_and_weighted_each():
         [prompt(0), prompt(0)],
         [generation(1), generation(2)],
         [scored(0.0, exact=1.0, reward_model=99.0), scored(0.0, exact=0.0, reward_model=-99.0)],
+        [0, 0],
     )
     reward = OnlineRewardConfig(
         reward_funcs=["exact"], reward_weights=[2.0], reward_pretrain="rm", reward_model_weight=0.5
@@ -179,11 +180,12 @@ def test_without_a_reference_the_score_alone_is_rewarded_and_no_divergence_is_re
 def test_greedy_responses_are_shaped_alike_and_compared_with_by_prompt():
     prompts = [prompt(0), prompt(0), prompt(1), prompt(2)]
     answers = [generation(1), generation(2, 2, 2, 2, cut=True), generation(3), generation(4)]
-    rollouts = scored_rollouts(prompts, answers, [scored(3.0), scored(5.0), scored(7.0), scored(9.0)])
+    rollouts = scored_rollouts(prompts, answers, [scored(3.0), scored(5.0), scored(7.0), scored(9.0)], [0, 0, 1, 2])
     greedy = scored_rollouts(
         [prompt(0), prompt(1), prompt(2)],
         [generation(1, 1, 1, 1, cut=True), generation(1), generation(1)],
         [scored(8.0), FAILED, scored(4.0)],
+        [0, 1, 2],
     )
     kept = with_greedy(rollouts, greedy)
     assert kept.scores_B.tolist() == [3.0, 5.0, 9.0]  # nothing to compare the response to the second prompt with
@@ -288,6 +290,6 @@ def test_rows_of_samples_say_everything_about_a_response():
 
 
 def test_bounds_of_no_response_are_a_single_zero():
-    rollouts = scored_rollouts([prompt(0)], [generation(1)], [FAILED])
+    rollouts = scored_rollouts([prompt(0)], [generation(1)], [FAILED], [0])
     assert rollouts.cu.tolist() == [0]
     assert torch.equal(rollouts.scores_B, torch.zeros(0))

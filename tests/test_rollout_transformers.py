@@ -12,7 +12,7 @@ from rlhf_cli.backends.rollout_engine import EngineSettings, eos_token_ids
 from rlhf_cli.backends.rollout_transformers import TransformersEngine
 from rlhf_cli.backends.weight_transfer import WeightSender, weights_checksum
 from rlhf_cli.backends.weight_transfer_shm import ShmTransport
-from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 
 SETTINGS = EngineSettings(max_model_len=64, dtype="fp32")
@@ -93,6 +93,49 @@ def test_a_response_does_not_depend_on_its_batch_nor_on_the_batch_size(engine, t
         for one, whole in zip(other, together, strict=True):
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(whole.logprobs), atol=1e-4, rtol=0)
     small.shutdown()
+
+
+def collected(engine):
+    """{number: response} of the batch that was begun."""
+    found: dict[int, Generation] = {}
+    is_last = False
+    while not is_last:
+        arrivals = engine.collect()
+        assert not found.keys() & dict(arrivals.responses).keys()
+        found |= arrivals.responses
+        is_last = arrivals.is_last
+    return found
+
+
+def test_responses_that_are_collected_as_they_finish_are_those_of_the_batch(engine):
+    engine.begin(REQUESTS, SAMPLING)
+    assert [collected(engine)[number] for number in range(18)] == engine.generate(REQUESTS, SAMPLING)
+    assert collected(engine) == {}  # of the same batch no more comes
+
+
+def test_a_cut_gives_up_longer_responses_and_changes_no_other(engine, tiny_model_dir):
+    sampled = [token for one in engine.generate(REQUESTS, SAMPLING) for token in one.token_ids]
+    small = Engine(tiny_model_dir, replace(SETTINGS, max_num_seqs=4))
+    small.engine._eos = torch.tensor(sorted(set(sampled), key=sampled.count)[-8:])  # so that many end early
+    whole = dict(enumerate(small.generate(REQUESTS, SAMPLING)))
+    limit = sorted(len(one.token_ids) for one in whole.values())[9]
+    assert limit < SAMPLING.max_new_tokens
+    small.begin(REQUESTS, SAMPLING)
+    small.cut(limit)
+    found = collected(small)
+    short = {number: one for number, one in whole.items() if len(one.token_ids) <= limit}
+    # Longer ones may have been finished before the engine was told.
+    assert {number: one for number, one in found.items() if number in short} == short
+    assert all(whole[number] == one for number, one in found.items())
+    assert len(found) < len(whole)
+    small.shutdown()
+
+
+def test_an_error_of_a_batch_reaches_whom_collects(engine):
+    engine.begin([GenerationRequest([10**9], 0)], SAMPLING)  # no such token
+    with pytest.raises(IndexError):
+        engine.collect()
+    assert len(engine.generate(REQUESTS, SAMPLING)) == 18
 
 
 def test_samples_of_a_prompt_differ_by_seed_and_agree_for_the_same_seed(engine):

@@ -6,8 +6,7 @@ Leaves out the engines themselves (rollout_vllm, rollout_transformers) and how w
 import importlib.util
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -15,7 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlhf_cli.backends.online_roles import TrainedGroup
 from rlhf_cli.backends.roles import EngineLink
-from rlhf_cli.backends.rollout_engine import EngineDead, EngineSettings, SyncBackend
+from rlhf_cli.backends.rollout_engine import Arrivals, EngineDead, EngineSettings, SyncBackend
 from rlhf_cli.backends.weight_transfer import PushReport
 from rlhf_cli.backends.weight_vllm_trainer import Rendezvous
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -57,6 +56,16 @@ class EngineHost:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
+    async def begin(
+        self, requests: list[GenerationRequest], sampling: SamplingParams, max_tokens: int | None
+    ) -> Arrivals:
+        """Start a batch, cut where it was cut before, and wait for its first responses."""
+        await self.engine.begin(requests, sampling)
+        if max_tokens is not None:
+            await self.engine.cut(max_tokens)
+        arrivals: Arrivals = await self.engine.collect()
+        return arrivals
+
     async def take_push(self, manifest: dict[str, Any], version: int) -> None:
         """Load a push from shared memory."""
         await self.engine.start_weight_update()
@@ -73,6 +82,25 @@ class CallWorkers:
     def __call__(self, method: str, arguments: list[tuple[Any, ...]]) -> None:
         pairs = zip(self.workers, arguments, strict=True)
         _get_all([worker.call.remote(f"engine.{method}", *given) for worker, given in pairs])
+
+
+@dataclass
+class _Batch:
+    """What the engines are at: shares are numbers of requests by engine, `calls` those that will bring responses."""
+
+    requests: list[GenerationRequest]
+    sampling: SamplingParams
+    shares: list[list[int]]
+    calls: dict[Any, int] = field(default_factory=dict)
+    max_tokens: int | None = None
+    seen: set[int] = field(default_factory=set)
+
+    def news(self, engine: int, arrivals: Arrivals) -> list[tuple[int, Generation]]:
+        """What has not come before, under the numbers of the whole batch."""
+        named = [(self.shares[engine][place], response) for place, response in arrivals.responses]
+        new = [(number, response) for number, response in named if number not in self.seen]
+        self.seen |= {number for number, _ in new}
+        return new
 
 
 class EngineGroup:
@@ -103,6 +131,7 @@ class EngineGroup:
         self._ranks_per_engine = ranks_per_engine
         self._version = 0
         self._restarts = 0
+        self._batch = _Batch([], SamplingParams(0), [])
         started = [start(number) for number in range(num_engines)]
         self._workers = [worker for worker, _ in started]
         self._building = [building for _, building in started]
@@ -131,23 +160,61 @@ class EngineGroup:
         self._actor.group.all("connect_engines", link)
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """One response per request, in their order; an engine that dies is started again and its share repeated."""
-        shares = even_shares(requests, len(self._workers))
-        calls = [
-            worker.call.remote("engine.generate", share, sampling)
-            for worker, share in zip(self._workers, shares, strict=True)
-        ]
-        generations: list[Generation] = []
-        for number, call in enumerate(calls):
+        """One response per request, in their order."""
+        self.begin(requests, sampling)
+        found: dict[int, Generation] = {}
+        while self.is_generating:
+            found |= self.collect()
+        return [found[number] for number in range(len(requests))]
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        """Start a batch, spread over the engines; its responses are to be collected."""
+        shares = balanced_shares(requests, len(self._workers))
+        self._batch = _Batch(requests, sampling, shares)
+        for number, share in enumerate(shares):
+            if share:
+                self._ask_for_share(number)
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether responses of the batch are still to come."""
+        return bool(self._batch.calls)
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        """Responses that finished since the last call, each with the number of its request.
+
+        Waits for one, at most `timeout` seconds. An engine that died is started again and its share repeated as a
+        whole: what comes twice is equal, and the schedule of the rest the same.
+        """
+        batch, found = self._batch, []
+        ready, _ = ray.wait(list(batch.calls), num_returns=1, timeout=timeout) if batch.calls else ([], [])
+        for call in ready:
+            number = batch.calls.pop(call)
             try:
-                generations += ray.get(call)
+                arrivals: Arrivals = ray.get(call)
             except (RayActorError, RayTaskError) as error:
                 self._restart(number, error)
                 if self._actor is not None:
                     with self._actor.awake():
                         self._push(self._version, [number])
-                generations += self._ask(number, "engine.generate", shares[number], sampling)
-        return generations
+                self._ask_for_share(number)
+                continue
+            found += batch.news(number, arrivals)
+            if not arrivals.is_last:
+                batch.calls[self._workers[number].call.remote("engine.collect")] = number
+        return found
+
+    def cut(self, max_tokens: int) -> None:
+        """Give up the responses of the batch that have, or get, more than so many tokens; the others still come."""
+        self._batch.max_tokens = max_tokens
+        for number in self._batch.calls.values():
+            self._workers[number].call.remote("engine.cut", max_tokens)
+
+    def _ask_for_share(self, number: int) -> None:
+        batch = self._batch
+        share = [batch.requests[i] for i in batch.shares[number]]
+        call = self._workers[number].call.remote("begin", share, batch.sampling, batch.max_tokens)
+        batch.calls[call] = number
 
     def wake_cache(self) -> None:
         """Be ready to generate."""
@@ -221,9 +288,6 @@ class EngineGroup:
                 "run the same command with --load_checkpoint to continue from the last checkpoint"
             ) from again
 
-    def _ask(self, number: int, method: str, *args: Any) -> Any:
-        return _get_all([self._workers[number].call.remote(method, *args)])[0]
-
     def _all(self, method: str, *args: Any) -> list[Any]:
         return _get_all([worker.call.remote(method, *args) for worker in self._workers])
 
@@ -239,7 +303,23 @@ def _get_all(calls: list[Any]) -> list[Any]:
         ) from error
 
 
-def even_shares(requests: list[GenerationRequest], count: int) -> list[list[GenerationRequest]]:
-    """Neighbouring requests together, so that the samples of a prompt reach the same engine where possible."""
-    bounds = [len(requests) * number // count for number in range(count + 1)]
-    return [requests[low:high] for low, high in pairwise(bounds)]
+def balanced_shares(requests: list[GenerationRequest], count: int) -> list[list[int]]:
+    """Numbers of the requests of each engine, ascending: about as many expected tokens for each.
+
+    The samples of a prompt stay together, so that an engine reads it once. Prompts are dealt by their cost, highest
+    first, each to the engine with the least so far (longest processing time first, Graham 1969).
+    """
+    prompts: dict[tuple[int, ...], list[int]] = {}
+    for number, request in enumerate(requests):
+        prompts.setdefault(tuple(request.prompt_ids), []).append(number)
+    costs = {
+        prompt: sum(len(prompt) + requests[number].expected_tokens for number in numbers)
+        for prompt, numbers in prompts.items()
+    }
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for prompt in sorted(prompts, key=lambda prompt: -costs[prompt]):
+        engine = loads.index(min(loads))
+        shares[engine] += prompts[prompt]
+        loads[engine] += costs[prompt]
+    return [sorted(share) for share in shares]

@@ -3,15 +3,19 @@
 Leaves out the engines themselves (rollout_vllm, rollout_transformers), Ray and placement.
 """
 
+import asyncio
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 
 SyncBackend = Literal["nccl", "ipc", "shm"]
+
+_WAIT_SECONDS = 1.0  # that a thread waits for a response at a stretch: it must not outlive a call that was cancelled
 
 
 class EngineDead(RunError):
@@ -41,6 +45,74 @@ class EngineSettings:
     num_threads: int | None = None
     max_num_seqs: int = 256
     kv_cache_gib: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What came of a batch since the last look.
+
+    `responses` are (number of the request in the batch, response); `is_last` says that no more will come.
+    """
+
+    responses: list[tuple[int, Generation]]
+    is_last: bool
+
+
+class Batch:
+    """A batch in the making: responses on their way from an engine to whom collects them.
+
+    `max_tokens` may be lowered while the batch runs: responses with more tokens than that are given up. Takes no
+    notice of threads and event loops.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._change = threading.Condition()
+        self._responses: list[tuple[int, Generation]] = []
+        self._error: Exception | None = None
+        self._is_closed = False
+
+    def add(self, number: int, response: Generation) -> None:
+        """The response to the request of that number is finished."""
+        with self._change:
+            self._responses.append((number, response))
+            self._change.notify_all()
+
+    def close(self, error: Exception | None = None) -> None:
+        """No more responses will come, because of an error or because all have come."""
+        with self._change:
+            self._is_closed, self._error = True, error
+            self._change.notify_all()
+
+    async def collect(self) -> Arrivals:
+        """Responses since the last call; waits for one while there is any to come. Raises what closed the batch."""
+        while not (arrivals := self._take()):
+            await asyncio.to_thread(self._wait)
+        return arrivals
+
+    async def all(self, count: int) -> list[Generation]:
+        """The responses to a batch of `count` requests, in their order."""
+        found: dict[int, Generation] = {}
+        is_last = False
+        while not is_last:
+            arrivals = await self.collect()
+            found |= arrivals.responses
+            is_last = arrivals.is_last
+        return [found[number] for number in range(count)]
+
+    def _take(self) -> Arrivals | None:
+        with self._change:
+            if self._error is not None:
+                raise self._error
+            if not (self._responses or self._is_closed):
+                return None
+            responses, self._responses = self._responses, []
+            return Arrivals(responses, self._is_closed)
+
+    def _wait(self) -> None:
+        with self._change:
+            if not (self._responses or self._is_closed):
+                self._change.wait(_WAIT_SECONDS)
 
 
 def eos_token_ids(model_path: str | Path) -> list[int]:

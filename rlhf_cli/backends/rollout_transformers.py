@@ -7,6 +7,7 @@ tensor parallelism and weight pushes other than through shared memory.
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_cli.backends.rollout_attention import GROUPED_DECODE
 from rlhf_cli.backends.rollout_cache import bytes_per_token
-from rlhf_cli.backends.rollout_engine import EngineSettings, check_lengths, eos_token_ids
+from rlhf_cli.backends.rollout_engine import Arrivals, Batch, EngineSettings, check_lengths, eos_token_ids
 from rlhf_cli.backends.rollout_wave import Wave
 from rlhf_cli.backends.weight_transfer import weights_checksum
 from rlhf_cli.backends.weight_transfer_shm import read_verified_push
@@ -52,13 +53,31 @@ class TransformersEngine:
         self._asleep = False
         self._updating = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
+        self._batch = Batch(0)
 
     async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
         """One response per request, in their order; the same requests give the same responses from the same weights."""
+        return await self._begin(requests, sampling).all(len(requests))
+
+    async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        """Start a batch, whose responses are to be collected."""
+        self._batch = self._begin(requests, sampling)
+
+    async def collect(self) -> Arrivals:
+        """Responses of the batch that finished since the last call; waits for one."""
+        return await self._batch.collect()
+
+    async def cut(self, max_tokens: int) -> None:
+        """Give up those responses of the batch that have, or get, more than so many tokens."""
+        self._batch.max_tokens = max_tokens
+
+    def _begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Batch:
         if self._asleep or self._updating:
             raise RunError("the rollout engine was asked to generate while asleep or between two sets of weights")
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
-        return await self._run(lambda: self._generate(requests, sampling))
+        batch = Batch(sampling.max_new_tokens)
+        self._thread.submit(self._generate, requests, sampling, batch)
+        return batch
 
     async def check_alive(self) -> None:
         """Nothing to check: the engine has no process of its own."""
@@ -144,13 +163,15 @@ class TransformersEngine:
         self._pushed_checksum = checksum
 
     @torch.inference_mode()
-    def _generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        generations: list[Generation | None] = [None] * len(requests)
-        for indices in self._waves(requests, sampling):
-            wave = Wave(self._model, [requests[index] for index in indices], sampling, self._eos)
-            for index, generation in zip(indices, wave.run(self._version), strict=True):
-                generations[index] = generation
-        return [generation for generation in generations if generation is not None]
+    def _generate(self, requests: list[GenerationRequest], sampling: SamplingParams, batch: Batch) -> None:
+        try:
+            for indices in self._waves(requests, sampling):
+                wave = Wave(self._model, [requests[index] for index in indices], sampling, self._eos)
+                wave.run(self._version, add=partial(_add, batch, indices), max_tokens=lambda: batch.max_tokens)
+        except Exception as error:  # of a thread: it belongs to whom collects
+            batch.close(error)
+        else:
+            batch.close()
 
     def _waves(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[int]]:
         """Indices of the requests generated together: prompts of similar length, within the cache's size."""
@@ -167,3 +188,7 @@ class TransformersEngine:
             wave.append(index)
         if wave:
             yield wave
+
+
+def _add(batch: Batch, indices: list[int], row: int, response: Generation) -> None:
+    batch.add(indices[row], response)

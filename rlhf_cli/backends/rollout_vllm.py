@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_cli.backends.rollout_cache import head_size
-from rlhf_cli.backends.rollout_engine import EngineDead, EngineSettings, check_lengths, eos_token_ids
+from rlhf_cli.backends.rollout_engine import Arrivals, Batch, EngineDead, EngineSettings, check_lengths, eos_token_ids
 from rlhf_cli.backends.rollout_processes import OWNER_VARIABLE, end_processes, process_tree
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.environment import SPIN_COUNT
@@ -19,11 +19,13 @@ from rlhf_cli.errors import RunError, UsageError
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
 
 _WORKER_MODULE = "rlhf_cli.backends.weight_vllm_worker"
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _POLL_SECONDS = 0.25  # between looks at whether the engine's processes still live
 _DEAD = "a vLLM engine process ended unexpectedly; the engine's log has its last words"
+_CUT_POLL_SECONDS = 0.05  # between looks at how long the responses are that may be given up
 _SHUTDOWN_SECONDS = 15.0
 
 Result = TypeVar("Result")
@@ -69,7 +71,7 @@ def _engine_environment(settings: EngineSettings, *, on_cpu: bool) -> Iterator[N
 
 
 class VllmEngine:
-    """One vLLM engine. Calls of `generate` are served one after the other, each as one batch.
+    """One vLLM engine. Batches are served one after the other, whoever began them.
 
     The schedule of a batch depends on nothing but its requests: the scheduler is halted until all of them are
     queued, the prefix cache is emptied before, and the KV cache has a fixed size. On a CPU that makes tokens and
@@ -85,6 +87,8 @@ class VllmEngine:
         self._asleep = False
         self._updating = False
         self._weights_lost = False
+        self._batch = Batch(0)
+        self._serving: asyncio.Task[None] | None = None
         with _cpu_probe() as on_cpu, _engine_environment(settings, on_cpu=on_cpu):
             self._on_cpu = on_cpu
             self._llm = _started(model_path, settings, on_cpu=on_cpu)
@@ -95,33 +99,86 @@ class VllmEngine:
 
         Raises EngineDead within a second of the death of one of the engine's processes, RunError while asleep.
         """
+        batch, serving = self._begin(requests, sampling)
+        try:
+            return await batch.all(len(requests))
+        finally:
+            serving.cancel()
+            await asyncio.wait({serving})
+
+    async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        """Start a batch, whose responses are to be collected. RunError while asleep."""
+        self._batch, self._serving = self._begin(requests, sampling)
+
+    async def collect(self) -> Arrivals:
+        """Responses of the batch that finished since the last call; waits for one. EngineDead as of `generate`."""
+        return await self._batch.collect()
+
+    async def cut(self, max_tokens: int) -> None:
+        """Give up those responses of the batch that have, or get, more than so many tokens."""
+        self._batch.max_tokens = max_tokens
+
+    def _begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> tuple[Batch, asyncio.Task[None]]:
+        """(the batch, what fills it)."""
         if self._asleep or self._updating or self._weights_lost:
             raise RunError("the rollout engine was asked to generate while asleep or without complete weights")
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
-        if not requests:
-            return []
-        async with self._lock:
-            return await self._while_alive(self._generate(requests, sampling))
+        batch = Batch(sampling.max_new_tokens)
+        return batch, asyncio.create_task(self._serve(batch, requests, sampling))
 
-    async def _generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+    async def _serve(self, batch: Batch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        try:
+            if requests:
+                async with self._lock:
+                    await self._while_alive(self._generate(batch, requests, sampling))
+        except Exception as error:  # of a task: it belongs to whom collects
+            batch.close(error)
+        else:
+            batch.close()
+
+    async def _generate(self, batch: Batch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         names = [f"r{self._num_requests + index}" for index in range(len(requests))]
         self._num_requests += len(requests)
-        queues = []
+        queues: list[RequestOutputCollector] = []
         try:
             for name, request in zip(names, requests, strict=True):
                 prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_ids}
                 params = _vllm_sampling(request, sampling, self._eos)
                 queues.append(await self._llm.add_request(name, prompt, params))
             await self._llm.resume_generation()
-            outputs = [await queue.get() for queue in queues]
+            cutting = asyncio.create_task(self._cut(batch, queues, limit=sampling.max_new_tokens))
+            try:
+                await asyncio.gather(*(self._deliver(batch, number, queue) for number, queue in enumerate(queues)))
+            finally:
+                cutting.cancel()
         except BaseException:
             await self._drop(names[: len(queues)])
             raise
         finally:
             for queue in queues:
                 queue.close()
-        return [_generation(output, self._version) for output in outputs]
+
+    async def _deliver(self, batch: Batch, number: int, queue: "RequestOutputCollector") -> None:
+        """Adds a response when it is finished, unless it was given up."""
+        output: Any = await queue.get()
+        if output.outputs[0].finish_reason != "abort":
+            batch.add(number, _generation(output, self._version))
+
+    async def _cut(self, batch: Batch, queues: list["RequestOutputCollector"], *, limit: int) -> None:
+        """Aborts responses that got longer than the batch allows.
+
+        On a CPU not before every other one has ended, whose rounding the abort would change otherwise.
+        """
+        while True:
+            await asyncio.sleep(_CUT_POLL_SECONDS)
+            if batch.max_tokens >= limit:
+                continue
+            states = (self._llm.output_processor.request_states.get(queue.request_id) for queue in queues)
+            running = {state.request_id: state.detokenizer.num_output_tokens() for state in states if state}
+            too_long = [name for name, length in running.items() if length > batch.max_tokens]
+            if too_long and (len(too_long) == len(running) or not self._on_cpu):
+                await self._llm.abort(too_long, internal=True)
 
     async def _drop(self, names: list[str]) -> None:
         """Leaves the scheduler running and empty after a batch that was cancelled or refused."""

@@ -4,6 +4,7 @@ Each distinct prompt is prefilled once and its samples share the result; rows th
 Leaves out how requests are cut into batches (rollout_transformers).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,30 +24,20 @@ class Responses:
     def __init__(self, num_requests: int, limit: int) -> None:
         self._tokens = np.zeros((num_requests, limit), dtype=np.int64)
         self._logprobs = np.zeros((num_requests, limit), dtype=np.float32)
-        self._lengths = np.full(num_requests, limit)
-        self._stopped = np.zeros(num_requests, dtype=bool)
 
     def add(self, step: int, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Enters the tokens that these requests got in this step."""
         self._tokens[rows, step] = tokens
         self._logprobs[rows, step] = logprobs
 
-    def stop(self, step: int, rows: np.ndarray) -> None:
-        """Marks requests whose token of this step was an end-of-sequence."""
-        self._lengths[rows] = step + 1
-        self._stopped[rows] = True
-
-    def generations(self, version: int) -> list[Generation]:
-        """The finished responses in the order of the requests."""
-        return [
-            Generation(
-                token_ids=self._tokens[row, :length].tolist(),
-                logprobs=self._logprobs[row, :length].tolist(),
-                finish_reason="stop" if stopped else "length",
-                weight_version=version,
-            )
-            for row, (length, stopped) in enumerate(zip(self._lengths, self._stopped, strict=True))
-        ]
+    def finished(self, row: int, length: int, *, stopped: bool, version: int) -> Generation:
+        """The response to a request, which has that many tokens."""
+        return Generation(
+            token_ids=self._tokens[row, :length].tolist(),
+            logprobs=self._logprobs[row, :length].tolist(),
+            finish_reason="stop" if stopped else "length",
+            weight_version=version,
+        )
 
 
 class Wave:
@@ -67,8 +58,11 @@ class Wave:
         self._config = model.config.get_text_config()
         self._mask_is_final = has_only_full_attention(self._config)
 
-    def run(self, version: int) -> list[Generation]:
-        """The responses in the order of the requests."""
+    def run(self, version: int, *, add: Callable[[int, Generation], None], max_tokens: Callable[[], int]) -> None:
+        """Hand each response to `add`, with the number of its request, when it is finished.
+
+        `max_tokens` is looked at again for each token: responses that get longer than it says are given up.
+        """
         num_rows, limit = len(self._prompt_rows), self._sampling.max_new_tokens
         responses = Responses(num_rows, limit)
         uniforms = self._uniforms.to(self._device)
@@ -79,13 +73,15 @@ class Wave:
             token, logprob = sample_tokens(logits, uniforms[rows, step], self._sampling)
             responses.add(step, *(part[alive].cpu().numpy() for part in (rows, token, logprob)))
             ended = alive & torch.isin(token, self._eos)
-            responses.stop(step, rows[ended].cpu().numpy())
+            for row in rows[ended].tolist():
+                add(row, responses.finished(row, step + 1, stopped=True, version=version))
             alive &= ~ended
-            if step + 1 == limit or not bool(alive.any()):
+            if step + 1 >= max_tokens() or not bool(alive.any()):
                 break
             rows, token, alive = self._compact(rows, token, alive)
             logits = self._decode(token, step)
-        return responses.generations(version)
+        for row in rows[alive].tolist() if step + 1 == limit else ():
+            add(row, responses.finished(row, limit, stopped=False, version=version))
 
     def _prefill(self) -> torch.Tensor:
         """Logits [rows, vocabulary] after the prompts; fills the cache and the mask, one row per request."""

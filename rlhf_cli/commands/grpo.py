@@ -6,13 +6,13 @@ Leaves out the loop itself (trainers/) and everything heavy: importing this modu
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_cli.commands.online_config import OnlineConfig
+from rlhf_cli.commands.online_config import FilteringConfig
 from rlhf_cli.config.online import RolloutConfig
 from rlhf_cli.config.policy import GroupPolicyConfig
 from rlhf_cli.config.presets import defaults_of_preset
 
 
-class GRPOConfig(OnlineConfig):
+class GRPOConfig(FilteringConfig):
     """Settings of `rlhf grpo`."""
 
     rollout: RolloutConfig = RolloutConfig(rollout_batch_size=128, n_samples_per_prompt=8)

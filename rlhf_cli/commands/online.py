@@ -15,7 +15,7 @@ from rlhf_cli.backends.placement import describe, plan_layout
 from rlhf_cli.backends.ray_cluster import ray_cluster
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.offline import conclude
-from rlhf_cli.commands.online_config import OnlineConfig
+from rlhf_cli.commands.online_config import FilteringConfig, OnlineConfig
 from rlhf_cli.commands.online_evaluation import (
     best_facts,
     evaluation_task,
@@ -24,7 +24,8 @@ from rlhf_cli.commands.online_evaluation import (
 )
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, role_names
 from rlhf_cli.commands.run_directory import RunDirectory, prepare_run_directory, run_directory
-from rlhf_cli.config.online import CriticPlacementConfig
+from rlhf_cli.commands.surplus import load_surplus, save_surplus
+from rlhf_cli.config.online import CriticPlacementConfig, DynamicSamplingConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.errors import UsageError
@@ -36,14 +37,9 @@ from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.terminal import quiet_process
 from rlhf_cli.tracking.tracker import Tracker, check_tracking
 from rlhf_cli.trainers.loop import Finished
-from rlhf_cli.trainers.rl import (
-    LoopState,
-    OnlineHooks,
-    OnlineSettings,
-    first_state,
-    prompt_batches,
-    train_online,
-)
+from rlhf_cli.trainers.rl import OnlineHooks, train_online
+from rlhf_cli.trainers.rl_source import planned_iterations
+from rlhf_cli.trainers.rl_state import LoopState, OnlineSettings, first_state
 from rlhf_cli.trainers.update_plan import StepCounts, count_steps
 
 
@@ -66,13 +62,14 @@ class _Run:
     @property
     def settings(self) -> OnlineSettings:
         config = self.config
-        return OnlineSettings(self.algorithm, config.rollout, config.reward, config.policy, config.batch)
+        return OnlineSettings(
+            self.algorithm, config.rollout, config.reward, config.policy, config.batch, dynamic_sampling(config)
+        )
 
     @property
     def total_iterations(self) -> int:
         """Iterations of the whole run."""
-        batches = len(prompt_batches(len(self.data.prompts), self.settings))
-        return min(batches, self.config.rollout.max_iterations or batches)
+        return planned_iterations(len(self.data.prompts), self.settings)
 
     @property
     def total_steps(self) -> StepCounts:
@@ -101,6 +98,7 @@ class _Run:
             "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
             "train_batch_size": config.batch.train_batch_size,
             "seed": config.batch.seed,
+            "dynamic_filtering": dynamic_sampling(config) is not None,
             "iterations": self.total_iterations,
         }
 
@@ -132,6 +130,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     """Everything that can be found wrong before the first process starts."""
     check_tracking(config.tracking)
     check_batches(config, algorithm)
+    check_filtering(config)
     backend = rollout_backend(config.rollout.rollout_backend)
     tokenizer = load_tokenizer(config.model)
     reward_model = None
@@ -201,6 +200,28 @@ def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
         )
 
 
+def dynamic_sampling(config: OnlineConfig) -> DynamicSamplingConfig | None:
+    """The settings of dynamic sampling; None where it is off or the command has none."""
+    if not isinstance(config, FilteringConfig) or not config.dynamic.dynamic_filtering:
+        return None
+    return config.dynamic
+
+
+def check_filtering(config: OnlineConfig) -> None:
+    """Raise UsageError where dynamic sampling would have nothing to judge prompts by."""
+    if dynamic_sampling(config) is None:
+        return
+    if config.rollout.n_samples_per_prompt < 2:
+        raise UsageError(
+            "--dynamic_filtering compares the responses of a prompt: --n_samples_per_prompt has to be at least 2"
+        )
+    if not config.reward.reward_funcs and config.reward.reward_func is None:
+        raise UsageError(
+            "--dynamic_filtering judges responses while others are generated, which a reward model cannot do: give "
+            "--reward_funcs or --reward_func besides --reward_pretrain"
+        )
+
+
 def _tracker(run: _Run, console: Console) -> Tracker:
     return Tracker(
         run.config.tracking,
@@ -241,7 +262,7 @@ def _train(
     """(how training ended, what to say about the best model)."""
     state = first_state(run.config.policy)
     if run.resume is not None:
-        state = LoopState(**run.resume.state["loop"])
+        state = LoopState(**run.resume.state["loop"], surplus=load_surplus(run.resume.path))
         started.load(run.resume.path, iteration=state.iteration)
 
     def decode(token_ids: Sequence[int]) -> str:
@@ -253,12 +274,13 @@ def _train(
     def save_checkpoint(state: LoopState) -> None:
         saved = {
             "identity": run.identity,
-            "loop": vars(state),
+            "loop": state.plain(),
             "evaluation": evaluator.state.plain(),
             "tracker": tracker.state(),
         }
         with run.store.writing(state.iteration, saved, needed_bytes=started.checkpoint_bytes()) as folder:
             started.save(folder)
+            save_surplus(folder, state.surplus)
 
     finished = train_online(
         started.with_scorer(scorer),

@@ -10,6 +10,7 @@ from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import (
     ActorOptimConfig,
+    DynamicSamplingConfig,
     OnlineBatchConfig,
     OnlineRewardConfig,
     PlacementConfig,
@@ -51,3 +52,9 @@ class OnlineConfig(BaseModel):
                 f"best_metric_key {key} counts right responses: name a verifier in --reward_funcs, or take eval/reward"
             )
         return self
+
+
+class FilteringConfig(OnlineConfig):
+    """Settings of an online command that can replace prompts by what their responses are worth."""
+
+    dynamic: DynamicSamplingConfig = DynamicSamplingConfig()

@@ -3,12 +3,12 @@
 Leaves out the loop itself (trainers/) and everything heavy: importing this module costs settings only.
 """
 
-from rlhf_cli.commands.online_config import OnlineConfig
+from rlhf_cli.commands.online_config import FilteringConfig
 from rlhf_cli.config.online import ActorCriticBatchConfig, ActorCriticOptimConfig, CriticPlacementConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 
 
-class PPOConfig(OnlineConfig):
+class PPOConfig(FilteringConfig):
     """Settings of `rlhf ppo`."""
 
     policy: ActorCriticPolicyConfig = ActorCriticPolicyConfig()

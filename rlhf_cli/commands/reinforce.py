@@ -6,12 +6,12 @@ Leaves out the loop itself (trainers/) and everything heavy: importing this modu
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_cli.commands.online_config import OnlineConfig
+from rlhf_cli.commands.online_config import FilteringConfig
 from rlhf_cli.config.policy import ReinforcePolicyConfig
 from rlhf_cli.config.presets import defaults_of_baseline, defaults_of_loss
 
 
-class ReinforceConfig(OnlineConfig):
+class ReinforceConfig(FilteringConfig):
     """Settings of `rlhf reinforce++`."""
 
     policy: ReinforcePolicyConfig = ReinforcePolicyConfig()

@@ -3,11 +3,11 @@
 Leaves out the loop itself (trainers/) and everything heavy: importing this module costs settings only.
 """
 
-from rlhf_cli.commands.online_config import OnlineConfig
+from rlhf_cli.commands.online_config import FilteringConfig
 from rlhf_cli.config.online import RolloutConfig
 
 
-class RLOOConfig(OnlineConfig):
+class RLOOConfig(FilteringConfig):
     """Settings of `rlhf rloo`."""
 
     rollout: RolloutConfig = RolloutConfig(rollout_batch_size=128, n_samples_per_prompt=8)

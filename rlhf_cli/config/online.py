@@ -53,6 +53,31 @@ CODE_SHARE = 0.7
 """Share of reward_timeout that all tests of a response may take, so that its worker can still say what came of them."""
 
 
+class DynamicSamplingConfig(Group):
+    """Dynamic sampling"""
+
+    dynamic_filtering: bool = False
+    """Replace prompts whose responses teach nothing (all right, all wrong, all alike) by further ones (DAPO)."""
+    dynamic_filtering_reward_range: tuple[float, float] | None = None
+    """Replace prompts whose mean score is not between these two instead."""
+    dynamic_oversample: float = Field(0.5, ge=0)
+    """Prompts asked beyond those that are missing, as a share of them; what is not needed is given up or kept."""
+    dynamic_max_rounds: int = Field(8, gt=0)
+    """Rounds of prompts per iteration; after them it trains on the groups there are."""
+
+    @model_validator(mode="after")
+    def _settings_belong_to_filtering(self) -> "DynamicSamplingConfig":
+        if not self.dynamic_filtering:
+            for name, field in type(self).model_fields.items():
+                if getattr(self, name) != field.default:
+                    raise ValueError(f"{name} says how prompts are replaced: add --dynamic_filtering")
+        if self.dynamic_filtering_reward_range is not None:
+            low, high = self.dynamic_filtering_reward_range
+            if not low < high:
+                raise ValueError(f"dynamic_filtering_reward_range {low:g} {high:g} is empty: nothing lies between")
+        return self
+
+
 class ScoringConfig(Group):
     """Reward"""
 

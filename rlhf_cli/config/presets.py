@@ -14,7 +14,12 @@ GSPO = {"eps_clip_low_high": (3e-4, 4e-4), "loss_agg": "seq_mean"}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"advantage_std": "none", "loss_agg": "seq_sum_norm", "init_kl_coef": 0.0},
-    "dapo": {"eps_clip_low_high": (0.2, 0.28), "loss_agg": "token_mean", "init_kl_coef": 0.0},
+    "dapo": {
+        "eps_clip_low_high": (0.2, 0.28),
+        "loss_agg": "token_mean",
+        "init_kl_coef": 0.0,
+        "dynamic_filtering": True,
+    },
     "gspo": {"policy_loss": "gspo", "init_kl_coef": 0.0, **GSPO},
     "cispo": {"policy_loss": "cispo", "loss_agg": "token_mean", "init_kl_coef": 0.0},
     "sapo": {"policy_loss": "sapo", "loss_agg": "seq_mean", "init_kl_coef": 0.0},

@@ -17,10 +17,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One response to sample. The same request gives the same response from the same weights."""
+    """One response to sample. The same request gives the same response from the same weights.
+
+    `expected_tokens` is a guess of the response's length, by which engines are loaded evenly; it changes no response.
+    """
 
     prompt_ids: list[int]
     seed: int
+    expected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

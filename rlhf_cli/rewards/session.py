@@ -85,8 +85,11 @@ class ScoringSession:
         numbers, self._unreported = self._unreported, []
         return [(number, self._scores[number]) for number in numbers]
 
-    def finish(self) -> list[Score]:
+    def finish(self, order: Sequence[int] | None = None) -> list[Score]:
         """Wait for all scores; they come in the order of adding.
+
+        Rewards that see several responses get them in `order` of their numbers, that of adding if it is not given:
+        what they say must not depend on which response was finished first.
 
         Raises RunError if the share of failed ones is above reward_max_failures.
         """
@@ -94,11 +97,12 @@ class ScoringSession:
             self._feed.finish()
             self._collect()
         if self._needs_all and self._requests:
-            self._compare_groups()
+            numbers = range(len(self._requests)) if order is None else order
+            self._compare_groups(numbers)
             if self._file is not None:
-                for parts, part in zip(self._parts, self._ask_file(self._file), strict=True):
-                    parts[FILE_PART] = part
-            for number in range(len(self._requests)):
+                for number, part in zip(numbers, self._ask_file(self._file, numbers), strict=True):
+                    self._parts[number][FILE_PART] = part
+            for number in numbers:
                 self._conclude(number)
         self._log()
         scores = [self._scores[number] for number in range(len(self._requests))]
@@ -140,11 +144,11 @@ class ScoringSession:
         self._scores[number] = join({name: self._parts[number][name] for name in self._names}, self._weights)
         self._unreported.append(number)
 
-    def _compare_groups(self) -> None:
+    def _compare_groups(self, order: Sequence[int]) -> None:
         """Add the parts of rewards that compare the responses to a prompt."""
         groups: dict[str, list[int]] = {}
-        for number, request in enumerate(self._requests):
-            groups.setdefault(request.group, []).append(number)
+        for number in order:
+            groups.setdefault(self._requests[number].group, []).append(number)
         for call, function in self._of_groups:
             for numbers in groups.values():
                 verdicts = [self._verdict(number) for number in numbers]
@@ -152,12 +156,13 @@ class ScoringSession:
                 for number, value, verdict in zip(numbers, values, verdicts, strict=True):
                     self._parts[number][call.name] = judged_part(call, value, verdict)
 
-    def _ask_file(self, pool: WorkerPool) -> list[Part]:
+    def _ask_file(self, pool: WorkerPool, numbers: Sequence[int]) -> list[Part]:
         """Parts from the reward file; where it failed, it is asked about all responses again."""
+        requests = [self._requests[number] for number in numbers]
         batch = {
-            "queries": [request.query for request in self._requests],
-            "prompts": [request.prompt for request in self._requests],
-            "labels": [request.label for request in self._requests],
+            "queries": [request.query for request in requests],
+            "prompts": [request.prompt for request in requests],
+            "labels": [request.label for request in requests],
         }
         parts: list[Part] = []
         for _ in range(1 + self._config.reward_retries):

@@ -7,25 +7,20 @@ their table row (algorithms.table); how work reaches ranks and engines is the ro
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 
-from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.kl import next_kl_coef
 from rlhf_cli.algorithms.objective import LossWeights, next_weights
-from rlhf_cli.algorithms.table import Algorithm
-from rlhf_cli.config.online import OnlineRewardConfig, RolloutConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
-from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.config.online import OnlineRewardConfig
+from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.data.samples import Sample
-from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.model_scores import with_model_scores
-from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.loop import Finished, is_due
 from rlhf_cli.trainers.rl_batch import (
@@ -36,12 +31,15 @@ from rlhf_cli.trainers.rl_batch import (
     learning_samples,
     rollout_metrics,
     sample_rows,
-    score_requests,
     scored_rollouts,
     split_last_values,
     with_greedy,
     with_last_states,
 )
+from rlhf_cli.trainers.rl_groups import Responses, flat
+from rlhf_cli.trainers.rl_rollout import Engines, Rollout, Scoring, mean_lengths
+from rlhf_cli.trainers.rl_source import RolloutSource
+from rlhf_cli.trainers.rl_state import LoopState, OnlineSettings
 from rlhf_cli.trainers.update_plan import UpdatePlan, plan_updates
 
 
@@ -84,32 +82,14 @@ class RewardModel(Sleeper, Protocol):
     def scores(self, sequences: Sequence[packing.Sequence]) -> list[float]: ...
 
 
-class Engines(Protocol):
-    """All rollout engines."""
-
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]: ...
-
-    def wake_cache(self) -> None:
-        """Be ready to generate, after the weights are there."""
-
-    def sleep(self) -> None: ...
-
-    def receive_weights(self, version: int) -> dict[str, float]:
-        """Take the actor's present weights; metrics of the transfer."""
-
-
-class Scoring(Protocol):
-    """What turns responses into scores."""
-
-    def score(self, requests: list[ScoreRequest]) -> list[Score]: ...
-
-
 class RunTracker(Protocol):
     """What the loop reports to."""
 
     def log(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None: ...
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None: ...
+
+    def message(self, text: str) -> None: ...
 
     @property
     def phase(self) -> Callable[[str | None], None]: ...
@@ -128,53 +108,6 @@ class Roles:
 
 
 @dataclass(frozen=True)
-class OnlineSettings:
-    """The settings the loop itself reads."""
-
-    algorithm: Algorithm
-    rollout: RolloutConfig
-    reward: OnlineRewardConfig
-    policy: PolicyConfig
-    batch: BatchConfig
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """How responses are sampled for training."""
-        rollout = self.rollout
-        return SamplingParams(rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p)
-
-    @property
-    def needs_old(self) -> bool:
-        """Whether the policy's own log-probs are needed whatever the steps are: for the KL divergence in the reward."""
-        return self.policy.init_kl_coef > 0 and not self.policy.use_kl_loss
-
-    @property
-    def bootstraps(self) -> bool:
-        """Whether the critic is asked what the states are worth in which responses were cut."""
-        return isinstance(self.policy, ActorCriticPolicyConfig) and self.policy.bootstrap_truncated
-
-
-@dataclass(frozen=True)
-class LoopState:
-    """What the loop carries from one iteration to the next besides the models."""
-
-    iteration: int
-    kl_coef: float
-    entropy_coef: float
-    entropy_applied: bool = True
-
-    @property
-    def weights(self) -> LossWeights:
-        """What controllers weigh the terms of the actor's loss with."""
-        return LossWeights(kl=self.kl_coef, entropy=EntropyState(self.entropy_coef, self.entropy_applied))
-
-
-def first_state(policy: PolicyConfig) -> LoopState:
-    """Where a run starts."""
-    return LoopState(iteration=0, kl_coef=policy.init_kl_coef, entropy_coef=policy.entropy_loss_coef)
-
-
-@dataclass(frozen=True)
 class OnlineHooks:
     """What the loop calls besides the roles."""
 
@@ -182,14 +115,6 @@ class OnlineHooks:
     save_checkpoint: Callable[[LoopState], None]
     should_stop: Callable[[], bool]
     evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
-
-
-def prompt_batches(num_prompts: int, settings: OnlineSettings) -> StepBatches:
-    """Indices of the prompts of every iteration."""
-    rollout = settings.rollout
-    return StepBatches(
-        num_prompts, batch_size=rollout.rollout_batch_size, epochs=rollout.num_episodes, seed=settings.batch.seed
-    )
 
 
 def train_online(
@@ -203,16 +128,22 @@ def train_online(
     save_steps: int,
     hooks: OnlineHooks,
 ) -> Finished:
-    """Train from the iteration after `state` to the last, or until `hooks.should_stop` says so."""
-    batches = prompt_batches(len(prompts), settings)
-    hooks.evaluate(state.iteration, state.iteration >= total_iterations)
-    while state.iteration < total_iterations:
-        chosen = [prompts[i] for i in batches[state.iteration]]
-        state = _iterate(roles, settings, prompts=chosen, decode=decode, state=state, tracker=hooks.tracker)
-        is_last = state.iteration == total_iterations
+    """Train from the iteration after `state` to the last, or until `hooks.should_stop` says so.
+
+    The last one is number `total_iterations` or, under dynamic sampling, the one after which no prompt is left.
+    """
+    source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
+    is_last = state.iteration >= total_iterations or source.is_used_up(state)
+    hooks.evaluate(state.iteration, is_last)
+    while not is_last:
+        after = _iterate(roles, settings, source, state=state, tracker=hooks.tracker)
+        if after is None:
+            break
+        state = after
+        is_last = state.iteration == total_iterations or source.is_used_up(state)
         hooks.evaluate(state.iteration, is_last)
         stop = hooks.should_stop() and not is_last
-        if stop or (save_steps > 0 and is_due(state.iteration, save_steps, total_iterations)):
+        if stop or (save_steps > 0 and (is_last or is_due(state.iteration, save_steps, total_iterations))):
             hooks.save_checkpoint(state)
         if stop:
             return Finished(state.iteration, interrupted=True)
@@ -220,27 +151,26 @@ def train_online(
 
 
 def _iterate(
-    roles: Roles,
-    settings: OnlineSettings,
-    *,
-    prompts: Sequence[Prompt],
-    decode: Callable[[Sequence[int]], str],
-    state: LoopState,
-    tracker: RunTracker,
-) -> LoopState:
-    """One iteration; the order of sleeping and waking keeps the memory peak of shared accelerators low."""
+    roles: Roles, settings: OnlineSettings, source: RolloutSource, *, state: LoopState, tracker: RunTracker
+) -> LoopState | None:
+    """One iteration; None if the last prompts gave nothing to train on.
+
+    The order of sleeping and waking keeps the memory peak of shared accelerators low.
+    """
     iteration, policy = state.iteration + 1, settings.policy
     timer = PhaseTimer(on_change=tracker.phase)
-    with timer("generate"):
-        asked, generations = _generate(roles, settings, prompts=prompts, iteration=iteration)
+    rollout = source.sample(state, timer)
+    if rollout is None:
+        return None
     with timer("reward"):
-        questions = score_requests(asked, generations, decode)
-        scores = _scores(roles, settings.reward, asked=asked, generations=generations, questions=questions)
-        sampled = len(prompts) * settings.rollout.n_samples_per_prompt
-        rollouts, greedy = _scored(settings, asked, generations, scores, sampled=sampled, iteration=iteration)
+        sampled, likeliest = (flat(groups) for groups in (rollout.groups, rollout.greedy))
+        if roles.reward_model is not None:
+            sampled, likeliest = _with_model_scores(roles.reward_model, settings.reward, sampled, likeliest)
+        rollouts, greedy = _scored(settings, sampled, likeliest, iteration=iteration)
     plan = _plan(settings, rollouts, iteration=iteration)
+    on_policy = plan.on_policy and not rollout.num_carried
     with timer("forward"):
-        evaluated = _evaluate(roles, settings, rollouts, needs_old=not plan.on_policy or settings.needs_old)
+        evaluated = _evaluate(roles, settings, rollouts, needs_old=not on_policy or settings.needs_old)
     with timer("advantage"):
         samples, metrics = learning_samples(
             rollouts,
@@ -253,18 +183,18 @@ def _iterate(
             max_new_tokens=settings.rollout.max_new_tokens,
         )
     with timer("train"):
-        updates = _update(roles, samples, plan, weights=state.weights)
+        updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
         metrics |= updates.metrics
     if plan.actor:
         with timer("transfer"):
             roles.actor.sleep_optimizer()
             metrics |= roles.engines.receive_weights(iteration)
             roles.actor.sleep()
-    metrics |= rollout_metrics(generations[:sampled], scores[:sampled]) | greedy_metrics(greedy)
+    metrics |= rollout_metrics(sampled.generations, sampled.scores) | greedy_metrics(greedy) | rollout.metrics
     metrics["num_tokens"] = float(sum(len(sequence) for sequence in rollouts.sequences))
-    after = _next_state(settings, metrics, updates, state=state, num_sequences=len(rollouts))
+    after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(rollouts))
     tracker.log(iteration, metrics | controlled(policy, state, metrics), timer.take())
-    tracker.samples(iteration, sample_rows(questions[:sampled], generations[:sampled], scores[:sampled]))
+    tracker.samples(iteration, sample_rows(sampled.questions, sampled.generations, sampled.scores))
     return after
 
 
@@ -275,71 +205,42 @@ def _plan(settings: OnlineSettings, rollouts: Rollouts, *, iteration: int) -> Up
     return plan_updates(int(trained_B.sum()), settings.batch, iteration=iteration, groups_B=groups_B)
 
 
-def _generate(
-    roles: Roles, settings: OnlineSettings, *, prompts: Sequence[Prompt], iteration: int
-) -> tuple[list[Prompt], list[Generation]]:
-    """(prompt of each response, responses): the sampled ones, neighbours where the prompt is the same; behind them a
-    greedy one for each prompt, where the algorithm compares with it."""
-    asked = [prompt for prompt in prompts for _ in range(settings.rollout.n_samples_per_prompt)]
-    requests = [
-        GenerationRequest(prompt.prompt_ids, request_seed(settings, iteration, number))
-        for number, prompt in enumerate(asked)
-    ]
-    roles.engines.wake_cache()
-    generations = roles.engines.generate(requests, settings.sampling)
-    if settings.algorithm.greedy:
-        likeliest = [GenerationRequest(prompt.prompt_ids, seed=0) for prompt in prompts]
-        generations = generations + roles.engines.generate(likeliest, replace(settings.sampling, greedy=True))
-        asked += prompts
-    roles.engines.sleep()
-    return asked, generations
-
-
 def _scored(
-    settings: OnlineSettings,
-    asked: Sequence[Prompt],
-    generations: Sequence[Generation],
-    scores: Sequence[Score],
-    *,
-    sampled: int,
-    iteration: int,
+    settings: OnlineSettings, sampled: Responses, likeliest: Responses, *, iteration: int
 ) -> tuple[Rollouts, Rollouts | None]:
-    """(those of the first `sampled` responses that can be learned from, the greedy ones they are compared with).
+    """(those of the sampled responses that can be learned from, the greedy ones they are compared with).
 
     RunError if there is nothing to learn from.
     """
-    rollouts, greedy = scored_rollouts(asked[:sampled], generations[:sampled], scores[:sampled]), None
+    rollouts, greedy = (
+        scored_rollouts(found.prompts, found.generations, found.scores, found.groups) for found in (sampled, likeliest)
+    )
     if settings.algorithm.greedy:
-        greedy = scored_rollouts(asked[sampled:], generations[sampled:], scores[sampled:])
         rollouts = with_greedy(rollouts, greedy)
     if not len(rollouts):
-        reason = next(score.detail for score in scores if score.value is None)
+        reason = next(score.detail for score in sampled.scores + likeliest.scores if score.value is None)
         raise RunError(f"iteration {iteration}: every reward failed ({reason}), nothing can be learned")
     if not rollouts.trained_B(settings.policy).any():
         raise RunError(
             f"iteration {iteration}: every response was cut and mask_truncated leaves those out, nothing can be "
             "learned: raise max_new_tokens"
         )
-    return rollouts, greedy
+    return rollouts, greedy if settings.algorithm.greedy else None
 
 
-def _scores(
-    roles: Roles,
-    reward: OnlineRewardConfig,
-    *,
-    asked: Sequence[Prompt],
-    generations: Sequence[Generation],
-    questions: list[ScoreRequest],
-) -> list[Score]:
-    """The score of each response from all rewards; the reward model reads up to its last token, also of cut ones."""
-    scores = roles.scorer.score(questions)
-    if roles.reward_model is None:
-        return scores
-    pairs = zip(asked, generations, strict=True)
-    sequences = [as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation in pairs]
-    with awake(roles.reward_model):
-        values = roles.reward_model.scores(sequences)
-    return with_model_scores(scores, values, weight=reward.reward_model_weight, max_failures=reward.reward_max_failures)
+def _with_model_scores(model: RewardModel, reward: OnlineRewardConfig, *responses: Responses) -> tuple[Responses, ...]:
+    """The responses with the reward model's scores added; it reads up to the last token, also of cut ones."""
+    pairs = [pair for found in responses for pair in zip(found.prompts, found.generations, strict=True)]
+    with awake(model):
+        values = model.scores([as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation in pairs])
+    scores = with_model_scores(
+        [score for found in responses for score in found.scores],
+        values,
+        weight=reward.reward_model_weight,
+        max_failures=reward.reward_max_failures,
+    )
+    rest = iter(scores)
+    return tuple(replace(found, scores=list(islice(rest, len(found.scores)))) for found in responses)
 
 
 def _evaluate(roles: Roles, settings: OnlineSettings, rollouts: Rollouts, *, needs_old: bool) -> Evaluated:
@@ -367,7 +268,9 @@ class _Updates:
     of_actor: list[dict[str, float]]
 
 
-def _update(roles: Roles, samples: Sequence[Sample], plan: UpdatePlan, *, weights: LossWeights) -> _Updates:
+def _update(
+    roles: Roles, samples: Sequence[Sample], plan: UpdatePlan, *, on_policy: bool, weights: LossWeights
+) -> _Updates:
     """Both updates; an actor that was trained stays awake, for its weights go to the engines next."""
     metrics: dict[str, float] = {}
     if roles.critic is not None:
@@ -376,7 +279,7 @@ def _update(roles: Roles, samples: Sequence[Sample], plan: UpdatePlan, *, weight
     if not plan.actor:
         return _Updates(metrics, [])
     roles.actor.wake()
-    of_actor = roles.actor.update(samples, plan.actor, on_policy=plan.on_policy, weights=weights)
+    of_actor = roles.actor.update(samples, plan.actor, on_policy=on_policy, weights=weights)
     return _Updates(metrics | _mean(of_actor, prefix=""), of_actor)
 
 
@@ -399,7 +302,13 @@ def _mean(steps: Sequence[dict[str, float]], *, prefix: str) -> dict[str, float]
 
 
 def _next_state(
-    settings: OnlineSettings, metrics: dict[str, float], updates: _Updates, *, state: LoopState, num_sequences: int
+    settings: OnlineSettings,
+    metrics: dict[str, float],
+    updates: _Updates,
+    *,
+    state: LoopState,
+    rollout: Rollout,
+    num_sequences: int,
 ) -> LoopState:
     """What controllers make of an iteration; the actor's ranks have followed its steps alike."""
     policy, weights, kl_coef = settings.policy, state.weights, state.kl_coef
@@ -413,16 +322,19 @@ def _next_state(
             horizon=policy.kl_horizon,
             num_sequences=num_sequences,
         )
-    return LoopState(state.iteration + 1, kl_coef, weights.entropy.coef, weights.entropy.applied)
+    return LoopState(
+        state.iteration + 1,
+        kl_coef,
+        weights.entropy.coef,
+        weights.entropy.applied,
+        lengths={**state.lengths, **mean_lengths(rollout.groups)},
+        num_taken=rollout.num_taken,
+        postponed=rollout.postponed,
+        surplus=rollout.surplus,
+    )
 
 
 def controlled(policy: PolicyConfig, state: LoopState, metrics: dict[str, float]) -> dict[str, float]:
     """The weights that an iteration began with, as metrics, where something weighs them."""
     kl = {"kl_coef": state.kl_coef} if "kl" in metrics else {}
     return kl if policy.entropy_target is None else kl | {"entropy_coef": state.weights.entropy.weight}
-
-
-def request_seed(settings: OnlineSettings, iteration: int, number: int) -> int:
-    """The seed of one request; requests are counted through the run."""
-    per_iteration = settings.rollout.rollout_batch_size * settings.rollout.n_samples_per_prompt
-    return scattered_seed(settings.batch.seed, iteration * per_iteration + number)

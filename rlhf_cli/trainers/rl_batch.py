@@ -29,7 +29,7 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 class Rollouts:
     """Scored responses of one iteration; lists are by response.
 
-    `groups_B` says which prompt each one answers, prompts numbered as they were asked; `truncated_B` which were cut.
+    `groups_B` is the number of each one's group, the responses to one prompt; `truncated_B` which were cut.
     """
 
     sequences: list[Sequence]
@@ -70,23 +70,24 @@ def as_sequence(prompt_ids: list[int], response_ids: list[int]) -> Sequence:
     return Sequence(token_ids, np.arange(len(token_ids)) >= len(prompt_ids))
 
 
-def scored_rollouts(prompts: Seq[Prompt], generations: Seq[Generation], scores: Seq[Score]) -> Rollouts:
+def scored_rollouts(
+    prompts: Seq[Prompt], generations: Seq[Generation], scores: Seq[Score], groups: Seq[int]
+) -> Rollouts:
     """What can be learned from: responses whose score did not fail, in order.
 
     Args:
-        prompts: the prompt of each response; source and row in it tell the groups apart.
+        prompts: the prompt of each response.
+        groups: the number of each response's group: a prompt may be asked twice in an iteration.
     """
-    keys = dict.fromkeys((prompt.source, prompt.index) for prompt in prompts)
-    groups = {key: number for number, key in enumerate(keys)}
-    rows = [row for row in zip(prompts, generations, scores, strict=True) if row[2].value is not None]
+    rows = [row for row in zip(prompts, generations, scores, groups, strict=True) if row[2].value is not None]
     return Rollouts(
-        sequences=[as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation, _ in rows],
-        rollout_logprobs=[np.array(generation.logprobs, dtype=np.float32) for _, generation, _ in rows],
-        scores_B=torch.tensor([score.value for _, _, score in rows], dtype=torch.float32),
-        groups_B=torch.tensor([groups[prompt.source, prompt.index] for prompt, _, _ in rows], dtype=torch.int64),
+        sequences=[as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation, *_ in rows],
+        rollout_logprobs=[np.array(generation.logprobs, dtype=np.float32) for _, generation, *_ in rows],
+        scores_B=torch.tensor([row[2].value for row in rows], dtype=torch.float32),
+        groups_B=torch.tensor([row[3] for row in rows], dtype=torch.int64),
         truncated_B=torch.tensor([row[1].finish_reason == "length" for row in rows], dtype=torch.bool),
         parts={
-            name: torch.tensor([score.parts[name] for _, _, score in rows], dtype=torch.float32)
+            name: torch.tensor([row[2].parts[name] for row in rows], dtype=torch.float32)
             for name in (rows[0][2].parts if rows else ())
         },
     )
