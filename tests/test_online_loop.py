@@ -11,7 +11,8 @@ import pytest
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.config.online import ActorCriticBatchConfig, DynamicSamplingConfig, OnlineRewardConfig, RolloutConfig
+from rlhf_cli.config.model import MovingReferenceConfig
+from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineRewardConfig, RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data import packing
@@ -57,6 +58,9 @@ class FakeModel:
 
     def sleep_optimizer(self) -> None:
         self._note("sleep_optimizer")
+
+    def move(self) -> None:
+        self._note("move")
 
     def logprobs(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]:
         self._note("logprobs")
@@ -222,7 +226,7 @@ class Run:
         stop_after: int | None = None,
         reward: OnlineRewardConfig = EXACT,
         algorithm: str = "ppo",
-        dynamic: DynamicSamplingConfig | None = None,
+        **more: Any,
     ) -> None:
         self.journal: list[str] = []
         self.actor = FakeModel("actor", self.journal, level=-1.0)
@@ -242,7 +246,7 @@ class Run:
             reward=reward,
             policy=policy,
             batch=batch,
-            dynamic=dynamic,
+            **({"reference": MovingReferenceConfig()} | more),
         )
         self.stop_after = stop_after
         self.evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
@@ -543,12 +547,13 @@ def test_more_steps_of_the_critic_than_responses_have_one_each():
     assert [len(step) for step in run.critic.updates[0][1]] == [1, 1, 1, 1]
 
 
-def test_the_critic_is_trained_alone_at_first_and_the_engines_keep_their_weights():
+def test_the_critic_is_trained_alone_at_first_and_the_engines_get_the_same_weights_again():
     run = Run(batch=ActorCriticBatchConfig(train_batch_size=6, freezing_actor_steps=2))
     run(total_iterations=3)
     assert (len(run.critic.updates), len(run.actor.updates)) == (3, 1)
-    assert [call for call in run.journal if call.startswith("engines.receive")] == ["engines.receive_weights 3"]
-    assert not any(call.startswith("actor") for call in run.journal[: run.journal.index("actor.wake")])
+    assert [call for call in run.journal if call.startswith("engines.receive")] == [
+        f"engines.receive_weights {iteration}" for iteration in (1, 2, 3)
+    ]  # those that slept have lost the weights they had
     assert "loss" not in run.tracker.logged[0][1]
     assert "critic/loss" in run.tracker.logged[0][1]
 
@@ -558,6 +563,16 @@ def test_steps_of_a_whole_run_are_counted_for_both():
     assert count_steps(128 * 64, batch, iterations=10) == StepCounts(actor=7, critic=120)
     assert count_steps(128 * 64, batch, iterations=3).actor == 0
     assert count_steps(10, BatchConfig(train_batch_size=4, max_epochs=2), iterations=5) == StepCounts(30, 30)
+
+
+def test_the_reference_moves_when_it_is_due_and_the_actor_rests():
+    run = Run(policy=WITH_REFERENCE, reference=MovingReferenceConfig(ref_sync_steps=2))
+    run(total_iterations=5)
+    moves = [number for number, call in enumerate(run.journal) if call == "ref.move"]
+    assert [run.journal[number - 3 : number + 2] for number in moves] == [
+        [f"engines.receive_weights {iteration}", "actor.sleep", "ref.wake", "ref.move", "ref.sleep"]
+        for iteration in (2, 4)
+    ]
 
 
 def test_the_critic_is_asked_for_the_last_state_of_cut_responses_alone():

@@ -6,7 +6,7 @@ micro-batches therefore does not change the update.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from rlhf_cli.models.policy import PolicyModel, parameter_groups
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
+
+BUCKET_BYTES = 1 << 28
+"""Weights that are whole at a time under ZeRO-3."""
 
 
 def deepspeed_config(settings: DeepSpeedConfig, *, param_dtype: str, max_norm: float) -> dict[str, Any]:
@@ -169,14 +172,20 @@ class DeepSpeedEngine:
         return [forward(self._engine, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
 
     def named_weights(
-        self, part: nn.Module, *, bucket_bytes: int = 1 << 28, only_trained: bool = False
+        self, part: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, only_trained: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights (name, tensor) of a part of the module; every rank must iterate to the end.
 
         Under ZeRO-3 they are gathered bucket by bucket and valid only until the next one is asked for.
         """
         chosen = [(name, p) for name, p in part.named_parameters() if p.requires_grad or not only_trained]
-        yield from whole_weights(chosen, gather=self._stage == 3, bucket_bytes=bucket_bytes)
+        yield from self.whole(chosen, bucket_bytes=bucket_bytes)
+
+    def whole(
+        self, parameters: list[tuple[str, nn.Parameter]], *, bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same for parameters of the module under given names."""
+        yield from whole_weights(parameters, gather=self._stage == 3, bucket_bytes=bucket_bytes)
 
     def checkpoint_bytes(self) -> int:
         """Bytes that `save` writes over all ranks: trained weights, master copy and two moments in float32."""
@@ -310,12 +319,32 @@ def whole_weights(
     if not gather:
         yield from ((name, parameter.detach()) for name, parameter in parameters)
         return
-    for bucket in _buckets(parameters, bucket_bytes):
+    for bucket in buckets(parameters, bucket_bytes):
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
             yield from ((name, parameter.detach()) for name, parameter in bucket)
 
 
-def _buckets(parameters: list[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+@torch.no_grad()
+def move_weights(module: nn.Module, towards: Mapping[str, torch.Tensor], alpha: float) -> None:
+    """Make the named parameters `alpha` of the given whole tensors and the rest of their own; all ranks call it.
+
+    Of partitioned ones the first rank's tensors count.
+    """
+    own = dict(module.named_parameters())
+    for name, weight in towards.items():
+        parameter = own[name]
+        if not hasattr(parameter, "ds_tensor"):
+            parameter.lerp_(weight.to(parameter.device), alpha)
+            continue
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if dist.get_rank() == 0:
+                parameter.lerp_(weight.to(parameter.device), alpha)
+
+
+def buckets(
+    parameters: list[tuple[str, nn.Parameter]], limit: int = BUCKET_BYTES
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """The parameters in their order, as many at a time as have no more bytes than `limit`, and at least one."""
     bucket: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in parameters:

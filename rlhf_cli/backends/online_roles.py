@@ -133,6 +133,11 @@ class TrainedGroup:
         with self.awake():
             self.group.all("role.save_model", directory)
 
+    def save_average(self, directory: Path) -> None:
+        """Write the moving average of the weights in Hugging Face format."""
+        with self.awake():
+            self.group.all("role.save_average", directory)
+
     def update(self, samples: Seq[Sample], steps: Seq[np.ndarray], *given: Any) -> list[dict[str, float]]:
         """Metrics of each optimizer step, over all ranks; `given` is the same for every rank."""
         shares = self.dealer.steps(samples, steps)
@@ -174,12 +179,16 @@ class CriticGroup:
 
 
 class ReferenceGroup:
-    """The frozen policy that the KL divergence is measured from."""
+    """The policy that the KL divergence is measured from; it stays, or moves towards the actor."""
 
-    def __init__(self, group: WorkerGroup, dealer: Dealer, *, takes_turns: bool) -> None:
+    def __init__(
+        self, group: WorkerGroup, dealer: Dealer, *, takes_turns: bool, actor: TrainedGroup, alpha: float
+    ) -> None:
         self._group = group
         self._dealer = dealer
         self._takes_turns = takes_turns
+        self._actor = actor
+        self._alpha = alpha
 
     def wake(self) -> None:
         """Be ready to compute; does nothing for a role that never sleeps."""
@@ -194,6 +203,43 @@ class ReferenceGroup:
     def logprobs(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Log-probs of each sequence's trained tokens, in nats."""
         return self._dealer.forward(self._group, "logprobs", sequences)
+
+    def move(self) -> None:
+        """Make the weights `alpha` of the actor's and the rest of their own; they travel in Ray's object store."""
+        with self._actor.awake():
+            for number in range(self._actor.group.all("num_buckets")[0]):
+                bucket = self._actor.group.start("bucket", number)
+                self._actor.group.wait(bucket)
+                self._group.all("move", bucket[0], self._alpha)
+
+    def num_bytes(self) -> int:
+        """Bytes that `save` writes."""
+        return int(self._group.all("num_bytes")[0])
+
+    def save(self, directory: Path) -> None:
+        """Write the weights as they have moved."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._group.all("save", directory)
+
+    def load(self, directory: Path) -> None:
+        """Take the weights that `save` wrote."""
+        self._group.all("load", directory)
+
+
+class BaseReference:
+    """The model under the actor's adapter as what the KL divergence is measured from: there is no second copy of it."""
+
+    def __init__(self, actor: TrainedGroup) -> None:
+        self._actor = actor
+        self.wake, self.sleep = actor.wake, actor.sleep
+
+    def logprobs(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
+        """Log-probs of each sequence's trained tokens, in nats."""
+        return self._actor.dealer.forward(self._actor.group, "base_logprobs", sequences)
+
+    def move(self) -> None:
+        """Not possible, and refused before a run starts."""
+        raise NotImplementedError("the base under an adapter stays as it is")
 
 
 class RewardGroup:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli.backends import distributed
-from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, Forward, FrozenEngine, deepspeed_config
+from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, Forward, FrozenEngine, deepspeed_config, move_weights
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.models.adapters import adapter_off
@@ -47,11 +47,8 @@ class FrozenReference:
 
         Not under ZeRO-3, where both models' weights are partitioned.
         """
-        own = dict(self._hf_model.named_parameters())
         trained = engine.module.get_submodule("model")
-        with torch.no_grad():
-            for name, weight in engine.named_weights(trained):
-                own[name].lerp_(weight.to(own[name].device), alpha)
+        move_weights(self._hf_model, dict(engine.named_weights(trained)), alpha)
 
     def save(self, folder: Path) -> None:
         """Write the weights into a checkpoint's folder; rank 0 does."""

@@ -4,7 +4,7 @@ Leaves out how ranks are started and given work (role_group, online_roles). Micr
 sequences and are packed here, so that only token ids and numbers travel between processes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,20 +13,27 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
 from rlhf_cli.algorithms.objective import LossWeights, PolicyColumns, next_weights, policy_objective, value_objective
 from rlhf_cli.backends import distributed
 from rlhf_cli.backends.deepspeed_engine import (
+    BUCKET_BYTES,
     ComputeLoss,
     DeepSpeedEngine,
     FrozenEngine,
+    buckets,
     deepspeed_config,
+    move_weights,
     seed_everything,
+    whole_weights,
 )
 from rlhf_cli.backends.deepspeed_weights import DESCRIPTION
+from rlhf_cli.backends.reference import SYNC_FILE
 from rlhf_cli.backends.rollout_engine import SyncBackend
+from rlhf_cli.backends.weight_average import WeightAverage
 from rlhf_cli.backends.weight_transfer import Idle, PushReport, Transport, WeightSender
 from rlhf_cli.backends.weight_transfer_shm import ShmTransport
 from rlhf_cli.backends.weight_vllm_trainer import CallEngines, EngineClient, Rendezvous, TensorSpec, connect
@@ -36,7 +43,15 @@ from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing import Pack, Sequence, pack
 from rlhf_cli.data.samples import Sample, SamplePack, pack_samples
 from rlhf_cli.data.shared_prompts import pack_groups
-from rlhf_cli.models.adapters import describe_adapter, is_adapted, save_adapter
+from rlhf_cli.models.adapters import (
+    AdapterPlan,
+    adapter_off,
+    describe_adapter,
+    is_adapted,
+    load_with_adapter,
+    save_adapter,
+    scales,
+)
 from rlhf_cli.models.loading import (
     load_causal_lm,
     load_reward_model,
@@ -45,6 +60,7 @@ from rlhf_cli.models.loading import (
     save_all_but_weights,
     save_hf,
 )
+from rlhf_cli.models.merging import folded, in_folding_order, parameters_without_adapter
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.varlen import VARLEN
 
@@ -63,6 +79,8 @@ class RoleSettings:
     max_new_tokens: int
     policy: PolicyConfig
     share_prompts: bool = False
+    adapter: AdapterPlan | None = None
+    ema_beta: float | None = None
 
     def zero3(self) -> dict[str, Any] | None:
         """The DeepSpeed configuration under which weights are partitioned while they load, if they are."""
@@ -96,7 +114,7 @@ def _transport(link: EngineLink, hf_model: nn.Module) -> Transport:
     client = EngineClient(link.call_engines, num_engines=link.num_engines, ranks_per_engine=link.ranks_per_engine)
     specs = [
         TensorSpec(name, weight.dtype, tuple(getattr(weight, "ds_shape", weight.shape)))
-        for name, weight in hf_model.named_parameters()
+        for name, weight in parameters_without_adapter(hf_model)
     ]
     return connect(link.backend, specs, client=client, rank=dist.get_rank(), rendezvous=link.rendezvous)
 
@@ -122,7 +140,9 @@ class Packer:
 class TrainedRole:
     """One rank of a role in training: what actor and critic have in common besides their objective."""
 
-    def __init__(self, settings: RoleSettings, hf_model: nn.Module, module: nn.Module) -> None:
+    def __init__(
+        self, settings: RoleSettings, hf_model: nn.Module, module: nn.Module, *, ema_beta: float | None = None
+    ) -> None:
         self.settings = settings
         self.hf_model = hf_model
         self.packer = Packer(settings, hf_model)
@@ -134,6 +154,15 @@ class TrainedRole:
             total_steps=settings.total_steps,
             param_dtype=settings.model.param_dtype,
         )
+        trained = [(name, parameter) for name, parameter in hf_model.named_parameters() if parameter.requires_grad]
+        self._average = None if ema_beta is None else WeightAverage(trained, beta=ema_beta)
+
+    def train_step(self, micro_batches: list[SamplePack], loss: ComputeLoss) -> dict[str, float]:
+        """One optimizer step; its metrics."""
+        metrics = self.engine.train_step(micro_batches, loss)
+        if self._average is not None:
+            self._average.update()
+        return metrics
 
     def sleep(self) -> None:
         """Leave the accelerator to others."""
@@ -149,20 +178,29 @@ class TrainedRole:
 
     def checkpoint_bytes(self) -> int:
         """Bytes that `save` writes, over all ranks, as an estimate."""
-        return self.engine.checkpoint_bytes()
+        return self.engine.checkpoint_bytes() + (self._average.num_bytes() if self._average else 0)
 
     def save(self, directory: Path) -> None:
         """Write everything that shapes the future of this role."""
         self.engine.save(directory)
+        if self._average is not None:
+            self._average.save(directory)
         describe_model(self.hf_model, self._tokenizer, directory)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote."""
         self.engine.load(directory)
+        if self._average is not None:
+            self._average.load(directory)
 
     def save_model(self, directory: Path) -> None:
         """Write the model in Hugging Face format."""
         save_whole_model(self.engine, self.hf_model, self._tokenizer, directory)
+
+    def save_average(self, directory: Path) -> None:
+        """Write the moving average of the weights as a model in Hugging Face format."""
+        assert self._average is not None, "no average is kept"
+        save_weights(self._average.weights(), self.hf_model, self._tokenizer, directory)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -174,7 +212,7 @@ class Actor:
 
     def __init__(self, settings: RoleSettings) -> None:
         hf_model = _join_and_load(settings, load_causal_lm)
-        self.role = TrainedRole(settings, hf_model, PolicyModel(hf_model))
+        self.role = TrainedRole(settings, hf_model, PolicyModel(hf_model), ema_beta=settings.ema_beta)
         self._sender: WeightSender | None = None
 
     def logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
@@ -190,7 +228,7 @@ class Actor:
         names = ("rollout_logprobs", "advantages", *anchor, *reference)
         metrics = []
         for step in steps:
-            found = self.role.engine.train_step(self.role.packer.samples(step, names), self._loss(step.totals, weights))
+            found = self.role.train_step(self.role.packer.samples(step, names), self._loss(step.totals, weights))
             weights = next_weights(weights, found, settings=policy)
             metrics.append(found)
         return metrics
@@ -204,7 +242,27 @@ class Actor:
     def push_weights(self, version: int) -> PushReport:
         """Send the weights to the engines; every rank calls it, the report of rank 0 counts."""
         assert self._sender is not None, "no engine is connected"
-        return self._sender.send(self.role.engine.named_weights(self.role.hf_model), version)
+        return self._sender.send(self.engine_weights(), version)
+
+    def engine_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights as a model without an adapter has them; every rank must iterate to the end."""
+        hf_model = self.role.hf_model
+        return folded(self.role.engine.whole(in_folding_order(hf_model)), scales(hf_model))
+
+    def base_logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+        """The same as `logprobs` by the model under the adapter."""
+        with adapter_off(self.role.engine.module):
+            return self.logprobs(micro_batches)
+
+    def num_buckets(self) -> int:
+        """How many calls of `bucket` give all weights."""
+        return len(list(buckets(list(self.role.hf_model.named_parameters()))))
+
+    def bucket(self, number: int) -> dict[str, torch.Tensor]:
+        """Some of the weights, whole and on the CPU, on rank 0; every rank calls it."""
+        chosen = list(buckets(list(self.role.hf_model.named_parameters())))[number]
+        gathered = self.role.engine.whole(chosen)
+        return {name: weight.to("cpu", copy=True) for name, weight in gathered if dist.get_rank() == 0}
 
     def _loss(self, totals: StepTotals, weights: LossWeights) -> ComputeLoss:
         settings = self.role.settings
@@ -249,7 +307,7 @@ class Critic:
     def update(self, steps: list[UpdateStep]) -> list[dict[str, float]]:
         """Metrics of each optimizer step."""
         return [
-            self.role.engine.train_step(self.role.packer.samples(step, self.COLUMNS), self._loss(step.totals))
+            self.role.train_step(self.role.packer.samples(step, self.COLUMNS), self._loss(step.totals))
             for step in steps
         ]
 
@@ -268,7 +326,7 @@ class Reference:
     """One rank of the frozen policy that the KL divergence is measured from."""
 
     def __init__(self, settings: RoleSettings) -> None:
-        hf_model = _join_and_load(settings, load_causal_lm)
+        self._hf_model = hf_model = _join_and_load(settings, load_causal_lm)
         self._settings = settings
         self.packer = Packer(settings, hf_model)
         self.engine = FrozenEngine(PolicyModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
@@ -277,6 +335,26 @@ class Reference:
         """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
         forward = _logprobs_at(self._settings.temperature)
         return _infer(self.engine, micro_batches, forward, pack_sequences=self.packer)
+
+    def move(self, weights: dict[str, torch.Tensor], alpha: float) -> None:
+        """Make the named weights `alpha` of those given and the rest of their own (TR-DPO, arXiv 2404.09656)."""
+        move_weights(self._hf_model, weights, alpha)
+
+    def num_bytes(self) -> int:
+        """Bytes that `save` writes."""
+        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self._hf_model.parameters())
+
+    def save(self, directory: Path) -> None:
+        """Write the weights, which have moved; rank 0 writes."""
+        gather, named = self._settings.deepspeed.zero_stage == 3, list(self._hf_model.named_parameters())
+        whole = whole_weights(named, gather=gather, bucket_bytes=BUCKET_BYTES)
+        weights = {name: weight.to("cpu", copy=True) for name, weight in whole if dist.get_rank() == 0}
+        if weights:
+            save_file(weights, directory / SYNC_FILE)
+
+    def load(self, directory: Path) -> None:
+        """Take the weights that `save` wrote."""
+        move_weights(self._hf_model, load_file(directory / SYNC_FILE), 1.0)
 
     def sleep(self) -> None:
         """Leave the accelerator to others."""
@@ -315,7 +393,7 @@ class Reward:
 def _join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn.Module:
     distributed.join_process_group()
     seed_everything(settings.seed)
-    return load(settings.model, zero3_config=settings.zero3())
+    return load_with_adapter(load, settings.model, settings.adapter, zero3_config=settings.zero3())
 
 
 def _infer(
@@ -335,11 +413,15 @@ def _logprobs_at(temperature: float) -> Callable[[nn.Module, Any], torch.Tensor]
 
 def save_whole_model(engine: DeepSpeedEngine, hf_model: Any, tokenizer: Any, directory: Path) -> None:
     """Write the model, or the adapter on it, in Hugging Face format; all ranks call it, rank 0 writes."""
-    is_writer, adapted = dist.get_rank() == 0, is_adapted(hf_model)
-    gathered = engine.named_weights(hf_model, only_trained=adapted)
-    weights = {name: weight.to("cpu", copy=True) for name, weight in gathered if is_writer}
+    save_weights(engine.named_weights(hf_model, only_trained=is_adapted(hf_model)), hf_model, tokenizer, directory)
+
+
+def save_weights(named: Iterable[tuple[str, torch.Tensor]], hf_model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write given weights of the model, or of the adapter on it; all ranks call it, rank 0 writes."""
+    is_writer = dist.get_rank() == 0
+    weights = {name: weight.to("cpu", copy=True) for name, weight in named if is_writer}
     if is_writer:
-        save = save_adapter if adapted else save_hf
+        save = save_adapter if is_adapted(hf_model) else save_hf
         save(hf_model, tokenizer, directory, state_dict=weights)
     distributed.barrier()
 

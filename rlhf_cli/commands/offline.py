@@ -17,7 +17,7 @@ from rlhf_cli.backends.roles import describe_model, save_whole_model
 from rlhf_cli.backends.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
 from rlhf_cli.commands.run_directory import REPORT, RunDirectory, begin_log, prepare_run_directory, run_directory
 from rlhf_cli.config.data import OfflineDataConfig
-from rlhf_cli.config.model import AdapterConfig, ModelConfig
+from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.train import (
     CheckpointConfig,
     DeepSpeedConfig,
@@ -107,7 +107,7 @@ class TrainedModel:
         return packed_attention(self.base, self.architecture)
 
 
-def trained_model(model: ModelConfig, adapter: AdapterConfig, *, seed: int) -> TrainedModel:
+def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> TrainedModel:
     """The model of the settings. UsageError where it is none, or its adapter belongs to another one."""
     plan = plan_adapter(model, adapter, seed=seed)
     base = model if plan is None else model.model_copy(update={"pretrain": plan.base})

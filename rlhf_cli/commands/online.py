@@ -14,7 +14,7 @@ from rlhf_cli.backends.engine_group import rollout_backend
 from rlhf_cli.backends.placement import describe, plan_layout
 from rlhf_cli.backends.ray_cluster import ray_cluster
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
-from rlhf_cli.commands.offline import conclude
+from rlhf_cli.commands.offline import TrainedModel, conclude, trained_model
 from rlhf_cli.commands.online_config import FilteringConfig, OnlineConfig
 from rlhf_cli.commands.online_evaluation import (
     best_facts,
@@ -29,7 +29,7 @@ from rlhf_cli.config.online import CriticPlacementConfig, DynamicSamplingConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.loading import dtype_note, load_tokenizer
+from rlhf_cli.models.loading import dtype_note
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
@@ -51,7 +51,7 @@ class _Run:
     command: str
     algorithm: Algorithm
     backend: str
-    tokenizer: Any
+    model: TrainedModel
     data: PromptData
     eval_data: PromptData | None
     reward_model: RewardModel | None
@@ -60,10 +60,21 @@ class _Run:
     resume: Checkpoint | None
 
     @property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer."""
+        return self.model.tokenizer
+
+    @property
     def settings(self) -> OnlineSettings:
         config = self.config
         return OnlineSettings(
-            self.algorithm, config.rollout, config.reward, config.policy, config.batch, dynamic_sampling(config)
+            self.algorithm,
+            config.rollout,
+            config.reward,
+            config.policy,
+            config.batch,
+            config.reference,
+            dynamic_sampling(config),
         )
 
     @property
@@ -92,11 +103,14 @@ class _Run:
             "algorithm": self.algorithm.name,
             "zero_stage": config.deepspeed.zero_stage,
             "param_dtype": config.model.param_dtype,
+            "adapter": self.model.plan.identity() if self.model.plan else None,
             **ranks,
             "number of prompts": len(self.data.prompts),
             "rollout_batch_size": config.rollout.rollout_batch_size,
             "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
             "train_batch_size": config.batch.train_batch_size,
+            "enable_ema": config.optim.enable_ema,
+            "moving reference": config.reference.ref_sync_steps > 0,
             "seed": config.batch.seed,
             "dynamic_filtering": dynamic_sampling(config) is not None,
             "iterations": self.total_iterations,
@@ -120,6 +134,8 @@ def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
         finished, best = _train(run, roles, scorer, tracker, stop)
         if not finished.interrupted:
             roles.actor.trained.save_model(run.paths.model)
+            if config.optim.enable_ema:
+                roles.actor.trained.save_average(run.paths.ema)
         conclude(tracker, run.paths, finished, best)
     write_report(run.paths.root)
     if finished.interrupted:
@@ -131,19 +147,24 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     check_tracking(config.tracking)
     check_batches(config, algorithm)
     check_filtering(config)
+    if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
+        raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
     backend = rollout_backend(config.rollout.rollout_backend)
-    tokenizer = load_tokenizer(config.model)
+    model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    if model.plan is not None and config.reference.ref_sync_steps:
+        raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
     reward_model = None
     if config.reward.reward_pretrain is not None:
         reward_model = find_reward_model(
-            config.reward.reward_pretrain, config.model, tokenizer, normalize=config.reward.normalize_reward
+            config.reward.reward_pretrain, model.base, model.tokenizer, normalize=config.reward.normalize_reward
         )
-    data = load_prompts(config.prompts, tokenizer, max_new_tokens=config.rollout.max_new_tokens, seed=config.batch.seed)
-    eval_data = load_evaluation_prompts(config, tokenizer)
+    longest, seed = config.rollout.max_new_tokens, config.batch.seed
+    data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed)
+    eval_data = load_evaluation_prompts(config, model.tokenizer)
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
-    run = _Run(config, command, algorithm, backend, tokenizer, data, eval_data, reward_model, paths, store, resume)
+    run = _Run(config, command, algorithm, backend, model, data, eval_data, reward_model, paths, store, resume)
     if resume is not None:
         check_same_run(resume, run.identity)
     if not run.total_steps.actor:
@@ -238,11 +259,12 @@ def _tracker(run: _Run, console: Console) -> Tracker:
 def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
     config = run.config
     cluster = stack.enter_context(ray_cluster())
-    names = role_names(config, run.algorithm)
+    adapter = run.model.plan
+    names = role_names(config, run.algorithm, adapted=adapter is not None)
     layout = plan_layout(config.placement, config.rollout, roles=names, node_gpus=cluster.node_gpus)
     tracker.start(
         {
-            "Model": config.model.pretrain,
+            "Model": config.model.pretrain + (f", adapter of rank {adapter.config.r}" if adapter else ""),
             "Prompts": run.data.report.summary,
             **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
             **({"Reward model": run.reward_model.source.pretrain} if run.reward_model else {}),
@@ -253,7 +275,9 @@ def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
         }
     )
     where = OnlineCluster(cluster, layout, run.paths.logs, run.backend)
-    return OnlineRoles(config, run.algorithm, where, reward_model=run.reward_model, total_steps=run.total_steps)
+    return OnlineRoles(
+        config, run.algorithm, where, model=run.model, reward_model=run.reward_model, total_steps=run.total_steps
+    )
 
 
 def _train(

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.evaluation import EvaluationConfig
-from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.model import LoraConfig, ModelConfig, MovingReferenceConfig
 from rlhf_cli.config.online import (
     ActorOptimConfig,
     DynamicSamplingConfig,
@@ -27,10 +27,12 @@ class OnlineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: ModelConfig
+    adapter: LoraConfig = LoraConfig()
     prompts: PromptConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: OnlineRewardConfig
     policy: PolicyConfig = PolicyConfig()
+    reference: MovingReferenceConfig = MovingReferenceConfig()
     placement: PlacementConfig = PlacementConfig()
     batch: OnlineBatchConfig = OnlineBatchConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -9,6 +9,7 @@ from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.backends.engine_group import EngineGroup, host_engine
 from rlhf_cli.backends.online_roles import (
     ActorGroup,
+    BaseReference,
     CriticGroup,
     Dealer,
     ReferenceGroup,
@@ -21,20 +22,22 @@ from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
 from rlhf_cli.backends.roles import Actor, Critic, Reference, Reward, RoleSettings
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.backends.weight_transfer import choose_sync_backend
+from rlhf_cli.commands.offline import TrainedModel
 from rlhf_cli.commands.online_config import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig
-from rlhf_cli.models.loading import load_config, quadratic_cost, resolve_model_path
+from rlhf_cli.models.loading import quadratic_cost, resolve_model_path
 from rlhf_cli.models.reward_model import RewardModel
 from rlhf_cli.rewards.scorer import Scorer
-from rlhf_cli.trainers.rl import Roles
+from rlhf_cli.trainers.rl import Roles, awake
 from rlhf_cli.trainers.update_plan import StepCounts
 
 
-def role_names(config: OnlineConfig, algorithm: Algorithm) -> tuple[str, ...]:
-    """The roles this run has besides the engines; a reference only where the KL divergence counts."""
+def role_names(config: OnlineConfig, algorithm: Algorithm, *, adapted: bool) -> tuple[str, ...]:
+    """The roles this run has besides the engines; a reference only where the KL divergence counts, from another model
+    than the one under the actor's adapter."""
     critic = ("critic",) if algorithm.critic else ()
-    reference = ("ref",) if config.policy.init_kl_coef > 0 else ()
+    reference = ("ref",) if config.policy.init_kl_coef > 0 and not adapted else ()
     reward = ("reward",) if config.reward.reward_pretrain is not None else ()
     return ("actor", *critic, *reference, *reward)
 
@@ -58,11 +61,13 @@ class OnlineRoles:
         algorithm: Algorithm,
         where: OnlineCluster,
         *,
+        model: TrainedModel,
         reward_model: RewardModel | None,
         total_steps: StepCounts,
     ) -> None:
         self._config = config
         self._where = where
+        self._model = model
         self._total_steps = total_steps
         self._is_settled = False
         self._sync_backend = choose_sync_backend(
@@ -70,16 +75,16 @@ class OnlineRoles:
         )
         self._reservation = Reservation(where.layout, where.cluster)
         self._takes_turns = config.placement.deepspeed_enable_sleep
-        self._quadratic_cost = quadratic_cost(load_config(config.model))
-        started = self._start_models(role_names(config, algorithm), reward_model)
+        self._quadratic_cost = quadratic_cost(model.architecture)
+        started = self._start_models(role_names(config, algorithm, adapted=model.plan is not None), reward_model)
         groups = {role: group for role, (group, _) in started.items()}
         self.actor = ActorGroup(self._trained(groups["actor"]))
         self.critic = CriticGroup(self._trained(groups["critic"])) if "critic" in groups else None
-        self.reference = None
+        self.reference: ReferenceGroup | BaseReference | None = None
+        if config.policy.init_kl_coef > 0 and model.plan is not None:
+            self.reference = BaseReference(self.actor.trained)
         if "ref" in groups:
-            self.reference = ReferenceGroup(
-                groups["ref"], self._dealer(groups["ref"], "packer"), takes_turns=self._takes_turns
-            )
+            self.reference = self._reference_group(groups["ref"])
         self.reward_model = None
         if reward_model is not None:
             self.reward_model = self._reward_group(groups["reward"], reward_model)
@@ -89,6 +94,8 @@ class OnlineRoles:
         self._settle(started)
         self.engines.wait_until_built()
         self.engines.connect()
+        if model.plan is not None and model.plan.weights is not None:
+            self._push(0)  # the engines have started with the base
 
     def with_scorer(self, scorer: Scorer) -> Roles:
         """The roles as the loop takes them."""
@@ -96,18 +103,30 @@ class OnlineRoles:
 
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint of all trained roles, as an estimate."""
-        return sum(trained.checkpoint_bytes() for trained in self._all_trained().values())
+        trained = sum(trained.checkpoint_bytes() for trained in self._all_trained().values())
+        return trained + (self._moving.num_bytes() if self._moving else 0)
 
     def save(self, directory: Path) -> None:
-        """Write actor and critic, as one unit, below a folder."""
+        """Write everything that has changed since the start, as one unit, below a folder."""
         for role, trained in self._all_trained().items():
             trained.save(directory / role)
+        if self._moving is not None:
+            with awake(self._moving):
+                self._moving.save(directory / "ref")
 
     def load(self, directory: Path, *, iteration: int) -> None:
         """Restore what `save` wrote and give the engines the actor's weights."""
         for role, trained in self._all_trained().items():
             trained.load(directory / role)
-        self.engines.receive_weights(iteration)
+        if self._moving is not None:
+            with awake(self._moving):
+                self._moving.load(directory / "ref")
+        self._push(iteration)
+
+    def _push(self, version: int) -> None:
+        """Give the engines the actor's weights."""
+        with self.actor.trained.awake():
+            self.engines.receive_weights(version)
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +138,7 @@ class OnlineRoles:
     def _start_models(
         self, names: tuple[str, ...], reward_model: RewardModel | None
     ) -> dict[str, tuple[WorkerGroup, list[Any]]]:
-        model, optim = self._config.model, self._config.optim
+        model, optim = self._model.base, self._config.optim
         started = {"actor": self._start("actor", Actor, model, optim.actor_learning_rate)}
         if "critic" in names:
             assert isinstance(optim, ActorCriticOptimConfig)
@@ -137,7 +156,7 @@ class OnlineRoles:
         for group, building in started.values():
             group.wait(building)
         for role in (self.actor, self.critic, self.reference, self.reward_model):
-            if role is not None:
+            if role is not None and not isinstance(role, BaseReference):
                 role.sleep()
         self._is_settled = True
 
@@ -154,6 +173,21 @@ class OnlineRoles:
 
     def _all_trained(self) -> dict[str, TrainedGroup]:
         return {"actor": self.actor.trained} | ({"critic": self.critic.trained} if self.critic else {})
+
+    @property
+    def _moving(self) -> ReferenceGroup | None:
+        """The reference, if it moves."""
+        moves = self._config.reference.ref_sync_steps > 0
+        return self.reference if moves and isinstance(self.reference, ReferenceGroup) else None
+
+    def _reference_group(self, group: WorkerGroup) -> ReferenceGroup:
+        return ReferenceGroup(
+            group,
+            self._dealer(group, "packer"),
+            takes_turns=self._takes_turns,
+            actor=self.actor.trained,
+            alpha=self._config.reference.ref_mixup_alpha,
+        )
 
     def _trained(self, group: WorkerGroup) -> TrainedGroup:
         return TrainedGroup(group, self._dealer(group, "role.packer"), takes_turns=self._takes_turns)
@@ -189,6 +223,8 @@ class OnlineRoles:
             max_new_tokens=config.rollout.max_new_tokens,
             policy=config.policy,
             share_prompts=config.batch.share_prompts and config.batch.micro_train_batch_size is None,
+            adapter=self._model.plan if role in ("actor", "critic") else None,
+            ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,
         )
         return start_ranks(
             role,
@@ -223,7 +259,7 @@ class OnlineRoles:
             threads=self._threads(ENGINE),
             environment=self._engine_environment(seat),
             factory=host_engine,
-            args=(self._where.backend, resolve_model_path(config.model.pretrain), settings),
+            args=(self._where.backend, resolve_model_path(self._model.base.pretrain), settings),
         )
 
     def _engine_environment(self, seat: Seat) -> dict[str, str]:

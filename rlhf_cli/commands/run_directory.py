@@ -8,8 +8,8 @@ from rlhf_cli.backends.checkpoint import CheckpointStore
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 
-CONFIG, LOGS, REPORT, BEST = "config.yaml", "logs", "report.html", "best"
-OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, BEST, "tensorboard", "error.log")
+CONFIG, LOGS, REPORT, BEST, EMA = "config.yaml", "logs", "report.html", "best", "ema"
+OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, BEST, EMA, "tensorboard", "error.log")
 OF_A_MODEL = ("config.json", "adapter_config.json")
 
 
@@ -30,6 +30,11 @@ class RunDirectory:
     def best(self) -> Path:
         """Where the model of the best evaluation is kept."""
         return self.root / BEST
+
+    @property
+    def ema(self) -> Path:
+        """Where the moving average of the weights is saved."""
+        return self.root / EMA
 
     def log_of_rank(self, rank: int) -> Path:
         """Where the output of one rank goes."""

@@ -40,7 +40,16 @@ class ModelConfig(ModelSource):
     """Use Liger's fused Triton kernels for norms, rotary embeddings and MLPs (CUDA, extra `liger`)."""
 
 
-class AdapterConfig(Group):
+class MovingReferenceConfig(Group):
+    """Reference"""
+
+    ref_sync_steps: int = Field(0, ge=0)
+    """Steps (online: iterations) after which the reference moves towards the trained model (TR-DPO); 0: it stays."""
+    ref_mixup_alpha: float = Field(1.0, gt=0, le=1)
+    """Share of the trained model's weights in the reference after each such move."""
+
+
+class LoraConfig(Group):
     """Adapter (LoRA)"""
 
     lora_rank: int = Field(0, ge=0)
@@ -51,5 +60,10 @@ class AdapterConfig(Group):
     """Share of a layer's inputs that the adapter does not see in a training step."""
     target_modules: list[str] = ["all-linear"]
     """Names of the linear layers that get an adapter (q_proj,v_proj); all-linear: every one but the head."""
+
+
+class AdapterConfig(LoraConfig):
+    """Adapter (LoRA)"""
+
     load_in_4bit: bool = False
     """Keep the model under the adapter in 4 bits (NF4; NVIDIA GPU, extra `quant`, not with ZeRO-3)."""

@@ -256,6 +256,16 @@ class ActorOptimConfig(OptimConfig):
 
     actor_learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of the actor."""
+    enable_ema: bool = False
+    """Keep a moving average of the actor's weights in host memory, and save it as a model of its own, `ema`."""
+    ema_beta: float = Field(0.992, ge=0, lt=1)
+    """Share of the average that is kept in each optimizer step."""
+
+    @model_validator(mode="after")
+    def _a_share_is_of_an_average(self) -> "ActorOptimConfig":
+        if not self.enable_ema and self.ema_beta != ActorOptimConfig.model_fields["ema_beta"].default:
+            raise ValueError("ema_beta is about the average of the weights: give --enable_ema")
+        return self
 
 
 class ActorCriticOptimConfig(ActorOptimConfig):

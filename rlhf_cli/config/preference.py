@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Group
+from rlhf_cli.config.model import MovingReferenceConfig
 
 PAIR_LOSSES = (
     "sigmoid",
@@ -105,13 +106,8 @@ class FrozenReferenceConfig(Group):
     """Compute the reference's log-probabilities of all data before training, and keep them for other runs."""
 
 
-class ReferenceConfig(FrozenReferenceConfig):
+class ReferenceConfig(FrozenReferenceConfig, MovingReferenceConfig):
     """Reference"""
-
-    ref_sync_steps: int = Field(0, ge=0)
-    """Steps after which the reference moves towards the trained model (TR-DPO); 0 leaves it as it is."""
-    ref_mixup_alpha: float = Field(1.0, gt=0, le=1)
-    """Share of the trained model's weights in the reference after each such move."""
 
     @model_validator(mode="after")
     def _moves_or_is_kept(self) -> "ReferenceConfig":

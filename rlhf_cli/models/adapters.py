@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.config.model import AdapterConfig, ModelConfig
+from rlhf_cli.config.model import AdapterConfig, LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.loading import (
@@ -62,15 +62,16 @@ class AdapterPlan:
         return f"rank {config.r}, alpha {config.lora_alpha}, {targets} on {self.fingerprint}{bits}"
 
 
-def plan_adapter(model: ModelConfig, adapter: AdapterConfig, *, seed: int) -> AdapterPlan | None:
+def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> AdapterPlan | None:
     """What the settings ask for: a new adapter, the one at `pretrain`, or None.
 
     Raises:
         UsageError: the adapter at `pretrain` has another rank than asked for, or its base is not what it was.
     """
     folder = adapter_folder(model.pretrain)
+    in_4bit = isinstance(adapter, AdapterConfig) and adapter.load_in_4bit
     if folder is None and adapter.lora_rank == 0:
-        if adapter.load_in_4bit:
+        if in_4bit:
             raise UsageError("load_in_4bit: weights in 4 bits cannot be trained themselves; give --lora_rank")
         return None
     config = _new_config(adapter) if folder is None else _stored_config(folder, adapter)
@@ -82,14 +83,14 @@ def plan_adapter(model: ModelConfig, adapter: AdapterConfig, *, seed: int) -> Ad
     if folder is not None:
         require_same_base(folder, base, mark)
     weights = None if folder is None else folder / WEIGHTS_FILE
-    return AdapterPlan(base, mark, config, weights, adapter.load_in_4bit, seed)
+    return AdapterPlan(base, mark, config, weights, in_4bit, seed)
 
 
-def _new_config(adapter: AdapterConfig) -> Any:
-    from peft import LoraConfig
+def _new_config(adapter: LoraConfig) -> Any:
+    import peft
 
     everywhere = adapter.target_modules == ["all-linear"]
-    return LoraConfig(
+    return peft.LoraConfig(
         r=adapter.lora_rank,
         lora_alpha=adapter.lora_alpha,
         lora_dropout=adapter.lora_dropout,
@@ -97,7 +98,7 @@ def _new_config(adapter: AdapterConfig) -> Any:
     )
 
 
-def _stored_config(folder: Path, adapter: AdapterConfig) -> Any:
+def _stored_config(folder: Path, adapter: LoraConfig) -> Any:
     config = read_config(folder)
     if adapter.lora_rank not in (0, config.r):
         raise UsageError(
@@ -113,10 +114,10 @@ def _stored_config(folder: Path, adapter: AdapterConfig) -> Any:
 
 def read_config(folder: Path) -> Any:
     """PEFT's configuration of the adapter in a folder. UsageError unless it is a LoRA."""
-    from peft import LoraConfig, PeftConfig
+    import peft
 
-    config = PeftConfig.from_pretrained(str(folder))
-    if not isinstance(config, LoraConfig):
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    if not isinstance(config, peft.LoraConfig):
         raise UsageError(f"adapter {folder} is a {config.peft_type.value}: LoRA is what is known here")
     return config
 
@@ -230,6 +231,11 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def scales(model: nn.Module) -> dict[str, float]:
+    """What the product of the two factors is multiplied with, by the name of the layer that has them."""
+    return {name: float(layer.scaling[ACTIVE]) for name, layer in _tuned(model).items()}
 
 
 def parameters_said(model: nn.Module) -> str:

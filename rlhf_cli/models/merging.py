@@ -4,18 +4,22 @@ Nothing here holds more than one shard of a model. Leaves out where models and a
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.models.adapters import HEAD, PREFIX
+from rlhf_cli.models.adapters import ACTIVE, HEAD, PREFIX
 from rlhf_cli.models.weight_files import TensorSource, open_weights
 
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+FACTORS = (".lora_A", ".lora_B")
+LORA_A, LORA_B = (f"{kind}.weight" for kind in FACTORS)
+BASE_LAYER = ".base_layer."
+"""PEFT's name for a layer under an adapter, a part of names in memory."""
 
 
 class FoldedAdapter:
@@ -57,7 +61,7 @@ class FoldedAdapter:
             return weight
         a_RI, b_OR = (self._weights.read(factor).float() for factor in self._factors[name])
         change = b_OR @ a_RI
-        return weight.float() + self._scale(name, rank=len(a_RI)) * (change.T if self._turned else change)
+        return added(weight, change.T if self._turned else change, scale=self._scale(name, rank=len(a_RI)))
 
     @property
     def _turned(self) -> bool:
@@ -90,6 +94,56 @@ class FoldedAdapter:
                 f"the adapter does not fit the model under it: {name} has shape {self._base.shape(name)}, "
                 f"the adapter's part of it {shape}"
             )
+
+
+def added(weight: torch.Tensor, change: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """`weight + scale * change`, in float32."""
+    return weight.float() + scale * change
+
+
+def in_folding_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All parameters; the factors of an adapter come right before the weight that they change."""
+    named = dict(model.named_parameters())
+    ordered = []
+    for name, parameter in named.items():
+        if _is_factor(name):
+            continue
+        layer, _, rest = name.partition(BASE_LAYER)
+        if rest == "weight":
+            factors = (f"{layer}{kind}.{ACTIVE}.weight" for kind in FACTORS)
+            ordered += [(factor, named[factor]) for factor in factors]
+        ordered.append((name, parameter))
+    return ordered
+
+
+def parameters_without_adapter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of the model under the adapter, by the names they have without one, in the same order."""
+    return [(name.replace(BASE_LAYER, "."), p) for name, p in in_folding_order(model) if not _is_factor(name)]
+
+
+def folded(
+    named: Iterable[tuple[str, torch.Tensor]], scales: Mapping[str, float]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors in folding order as those of a model without an adapter: W + scale B A, rounded to W's type.
+
+    The tensors given are not changed, and need not be valid any longer when the next one is asked for; without an
+    adapter they come back as they are. The numbers are those of `rlhf merge`.
+    """
+    factors: list[torch.Tensor] = []
+    for name, tensor in named:
+        if _is_factor(name):
+            factors.append(tensor.to(torch.float32, copy=True))
+            continue
+        layer, _, rest = name.partition(BASE_LAYER)
+        if rest == "weight":
+            a_RI, b_OR = factors
+            tensor = added(tensor, b_OR @ a_RI, scale=scales[layer]).to(tensor.dtype)
+            factors = []
+        yield name.replace(BASE_LAYER, "."), tensor
+
+
+def _is_factor(name: str) -> bool:
+    return any(f"{kind}.{ACTIVE}." in name for kind in FACTORS)
 
 
 def plan_shards(source: TensorSource, *, dtype: torch.dtype | None, max_bytes: int) -> list[list[str]]:

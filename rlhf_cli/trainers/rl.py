@@ -52,13 +52,18 @@ class Sleeper(Protocol):
 
 
 class Reference(Sleeper, Protocol):
-    """The frozen policy that the KL divergence is measured from."""
+    """The policy that the KL divergence is measured from."""
 
     def logprobs(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]: ...
 
+    def move(self) -> None:
+        """Go towards the actor, who must not be asked for anything meanwhile."""
 
-class Actor(Reference, Protocol):
+
+class Actor(Sleeper, Protocol):
     """The policy in training."""
+
+    def logprobs(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]: ...
 
     def sleep_optimizer(self) -> None:
         """Keep the weights alone on the accelerator."""
@@ -138,6 +143,7 @@ def train_online(
     while not is_last:
         after = _iterate(roles, settings, source, state=state, tracker=hooks.tracker)
         if after is None:
+            hooks.evaluate(state.iteration, True)
             break
         state = after
         is_last = state.iteration == total_iterations or source.is_used_up(state)
@@ -185,11 +191,13 @@ def _iterate(
     with timer("train"):
         updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
         metrics |= updates.metrics
-    if plan.actor:
-        with timer("transfer"):
-            roles.actor.sleep_optimizer()
-            metrics |= roles.engines.receive_weights(iteration)
-            roles.actor.sleep()
+    with timer("transfer"):  # also of weights that have not changed: engines that slept have none
+        roles.actor.sleep_optimizer()
+        metrics |= roles.engines.receive_weights(iteration)
+        roles.actor.sleep()
+    if roles.reference is not None and settings.reference_moves(iteration):
+        with timer("transfer"), awake(roles.reference):
+            roles.reference.move()
     metrics |= rollout_metrics(sampled.generations, sampled.scores) | greedy_metrics(greedy) | rollout.metrics
     metrics["num_tokens"] = float(sum(len(sequence) for sequence in rollouts.sequences))
     after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(rollouts))
@@ -271,14 +279,14 @@ class _Updates:
 def _update(
     roles: Roles, samples: Sequence[Sample], plan: UpdatePlan, *, on_policy: bool, weights: LossWeights
 ) -> _Updates:
-    """Both updates; an actor that was trained stays awake, for its weights go to the engines next."""
+    """Both updates; the actor stays awake, for its weights go to the engines next."""
     metrics: dict[str, float] = {}
     if roles.critic is not None:
         with awake(roles.critic):
             metrics |= _mean(roles.critic.update(samples, plan.critic), prefix="critic/")
+    roles.actor.wake()
     if not plan.actor:
         return _Updates(metrics, [])
-    roles.actor.wake()
     of_actor = roles.actor.update(samples, plan.actor, on_policy=on_policy, weights=weights)
     return _Updates(metrics | _mean(of_actor, prefix=""), of_actor)
 

@@ -7,6 +7,7 @@ from typing import Any
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import DynamicSamplingConfig, OnlineRewardConfig, RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.train import BatchConfig
@@ -23,6 +24,7 @@ class OnlineSettings:
     reward: OnlineRewardConfig
     policy: PolicyConfig
     batch: BatchConfig
+    reference: MovingReferenceConfig
     dynamic: DynamicSamplingConfig | None = None  # None where every prompt's group is trained on
 
     @property
@@ -35,6 +37,10 @@ class OnlineSettings:
     def needs_old(self) -> bool:
         """Whether the policy's own log-probs are needed whatever the steps are: for the KL divergence in the reward."""
         return self.policy.init_kl_coef > 0 and not self.policy.use_kl_loss
+
+    def reference_moves(self, iteration: int) -> bool:
+        """Whether the reference moves after this iteration."""
+        return self.reference.ref_sync_steps > 0 and iteration % self.reference.ref_sync_steps == 0
 
     @property
     def bootstraps(self) -> bool:
