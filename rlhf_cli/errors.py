@@ -10,3 +10,16 @@ class UsageError(ValueError):
 
 class RunError(RuntimeError):
     """A run that started well cannot go on. The message says why and how to continue; exit status 1."""
+
+
+class ProcessDied(RunError):
+    """A process of the run died, which need not happen again: the run may go on from its last checkpoint."""
+
+    def __str__(self) -> str:
+        hint = "run the same command with --load_checkpoint to continue from the last checkpoint"
+        return f"{super().__str__()}; {hint}"
+
+    @property
+    def said(self) -> str:
+        """What happened, without how to go on."""
+        return super().__str__()

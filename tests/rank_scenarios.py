@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
@@ -14,7 +15,8 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
 from rlhf_cli.backends import distributed
-from rlhf_cli.backends.deepspeed_engine import FrozenEngine, seed_everything
+from rlhf_cli.backends.deepspeed_engine import FrozenEngine, move_weights, seed_everything, whole_weights
+from rlhf_cli.backends.weight_average import WeightAverage
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing import pack
@@ -63,6 +65,55 @@ def resume(model: str, stage: int, dtype: str, folder: Path) -> dict[str, Any]:
         "random numbers": torch.equal(drawn, drawn_again),
         "drawn": drawn,
     }
+
+
+def shifted(objective: Any, *, by: float) -> Any:
+    return lambda model, batch: (objective(model, batch)[0] + by, {})
+
+
+def spoiled(model: str, stage: int) -> dict[str, Any]:
+    """Three steps; in the second one the last rank's loss is infinite, which leaves no trace."""
+    results = []
+    for is_spoiled in (False, True):
+        items = Items(make_sequences(10))
+        hf_model, module = load_policy(model, stage)
+        engine = make_engine(module, stage)
+        metrics = train(engine, items, STEPS[:1], layout())
+        if is_spoiled:
+            micro_batches, totals = layout().share().micro_batches(items, np.array(STEPS[0]))
+            excess = torch.inf if dist.get_rank() == dist.get_world_size() - 1 else 0.0
+            objective = bind(sft_objective, totals)
+            metrics.append(engine.train_step(micro_batches, shifted(objective, by=excess)))
+        metrics += train(engine, items, STEPS[1:2], layout())
+        results.append((metrics, weights_of(engine, hf_model)))
+    (_, weights), (metrics, others) = results
+    return {
+        "skipped": [step["skipped_steps"] for step in metrics],
+        "weights": all(torch.equal(weights[name], others[name]) for name in weights),
+    }
+
+
+def average(model: str, stage: int) -> dict[str, torch.Tensor]:
+    """A moving average of the weights over two steps."""
+    items = Items(make_sequences(10))
+    hf_model, module = load_policy(model, stage)
+    engine = make_engine(module, stage)
+    kept = WeightAverage(list(hf_model.named_parameters()), beta=0.75)
+    for step in STEPS[:2]:
+        train(engine, items, [step], layout())
+        kept.update()
+    return dict(kept.weights())
+
+
+def moved(model: str) -> dict[str, torch.Tensor]:
+    """A frozen, partitioned policy that has moved halfway to zero; the first rank says where to."""
+    hf_model, module = load_policy(model, 3)
+    FrozenEngine(module, DeepSpeedConfig(zero_stage=3), param_dtype="fp32")
+    named = list(hf_model.named_parameters())
+    is_first = dist.get_rank() == 0
+    targets = {name: torch.full(tuple(p.ds_shape), 0.0 if is_first else 9.0) for name, p in named}  # type: ignore[attr-defined]
+    move_weights(hf_model, targets, 0.5)
+    return {name: weight.clone() for name, weight in whole_weights(named, gather=True, bucket_bytes=1 << 20)}
 
 
 class Counter(nn.Module):
@@ -129,6 +180,9 @@ def main(model: str, folder: Path) -> None:
             saved = folder / f"{num_ranks}_{stage}_{dtype}"
             saved.mkdir(exist_ok=True)
             results[f"resume {stage} {dtype}"] = resume(model, stage, dtype, saved)
+        results[f"spoiled {stage}"] = spoiled(model, stage)
+    results |= {f"average {stage}": average(model, stage) for stage in (0, 2, 3)}
+    results["moved"] = moved(model)
     results["zpg"] = steps(model, 3, zpg=num_ranks)
     results["overlap"] = steps(model, 2, overlap_comm=True)
     results["critic"] = critic(model)

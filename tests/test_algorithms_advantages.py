@@ -123,6 +123,10 @@ def test_without_a_target_the_coefficient_is_fixed_and_a_huge_batch_cannot_make_
     assert next_kl_coef(0.5, kl=0.0, target=1.0, horizon=1, num_sequences=100) == 0.0
 
 
+def test_a_divergence_that_is_not_finite_does_not_reach_the_coefficient() -> None:
+    assert next_kl_coef(0.5, kl=math.nan, target=1.0, horizon=1, num_sequences=100) == 0.5
+
+
 def test_the_score_lands_on_the_last_token_and_the_penalty_on_each() -> None:
     rewards_N = token_rewards(
         torch.tensor([2.0, 5.0, -1.0]), torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 2, 3]), kl_coef=0.5

@@ -50,6 +50,14 @@ def test_phases_and_the_rest_add_up_to_the_whole_iteration():
     assert ppo.overhead(parts) == pytest.approx(0.15)
 
 
+def test_memory_that_grows_evenly_rises_by_what_it_grows_and_the_start_does_not_count():
+    bench = load("memory_iterations")
+    memory = [10.0, 500.0] + [1000.0 + 0.5 * i for i in range(8)]
+    assert bench.rise(memory) == pytest.approx(50.0)
+    assert bench.fifths(memory)[:2] == [(1, 2, 255.0), (3, 4, 1000.25)]
+    assert "<svg" in bench.page(memory)
+
+
 def test_a_made_up_mistake_is_in_one_step_and_goes_on_to_the_final_number():
     setting = load("setting")
     rng = random.Random(4)

@@ -31,7 +31,7 @@ from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.data.samples import Sample, pack_samples
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.trainers.loop import bind
@@ -94,6 +94,54 @@ def value_samples(count: int) -> list[Sample]:
     ]
 
 
+def spoiled_step(engine: Any, items: Items, *, what: str) -> dict[str, float]:
+    """A step of which one micro-batch's loss, or its gradient alone, is not finite."""
+    micro_batches, totals = Layout(max_sequences=2).share().micro_batches(items, np.arange(4))
+    last = micro_batches[-1]
+    objective = bind(sft_objective, totals)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        value, metrics = objective(model, batch)
+        if batch.input_ids_T.equal(last.input_ids_T):
+            # sqrt has an infinite slope at 0
+            value = value + torch.inf if what == "loss" else value + (value - value).sqrt()
+        return value, metrics
+
+    return engine.train_step(micro_batches, loss)
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize(("stage", "dtype"), [(stage, dtype) for stage in STAGES for dtype in ("fp32", "bf16")])
+def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(tiny_model_dir, items, stage, dtype, what):
+    results = []
+    for is_spoiled in (False, True):
+        hf_model, module = load_policy(tiny_model_dir, stage, dtype=dtype)
+        engine = make_engine(module, stage, dtype=dtype)
+        metrics = train(engine, items, STEPS[:1], Layout())
+        if is_spoiled:
+            before = weights_of(engine, hf_model)
+            spoiled = spoiled_step(engine, items, what=what)
+            assert not math.isfinite(spoiled["grad_norm"])
+            assert spoiled["skipped_steps"] == 1
+            assert all(weight.equal(before[name]) for name, weight in weights_of(engine, hf_model).items())
+        metrics += train(engine, items, STEPS[1:], Layout())
+        results.append(([m | {"skipped_steps": 0.0} for m in metrics], weights_of(engine, hf_model)))
+        assert metrics[-1]["skipped_steps"] == float(is_spoiled)
+    (metrics, weights), (others, other_weights) = results
+    assert metrics == others
+    assert all(weight.equal(other_weights[name]) for name, weight in weights.items())
+
+
+def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run(tiny_model_dir, items):
+    _, module = load_policy(tiny_model_dir, 2)
+    engine = make_engine(module, 2, optim=OPTIM.model_copy(update={"max_skipped_steps": 1}))
+    spoiled_step(engine, items, what="loss")
+    train(engine, items, STEPS[:1], Layout())  # a good one between starts the count anew
+    spoiled_step(engine, items, what="loss")
+    with pytest.raises(RunError, match=r"not finite in 2 optimizer steps in a row \(--max_skipped_steps 1\)"):
+        spoiled_step(engine, items, what="loss")
+
+
 VALUE_COLUMNS = ("old_values", "returns")
 
 
@@ -148,7 +196,8 @@ def test_a_step_worked_out_by_hand(stage):
     engine = make_engine(model, stage, optim=OPTIM.model_copy(update={"max_norm": 1.0}))
     metrics = engine.train_step([torch.tensor([[3.0, 8.0]]), torch.tensor([[9.0, 8.0]])], mean_of_two)
     assert metrics == pytest.approx(
-        {"loss": 22.5, "output_max": 25.5, "grad_norm": math.sqrt(101), "lr": LEARNING_RATE}, rel=1e-6
+        {"loss": 22.5, "output_max": 25.5, "grad_norm": math.sqrt(101), "lr": LEARNING_RATE, "skipped_steps": 0.0},
+        rel=1e-6,
     )
     rate = LEARNING_RATE
     expected = [1 * (1 - 0.1 * rate) - rate, 2 * (1 - 0.1 * rate) - rate]

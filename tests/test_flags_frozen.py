@@ -27,6 +27,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "best_metric_key": EVALUATED,
     "cispo_eps_high": {"policy_loss": "cispo"},
     "code_unsandboxed": {"reward_funcs": "code"},
+    "ema_beta": {"enable_ema": True},
     "k": {"n_samples_per_prompt": "9", "temperature": "1"},
     "eval_max_samples": EVALUATED,
     "eval_n_samples_per_prompt": {**EVALUATED, "eval_temperature": "0.7"},

@@ -4,6 +4,7 @@ The controller of Skywork-OR1 (arXiv 2505.22312, section 4.3). Its state is two 
 checkpoints; the entropy itself is measured in the update, over all ranks.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -23,12 +24,12 @@ class EntropyState:
 def next_entropy_state(
     state: EntropyState, *, entropy: float, target: float | None, delta: float, max_coef: float
 ) -> EntropyState:
-    """State for the next step; unchanged where there is no target.
+    """State for the next step; unchanged where there is no target, or the entropy is not finite.
 
     `entropy` is the mean over the trained tokens of the step, nats. Below `target` the weight rises by `delta`, else it
     falls, within 0 and `max_coef`; it counts while the entropy is not above the target.
     """
-    if target is None:
+    if target is None or not math.isfinite(entropy):
         return state
     coef = state.coef + (delta if entropy < target else -delta)
     return EntropyState(min(max(coef, 0.0), max_coef), applied=entropy <= target)

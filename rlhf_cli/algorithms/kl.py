@@ -4,6 +4,7 @@ Estimators are John Schulman's (joschu.net/blog/kl-approx). The state of a contr
 float, which the caller keeps and checkpoints.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -35,12 +36,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Te
 
 
 def next_kl_coef(kl_coef: float, *, kl: float, target: float | None, horizon: int, num_sequences: int) -> float:
-    """Coefficient for the next iteration; unchanged where there is no target.
+    """Coefficient for the next iteration; unchanged where there is no target, or the divergence is not finite.
 
     `kl` is the mean over responses of the KL summed over their tokens, measured on `num_sequences` responses of all
     ranks: `coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)` (arXiv 1909.08593, section 2.2).
     """
-    if target is None:
+    if target is None or not math.isfinite(kl):
         return kl_coef
     error = min(max(kl / target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
     return kl_coef * max(1.0 + error * num_sequences / horizon, 0.0)

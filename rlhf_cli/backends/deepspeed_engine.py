@@ -5,6 +5,7 @@ summed over micro-batches and ranks; DeepSpeed averages over ranks, which is und
 micro-batches therefore does not change the update.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends import distributed
 from rlhf_cli.backends.deepspeed_weights import DEEPSPEED
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.policy import PolicyModel, parameter_groups
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
@@ -117,6 +118,8 @@ class DeepSpeedEngine:
             config=config,
         )
         self._stage = settings.zero_stage
+        self._max_skipped_steps = optim.max_skipped_steps
+        self._skipped_in_a_row = 0
         if self._stage == 3:
             register_external_parameters(module)
         if self._stage == 0 and self._engine.bfloat16_enabled():
@@ -130,6 +133,9 @@ class DeepSpeedEngine:
     def train_step(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> dict[str, float]:
         """One optimizer step; returns the metrics of the whole step over all ranks, `grad_norm` and `lr`.
 
+        Where a loss or the gradient is not finite, no rank changes anything: `skipped_steps` counts such steps of the
+        run. RunError after too many in a row.
+
         Args:
             micro_batches: this rank's share; every rank has the same number.
             compute_loss: (model, micro-batch) -> (loss, metrics), both as this micro-batch's additive part of the
@@ -140,21 +146,39 @@ class DeepSpeedEngine:
         for index, micro_batch in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             loss, metrics = compute_loss(self._engine, micro_batch.to(distributed.device()))
-            self._engine.backward(loss * dist.get_world_size())
+            self._engine.backward(spreading_nan(loss) * dist.get_world_size())
             total = combine_metrics(total, metrics)
         lr = self._engine.get_lr()[0]
         own_norm = self._plain_grad_norm()
+        if own_norm is not None:
+            self._skip_plainly(not math.isfinite(own_norm))
+        skipped_before = self._engine.skipped_steps
         self._engine.step()
+        self._count_skipped(self._engine.skipped_steps > skipped_before)
         norm = own_norm if own_norm is not None else self._engine.get_global_grad_norm()
         reduced = distributed.reduce_metrics({name: float(value) for name, value in total.items()})
         assert norm is not None, "DeepSpeed reported no gradient norm"
-        return reduced | {"grad_norm": float(norm), "lr": float(lr)}
+        skipped = float(self._engine.skipped_steps)
+        return reduced | {"grad_norm": float(norm), "lr": float(lr), "skipped_steps": skipped}
 
     def _plain_grad_norm(self) -> float | None:
         """The gradient norm where DeepSpeed leaves the step to the plain optimizer (fp32 at stage 0), else None."""
         if self._stage > 0 or self._engine.bfloat16_enabled():
             return None
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None]))
+
+    def _skip_plainly(self, skip: bool) -> None:
+        """Where the step is the plain optimizer's, tell its fused kernel, and DeepSpeed, whether it is skipped."""
+        self._engine.optimizer.found_inf = torch.ones((), device=distributed.device()) if skip else None
+        self._engine.optimizer.overflow = skip
+
+    def _count_skipped(self, skipped: bool) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row > self._max_skipped_steps:
+            raise RunError(
+                f"loss or gradient was not finite in {self._skipped_in_a_row} optimizer steps in a row "
+                f"(--max_skipped_steps {self._max_skipped_steps}): lower the learning rate, or look at the data"
+            )
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Any], compute_loss: ComputeLoss) -> dict[str, float]:
@@ -263,6 +287,11 @@ class FrozenEngine:
         """Bring back what `sleep` moved away."""
         if not self._partitioned:
             self._module.to(distributed.device())
+
+
+def spreading_nan(loss: torch.Tensor) -> torch.Tensor:
+    """The loss, or NaN with gradients of NaN where it is not finite, which every rank sees in the gradient's norm."""
+    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
 def undo_first_step(optimizer: Any) -> None:

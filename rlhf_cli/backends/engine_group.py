@@ -18,7 +18,7 @@ from rlhf_cli.backends.rollout_engine import Arrivals, EngineDead, EngineSetting
 from rlhf_cli.backends.weight_transfer import PushReport
 from rlhf_cli.backends.weight_vllm_trainer import Rendezvous
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
-from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.errors import ProcessDied, RunError, UsageError
 
 MAX_RESTARTS = 3
 """Engines started again in one run; more deaths have a cause that a restart does not cure."""
@@ -273,9 +273,8 @@ class EngineGroup:
             raise cause if isinstance(cause, ValueError | RuntimeError) else error
         self._restarts += 1
         if self._restarts > MAX_RESTARTS:
-            raise RunError(
-                f"rollout engines died {self._restarts} times in this run, the last one was engine {number} ({error}); "
-                "run the same command with --load_checkpoint to continue from the last checkpoint"
+            raise ProcessDied(
+                f"rollout engines died {self._restarts} times in this run, the last one was engine {number} ({error})"
             )
         ray.kill(self._workers[number])
         self._workers[number], building = self._start(number)
@@ -283,10 +282,7 @@ class EngineGroup:
             ray.get(building)
             self.connect()
         except (RayActorError, RayTaskError) as again:
-            raise RunError(
-                f"rollout engine {number} died and could not be started again ({again}); "
-                "run the same command with --load_checkpoint to continue from the last checkpoint"
-            ) from again
+            raise ProcessDied(f"rollout engine {number} died and could not be started again ({again})") from again
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return _get_all([worker.call.remote(method, *args) for worker in self._workers])
@@ -298,9 +294,7 @@ def _get_all(calls: list[Any]) -> list[Any]:
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
     except RayActorError as error:
-        raise RunError(
-            f"a rollout engine died ({error}); run the same command with --load_checkpoint to continue"
-        ) from error
+        raise ProcessDied(f"a rollout engine died ({error})") from error
 
 
 def balanced_shares(requests: list[GenerationRequest], count: int) -> list[list[int]]:

@@ -14,7 +14,10 @@ from rlhf_cli.backends.placement import Layout, Seat
 from rlhf_cli.backends.ray_cluster import Reservation
 from rlhf_cli.backends.worker import AsyncWorker, Worker
 from rlhf_cli.environment import SPIN_COUNT
-from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.errors import ProcessDied, RunError, UsageError
+
+DEATH_SECONDS = 5.0
+"""How long after a rank's failure others are given to turn out dead: Ray takes about a second to notice."""
 
 
 class WorkerGroup:
@@ -51,13 +54,23 @@ class WorkerGroup:
             try:
                 ray.get(done[0])
             except RayTaskError as error:
+                if not isinstance(error.cause, UsageError | RunError):
+                    self._raise_if_one_died(pending)
                 raise self._failure(rank, error) from error
             except RayActorError as error:
-                raise RunError(
-                    f"{self.role} rank {rank} died ({_first_line(error)}); its log is {self.log_file(rank)}; "
-                    "run the same command with --load_checkpoint to continue from the last checkpoint"
-                ) from error
+                raise self._death(rank, error) from error
         return list(ray.get(calls))
+
+    def _raise_if_one_died(self, pending: dict[Any, int]) -> None:
+        """Raise ProcessDied if a rank is gone: those that were waiting for it fail too, perhaps earlier."""
+        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=DEATH_SECONDS) if pending else ([], [])
+        for call in done:
+            try:
+                ray.get(call)
+            except RayActorError as error:
+                raise self._death(pending[call], error) from error
+            except RayTaskError:
+                continue
 
     def address(self) -> tuple[str, int]:
         """(IP address of rank 0's node, a free port there)."""
@@ -74,6 +87,9 @@ class WorkerGroup:
     def log_file(self, rank: int) -> Path:
         """Where a rank's output goes."""
         return self._log_dir / f"{self.role}-{rank}.log"
+
+    def _death(self, rank: int, error: RayActorError) -> ProcessDied:
+        return ProcessDied(f"{self.role} rank {rank} died ({_first_line(error)}); its log is {self.log_file(rank)}")
 
     def _failure(self, rank: int, error: RayTaskError) -> Exception:
         if isinstance(error.cause, UsageError | RunError):

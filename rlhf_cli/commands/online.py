@@ -23,6 +23,7 @@ from rlhf_cli.commands.online_evaluation import (
     make_evaluator,
 )
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, role_names
+from rlhf_cli.commands.restarts import with_restarts
 from rlhf_cli.commands.run_directory import RunDirectory, prepare_run_directory, run_directory
 from rlhf_cli.commands.surplus import load_surplus, save_surplus
 from rlhf_cli.config.online import CriticPlacementConfig, DynamicSamplingConfig
@@ -123,8 +124,30 @@ def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
     Args:
         algorithm: the row of the table of algorithms.
     """
-    run = _check(config, command, ALGORITHMS[algorithm])
-    stop = StopSignal()
+    first, stop = _check(config, command, ALGORITHMS[algorithm]), StopSignal()
+
+    def attempt(continues: bool) -> Finished:
+        return _attempt(_continued(first) if continues else first, stop)
+
+    finished = with_restarts(
+        attempt,
+        max_restarts=config.checkpoint.max_restarts,
+        should_stop=stop,
+        say=lambda message: print(f"rlhf {command}: {message}", file=sys.stderr, flush=True),
+    )
+    if finished.interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _continued(run: _Run) -> _Run:
+    """The same run from its newest checkpoint on, or from the start where there is none yet."""
+    checkpoint = run.config.checkpoint.model_copy(update={"load_checkpoint": True, "overwrite": False})
+    return _check(run.config.model_copy(update={"checkpoint": checkpoint}), run.command, run.algorithm)
+
+
+def _attempt(run: _Run, stop: StopSignal) -> Finished:
+    """Start everything, train, save and end everything."""
+    config = run.config
     with ExitStack() as stack:
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
@@ -138,8 +161,7 @@ def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
                 roles.actor.trained.save_average(run.paths.ema)
         conclude(tracker, run.paths, finished, best)
     write_report(run.paths.root)
-    if finished.interrupted:
-        sys.exit(INTERRUPTED)
+    return finished
 
 
 def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:

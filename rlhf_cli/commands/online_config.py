@@ -18,7 +18,7 @@ from rlhf_cli.config.online import (
 )
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.presets import defaults_of_loss
-from rlhf_cli.config.train import CheckpointConfig, DeepSpeedConfig, TrackingConfig
+from rlhf_cli.config.train import DeepSpeedConfig, OnlineCheckpointConfig, TrackingConfig
 
 
 class OnlineConfig(BaseModel):
@@ -38,7 +38,7 @@ class OnlineConfig(BaseModel):
     evaluation: EvaluationConfig = EvaluationConfig()
     optim: ActorOptimConfig = ActorOptimConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
-    checkpoint: CheckpointConfig
+    checkpoint: OnlineCheckpointConfig
     tracking: TrackingConfig = TrackingConfig()
 
     @classmethod

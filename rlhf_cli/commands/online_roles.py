@@ -138,7 +138,7 @@ class OnlineRoles:
     def _start_models(
         self, names: tuple[str, ...], reward_model: RewardModel | None
     ) -> dict[str, tuple[WorkerGroup, list[Any]]]:
-        model, optim = self._model.base, self._config.optim
+        model, optim = self._config.model, self._config.optim
         started = {"actor": self._start("actor", Actor, model, optim.actor_learning_rate)}
         if "critic" in names:
             assert isinstance(optim, ActorCriticOptimConfig)

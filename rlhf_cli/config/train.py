@@ -42,6 +42,8 @@ class OptimConfig(Group):
     """Decoupled weight decay; not applied to biases and norms."""
     max_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 turns clipping off."""
+    max_skipped_steps: int = Field(5, ge=0)
+    """Steps in a row that are skipped because loss or gradient is not finite; one more ends the run."""
     lr_scheduler: Literal[
         "cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial"
     ] = "cosine_with_min_lr"
@@ -104,6 +106,13 @@ class CheckpointConfig(Group):
         if self.load_checkpoint and self.overwrite:
             raise ValueError("load_checkpoint continues a run and overwrite replaces it: give one of them")
         return self
+
+
+class OnlineCheckpointConfig(CheckpointConfig):
+    """Output"""
+
+    max_restarts: int = Field(0, ge=0)
+    """Times the run goes on by itself from its last checkpoint after one of its processes has died."""
 
 
 class TrackingConfig(Group):

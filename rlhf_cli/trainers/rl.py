@@ -303,9 +303,9 @@ def awake(role: Sleeper) -> Iterator[None]:
 
 
 def _mean(steps: Sequence[dict[str, float]], *, prefix: str) -> dict[str, float]:
-    """Metrics over the optimizer steps of an iteration: means, and maxima of names that end in `_max`."""
+    """Metrics over the optimizer steps of an iteration: means, and maxima of counts and of names that end in `_max`."""
     names = steps[0].keys()
-    merge = {name: np.max if name.endswith("_max") else np.mean for name in names}
+    merge = {name: np.max if name.endswith("_max") or name == "skipped_steps" else np.mean for name in names}
     return {prefix + name: float(merge[name]([step[name] for step in steps])) for name in names}
 
 

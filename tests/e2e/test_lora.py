@@ -1,4 +1,4 @@
-"""`rlhf sft --lora_rank` and `rlhf merge` as a user runs them: train, stop, continue, merge, use."""
+"""`--lora_rank` and `rlhf merge` as a user runs them: train, stop, continue, merge, use, offline and online."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli.models.weight_files import open_weights
+from rlhf_cli.tracking.sinks import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -113,9 +114,6 @@ def test_an_adapter_is_trained_stopped_continued_and_merged(place, sft):
     assert (logits(trained, tokens) - before).abs().max() > 0.1
     assert tokenizer.chat_template
 
-    prompts = ("--prompt_data", place / "sums.jsonl", "--label_key", "response", "--reward_funcs", "exact")
-    said = rlhf("ppo", "--pretrain", adapter, *prompts, "--output", place / "ppo", status=2)
-    assert "is an adapter, not a whole model: `rlhf merge`" in said
     sft("further", "--pretrain", place / "whole", "--max_steps", 4)
     assert losses(place / "further")[0] < shown[0] - 0.1
     sft("on_top", "--pretrain", place / "whole_merged", "--lora_rank", 2, "--max_steps", 4)
@@ -142,3 +140,22 @@ def test_another_adapter_does_not_continue_a_checkpoint(place, sft):
     output = ("--output", place / "changed", "--dataset", place / "sums.jsonl", "--load_checkpoint")
     said = rlhf("sft", *words, *output, "--train_batch_size", 8, "--max_epochs", 3, "--param_dtype", "fp32", status=2)
     assert "belongs to another run: its adapter is 'rank 4, alpha 16" in said
+
+
+def test_actor_and_critic_train_adapters_online_and_engines_sample_from_the_merged_weights(place):
+    prompts = ("--prompt_data", place / "sums.jsonl", "--label_key", "response", "--reward_funcs", "exact")
+    rollout = ("--rollout_backend", "transformers", "--max_len", 64, "--max_new_tokens", 6, "--rollout_batch_size", 4)
+    usual = (*prompts, *rollout, "--n_samples_per_prompt", 2, "--train_batch_size", 4, "--param_dtype", "fp32")
+    rates = ("--actor_learning_rate", "1e-2", "--critic_learning_rate", "1e-2", "--max_iterations", 2)
+    rlhf("ppo", "--pretrain", place / "tiny", *usual, *rates, "--lora_rank", 4, "--output", place / "ppo")
+    assert {path.stem for path in (place / "ppo" / "logs").glob("*-*.log")} == {"actor-0", "critic-0", "engine-0"}
+    first, second = read_metrics(place / "ppo").values()
+    assert first["kl"] == 0.0  # a new adapter changes nothing, and the reference is the model under it
+    assert abs(second["kl"]) > 1e-4
+    rlhf("merge", "--model", place / "ppo", "--output", place / "ppo_merged")
+    # From the adapter on: before the first iteration the engines get what it has learned.
+    rlhf("rloo", "--pretrain", place / "ppo", *usual, "--max_iterations", 1, "--output", place / "rloo")
+    (third,) = read_metrics(place / "rloo").values()
+    assert abs(third["kl"]) > 1e-4
+    for metrics in (first, second, third):
+        assert metrics["rollout_diff_max"] < 1e-3

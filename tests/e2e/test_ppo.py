@@ -176,16 +176,19 @@ def test_a_killed_run_goes_on_as_if_never_stopped(finished_run, tmp_path, model,
 
 def engine_process(output: Path, backend: str) -> psutil.Process:
     """The process that generates: vLLM's core, or the Ray worker that holds the transformers engine."""
-    log = str(output / "logs" / "engine-0.log")
+    return writer_of(output / "logs" / "engine-0.log", kind="EngineCore" if backend == "vllm" else "Worker")
+
+
+def writer_of(path: Path, *, kind: str) -> psutil.Process:
+    """The process whose output goes to this log and whose command has this word."""
     for process in psutil.process_iter():
         try:
-            command = " ".join(process.cmdline())
-            is_engine = ("EngineCore" in command) if backend == "vllm" else ("Worker" in command)
-            if is_engine and any(log == os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)):
+            outputs = {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)}
+            if str(path) in outputs and kind in " ".join(process.cmdline()):
                 return process
         except (psutil.Error, OSError):
             continue
-    raise AssertionError(f"no process writes to {log}")
+    raise AssertionError(f"no process writes to {path}")
 
 
 def test_killed_engines_are_started_again_with_the_present_weights(finished_run, tmp_path, model, problems):
@@ -199,6 +202,23 @@ def test_killed_engines_are_started_again_with_the_present_weights(finished_run,
         finish(process)
     finally:
         process.kill()
+    assert_same_run(whole, output)
+    assert_nothing_left(output)
+
+
+@pytest.mark.parametrize("finished_run", ["transformers"], indirect=True)
+def test_a_run_whose_actor_is_killed_goes_on_by_itself_as_if_unharmed(finished_run, tmp_path, model, problems):
+    backend, whole = finished_run
+    output = tmp_path / "restarted"
+    process = rlhf(*ppo_words(model, problems, output, backend=backend), "--max_restarts", "1")
+    try:
+        wait_for(output / "checkpoints" / "step_000002" / "manifest.json", process)
+        writer_of(output / "logs" / "actor-0.log", kind="Worker").kill()
+        printed = finish(process)
+    finally:
+        process.kill()
+    assert "rlhf ppo: actor rank 0 died" in printed
+    assert "going on from the last checkpoint (restart 1 of 1)" in printed
     assert_same_run(whole, output)
     assert_nothing_left(output)
 

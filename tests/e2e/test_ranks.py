@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_training import CLOSE, farthest
 
 from rlhf_cli.backends.distributed_env import free_port
@@ -82,6 +83,26 @@ def test_every_rank_goes_on_from_a_checkpoint_bit_for_bit(results, stage, dtype)
         assert (resumed["metrics"], resumed["weights"], resumed["random numbers"]) == (True, True, True), place
     drawn = [results[rank, 2][f"resume {stage} {dtype}"]["drawn"] for rank in (0, 1)]
     assert not torch.equal(*drawn)  # each rank has its own random numbers
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_is_infinite_on_one_rank_is_skipped_by_all(results, stage):
+    for place, found in results.items():
+        assert found[f"spoiled {stage}"] == {"skipped": [0.0, 1.0, 1.0], "weights": True}, place
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_averages_of_weights_are_those_of_one_rank(results, stage):
+    alone, together = (results[0, num_ranks][f"average {stage}"] for num_ranks in (1, 2))
+    assert farthest(alone, together) < CLOSE
+    assert bool(results[1, 2][f"average {stage}"]) == (stage == 3)  # else the first rank keeps all of it
+
+
+def test_a_partitioned_reference_moves_to_where_the_first_rank_says(results, tiny_model_dir):
+    start = load_file(Path(tiny_model_dir) / "model.safetensors")
+    for place in results:
+        for name, weight in results[place]["moved"].items():
+            torch.testing.assert_close(weight, 0.5 * start[name].float(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", STAGES[1:])
