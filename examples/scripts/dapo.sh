@@ -8,7 +8,8 @@
 # PROMPTS   problems with their answers: a file, a folder or a Hugging Face name
 # OUTPUT    run directory; runs/dapo by default. A run that is there is continued.
 #
-# From the environment: GPUS 8 (on each of NODES 16), PROMPTS_PER_ITERATION 512, SAMPLES 16, TRAIN_BATCH_SIZE 512,
+# From the environment: GPUS 8 (on each of NODES 16), ENGINES (GPUS / 4 a node) of TENSOR_PARALLEL 4 GPUs each,
+# PROMPTS_PER_ITERATION 512, SAMPLES 16, TRAIN_BATCH_SIZE 512,
 # MAX_NEW_TOKENS 20480, PROMPT_LEN 2048, ITERATIONS (all), FLAGS (further flags of `rlhf grpo`).
 set -euo pipefail
 
@@ -25,6 +26,6 @@ rlhf grpo --preset dapo --pretrain "$MODEL" --prompt_data "$DATA" --output "$OUT
   --rollout_batch_size "${PROMPTS_PER_ITERATION:-512}" --n_samples_per_prompt "${SAMPLES:-16}" \
   --train_batch_size "${TRAIN_BATCH_SIZE:-512}" ${ITERATIONS:+--max_iterations "$ITERATIONS"} --num_episodes 100 \
   --actor_learning_rate 1e-6 --l2 0.1 --zero_stage 3 \
-  --actor_num_nodes "$NODES" --actor_num_gpus_per_node "$GPUS" --vllm_num_engines "$((NODES * GPUS / 4))" \
-  --vllm_tensor_parallel_size 4 --colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep \
+  --actor_num_nodes "$NODES" --actor_num_gpus_per_node "$GPUS" --vllm_num_engines "${ENGINES:-$((NODES * GPUS / 4))}" \
+  --vllm_tensor_parallel_size "${TENSOR_PARALLEL:-4}" --colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep \
   --gradient_checkpointing --save_steps 5 ${FLAGS:-}

@@ -21,8 +21,7 @@ PROMPTS=${PROMPTS_PER_ITERATION:-128}
 SAMPLES=${SAMPLES:-64}
 
 rlhf ppo --pretrain "$MODEL" --prompt_data "$DATA" --output "$OUTPUT" --load_checkpoint \
-  --no_apply_chat_template --max_len "${MAX_LEN:-10000}" \
-  --input_template "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: {}\nAssistant: <think>" \
+  --prompt_template r1_zero --max_len "${MAX_LEN:-10000}" \
   --reward_funcs math --stop_properly_penalty_coef 0 \
   --rollout_batch_size "$PROMPTS" --n_samples_per_prompt "$SAMPLES" --max_new_tokens "${MAX_NEW_TOKENS:-8000}" \
   --train_batch_size "$((PROMPTS * SAMPLES))" --critic_update_steps 12 ${ITERATIONS:+--max_iterations "$ITERATIONS"} \

@@ -1,0 +1,74 @@
+"""The recipes of the examples, scaled down to an untrained model of 0.1M parameters and one iteration."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.tracking.sinks import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "scripts"
+SMALL = {
+    "GPUS": "1",
+    "PROMPTS_PER_ITERATION": "4",
+    "SAMPLES": "3",
+    "MAX_NEW_TOKENS": "6",
+    "MAX_LEN": "1200",
+    "PROMPT_LEN": "300",
+    "ITERATIONS": "1",
+    "FLAGS": "--rollout_backend transformers --param_dtype fp32",
+}
+ANY_GROUP = SMALL["FLAGS"] + " --dynamic_filtering_reward_range -9 9"  # every answer of such a model is wrong
+
+
+def run(*words: str, **environment: str) -> str:
+    """What a command says that has to succeed; `rlhf` is that of this Python."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path} | environment
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, problems) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2 --vocab_size 300"
+    run("rlhf", "scratch", "--dataset", str(problems), *size.split(), "--output", str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("script", "own", "roles"),
+    [
+        ("orz_ppo.sh", {}, {"actor-0", "critic-0", "engine-0"}),
+        ("r1_zero_grpo.sh", {}, {"actor-0", "ref-0", "engine-0"}),
+        (
+            "dapo.sh",
+            {"NODES": "1", "ENGINES": "1", "TENSOR_PARALLEL": "1", "TRAIN_BATCH_SIZE": "6", "FLAGS": ANY_GROUP},
+            {"actor-0", "engine-0"},
+        ),
+        ("skywork_or1.sh", {"STAGES": "6", "FLAGS": ANY_GROUP}, {"actor-0", "engine-0"}),
+    ],
+)
+def test_a_recipe_trains(script, own, roles, model, problems, tmp_path):
+    run(str(SCRIPTS / script), str(model), str(problems), str(tmp_path / "run"), **SMALL | own)
+    (output,) = [path.parent for path in tmp_path.rglob("metrics.jsonl")]
+    assert {path.stem for path in (output / "logs").glob("*-*.log")} == roles
+    metrics = read_metrics(output)[1]
+    assert metrics["grad_norm"] >= 0
+    assert metrics["weight_version"] == 1
+    assert (output / "model" / "model.safetensors").is_file()
