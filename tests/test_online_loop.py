@@ -152,7 +152,9 @@ class FakeScorer:
         self.asked: list[list[ScoreRequest]] = []
 
     def score(self, requests: list[ScoreRequest]) -> list[Score]:
-        raise AssertionError("responses are handed over one by one")
+        session = self.session()
+        session.add(requests)
+        return session.finish()
 
     def session(self) -> "FakeSession":
         return FakeSession(self)

@@ -109,7 +109,8 @@ def collected(engine):
 
 def test_responses_that_are_collected_as_they_finish_are_those_of_the_batch(engine):
     engine.begin(REQUESTS, SAMPLING)
-    assert [collected(engine)[number] for number in range(18)] == engine.generate(REQUESTS, SAMPLING)
+    found = collected(engine)
+    assert [found[number] for number in range(18)] == engine.generate(REQUESTS, SAMPLING)
     assert collected(engine) == {}  # of the same batch no more comes
 
 
