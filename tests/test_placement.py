@@ -1,4 +1,4 @@
-"""Layouts for 1, 8 and 128 GPUs, as a pure function of the settings."""
+"""Layouts for 1, 8, 128 and 1,024 GPUs, as a pure function of the settings."""
 
 from typing import Any
 
@@ -206,6 +206,63 @@ def test_128_gpus_with_actor_and_reference_together():
     # Four engines of 2 GPUs on each of the last four nodes.
     assert gpus_taken(layout, 16) == [8] * 16
     assert {layout.islands[seat.island].node for seat in layout.of(ENGINE)} == {12, 13, 14, 15}
+
+
+def test_1024_gpus_apart_for_every_role():
+    nodes = [8] * 128
+    layout = layout_of(
+        nodes,
+        **shape(48, 8, "actor", "ref"),
+        **shape(16, 8, "critic"),
+        **shape(8, 8, "reward"),
+        roles=JUDGED,
+        engines=112,
+        tensor_parallel=4,
+        colocate_actor_ref=True,
+    )
+    assert_sound(layout, nodes)
+    assert layout.num_gpus == 1024
+    assert [len(layout.of(role)) for role in (*JUDGED, ENGINE)] == [384, 128, 384, 64, 112]
+    assert describe(layout, unit="GPU") == [
+        "nodes 0-47: 8 GPUs each for actor + ref",
+        "nodes 48-63: 8 GPUs each for critic",
+        "nodes 64-71: 8 GPUs each for reward",
+        "nodes 72-127: 8 GPUs each for engine",
+    ]
+
+
+def test_1024_gpus_shared_by_all():
+    nodes = [8] * 128
+    layout = layout_of(
+        nodes, **shape(128, 8, *JUDGED), roles=JUDGED, engines=128, tensor_parallel=8, colocate_all_models=True
+    )
+    assert_sound(layout, nodes)
+    assert users(layout) == [[*JUDGED, ENGINE]] * 1024
+    assert describe(layout, unit="GPU") == ["nodes 0-127: 8 GPUs each for actor + critic + ref + reward + engine"]
+
+
+def test_1024_gpus_in_nodes_of_many_sizes_lose_none():
+    nodes = [16] * 8 + [8] * 96 + [4] * 32
+    layout = layout_of(
+        nodes,
+        **shape(8, 16, "actor"),
+        **shape(32, 4, "critic"),
+        **shape(48, 8, "ref"),
+        engines=192,
+        tensor_parallel=2,
+    )
+    assert_sound(layout, nodes)
+    assert gpus_taken(layout, len(nodes)) == nodes
+    assert {layout.islands[seat.island].node for seat in layout.of("critic")} == set(range(104, 136))
+    with pytest.raises(UsageError, match=r"rollout engines: 193 x 2 GPUs .* of 8 x 16 \+ 96 x 8 \+ 32 x 4 there are"):
+        layout_of(
+            nodes,
+            **shape(8, 16, "actor"),
+            **shape(32, 4, "critic"),
+            **shape(48, 8, "ref"),
+            engines=193,
+            tensor_parallel=2,
+        )
 
 
 def test_engines_fill_what_is_left_of_nodes_before_they_break_into_whole_ones():

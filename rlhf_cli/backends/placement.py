@@ -6,6 +6,7 @@ GPUs it is a process.
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
 from rlhf_cli.config.online import CriticPlacementConfig, PlacementConfig, RolloutConfig
 from rlhf_cli.errors import UsageError
@@ -43,7 +44,15 @@ class Layout:
 
     def users(self, island: int, gpu: int) -> list[str]:
         """Roles that sit on one GPU."""
-        return [seat.role for seat in self.seats if seat.island == island and gpu in seat.gpus]
+        return self._users.get((island, gpu), [])
+
+    @cached_property
+    def _users(self) -> dict[tuple[int, int], list[str]]:
+        users: dict[tuple[int, int], list[str]] = defaultdict(list)
+        for seat in self.seats:
+            for gpu in seat.gpus:
+                users[seat.island, gpu].append(seat.role)
+        return users
 
     @property
     def num_gpus(self) -> int:

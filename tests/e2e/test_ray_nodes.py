@@ -1,0 +1,77 @@
+"""ppo on a Ray cluster of several nodes: roles that do not fit on one node sit on different ones, and train."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from test_ppo import assert_nothing_left, finish, plain_metrics, rlhf
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+NODES = Path(__file__).parents[1] / "nodes_of_one_machine.py"
+
+
+@dataclass
+class Nodes:
+    """A running cluster."""
+
+    process: subprocess.Popen
+    address: str
+
+    def end(self) -> list[list[list[int]]]:
+        """End the cluster; which nodes the groups of places were on, each time that changed."""
+        said, _ = self.process.communicate(timeout=120)
+        return [json.loads(line) for line in said.splitlines()]
+
+
+@pytest.fixture
+def nodes(tmp_path_factory) -> Iterator[Nodes]:
+    """Two nodes that each have room for two processes."""
+    folder = tmp_path_factory.mktemp("r")
+    process = subprocess.Popen(
+        [sys.executable, str(NODES), str(folder), "2", "2"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    yield Nodes(process, process.stdout.readline().strip())
+    if process.poll() is None:
+        process.communicate(timeout=120)
+    own = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+    for left in own:
+        left.kill()
+    assert not own
+
+
+def test_ranks_and_engine_sit_on_different_nodes_and_train_together(nodes, tmp_path, monkeypatch):
+    problems, model, output = tmp_path / "problems.jsonl", tmp_path / "tiny", tmp_path / "run"
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2 --vocab_size 300"
+    finish(rlhf("scratch", "--dataset", str(problems), *size.split(), "--output", str(model)))
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+    words = (
+        f"ppo --pretrain {model} --prompt_data {problems} --label_key answer --reward_funcs exact --max_len 64 "
+        f"--max_new_tokens 6 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 --max_iterations 2 "
+        f"--rollout_backend transformers --output {output} --init_kl_coef 0 --actor_num_gpus_per_node 2"
+    )
+    said = finish(rlhf(*words.split()))
+    assert "2 processes for actor" in said
+    seen = nodes.end()
+    assert sorted(plain_metrics(output)) == [1, 2]
+    assert (output / "model" / "config.json").exists()
+    assert_nothing_left(output)
+    # Two ranks of the actor fill a node; critic and engine fill the other one.
+    whole = next(groups for groups in seen if len(groups) == 3)
+    (first, second), *others = whole
+    assert first == second
+    assert others == [[1 - first], [1 - first]]
+    assert seen[-1] == [], "the places were given back while the cluster still ran"
