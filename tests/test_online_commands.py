@@ -7,7 +7,7 @@ import yaml
 
 from rlhf_cli import cli
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.commands.online import check_batches
+from rlhf_cli.commands.online import check_batches, check_filtering
 from rlhf_cli.commands.online_config import OnlineConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import config_class, flags_of
@@ -149,3 +149,14 @@ def test_sizes_that_do_not_fit_together_are_refused(command, row, given, message
 @pytest.mark.parametrize("command", ["reinforce++", "remax"])
 def test_groups_of_one_are_fine_where_nothing_is_compared(command):
     check_batches(resolve(command, n_samples_per_prompt="1"), ALGORITHMS[command])
+
+
+def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generated():
+    given = {name: value for name, value in LEAST.items() if name != "reward_funcs"}
+    given |= {"dynamic_filtering": "true", "n_samples_per_prompt": "2"}
+    cls = config_class(cli.command_function(cli.COMMANDS["grpo"]))
+    served: Any = build_config(cls, given | {"remote_rm_url": "http://a/get_reward"})
+    check_filtering(served)
+    judged_after: Any = build_config(cls, given | {"reward_pretrain": "rm"})
+    with pytest.raises(UsageError, match=r"which a reward model cannot do: give .* or --remote_rm_url besides"):
+        check_filtering(judged_after)

@@ -20,7 +20,7 @@ from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.backends.role_group import WorkerGroup
 from rlhf_cli.backends.roles import UpdateStep
 from rlhf_cli.config.train import BatchConfig
-from rlhf_cli.data.packing import Sequence, plan_packs
+from rlhf_cli.data.packing import Sequence, only_end, plan_packs
 from rlhf_cli.data.samples import Sample
 from rlhf_cli.data.shared_prompts import plan_groups
 from rlhf_cli.models.reward_model import ScoreStatistics
@@ -265,7 +265,7 @@ class RewardGroup:
 
     def scores(self, sequences: Seq[Sequence]) -> list[float]:
         """The score of each sequence, read at its last token; normalised where there are statistics."""
-        ends = [Sequence(s.token_ids, np.arange(len(s)) == len(s) - 1) for s in sequences]
+        ends = [only_end(sequence) for sequence in sequences]
         scores_B = torch.from_numpy(np.concatenate(self._dealer.forward(self._group, "scores", ends)))
         if self._statistics is not None:
             scores_B = normalised_scores(scores_B, mean=self._statistics.mean, std=self._statistics.std)

@@ -5,7 +5,7 @@ sequences and are packed here, so that only token ids and numbers travel between
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from rlhf_cli.backends.weight_vllm_trainer import CallEngines, EngineClient, Ren
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-from rlhf_cli.data.packing import Pack, Sequence, pack
+from rlhf_cli.data.packing import Pack, Sequence, at_targets, pack
 from rlhf_cli.data.samples import Sample, SamplePack, pack_samples
 from rlhf_cli.data.shared_prompts import pack_groups
 from rlhf_cli.models.adapters import (
@@ -376,7 +376,7 @@ class Reward:
         """Scores read at the marked tokens of each micro-batch, float32 [K]: at the tokens, not before them."""
 
         def forward(model: nn.Module, batch: Pack) -> torch.Tensor:
-            values_K: torch.Tensor = model(replace(batch, rows_K=batch.rows_K + 1))
+            values_K: torch.Tensor = model(at_targets(batch))
             return values_K
 
         return _infer(self.engine, micro_batches, forward, pack_sequences=pack)

@@ -128,6 +128,8 @@ def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
         if reward.reward_pretrain is None
         else weights_of(reward.reward_pretrain),
         "reward_model_weight": reward.reward_model_weight,
+        "rewards of servers": bool(reward.remote_rm_url),
+        "remote_rm_weight": reward.remote_rm_weight,
         "normalize_reward": reward.normalize_reward,
     }
 

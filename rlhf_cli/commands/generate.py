@@ -8,12 +8,12 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.generate import (
     GenerateOutputConfig,
-    OptionalRewardConfig,
     RewardPlacementConfig,
     SamplingConfig,
     SelectConfig,
 )
 from rlhf_cli.config.model import ModelSource
+from rlhf_cli.config.online import RemoteScoringConfig
 
 
 class GenerateConfig(BaseModel):
@@ -24,7 +24,7 @@ class GenerateConfig(BaseModel):
     model: ModelSource
     prompts: PromptConfig
     sampling: SamplingConfig = SamplingConfig()
-    reward: OptionalRewardConfig = OptionalRewardConfig()
+    reward: RemoteScoringConfig = RemoteScoringConfig()
     placement: RewardPlacementConfig = RewardPlacementConfig()
     selection: SelectConfig = SelectConfig()
     out: GenerateOutputConfig

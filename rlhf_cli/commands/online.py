@@ -258,10 +258,11 @@ def check_filtering(config: OnlineConfig) -> None:
         raise UsageError(
             "--dynamic_filtering compares the responses of a prompt: --n_samples_per_prompt has to be at least 2"
         )
-    if not config.reward.reward_funcs and config.reward.reward_func is None:
+    reward = config.reward
+    if not reward.reward_funcs and reward.reward_func is None and not reward.remote_rm_url:
         raise UsageError(
             "--dynamic_filtering judges responses while others are generated, which a reward model cannot do: give "
-            "--reward_funcs or --reward_func besides --reward_pretrain"
+            "--reward_funcs, --reward_func or --remote_rm_url besides --reward_pretrain"
         )
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Group
-from rlhf_cli.config.generate import AnswersOutputConfig, OptionalRewardConfig
+from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.model import ModelSource
+from rlhf_cli.config.online import RemoteScoringConfig
 from rlhf_cli.config.rewards import REWARDS
 
 
@@ -32,7 +33,7 @@ class EvaluatedModelConfig(ModelSource):
         return self
 
 
-class EvalRewardConfig(OptionalRewardConfig):
+class EvalRewardConfig(RemoteScoringConfig):
     """Reward"""
 
     @model_validator(mode="after")
@@ -40,8 +41,8 @@ class EvalRewardConfig(OptionalRewardConfig):
         if not self.is_given:
             names = ", ".join(REWARDS)
             raise ValueError(
-                f"nothing to judge responses by: give --reward_funcs ({names}), --reward_func FILE.py or "
-                "--reward_pretrain MODEL"
+                f"nothing to judge responses by: give --reward_funcs ({names}), --reward_func FILE.py, "
+                "--reward_pretrain MODEL or --remote_rm_url URL"
             )
         return self
 

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from rlhf_cli.config.base import Group
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.model import ModelSource
-from rlhf_cli.config.online import EngineConfig, ModelScoringConfig
+from rlhf_cli.config.online import EngineConfig, RemoteScoringConfig
 
 
 class SamplingConfig(EngineConfig):
@@ -32,15 +32,6 @@ class SamplingConfig(EngineConfig):
                 "needs a temperature above 0"
             )
         return self
-
-
-class OptionalRewardConfig(ModelScoringConfig):
-    """Reward"""
-
-    @property
-    def is_given(self) -> bool:
-        """Whether responses are scored at all."""
-        return bool(self.reward_funcs) or self.reward_func is not None or self.reward_pretrain is not None
 
 
 class RewardPlacementConfig(Group):
@@ -101,7 +92,7 @@ class AnsweringConfig(Protocol):
     @property
     def sampling(self) -> SamplingConfig: ...
     @property
-    def reward(self) -> OptionalRewardConfig: ...
+    def reward(self) -> RemoteScoringConfig: ...
     @property
     def placement(self) -> RewardPlacementConfig: ...
     @property

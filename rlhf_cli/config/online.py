@@ -1,6 +1,7 @@
 """Rollouts, rewards, placement and optimizers of online training; its objective is in policy.py."""
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -48,6 +49,9 @@ class RolloutConfig(EngineConfig):
     vllm_sync_backend: Literal["auto", "nccl", "ipc", "shm"] = "auto"
     """How weights reach the engines: nccl between GPUs, ipc on shared GPUs, shm through files on one machine."""
 
+
+REMOTE_RM_KEY = "RLHF_RM_API_KEY"
+"""Environment variable in which reward servers and those who ask them look for the key."""
 
 CODE_SHARE = 0.7
 """Share of reward_timeout that all tests of a response may take, so that its worker can still say what came of them."""
@@ -152,6 +156,62 @@ class ModelScoringConfig(ScoringConfig):
         return self
 
 
+class RemoteScoringConfig(ModelScoringConfig):
+    """Reward"""
+
+    remote_rm_url: list[str] = []
+    """Reward servers, added to other rewards and asked in turns: http://HOST:PORT/get_reward of `rlhf serve-rm`.
+    They get texts alone: a reward model there reads a response that was cut as if it had ended."""
+    remote_rm_weight: float = 1.0
+    """Weight of the reward servers' score."""
+    remote_rm_timeout: float = Field(30.0, gt=0)
+    """Seconds in which a reward server has to answer; later it is left out for a while and another one asked."""
+    remote_rm_batch_size: int = Field(16, gt=0)
+    """Responses in one request to a reward server at most; which come together depends on when they are finished."""
+    remote_rm_api_key_env: str = REMOTE_RM_KEY
+    """Environment variable with the key of the reward servers; the key itself is never written anywhere."""
+
+    @field_validator("remote_rm_url")
+    @classmethod
+    def _urls_are_whole(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if problem := _url_problem(url):
+                raise ValueError(f"{url!r} {problem}; it has to be like http://10.0.0.5:5000/get_reward")
+        if len(set(urls)) < len(urls):
+            raise ValueError("names a server twice")
+        return urls
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is any reward."""
+        ways = (self.reward_funcs, self.reward_func, self.reward_pretrain, self.remote_rm_url)
+        return any(way not in (None, []) for way in ways)
+
+    @model_validator(mode="after")
+    def _settings_of_reward_servers_have_one(self) -> "RemoteScoringConfig":
+        if not self.remote_rm_url:
+            for name in ("remote_rm_weight", "remote_rm_timeout", "remote_rm_batch_size", "remote_rm_api_key_env"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is about reward servers: give --remote_rm_url URL")
+        return self
+
+
+def _url_problem(url: str) -> str:
+    """What is wrong with the address of a reward server, "" if nothing is."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        return f"is no URL ({error})"
+    if parts.scheme not in ("http", "https"):
+        return "does not begin with http:// or https://"
+    if not host or url != url.strip() or " " in url:
+        return "names no host"
+    if parts.username is not None or parts.password is not None:
+        return "has a name or password in it, which would be written to config.yaml"
+    return "has a query or fragment" if parts.query or parts.fragment else ""
+
+
 class RewardConfig(ScoringConfig):
     """Reward"""
 
@@ -173,7 +233,7 @@ class RewardConfig(ScoringConfig):
         return self
 
 
-class OnlineRewardConfig(ModelScoringConfig, RewardConfig):
+class OnlineRewardConfig(RemoteScoringConfig, RewardConfig):
     """Reward"""
 
     overlong_buffer_len: int | None = Field(None, gt=0)
@@ -193,10 +253,11 @@ class OnlineRewardConfig(ModelScoringConfig, RewardConfig):
 
     @model_validator(mode="after")
     def _there_is_a_reward(self) -> "OnlineRewardConfig":
-        if not self.reward_funcs and self.reward_func is None and self.reward_pretrain is None:
+        if not self.is_given:
             names = ", ".join(REWARDS)
             raise ValueError(
-                f"no reward: give --reward_funcs ({names}), --reward_func FILE.py or --reward_pretrain MODEL"
+                f"no reward: give --reward_funcs ({names}), --reward_func FILE.py, --reward_pretrain MODEL or "
+                "--remote_rm_url URL"
             )
         return self
 

@@ -114,6 +114,16 @@ def pack(sequences: list[Sequence]) -> Pack:
     )
 
 
+def only_end(sequence: Sequence) -> Sequence:
+    """The same tokens with the last one as the only target."""
+    return Sequence(sequence.token_ids, np.arange(len(sequence)) == len(sequence) - 1)
+
+
+def at_targets(batch: Pack) -> Pack:
+    """The pack read at its targets instead of before them."""
+    return replace(batch, rows_K=batch.rows_K + 1)
+
+
 def plan_packs(
     lengths: collections.abc.Sequence[int] | np.ndarray,
     *,

@@ -45,15 +45,23 @@ def find_reward_model(
     or has no statistics and `normalize` asks for them.
     """
     changes = {"pretrain": reward_pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
-    source = policy.model_copy(update=changes)
+    found, own_tokenizer = read_reward_model(policy.model_copy(update=changes), normalize=normalize)
+    _require_same_tokens(own_tokenizer, tokenizer, reward_pretrain)
+    return found
+
+
+def read_reward_model(source: ModelConfig, *, normalize: bool) -> tuple[RewardModel, PreTrainedTokenizerBase]:
+    """A reward model and its tokenizer.
+
+    Raises UsageError where it is no model, has not one label, or has no statistics and `normalize` asks for them.
+    """
     try:
-        config, own_tokenizer = load_config(source), load_tokenizer(source)
+        config, tokenizer = load_config(source), load_tokenizer(source)
     except UsageError as error:
         raise UsageError(f"--reward_pretrain: {error}") from error
-    _require_one_label(config, reward_pretrain)
-    _require_same_tokens(own_tokenizer, tokenizer, reward_pretrain)
-    statistics = score_statistics(config, reward_pretrain) if normalize else None
-    return RewardModel(source, quadratic_cost(config), statistics)
+    _require_one_label(config, source.pretrain)
+    statistics = score_statistics(config, source.pretrain) if normalize else None
+    return RewardModel(source, quadratic_cost(config), statistics), tokenizer
 
 
 def score_statistics(config: PretrainedConfig, name: str) -> ScoreStatistics:

@@ -11,6 +11,7 @@ from rlhf_cli.rewards.pool import Outcome
 from rlhf_cli.rewards.records import Score, Status
 
 FILE_PART = "reward_func"  # name of the reward file's part of a score
+REMOTE_PART = "remote_rm"  # name of the part that reward servers say
 
 VERDICT_VALUES: dict[Status, float] = {"correct": 1.0, "wrong": 0.0, "invalid": 0.0}
 
@@ -62,6 +63,13 @@ def file_parts(outcome: Outcome, num_responses: int) -> list[Part]:
         Part(value, "failed" if value is None else "scored", f"{FILE_PART} {problem}" if problem else "")
         for value, problem in rows
     ]
+
+
+def remote_part(outcome: Outcome) -> Part:
+    """The part of the reward servers, from one of them."""
+    if outcome.failure is not None:
+        return Part(None, "failed", f"{REMOTE_PART} {outcome.failure.reason}")
+    return Part(outcome.value, "scored", "")
 
 
 def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:

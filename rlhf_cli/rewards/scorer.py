@@ -1,4 +1,4 @@
-"""Scores of responses from the built-in rewards and the user's reward file.
+"""Scores of responses from the built-in rewards, the user's reward file and reward servers.
 
 Several rewards are added up with their weights. A reward that failed is no score of 0: the sample is marked, and the
 run stops when too many are. Clipping and shaping of scores is left to algorithms.shaping.
@@ -12,12 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlhf_cli.config.online import ScoringConfig
+from rlhf_cli.config.online import RemoteScoringConfig, ScoringConfig
 from rlhf_cli.config.rewards import RewardCall
 from rlhf_cli.errors import UsageError
-from rlhf_cli.rewards.parts import FILE_PART, worker_part
+from rlhf_cli.rewards.api_key import api_key
+from rlhf_cli.rewards.parts import FILE_PART, REMOTE_PART, worker_part
 from rlhf_cli.rewards.pool import WorkerPool
 from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.remote import RemoteRewards, check_servers
 from rlhf_cli.rewards.sandbox import require_sandbox
 from rlhf_cli.rewards.session import ScoringSession
 
@@ -29,16 +31,17 @@ MAX_WORKERS = 4
 
 
 def weights_of_parts(config: ScoringConfig) -> dict[str, float]:
-    """The weight of each built-in reward and of the file by the name of its part of a score."""
+    """The weight of each reward but a reward model's by the name of its part of a score."""
     names = [call.name for call in config.rewards]
-    return dict.fromkeys([*names, FILE_PART], 1.0) | dict(zip(names, config.reward_weights, strict=False))
+    weights = dict.fromkeys([*names, FILE_PART], 1.0) | dict(zip(names, config.reward_weights, strict=False))
+    return weights | ({REMOTE_PART: config.remote_rm_weight} if isinstance(config, RemoteScoringConfig) else {})
 
 
 class Scorer:
     """All rewards of a run; a context manager that owns their worker processes and leaves none behind.
 
-    Raises UsageError on construction if the reward file is missing, cannot be imported or has no `reward_func`, or if
-    code is to be run and this machine has no sandbox for it.
+    Raises UsageError on construction if the reward file is missing, cannot be imported or has no `reward_func`, if
+    code is to be run and this machine has no sandbox for it, or if a reward server does not answer.
     """
 
     def __init__(self, config: ScoringConfig) -> None:
@@ -49,6 +52,9 @@ class Scorer:
         with ExitStack() as stack:
             self._workers = stack.enter_context(_worker_pool(config)) if _calls(config) else None
             self._file = stack.enter_context(_file_pool(config.reward_func, config)) if config.reward_func else None
+            self._servers = None
+            if isinstance(config, RemoteScoringConfig) and config.remote_rm_url:
+                self._servers = stack.enter_context(_reward_servers(config))
             self._processes = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -60,7 +66,7 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        """End all worker processes."""
+        """End all worker processes and the thread that asks reward servers."""
         self._processes.close()
 
     def check_labels(self, labels: Sequence[str | None]) -> None:
@@ -82,7 +88,9 @@ class Scorer:
 
     def session(self) -> ScoringSession:
         """A round of scoring whose responses come bit by bit; one at a time."""
-        return ScoringSession(self._config, weights=self._weights, workers=self._workers, file=self._file)
+        return ScoringSession(
+            self._config, weights=self._weights, workers=self._workers, file=self._file, servers=self._servers
+        )
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """The score of each response, in order; failed ones have been retried `reward_retries` times.
@@ -135,3 +143,16 @@ def _file_pool(reward_func: str, config: ScoringConfig) -> WorkerPool:
         logger.warning("%s %s\n%s", path, failure.reason, failure.trace)
         raise UsageError(f"--reward_func {reward_func} {failure.reason}")
     return pool
+
+
+def _reward_servers(config: RemoteScoringConfig) -> RemoteRewards:
+    """The servers of the settings, all of which have answered."""
+    key = api_key(config.remote_rm_api_key_env)
+    check_servers(config.remote_rm_url, key=key, timeout=config.remote_rm_timeout)
+    return RemoteRewards(
+        config.remote_rm_url,
+        key=key,
+        timeout=config.remote_rm_timeout,
+        retries=config.reward_retries,
+        batch_size=config.remote_rm_batch_size,
+    )

@@ -11,16 +11,19 @@ from rlhf_cli.config.online import ScoringConfig
 from rlhf_cli.rewards.functions import resolve
 from rlhf_cli.rewards.parts import (
     FILE_PART,
+    REMOTE_PART,
     Part,
     file_parts,
     is_correct,
     join,
     judged_part,
+    remote_part,
     stop_if_too_many_failed,
     worker_part,
 )
 from rlhf_cli.rewards.pool import Failure, Feed, WorkerPool
 from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.remote import RemoteFeed, RemoteRewards
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +33,9 @@ _OPENED = "<think>"  # templates that make a model think end in it, so that resp
 class ScoringSession:
     """One round of scoring; a context manager that leaves no work behind it.
 
-    Workers begin with a response when it is added, whatever the caller does meanwhile. The reward file and rewards that
-    compare the responses to a prompt are asked at the end; with one of them no score is complete before `finish`.
+    Workers and servers begin with a response when it is added, whatever the caller does meanwhile; which responses come
+    to a server in one request depends on when they are added. The reward file and rewards that compare the responses to
+    a prompt are asked at the end; with one of them no score is complete before `finish`.
     """
 
     def __init__(
@@ -41,10 +45,12 @@ class ScoringSession:
         weights: Mapping[str, float],
         workers: WorkerPool | None,
         file: WorkerPool | None,
+        servers: RemoteRewards | None,
     ) -> None:
         self._config, self._weights, self._file = config, weights, file
         calls = config.rewards
-        self._names = [call.name for call in calls] + ([FILE_PART] if file is not None else [])
+        others = {FILE_PART: file, REMOTE_PART: servers}
+        self._names = [*(call.name for call in calls), *(name for name, source in others.items() if source is not None)]
         self._verifier = next((call.name for call in calls if call.row.kind == "verifier"), None)
         self._of_workers = [call for call in calls if call.row.in_worker]
         self._of_length = [(call, resolve(call)) for call in calls if call.row.kind == "length"]
@@ -56,6 +62,7 @@ class ScoringSession:
         self._failures: list[Failure] = []
         with ExitStack() as stack:
             self._feed: Feed | None = stack.enter_context(workers.feed()) if workers is not None else None
+            self._remote: RemoteFeed | None = stack.enter_context(servers.feed()) if servers is not None else None
             self._resources = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -76,7 +83,10 @@ class ScoringSession:
             self._feed.add(self._item(request, place) for request in requests for place in places)
         else:
             for number in numbers:
-                self._complete(number)
+                self._judge_length(number)
+                self._conclude_if_complete(number)
+        if self._remote is not None:
+            self._remote.add(requests)
         return numbers
 
     def ready(self) -> list[tuple[int, Score]]:
@@ -95,23 +105,21 @@ class ScoringSession:
         """
         if self._feed is not None:
             self._feed.finish()
-            self._collect()
-        if self._needs_all and self._requests:
+        if self._remote is not None:
+            self._remote.finish()
+        self._collect()
+        if (self._file is not None or self._of_groups) and self._requests:
             numbers = range(len(self._requests)) if order is None else order
             self._compare_groups(numbers)
             if self._file is not None:
                 for number, part in zip(numbers, self._ask_file(self._file, numbers), strict=True):
                     self._parts[number][FILE_PART] = part
             for number in numbers:
-                self._conclude(number)
+                self._conclude_if_complete(number)
         self._log()
         scores = [self._scores[number] for number in range(len(self._requests))]
         stop_if_too_many_failed(scores, self._config.reward_max_failures)
         return scores
-
-    @property
-    def _needs_all(self) -> bool:
-        return self._file is not None or bool(self._of_groups)
 
     def _item(self, request: ScoreRequest, place: int) -> list[Any]:
         """What a worker is told: of a text reward the response as it reads behind its prompt's last tag."""
@@ -119,30 +127,36 @@ class ScoringSession:
         return [place, (_OPENED if opened else "") + request.response, request.label]
 
     def _collect(self) -> None:
-        """Take what workers have found."""
+        """Take what workers and servers have found."""
         for item, outcome in self._feed.ready() if self._feed is not None else []:
             number, place = divmod(item, len(self._of_workers))
             call = self._of_workers[place]
             self._parts[number][call.name] = worker_part(call, outcome)
             self._failures += [outcome.failure] if outcome.failure is not None else []
-            if len(self._parts[number]) == len(self._of_workers):
-                self._complete(number)
+            if all(call.name in self._parts[number] for call in self._of_workers):
+                self._judge_length(number)
+                self._conclude_if_complete(number)
+        for number, outcome in self._remote.ready() if self._remote is not None else []:
+            self._parts[number][REMOTE_PART] = remote_part(outcome)
+            self._failures += [outcome.failure] if outcome.failure is not None else []
+            self._conclude_if_complete(number)
 
     def _verdict(self, number: int) -> Part | None:
         return None if self._verifier is None else self._parts[number][self._verifier]
 
-    def _complete(self, number: int) -> None:
-        """Add to the workers' parts of a response what follows from them; its score, if nothing else is needed."""
+    def _judge_length(self, number: int) -> None:
+        """Add the parts that go by the length of a response and by what the workers found."""
         verdict = self._verdict(number)
         for call, function in self._of_length:
             value = function(self._requests[number], is_correct(verdict))
             self._parts[number][call.name] = judged_part(call, value, verdict)
-        if not self._needs_all:
-            self._conclude(number)
 
-    def _conclude(self, number: int) -> None:
-        self._scores[number] = join({name: self._parts[number][name] for name in self._names}, self._weights)
-        self._unreported.append(number)
+    def _conclude_if_complete(self, number: int) -> None:
+        """Make the score of a response whose last part has just come."""
+        parts = self._parts[number]
+        if len(parts) == len(self._names):
+            self._scores[number] = join({name: parts[name] for name in self._names}, self._weights)
+            self._unreported.append(number)
 
     def _compare_groups(self, order: Sequence[int]) -> None:
         """Add the parts of rewards that compare the responses to a prompt."""

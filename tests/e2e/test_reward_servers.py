@@ -1,0 +1,117 @@
+"""A run whose reward servers, as a user starts them, die on the way."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from test_ppo import assert_nothing_left, finish, rlhf
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+KEY = "of-this-test"
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    process: subprocess.Popen
+    url: str
+
+
+def serve(*words: str, key: str = KEY) -> Served:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RLHF_RM_API_KEY": key}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf_cli", "serve-rm", "--port", "0", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    found = re.search(r"--remote_rm_url (\S+)", said)
+    assert found, said
+    return Served(process, found[1])
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Served]]:
+    """Two servers of a verifier."""
+    started = [serve("--reward_funcs", "exact") for _ in range(2)]
+    yield started
+    for server in started:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, problems) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2"
+    finish(rlhf("scratch", "--dataset", str(problems), *size.split(), "--vocab_size", "300", "--output", str(path)))
+    return path
+
+
+def reinforce(model: Path, problems: Path, output: Path, servers: list[Served], *, iterations: int) -> subprocess.Popen:
+    """A started run of many short iterations; the smallest there is: no critic, no reference."""
+    words = (
+        f"reinforce++ --pretrain {model} --prompt_data {problems} --label_key answer --max_len 64 --init_kl_coef 0 "
+        f"--max_new_tokens 4 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 "
+        f"--max_iterations {iterations} --num_episodes {iterations} --rollout_backend transformers --output {output} "
+        f"--remote_rm_url {','.join(server.url for server in servers)} --remote_rm_timeout 5 --remote_rm_batch_size 2"
+    )
+    return rlhf(*words.split())
+
+
+def num_iterations(output: Path) -> int:
+    metrics = output / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def wait_for_iterations(output: Path, process: subprocess.Popen, count: int) -> None:
+    deadline = time.monotonic() + 300
+    while num_iterations(output) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_goes_on_without_a_killed_server_and_ends_by_name_without_any(
+    servers, model, problems, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RLHF_RM_API_KEY", KEY)
+    output = tmp_path / "run"
+    process = reinforce(model, problems, output, servers, iterations=100_000)
+    wait_for_iterations(output, process, 2)
+    servers[0].process.kill()
+    servers[0].process.wait()
+    wait_for_iterations(output, process, num_iterations(output) + 4)
+    servers[1].process.send_signal(signal.SIGSTOP)  # it holds its connections and says nothing
+    began = time.monotonic()
+    said, _ = process.communicate(timeout=120)
+    assert time.monotonic() - began < 60
+    assert process.returncode == 1
+    assert "rewards failed, more than --reward_max_failures 0.1 allows: remote_rm http://127.0.0.1:" in said
+    assert_nothing_left(output)
+    log = (output / "logs" / "driver.log").read_text()
+    assert f"the reward server {servers[0].url} " in log
+    assert f"the reward server {servers[1].url} did not answer within 5 s: it is left out" in log
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    assert all(row["reward_failed"] == 0.0 for row in rows)
+    assert not any(KEY in file.read_text(errors="ignore") for file in output.rglob("*") if file.is_file())
