@@ -1,7 +1,10 @@
 """Tiny models with tokenizers, made on the spot: nothing is fetched."""
 
 import gc
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,3 +114,23 @@ def group_of_one(environment_of_one_rank: dict[str, str]) -> Iterator[None]:
 def _set_environment(values: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(values)
+
+
+@pytest.fixture(scope="session")
+def problems(tmp_path_factory) -> Path:
+    """Sixteen additions with their sums, for the end-to-end tests of online commands."""
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory, problems) -> Path:
+    """An untrained model of 0.1M parameters that has the tokens of `problems`, made by `rlhf scratch`."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2 --vocab_size 300"
+    words = ["scratch", "--dataset", str(problems), *size.split(), "--output", str(path)]
+    done = subprocess.run([sys.executable, "-m", "rlhf_cli", *words], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path

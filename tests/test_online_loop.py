@@ -261,6 +261,7 @@ class Run:
             self.reward_model,
             self.engines,
             self.scorer,
+            self.reference,
         )
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:

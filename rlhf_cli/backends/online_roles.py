@@ -237,10 +237,6 @@ class BaseReference:
         """Log-probs of each sequence's trained tokens, in nats."""
         return self._actor.dealer.forward(self._actor.group, "base_logprobs", sequences)
 
-    def move(self) -> None:
-        """Not possible, and refused before a run starts."""
-        raise NotImplementedError("the base under an adapter stays as it is")
-
 
 class RewardGroup:
     """The reward model, which scores whole responses."""

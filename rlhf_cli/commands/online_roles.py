@@ -99,7 +99,7 @@ class OnlineRoles:
 
     def with_scorer(self, scorer: Scorer) -> Roles:
         """The roles as the loop takes them."""
-        return Roles(self.actor, self.critic, self.reference, self.reward_model, self.engines, scorer)
+        return Roles(self.actor, self.critic, self.reference, self.reward_model, self.engines, scorer, self._moving)
 
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint of all trained roles, as an estimate."""

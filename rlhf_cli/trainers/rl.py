@@ -56,6 +56,10 @@ class Reference(Sleeper, Protocol):
 
     def logprobs(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]: ...
 
+
+class MovingReference(Sleeper, Protocol):
+    """The same where it follows the policy in training."""
+
     def move(self) -> None:
         """Go towards the actor, who must not be asked for anything meanwhile."""
 
@@ -102,7 +106,7 @@ class RunTracker(Protocol):
 
 @dataclass(frozen=True)
 class Roles:
-    """Everything heavy that takes part."""
+    """Everything heavy that takes part; `moving_reference` is the reference, where it moves."""
 
     actor: Actor
     critic: Critic | None
@@ -110,6 +114,7 @@ class Roles:
     reward_model: RewardModel | None
     engines: Engines
     scorer: Scoring
+    moving_reference: MovingReference | None = None
 
 
 @dataclass(frozen=True)
@@ -195,9 +200,9 @@ def _iterate(
         roles.actor.sleep_optimizer()
         metrics |= roles.engines.receive_weights(iteration)
         roles.actor.sleep()
-    if roles.reference is not None and settings.reference_moves(iteration):
-        with timer("transfer"), awake(roles.reference):
-            roles.reference.move()
+    if roles.moving_reference is not None and settings.reference_moves(iteration):
+        with timer("transfer"), awake(roles.moving_reference):
+            roles.moving_reference.move()
     metrics |= rollout_metrics(sampled.generations, sampled.scores) | greedy_metrics(greedy) | rollout.metrics
     metrics["num_tokens"] = float(sum(len(sequence) for sequence in rollouts.sequences))
     after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(rollouts))

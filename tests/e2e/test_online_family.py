@@ -32,14 +32,6 @@ def rlhf(*words: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def problems(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
 def reward(tmp_path_factory) -> Path:
     """A reward that an untrained model gets different amounts of: the share of digits."""
     path = tmp_path_factory.mktemp("reward") / "digits.py"
@@ -48,14 +40,6 @@ def reward(tmp_path_factory) -> Path:
         "    answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]\n"
         "    return [sum(c.isdigit() for c in a) / max(len(a), 1) for a in answers]\n"
     )
-    return path
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory, problems) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2"
-    rlhf("scratch", "--dataset", str(problems), *size.split(), "--vocab_size", "300", "--output", str(path))
     return path
 
 

@@ -1,6 +1,5 @@
 """The recipes of the examples, scaled down to an untrained model of 0.1M parameters and one iteration."""
 
-import json
 import os
 import subprocess
 import sys
@@ -33,22 +32,6 @@ def run(*words: str, **environment: str) -> str:
     done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.fixture(scope="module")
-def problems(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory, problems) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2 --vocab_size 300"
-    run("rlhf", "scratch", "--dataset", str(problems), *size.split(), "--output", str(path))
-    return path
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_ppo import assert_nothing_left, finish, rlhf
+from test_ppo import assert_nothing_left, rlhf
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -50,22 +50,6 @@ def servers() -> Iterator[list[Served]]:
     for server in started:
         server.process.kill()
         server.process.wait()
-
-
-@pytest.fixture(scope="module")
-def problems(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory, problems) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2"
-    finish(rlhf("scratch", "--dataset", str(problems), *size.split(), "--vocab_size", "300", "--output", str(path)))
-    return path
 
 
 def reinforce(model: Path, problems: Path, output: Path, servers: list[Served], *, iterations: int) -> subprocess.Popen:
