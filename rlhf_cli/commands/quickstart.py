@@ -1,6 +1,8 @@
 """`rlhf quickstart`: the whole pipeline on a tiny model, made of the commands a user would type."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from rlhf_cli.config.base import Group
 
@@ -10,10 +12,19 @@ class QuickstartGroup(Group):
 
     output: str = "quickstart"
     """Folder for the data, the models and the runs."""
+    algorithm: Literal["ppo", "reinforce++", "grpo", "rloo", "remax"] = "ppo"
+    """Command to practise with; its own settings stay as they are by default."""
     seed: int = 42
     """Seed of data, model and training."""
     overwrite: bool = False
     """Replace what an earlier quickstart left in the folder."""
+
+    @field_validator("output")
+    @classmethod
+    def _models_can_be_listed(cls, output: str) -> str:
+        if "," in output:
+            raise ValueError(f"{output!r} has a comma, which separates models on a command line")
+        return output
 
 
 class QuickstartConfig(BaseModel):
@@ -25,7 +36,7 @@ class QuickstartConfig(BaseModel):
 
 
 def quickstart(config: QuickstartConfig) -> None:
-    """Teach a tiny model to add: sft until it is sometimes right, ppo until it nearly always is, then evaluate.
+    """Teach a tiny model to add: sft until it is sometimes right, ppo until it nearly always is, then compare both.
 
     Prints every command it runs, so that you can run and change them yourself. Takes a few minutes on a laptop.
     """

@@ -20,7 +20,9 @@ from rlhf_cli.tracking.figures import duration, number
 from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.summary import Summary, summarise
 
-PARTS = ("data", "untrained", "sft", "ppo", "eval_sft", "eval_ppo", "report.html")
+PARTS = ("data", "untrained", "sft", "practice", "eval", "report.html")
+
+CRITIC = "--lambd 0.95 --critic_learning_rate 5e-4"
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Walkthrough:
 
     root: Path
     seed: int
+    algorithm: str = "ppo"
 
     @property
     def train(self) -> Path:
@@ -57,31 +60,31 @@ class Walkthrough:
         )
         return words.split()
 
-    def ppo(self) -> list[str]:
+    def practice(self) -> list[str]:
         """Practise with a verifier."""
         words = (
-            f"ppo --pretrain {self.root / 'sft'} --prompt_data {self.train} --label_key answer --reward_funcs exact "
-            f"--param_dtype fp32 --max_len 64 --max_new_tokens 8 --rollout_batch_size 256 --n_samples_per_prompt 4 "
-            f"--train_batch_size 256 --max_iterations 28 --lambd 0.95 --actor_learning_rate 3e-4 "
-            f"--critic_learning_rate 5e-4 --lr_warmup_ratio 0.05 --init_kl_coef 0 --enforce_eager "
-            f"--seed {self.seed} --output {self.root / 'ppo'} --logging_steps 2"
+            f"{self.algorithm} --pretrain {self.root / 'sft'} --prompt_data {self.train} --label_key answer "
+            f"--reward_funcs exact --param_dtype fp32 --max_len 64 --max_new_tokens 8 --rollout_batch_size 256 "
+            f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 28 --actor_learning_rate 3e-4 "
+            f"{CRITIC if self.algorithm == 'ppo' else ''} --lr_warmup_ratio 0.05 --init_kl_coef 0 --enforce_eager "
+            f"--seed {self.seed} --output {self.root / 'practice'} --logging_steps 2"
         )
         return words.split()
 
-    def evaluation(self, stage: str) -> list[str]:
-        """Answer the held-out problems."""
+    def evaluation(self) -> list[str]:
+        """Let both models answer the held-out problems."""
         words = (
-            f"eval --pretrain {self.root / stage} --prompt_data {self.held_out} --label_key answer "
-            f"--reward_funcs exact --max_len 64 --max_new_tokens 8 "
-            f"--rollout_backend transformers "
-            f"--output {self.root / f'eval_{stage}'}"
+            f"eval --pretrain {self.root / 'sft'},{self.root / 'practice'} --prompt_data {self.held_out} "
+            f"--label_key answer --reward_funcs exact --max_len 64 --max_new_tokens 8 "
+            f"--rollout_backend transformers --output {self.root / 'eval'}"
         )
         return words.split()
 
 
 def run_quickstart(settings: QuickstartGroup) -> None:
     """Run all stages and print the table; raise RunError naming the stage that failed."""
-    walk = Walkthrough(Path(settings.output), settings.seed)
+    walk = Walkthrough(Path(settings.output), settings.seed, settings.algorithm)
+    algorithm = settings.algorithm
     console = Console(highlight=False)
     _make_room(walk.root, overwrite=settings.overwrite)
     write_problems(walk.root / "data", seed=settings.seed)
@@ -93,20 +96,20 @@ def run_quickstart(settings: QuickstartGroup) -> None:
     for title, words in (
         ("Make an untrained model and its tokenizer", walk.scratch()),
         ("Imitate demonstrations, their flaws included (supervised fine-tuning)", walk.sft()),
-        ("How often is it right?", walk.evaluation("sft")),
-        ("Practise with a verifier (PPO: Ray, DeepSpeed, rollout engine)", walk.ppo()),
-        ("And now?", walk.evaluation("ppo")),
+        (f"Practise with a verifier ({algorithm}: Ray, DeepSpeed, rollout engine)", walk.practice()),
+        ("How often is it right on problems it has never seen, before and after?", walk.evaluation()),
     ):
         begin = time.perf_counter()
         _run(console, title, words)
-        seconds[words[0]] = seconds.get(words[0], 0.0) + time.perf_counter() - begin
-    accuracies = {stage: _accuracy(walk.root / f"eval_{stage}") for stage in ("sft", "ppo")}
+        seconds[words[0]] = time.perf_counter() - begin
+    folders = {"sft": walk.root / "sft", algorithm: walk.root / "practice"}
+    accuracies = _accuracies(walk, folders)
     headline = {f"accuracy after {stage}": accuracy for stage, accuracy in accuracies.items()}
-    report = write_report(walk.root, stages=[walk.root / "sft", walk.root / "ppo"], headline=headline)
+    report = write_report(walk.root, stages=list(folders.values()), headline=headline)
     console.print()
-    console.print(_results(walk, accuracies, seconds))
+    console.print(_results(folders, accuracies, seconds))
     console.print(f"Report   {report}")
-    console.print(f"Model    {walk.root / 'ppo' / 'model'}")
+    console.print(f"Model    {walk.root / 'practice' / 'model'}")
 
 
 def _make_room(root: Path, *, overwrite: bool) -> None:
@@ -135,17 +138,18 @@ def _run(console: Console, title: str, words: list[str]) -> None:
         raise RunError(f"the step above ended with status {status}; its message says why")
 
 
-def _accuracy(folder: Path) -> float:
-    (result,) = json.loads((folder / "eval.json").read_text())["results"]
-    return float(result["figures"]["accuracy"]["value"])
+def _accuracies(walk: Walkthrough, folders: dict[str, Path]) -> dict[str, float]:
+    results = json.loads((walk.root / "eval" / "eval.json").read_text())["results"]
+    by_model = {result["pretrain"]: float(result["figures"]["accuracy"]["value"]) for result in results}
+    return {stage: by_model[str(folder)] for stage, folder in folders.items()}
 
 
-def _results(walk: Walkthrough, accuracies: dict[str, float], seconds: dict[str, float]) -> Table:
+def _results(folders: dict[str, Path], accuracies: dict[str, float], seconds: dict[str, float]) -> Table:
     table = Table(box=None, pad_edge=False, title="Quickstart", title_justify="left", title_style="bold")
     for column in ("stage", "accuracy on held-out problems", "time", "of which", "tokens/s"):
         table.add_column(column, justify="left" if column in ("stage", "of which") else "right")
-    for stage in ("sft", "ppo"):
-        summary = summarise(walk.root / stage)
+    for stage, folder in folders.items():
+        summary = summarise(folder)
         speed = summary.tokens_per_second
         table.add_row(
             f"after {stage}",

@@ -5,26 +5,62 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from rlhf_cli.commands.walkthrough import Walkthrough
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
-
-def accuracy(folder, stage):
-    (result,) = json.loads((folder / f"eval_{stage}" / "eval.json").read_text())["results"]
-    return result["figures"]["accuracy"]["value"]
+SEED = 1
 
 
-def test_ppo_makes_a_model_right_that_was_right_a_third_of_the_time(tmp_path):
-    folder = tmp_path / "quickstart"
-    words = [sys.executable, "-m", "rlhf_cli", "quickstart", "--output", str(folder), "--seed", "1"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=1400, check=False)
+def rlhf(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_cli", *words], capture_output=True, text=True, timeout=1400, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert 0.2 < accuracy(folder, "sft") < 0.6
-    assert accuracy(folder, "ppo") >= 0.95
+    return done.stdout
+
+
+def accuracies(folder: Path) -> list[float]:
+    """After imitation and after practice."""
+    results = json.loads((folder / "eval" / "eval.json").read_text())["results"]
+    return [result["figures"]["accuracy"]["value"] for result in results]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("quickstart") / "first"
+
+
+@pytest.fixture(scope="module")
+def output(folder) -> str:
+    return rlhf("quickstart", "--output", str(folder), "--seed", str(SEED))
+
+
+def test_ppo_makes_a_model_right_that_was_right_a_third_of_the_time(folder, output):
+    before, after = accuracies(folder)
+    assert 0.2 < before < 0.6
+    assert after >= 0.95
     report = (folder / "report.html").read_text()
     assert "accuracy after ppo" in report
     assert "http" not in re.sub(r"http://www\.w3\.org\S*", "", report)  # one file, nothing fetched
-    printed = [shlex.split(line)[2:] for line in done.stdout.splitlines() if line.startswith("$ rlhf ")]
-    assert [command[0] for command in printed] == ["scratch", "sft", "eval", "ppo", "eval"]
+    printed = [shlex.split(line)[2:] for line in output.splitlines() if line.startswith("$ rlhf ")]
+    assert [command[0] for command in printed] == ["scratch", "sft", "ppo", "eval"]
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", "reinforce++", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rloo", "remax"))]
+)
+@pytest.mark.usefixtures("output")
+def test_other_algorithms_teach_the_same_model(folder, tmp_path, algorithm):
+    for part in ("data", "sft"):
+        (tmp_path / part).symlink_to(folder / part)
+    walk = Walkthrough(tmp_path, SEED, algorithm)
+    for words in (walk.practice(), walk.evaluation()):
+        rlhf(*words)
+    before, after = accuracies(tmp_path)
+    assert before < 0.6
+    assert after >= 0.9
