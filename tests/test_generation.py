@@ -8,7 +8,14 @@ import pytest
 
 from rlhf_cli.commands.answering import Answering, Examinee, Hooks, answer_chunks, sampling_params
 from rlhf_cli.commands.generate import GenerateConfig
-from rlhf_cli.commands.generation_folder import Chunks, check_folder, num_lines, prepare_folder, rows_done
+from rlhf_cli.commands.generation_folder import (
+    Chunks,
+    answers_folder,
+    check_folder,
+    num_lines,
+    prepare_folder,
+    rows_done,
+)
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.data.conversations import Conversation, Message
 from rlhf_cli.data.prompts import Prompt, PromptData, PromptReport
@@ -39,6 +46,24 @@ def test_a_torn_last_line_is_no_line(tmp_path):
     assert num_lines(file) == 0
     file.write_text("{}\n{}\n{")
     assert num_lines(file) == 2
+
+
+def test_without_a_name_nothing_stays_but_the_logs_of_a_failure(tmp_path, monkeypatch):
+    def answer(error: BaseException | None = None) -> None:
+        with answers_folder(None) as root:
+            (root / "engine-0.log").write_text("why")
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    answer()
+    for error in (UsageError("no such model"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            answer(error)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RunError):
+        answer(RunError("engine 0 died; see its log"))
+    assert [path.read_text() for path in tmp_path.glob("*/engine-0.log")] == ["why"]
 
 
 FRESH = AnswersOutputConfig()

@@ -299,6 +299,14 @@ def test_run_file_says_what_ran_and_how_it_ended(tmp_path):
     }
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_folder_is_named_where_it_is_kept(tmp_path, is_kept):
+    (tmp_path / "logs").mkdir()
+    shown = io.StringIO()
+    make_tracker(tmp_path, shown=shown).start({"Model": "tiny"}, is_kept=is_kept)
+    assert shown.getvalue().count(str(tmp_path)) == (2 if is_kept else 0)
+
+
 def test_the_time_of_evaluations_is_a_phase_of_its_own_and_no_training(tmp_path):
     tracker = make_tracker(tmp_path)
     tracker.evaluation(0, {"accuracy": 0.25}, {"eval": 2.0})

@@ -7,7 +7,6 @@ Leaves out how prompts are answered (answering.py), what the figures are (reward
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +28,14 @@ from rlhf_cli.commands.answering import (
     settings_identity,
 )
 from rlhf_cli.commands.eval import EvalConfig
-from rlhf_cli.commands.generation_folder import FIGURES, SAMPLES, check_folder, prepare_folder, rows_done
+from rlhf_cli.commands.generation_folder import (
+    FIGURES,
+    SAMPLES,
+    answers_folder,
+    check_folder,
+    prepare_folder,
+    rows_done,
+)
 from rlhf_cli.commands.run_directory import LOGS
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.data.prompts import PASS_RATE
@@ -73,7 +79,7 @@ class EvalRun:
 def run_evaluation(config: EvalConfig) -> None:
     """Answer what is not answered yet, then show and keep the figures; exit with 130 where Ctrl-C came between."""
     with ExitStack() as stack:
-        root = Path(config.out.output or stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-eval-")))
+        root = stack.enter_context(answers_folder(config.out.output))
         check_folder(root, config.out)
         run = _check(config, root)
         stop = StopSignal()
@@ -130,8 +136,11 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
     config, many = run.config, len(run.examinees) > 1
     facts = {"Models" if many else "Model": ", ".join(config.model.names)}
     facts["Prompts"] = run.examinees[0].data.report.summary
+    is_kept = config.out.output is not None
+    if not is_kept:
+        facts["Output"] = "figures alone; --output FOLDER keeps every response"
     if run.is_answered:
-        tracker.start(facts)
+        tracker.start(facts, is_kept=is_kept)
         return True
     left = [number for number, asked in enumerate(run.examinees) if run.begins[number] < len(asked.chunks)]
     with ray_cluster() as cluster:
@@ -141,7 +150,7 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
 
             def announce(placement: str, number: int = number, engine: str = engine) -> None:
                 if number == left[0]:
-                    tracker.start(facts | {"Engine": engine, "Placement": placement})
+                    tracker.start(facts | {"Engine": engine, "Placement": placement}, is_kept=is_kept)
                 if many:
                     tracker.message(f"Model {config.model.names[number]}")
 

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,26 @@ class Chunks:
         if num_rows >= self.num_prompts * self.num_samples:
             return len(self)
         return num_rows // (self.size * self.num_samples)
+
+
+@contextmanager
+def answers_folder(output: str | None) -> Iterator[Path]:
+    """The folder of that name; without a name one that is gone after the block.
+
+    A failure leaves it, since messages name the logs in it.
+    """
+    if output is not None:
+        yield Path(output)
+        return
+    root, is_needed = Path(tempfile.mkdtemp(prefix="rlhf-")), False
+    try:
+        yield root
+    except Exception as error:
+        is_needed = not isinstance(error, UsageError)
+        raise
+    finally:
+        if not is_needed:
+            shutil.rmtree(root)
 
 
 def check_folder(root: Path, out: AnswersOutputConfig) -> None:

@@ -97,12 +97,17 @@ class Tracker:
             self._wandb = WandbSink(import_wandb(), config, output=self._output, settings=settings, run_id=run_id)
             self._sinks.append(self._wandb)
 
-    def start(self, facts: Mapping[str, str]) -> None:
-        """Say what is about to run: `facts` are shown in their order, run directory and logs after them."""
+    def start(self, facts: Mapping[str, str], *, is_kept: bool = True) -> None:
+        """Say what is about to run: `facts` are shown in their order, run directory and logs after them if it is kept.
+
+        Without `is_kept` the run directory is gone afterwards, and its path would help nobody.
+        """
         self._facts["facts"] = dict(facts)
         self._write_facts("running")
         logs = self._output / LOGS
-        rows = {**facts, "Output": str(self._output)} | ({"Logs": str(logs)} if logs.is_dir() else {})
+        rows = dict(facts)
+        if is_kept:
+            rows |= {"Output": str(self._output)} | ({"Logs": str(logs)} if logs.is_dir() else {})
         if self._resume_step is not None:
             rows["Resumed"] = f"after {self._unit} {self._resume_step}"
         self._console.print(f"rlhf {self._facts['command']}", style="bold", markup=False)
