@@ -154,7 +154,8 @@ def test_verdicts(response: str, label: str | None, status: str) -> None:
 
 
 def test_equal_answers_have_the_same_key() -> None:
-    keys = [math(rf"\boxed{{{text}}}", "1").answer for text in ("0.50", r"\frac12", r"\dfrac{1}{2}", r"\frac{1}{2}")]
+    texts = ("0.50", r"\frac12", r"\dfrac{1}{2}", r"\frac{1}{2}", r"50\%")
+    keys = [math(rf"\boxed{{{text}}}", "1").answer for text in texts]
     assert set(keys) == {"1/2"}
     assert math(r"\boxed{\left(1, 2\right)}", "1").answer == math(r"\boxed{(1, 2)}", "1").answer == "(1, 2)"
 

@@ -230,6 +230,8 @@ def test_every_solution_of_gsm8k_is_correct_by_its_own_label() -> None:
     [
         (gsm8k, "#### 1,000 dollars", "so\n#### $1000.00"),
         (boxed, r"\boxed{\frac12}", r"hence \boxed{0.50}."),
+        (boxed, r"\boxed{50\%}", r"\boxed{1/2}"),
+        (gsm8k, "#### 50 %", "#### 0.5"),
         (exact, " 7\n", "7"),
     ],
 )
@@ -241,5 +243,5 @@ def test_answers_written_differently_have_the_same_key(verifier, first, second):
 
 
 def test_different_answers_have_different_keys():
-    answers = [boxed(rf"\boxed{{{number}}}", "7").answer for number in ("7", "-7", "0.7", "7%", "70")]
-    assert len(set(answers)) == 5
+    answers = [boxed(rf"\boxed{{{number}}}", "7").answer for number in ("7", "-7", "0.7", "7%", "70", "0.7%")]
+    assert len(set(answers)) == 6

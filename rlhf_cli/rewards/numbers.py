@@ -43,8 +43,11 @@ class Number:
 
     @property
     def key(self) -> str:
-        """The same text for numbers that are written differently: 0.50 and 1/2; units are left out."""
-        return f"{self.value}%" if self.percent else str(self.value)
+        """The same text for numbers that are written differently: 0.50, 1/2 and 50 %; units are left out.
+
+        A percentage is its hundredth part: 50 % and 50 are two answers, though a label may accept both.
+        """
+        return str(self.value / 100 if self.percent else self.value)
 
 
 def parse_number(text: str) -> Number | None:
