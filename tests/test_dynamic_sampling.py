@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from test_online_loop import BATCH, NUM_PROMPTS, WITHOUT_REFERENCE, Run
+from test_online_loop import BATCH, NUM_PROMPTS, SAMPLES_EACH, WITHOUT_REFERENCE, Run
 
 from rlhf_cli.commands.surplus import load_surplus, save_surplus
 from rlhf_cli.config.online import DynamicSamplingConfig
@@ -195,6 +196,14 @@ def test_no_place_in_the_order_of_the_run_is_trained_on_twice_and_training_ends_
     assert asked == NUM_PROMPTS * 8 + postponed > NUM_PROMPTS * 8
     answers = [tuple(tokens) for step in trained(made) for tokens in step]
     assert len(set(answers)) > 0.9 * len(answers)
+
+
+def test_a_prompt_that_two_episodes_ask_in_one_round_has_two_groups():
+    made = run()  # the first round asks 12 places of 6 prompts
+    made(total_iterations=1)
+    asked = made.scorer.asked[0]
+    assert max(Counter(request.prompt for request in asked).values()) > SAMPLES_EACH
+    assert max(Counter(request.group for request in asked).values()) == SAMPLES_EACH
 
 
 def test_a_short_batch_is_trained_on_and_said():

@@ -252,7 +252,7 @@ def test_plain_scores_have_no_accuracy():
 
 
 def test_rewards_are_asked_about_prompt_and_response():
-    (request,) = score_requests([prompt(4)], [generation(1, 2)], lambda token_ids: f"<{token_ids}>")
+    (request,) = score_requests([prompt(4)], [generation(1, 2)], lambda token_ids: f"<{token_ids}>", groups=[0])
     assert (request.query, request.prompt, request.response, request.label) == (
         "a.jsonl 4? <[1, 2]>",
         "a.jsonl 4? ",
@@ -261,11 +261,12 @@ def test_rewards_are_asked_about_prompt_and_response():
     )
 
 
-def test_rewards_are_told_length_cut_and_prompt_of_a_response():
+def test_rewards_are_told_length_cut_and_group_of_a_response():
     requests = score_requests(
-        [prompt(4), prompt(4), prompt(4, "b.jsonl")],
+        [prompt(4)] * 3,
         [generation(1, 2), generation(3, cut=True), generation(5)],
         lambda token_ids: "",
+        groups=[7, 7, 8],
     )
     assert [(request.num_tokens, request.truncated) for request in requests] == [(2, False), (1, True), (1, False)]
     assert requests[0].group == requests[1].group != requests[2].group
@@ -273,7 +274,7 @@ def test_rewards_are_told_length_cut_and_prompt_of_a_response():
 
 def test_rows_of_samples_say_everything_about_a_response():
     generations = [generation(1, 2, cut=True), generation(3)]
-    requests = score_requests([prompt(4), prompt(5)], generations, str)
+    requests = score_requests([prompt(4), prompt(5)], generations, str, groups=[0, 1])
     rows = sample_rows(requests, generations, [scored(1.0, "correct", exact=1.0), FAILED])
     assert rows[0] == {
         "prompt": "a.jsonl 4? ",

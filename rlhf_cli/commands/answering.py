@@ -197,7 +197,8 @@ def _answer(
     with timer("generate"):
         generations = answering.engines.generate(requests, sampling_params(sampling))
     with timer("reward"):
-        questions = score_requests(asked, generations, answering.decode)
+        groups = [place // sampling.n_samples_per_prompt for place in range(len(asked))]
+        questions = score_requests(asked, generations, answering.decode, groups=groups)
         scores = None
         if answering.scorer is not None:
             scores = score_responses(

@@ -12,7 +12,7 @@ class ScoreRequest:
 
     `query` is prompt and response together; `label` the prompt's ground truth, if any; `num_tokens` counts what was
     sampled, the end-of-sequence token included; `truncated` says that the response was cut at the limit; responses of
-    the same `group` answer the same prompt.
+    the same `group` are the samples of one prompt, which makes two groups where it is asked twice.
     """
 
     query: str

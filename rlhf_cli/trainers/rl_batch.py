@@ -254,11 +254,16 @@ def length_metrics(generations: Seq[Generation]) -> dict[str, float]:
 
 
 def score_requests(
-    prompts: Seq[Prompt], generations: Seq[Generation], decode: Callable[[Seq[int]], str]
+    prompts: Seq[Prompt], generations: Seq[Generation], decode: Callable[[Seq[int]], str], *, groups: Seq[int]
 ) -> list[ScoreRequest]:
-    """What the rewards are asked about: texts of prompts and responses, special tokens left out of the response."""
+    """What the rewards are asked about: texts of prompts and responses, special tokens left out of the response.
+
+    Args:
+        prompts: the prompt of each response.
+        groups: the number of each response's group: a prompt may be asked twice in an iteration.
+    """
     requests = []
-    for prompt, generation in zip(prompts, generations, strict=True):
+    for prompt, generation, group in zip(prompts, generations, groups, strict=True):
         response = decode(generation.token_ids)
         requests.append(
             ScoreRequest(
@@ -268,7 +273,7 @@ def score_requests(
                 label=prompt.label,
                 num_tokens=len(generation.token_ids),
                 truncated=generation.finish_reason == "length",
-                group=f"{prompt.source} {prompt.index}",
+                group=str(group),
             )
         )
     return requests

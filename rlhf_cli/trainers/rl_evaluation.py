@@ -129,7 +129,8 @@ class Evaluator:
     def _answers(self) -> list[Answer]:
         """The samples of all prompts, those of one next to each other."""
         task, engines = self.task, self._roles.engines
-        asked = [prompt for prompt in task.prompts for _ in range(task.config.eval_n_samples_per_prompt)]
+        num_samples = task.config.eval_n_samples_per_prompt
+        asked = [prompt for prompt in task.prompts for _ in range(num_samples)]
         # The same requests each time: differences between evaluations are the model's.
         requests = [
             GenerationRequest(prompt.prompt_ids, evaluation_seed(task.seed, number))
@@ -138,7 +139,8 @@ class Evaluator:
         engines.wake_cache()
         generations = engines.generate(requests, task.sampling)
         engines.sleep()
-        questions = score_requests(asked, generations, task.decode)
+        groups = [number // num_samples for number in range(len(asked))]
+        questions = score_requests(asked, generations, task.decode, groups=groups)
         scores = score_responses(
             self._roles.scorer,
             self._roles.reward_model,

@@ -171,9 +171,13 @@ class Round:
         )
 
     def _take(self, arrived: list[tuple[int, Generation]]) -> None:
-        slots = [self._slot(number) for number, _ in arrived]
-        prompts = [self._asked[slot].prompt for slot in slots]
-        questions = score_requests(prompts, [generation for _, generation in arrived], self._sampler.decode)
+        asked = [self._asked[self._slot(number)] for number, _ in arrived]
+        questions = score_requests(
+            [one.prompt for one in asked],
+            [generation for _, generation in arrived],
+            self._sampler.decode,
+            groups=[one.place for one in asked],
+        )
         self._session.add(questions)
         for (number, generation), question in zip(arrived, questions, strict=True):
             self._generations[number], self._questions[number] = generation, question
