@@ -15,7 +15,9 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.trainers.loop import Finished
 from rlhf_cli.trainers.rl_groups import Group, longest_needed, sort_round, usefulness
+from rlhf_cli.trainers.rl_source import planned_iterations
 from rlhf_cli.trainers.rl_state import LoopState
 
 PLAIN = DynamicSamplingConfig(dynamic_filtering=True)
@@ -196,6 +198,28 @@ def test_no_place_in_the_order_of_the_run_is_trained_on_twice_and_training_ends_
     assert asked == NUM_PROMPTS * 8 + postponed > NUM_PROMPTS * 8
     answers = [tuple(tokens) for step in trained(made) for tokens in step]
     assert len(set(answers)) > 0.9 * len(answers)
+
+
+@pytest.mark.parametrize(("save_steps", "saved"), [(-1, []), (1, [1]), (5, [1])])
+def test_a_run_whose_last_prompts_teach_nothing_ends_as_others_do(save_steps, saved):
+    made, evaluated = run(oversample=0.0, rounds=99), []
+    made.scorer.judge = lambda request: RIGHT if made.actor.updates else even(request)  # type: ignore[method-assign]
+    made.evaluate = lambda iteration, is_last: evaluated.append((iteration, is_last))
+    assert made(total_iterations=16, save_steps=save_steps) == Finished(1, interrupted=False)
+    assert evaluated == [(0, False), (1, False), (1, True)]
+    assert [state.iteration for state in made.saved] == saved
+    # Engines that slept have lost their weights, which the last evaluation needs.
+    assert made.journal[-5:] == [
+        *("engines.sleep", "actor.wake", "actor.sleep_optimizer", "engines.receive_weights 1", "actor.sleep"),
+    ]
+
+
+@pytest.mark.parametrize(("prompts", "iterations"), [(6, 16), (7, 19)])
+def test_iterations_are_planned_as_if_no_prompt_were_replaced(prompts, iterations):
+    settings = run().settings  # eight episodes end to end, three prompts at a time
+    assert planned_iterations(prompts, settings) == iterations
+    bounded = settings.rollout.model_copy(update={"max_iterations": 5})
+    assert planned_iterations(prompts, dataclasses.replace(settings, rollout=bounded)) == 5
 
 
 def test_a_prompt_that_two_episodes_ask_in_one_round_has_two_groups():

@@ -140,22 +140,23 @@ def train_online(
 ) -> Finished:
     """Train from the iteration after `state` to the last, or until `hooks.should_stop` says so.
 
-    The last one is number `total_iterations` or, under dynamic sampling, the one after which no prompt is left.
+    The last one is number `total_iterations` or, under dynamic sampling, the one after which no prompt is left, or none
+    that teaches anything.
     """
     source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
     is_last = state.iteration >= total_iterations or source.is_used_up(state)
     hooks.evaluate(state.iteration, is_last)
+    saved = state.iteration
     while not is_last:
         after = _iterate(roles, settings, source, state=state, tracker=hooks.tracker)
-        if after is None:
-            hooks.evaluate(state.iteration, True)
-            break
-        state = after
-        is_last = state.iteration == total_iterations or source.is_used_up(state)
+        is_last = after is None or after.iteration == total_iterations or source.is_used_up(after)
+        state = after or state
         hooks.evaluate(state.iteration, is_last)
         stop = hooks.should_stop() and not is_last
-        if stop or (save_steps > 0 and (is_last or is_due(state.iteration, save_steps, total_iterations))):
+        is_due_now = save_steps > 0 and (is_last or is_due(state.iteration, save_steps, total_iterations))
+        if (stop or is_due_now) and state.iteration != saved:
             hooks.save_checkpoint(state)
+            saved = state.iteration
         if stop:
             return Finished(state.iteration, interrupted=True)
     return Finished(state.iteration, interrupted=False)
@@ -172,6 +173,7 @@ def _iterate(
     timer = PhaseTimer(on_change=tracker.phase)
     rollout = source.sample(state, timer)
     if rollout is None:
+        return_weights(roles, state.iteration)  # for an evaluation at the end
         return None
     with timer("reward"):
         sampled, likeliest = (flat(groups) for groups in (rollout.groups, rollout.greedy))
@@ -294,6 +296,14 @@ def _update(
         return _Updates(metrics, [])
     of_actor = roles.actor.update(samples, plan.actor, on_policy=on_policy, weights=weights)
     return _Updates(metrics | _mean(of_actor, prefix=""), of_actor)
+
+
+def return_weights(roles: Roles, version: int) -> None:
+    """Give the engines the actor's weights once more: those that slept may have lost them."""
+    roles.actor.wake()
+    roles.actor.sleep_optimizer()
+    roles.engines.receive_weights(version)
+    roles.actor.sleep()
 
 
 @contextmanager

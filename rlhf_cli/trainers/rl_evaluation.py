@@ -19,7 +19,7 @@ from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.loop import is_due
-from rlhf_cli.trainers.rl import RewardModel, Roles, Scoring, awake
+from rlhf_cli.trainers.rl import RewardModel, Roles, Scoring, awake, return_weights
 from rlhf_cli.trainers.rl_batch import as_sequence, score_requests
 
 EVALUATION = 0x6576616C  # "eval": tells the seeds of evaluations from those of training
@@ -108,7 +108,7 @@ class Evaluator:
             if best is not None:
                 self._save_best(best)
             if task.engines_lose_weights and not is_last:
-                self._give_weights_back(iteration)
+                return_weights(self._roles, iteration)
         self.state = EvaluationState(iteration, best or self.state.best)
         self._tracker.evaluation(iteration, metrics, timer.take())
 
@@ -164,13 +164,6 @@ class Evaluator:
             raise RunError(f"iteration {iteration}: the evaluation has no {key}; it has {', '.join(metrics)}")
         so_far = self.state.best
         return Best(iteration, value) if so_far is None or value > so_far.value else None
-
-    def _give_weights_back(self, iteration: int) -> None:
-        actor = self._roles.actor
-        actor.wake()
-        actor.sleep_optimizer()
-        self._roles.engines.receive_weights(iteration)
-        actor.sleep()
 
 
 def evaluation_seed(seed: int, number: int) -> int:
