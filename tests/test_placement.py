@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.backends.placement import ENGINE, Layout, Seat, describe, plan_layout
+from rlhf_cli.backends.placement import ENGINE, Layout, Seat, describe, on_nodes, plan_layout
 from rlhf_cli.config.online import CriticPlacementConfig, RolloutConfig
 from rlhf_cli.errors import UsageError
 
@@ -319,6 +319,15 @@ def test_shared_engines_of_a_size_that_does_not_divide_a_node_are_refused():
 def test_processes_of_a_machine_without_gpus_are_named_so():
     layout = layout_of([1024], **shape(1, 2, "actor"), roles=("actor",))
     assert describe(layout, unit="process") == ["node 0: 2 processes for actor", "node 0: 1 process for engine"]
+
+
+def test_a_layout_is_described_with_the_nodes_that_the_cluster_chose():
+    layout = layout_of([1024, 1024], **shape(1, 2, "actor"), roles=("actor", "critic"))
+    assert describe(on_nodes(layout, [1, 0, 1]), unit="process") == [
+        "node 1: 2 processes for actor",
+        "node 0: 1 process for critic",
+        "node 1: 1 process for engine",
+    ]
 
 
 def test_nodes_alike_but_not_next_to_each_other_are_listed():

@@ -5,7 +5,8 @@ GPUs it is a process.
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlhf_cli.config.online import CriticPlacementConfig, PlacementConfig, RolloutConfig
@@ -33,7 +34,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of all roles; `nodes` are numbered 0, 1, ... in the order in which they are filled."""
+    """Places of all roles; nodes are numbered as the cluster lists them, from 0, the one with the most GPUs first."""
 
     islands: tuple[Island, ...]
     seats: tuple[Seat, ...]
@@ -185,8 +186,14 @@ def _own_engines(rollout: RolloutConfig, islands: list[Island], free: list[int],
     return seats
 
 
+def on_nodes(layout: Layout, nodes: Sequence[int]) -> Layout:
+    """The layout with each island on the node that the cluster has chosen for it, which need not be the planned one."""
+    moved = (replace(island, node=node) for island, node in zip(layout.islands, nodes, strict=True))
+    return replace(layout, islands=tuple(moved))
+
+
 def describe(layout: Layout, *, unit: str) -> list[str]:
-    """The layout in a line per distinct set of roles and nodes alike, for printing before anything starts.
+    """The layout in a line per distinct set of roles and nodes alike, for printing before anything is loaded.
 
     Args:
         unit: what a place is on this cluster, "GPU" or "process".

@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhf_cli.backends.placement import Layout, Seat
+from rlhf_cli.backends.placement import Layout, Seat, on_nodes
 from rlhf_cli.errors import RunError, UsageError
 
 RESERVE_SECONDS = 120
@@ -25,6 +30,7 @@ CPU_ONLY_PLACES = 1024
 class Cluster:
     """What the nodes of a running Ray cluster offer."""
 
+    node_ids: list[str]  # Ray's, in the order of their GPUs
     node_gpus: list[int]  # largest first
     num_cpus: float
     has_gpus: bool
@@ -59,31 +65,37 @@ def ray_cluster() -> Iterator[Cluster]:
 
 
 def _describe_cluster(*, is_local: bool) -> Cluster:
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus = sorted((int(resources.get("GPU", 0)) for resources in nodes), reverse=True)
+    nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=_num_gpus, reverse=True)
+    gpus = [_num_gpus(node) for node in nodes]
     has_gpus = any(gpus)
     return Cluster(
+        node_ids=[node["NodeID"] for node in nodes],
         node_gpus=gpus if has_gpus else [CPU_ONLY_PLACES] * len(nodes),
-        num_cpus=sum(resources.get("CPU", 0) for resources in nodes),
+        num_cpus=sum(node["Resources"].get("CPU", 0) for node in nodes),
         has_gpus=has_gpus,
         is_local=is_local,
     )
 
 
+def _num_gpus(node: dict[str, Any]) -> int:
+    return int(node["Resources"].get("GPU", 0))
+
+
 class Reservation:
-    """Places of a layout, held on the cluster until released."""
+    """Places of a layout, held on the cluster until released; `layout` says on which nodes they are."""
 
     def __init__(self, layout: Layout, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._layout = layout
+        self.layout = layout
         self._cpus = _cpus_per_place(layout, cluster)
         self._groups = [self._ask(index) for index in range(len(layout.islands))]
         self._wait()
+        self.layout = on_nodes(layout, self._nodes())
 
     def options(self, seat: Seat) -> dict[str, Any]:
         """Options of the Ray actor that takes this seat."""
         group = self._groups[seat.island]
-        users = max(len(self._layout.users(seat.island, gpu)) for gpu in seat.gpus)
+        users = max(len(self.layout.users(seat.island, gpu)) for gpu in seat.gpus)
         return {
             "num_cpus": _floor(self._cpus / users),
             "num_gpus": self._gpu_share(seat, users) if self._cluster.has_gpus else 0,
@@ -106,11 +118,17 @@ class Reservation:
 
     def _ask(self, index: int) -> PlacementGroup:
         """A bundle for each GPU of an island, so that ranks do not share one by accident; one for an engine's own."""
-        size = self._layout.islands[index].num_gpus
-        is_engines_own = any(s.island == index and not s.shared and len(s.gpus) > 1 for s in self._layout.seats)
+        size = self.layout.islands[index].num_gpus
+        is_engines_own = any(s.island == index and not s.shared and len(s.gpus) > 1 for s in self.layout.seats)
         count, gpus = (1, size) if is_engines_own else (size, 1)
         bundle = {"CPU": self._cpus} | ({"GPU": float(gpus)} if self._cluster.has_gpus else {})
         return placement_group([bundle] * count, strategy="STRICT_PACK")
+
+    def _nodes(self) -> list[int]:
+        """The number of each island's node; those that have joined the cluster meanwhile come after the others."""
+        numbers = {node: number for number, node in enumerate(self._cluster.node_ids)}
+        holders = [placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups]
+        return [numbers.setdefault(node, len(numbers)) for node in holders]
 
     def _wait(self) -> None:
         _, missing = ray.wait(
@@ -119,7 +137,7 @@ class Reservation:
         if missing:
             self.release()
             raise RunError(
-                f"the Ray cluster did not give {self._layout.num_gpus} {self._cluster.unit} places within "
+                f"the Ray cluster did not give {self.layout.num_gpus} {self._cluster.unit} places within "
                 f"{RESERVE_SECONDS} s: {ray.available_resources()} are available; another job may hold the rest"
             )
 

@@ -66,11 +66,10 @@ def started_models(
     `announce` is told the placement before anything is loaded.
     """
     with ExitStack() as stack:
-        layout = _layout(config, cluster, has_reward_model=reward_model is not None)
-        announce("; ".join(describe(layout, unit=cluster.unit)))
-        reservation = Reservation(layout, cluster)
+        reservation = Reservation(_layout(config, cluster, has_reward_model=reward_model is not None), cluster)
         stack.callback(reservation.release)
-        places = _Places(config, backend, layout, reservation, cluster, log_dir)
+        announce("; ".join(describe(reservation.layout, unit=cluster.unit)))
+        places = _Places(config, backend, reservation.layout, reservation, cluster, log_dir)
         ranks = None if reward_model is None else _start_reward_model(places, reward_model)
         engines = _start_engines(places, ranks)
         stack.callback(engines.shutdown)

@@ -12,7 +12,7 @@ from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.engine_group import rollout_backend
 from rlhf_cli.backends.placement import describe, plan_layout
-from rlhf_cli.backends.ray_cluster import ray_cluster
+from rlhf_cli.backends.ray_cluster import Reservation, ray_cluster
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.offline import TrainedModel, conclude, trained_model
 from rlhf_cli.commands.online_config import FilteringConfig, OnlineConfig
@@ -285,6 +285,8 @@ def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
     adapter = run.model.plan
     names = role_names(config, run.algorithm, adapted=adapter is not None)
     layout = plan_layout(config.placement, config.rollout, roles=names, node_gpus=cluster.node_gpus)
+    reservation = Reservation(layout, cluster)
+    stack.callback(reservation.release)
     tracker.start(
         {
             "Model": config.model.pretrain + (f", adapter of rank {adapter.config.r}" if adapter else ""),
@@ -292,12 +294,12 @@ def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
             **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
             **({"Reward model": run.reward_model.source.pretrain} if run.reward_model else {}),
             "Engine": f"{config.rollout.vllm_num_engines} x {run.backend}",
-            "Placement": "; ".join(describe(layout, unit=cluster.unit)),
+            "Placement": "; ".join(describe(reservation.layout, unit=cluster.unit)),
             **({} if cluster.has_gpus else dtype_note(config.model)),
             "Logs": str(run.paths.logs),
         }
     )
-    where = OnlineCluster(cluster, layout, run.paths.logs, run.backend)
+    where = OnlineCluster(cluster, reservation, run.paths.logs, run.backend)
     return OnlineRoles(
         config, run.algorithm, where, model=run.model, reward_model=run.reward_model, total_steps=run.total_steps
     )

@@ -47,9 +47,14 @@ class OnlineCluster:
     """Where the roles go."""
 
     cluster: Cluster
-    layout: Layout
+    reservation: Reservation
     log_dir: Path
     backend: str  # of the rollout engines
+
+    @property
+    def layout(self) -> Layout:
+        """Who sits where."""
+        return self.reservation.layout
 
 
 class OnlineRoles:
@@ -73,7 +78,6 @@ class OnlineRoles:
         self._sync_backend = choose_sync_backend(
             config.rollout.vllm_sync_backend, on_gpu=where.cluster.has_gpus, shares_gpus=shares_gpus(where.layout)
         )
-        self._reservation = Reservation(where.layout, where.cluster)
         self._takes_turns = config.placement.deepspeed_enable_sleep
         self._quadratic_cost = quadratic_cost(model.architecture)
         started = self._start_models(role_names(config, algorithm, adapted=model.plan is not None), reward_model)
@@ -133,7 +137,6 @@ class OnlineRoles:
 
     def __exit__(self, *error: object) -> None:
         self.engines.shutdown()
-        self._reservation.release()
 
     def _start_models(
         self, names: tuple[str, ...], reward_model: RewardModel | None
@@ -229,7 +232,7 @@ class OnlineRoles:
         return start_ranks(
             role,
             self._where.layout,
-            self._reservation,
+            self._where.reservation,
             log_dir=self._where.log_dir,
             threads=self._threads(role),
             factory=factory,
@@ -254,7 +257,7 @@ class OnlineRoles:
         seat = self._where.layout.of(ENGINE)[number]
         return start_engine(
             seat,
-            self._reservation,
+            self._where.reservation,
             log_dir=self._where.log_dir,
             threads=self._threads(ENGINE),
             environment=self._engine_environment(seat),

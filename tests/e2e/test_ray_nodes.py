@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,7 +65,9 @@ def test_ranks_and_engine_sit_on_different_nodes_and_train_together(nodes, tmp_p
         f"--rollout_backend transformers --output {output} --init_kl_coef 0 --actor_num_gpus_per_node 2"
     )
     said = finish(rlhf(*words.split()))
-    assert "2 processes for actor" in said
+    shown = r"node (\d): 2 processes for actor; node (\d): 1 process for critic; node (\d): 1 process for engine"
+    found = re.search(shown, said)
+    assert found, said
     seen = nodes.end()
     assert sorted(plain_metrics(output)) == [1, 2]
     assert (output / "model" / "config.json").exists()
@@ -74,4 +77,6 @@ def test_ranks_and_engine_sit_on_different_nodes_and_train_together(nodes, tmp_p
     (first, second), *others = whole
     assert first == second
     assert others == [[1 - first], [1 - first]]
+    node_of_actor, *nodes_of_others = found.groups()  # the numbers are Ray's
+    assert nodes_of_others == ["1" if node_of_actor == "0" else "0"] * 2
     assert seen[-1] == [], "the places were given back while the cluster still ran"
