@@ -3,12 +3,19 @@
 import asyncio
 import http.client
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from test_online_reward_model import save_reward_model
@@ -304,6 +311,48 @@ def test_what_was_begun_is_answered_when_the_server_is_stopped():
         thread.join()
         with pytest.raises(ConnectionRefusedError):
             send(url, {"query": ["late"]})
+
+
+@dataclass
+class Served:
+    """`rlhf serve-rm` as a process of its own."""
+
+    process: subprocess.Popen
+    url: str
+
+
+def serve(*words: str) -> Served:
+    """Start a server, with a process group of its own as a terminal gives it, and wait until it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf_cli", "serve-rm", "--port", "0", *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RLHF_RM_API_KEY": KEY},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    found = re.search(r"--remote_rm_url (\S+)", said)
+    assert found, said
+    return Served(process, found[1])
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_told_to_stop_ends_with_its_status_and_all_its_processes(stop):
+    server = serve("--reward_funcs", "exact")
+    try:
+        assert send(server.url, {"query": ["4"], "labels": ["4"]})[1]["rewards"] == [1.0]
+        workers = psutil.Process(server.process.pid).children(recursive=True)
+        assert workers
+        if stop == signal.SIGINT:
+            os.killpg(server.process.pid, stop)  # a terminal sends it to the whole group
+        else:
+            server.process.send_signal(stop)
+        server.process.communicate(timeout=20)
+    finally:
+        server.process.kill()
+    assert server.process.returncode == 130
+    assert psutil.wait_procs(workers, timeout=5)[1] == []
 
 
 def test_other_machines_need_a_given_key(monkeypatch):

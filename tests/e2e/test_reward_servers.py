@@ -1,45 +1,17 @@
 """A run whose reward servers, as a user starts them, die on the way."""
 
 import json
-import os
-import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from test_ppo import assert_nothing_left, rlhf
+from test_serve_rm import KEY, Served, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-
-KEY = "of-this-test"
-
-
-@dataclass
-class Served:
-    """A running server."""
-
-    process: subprocess.Popen
-    url: str
-
-
-def serve(*words: str, key: str = KEY) -> Served:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "RLHF_RM_API_KEY": key}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rlhf_cli", "serve-rm", "--port", "0", *words],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    said = process.stdout.readline()
-    found = re.search(r"--remote_rm_url (\S+)", said)
-    assert found, said
-    return Served(process, found[1])
 
 
 @pytest.fixture
