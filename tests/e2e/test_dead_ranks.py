@@ -1,0 +1,52 @@
+"""A rank that dies while another one computes: noticed before that one ends, and named in one sentence."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from rlhf_cli.backends.ray_cluster import ray_cluster
+from rlhf_cli.backends.role_group import WorkerGroup
+from rlhf_cli.backends.worker import Worker
+from rlhf_cli.errors import ProcessDied
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+
+class Rank:
+    """What a worker holds: computes for longer than the test may take."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def compute(self) -> None:
+        time.sleep(600)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not find the tests
+    with ray_cluster():
+        yield
+
+
+@pytest.mark.parametrize("role", ["critic", "ref"])
+def test_a_dead_rank_ends_a_call_that_others_are_still_at_with_its_name_and_log(cluster, role, tmp_path):
+    logs = [tmp_path / f"{role}-{rank}.log" for rank in range(2)]
+    workers = [ray.remote(Worker).options(num_cpus=0).remote(environment={}, log_file=log) for log in logs]
+    ray.get([worker.build.remote({}, Rank) for worker in workers])
+    group = WorkerGroup(role, workers, tmp_path)
+    pids = group.all("pid")
+    computing = group.start("compute")
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(ProcessDied) as caught:
+        group.wait(computing)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{role} rank 1 died (")
+    assert str(logs[1]) in line
+    for worker in workers:
+        ray.kill(worker)
