@@ -134,8 +134,8 @@ QWEN_3 = (  # thoughts before the last question are dropped; behind it they stay
     {%- if message.role == 'user' %}
         {{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}
     {%- elif message.role == 'assistant' %}
-        {%- set thought = '' %}
-        {%- if '</think>' in content %}
+        {%- set thought = message.reasoning_content if message.reasoning_content is string else '' %}
+        {%- if not thought and '</think>' in content %}
             {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}

@@ -239,6 +239,75 @@ def test_thoughts_of_earlier_turns_that_the_template_drops_are_counted(name, tmp
     assert "2 earlier turns without the thought they had, which the chat template drops" in data.report.summary
 
 
+def thinks(thought, content, **more):
+    return says(content) | {"reasoning_content": thought} | more
+
+
+REASONED = {
+    "thought": [user("What?"), thinks("well, é\n\nso\n", "Paris.")],
+    "thoughts of every turn": [
+        *(
+            user("What?"),
+            thinks("Rome", "Paris."),
+            user("And?"),
+            says("Rome."),
+            user("?"),
+            thinks("Paris.", "Paris."),
+        ),
+    ],
+    "thoughts between calls": [
+        *(user("Weather?"), calls("weather", **PARIS) | {"reasoning_content": "so"}, result(SUNNY)),
+        thinks("think", "think"),
+    ],
+}
+
+
+def in_text(message):
+    thought = message.get("reasoning_content", "").strip()
+    rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return rest | ({"content": f"<think>\n{thought}\n</think>\n\n{message['content'] or ''}"} if thought else {})
+
+
+@pytest.mark.parametrize("kind", REASONED)
+@pytest.mark.parametrize("name", ["Qwen 2.5", "Qwen 3"])
+def test_reasoning_content_is_trained_as_the_same_thought_in_the_text(name, kind, tmp_path):
+    """Qwen 3's template reads it, Qwen 2.5's knows no thoughts."""
+    tokenizer, messages = FAMILIES[name].tokenizer(), REASONED[kind]
+    apart = load(tmp_path, tokenizer, row_of(messages))
+    together = load(tmp_path, tokenizer, row_of([in_text(message) for message in messages]))
+    assert trained_turns(tokenizer, apart.sequences[0]) == trained_turns(tokenizer, together.sequences[0])
+    assert apart.sequences[0].token_ids.tolist() == together.sequences[0].token_ids.tolist()
+    num_thoughts = sum("reasoning_content" in message for message in messages)
+    assert apart.report.inlined_thoughts == (0 if name == "Qwen 3" else num_thoughts)
+    assert together.report.inlined_thoughts == 0
+    assert apart.report.unthought_turns == together.report.unthought_turns
+
+
+def test_reasoning_in_a_template_with_marks_of_its_own_is_trained_with_them(tmp_path):
+    tokenizer = altered("'<think>\\n' + thought.strip('\\n') + '\\n</think>", "'[T]' + thought + '[/T]", "Qwen 3")
+    (sequence,) = load(tmp_path, tokenizer, row_of(REASONED["thought"])).sequences
+    assert trained_turns(tokenizer, sequence) == ["[T]well, é\n\nso\n[/T]\n\nParis.<|im_end|>"]
+
+
+def test_reasoning_is_part_of_plain_text_and_said(tmp_path):
+    tokenizer = FAMILIES["Qwen 3"].tokenizer()
+    data = load(tmp_path, tokenizer, row_of(REASONED["thought"]), apply_chat_template=False)
+    assert tokenizer.decode(data.sequences[0].token_ids).endswith("so\n</think>\n\nParis.<|im_end|>")
+    assert "1 turns whose reasoning_content became <think> text" in data.report.summary
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (user("What?") | {"reasoning_content": "well"}, "message 1 from user has reasoning_content"),
+        (user("What?"), r"message 2 has reasoning_content that is not text: \['well'\]"),
+    ],
+)
+def test_reasoning_content_that_is_no_thought_of_the_assistant_is_refused(message, reason, tmp_path):
+    with pytest.raises(UsageError, match=f"line 1: {reason}"):
+        load(tmp_path, FAMILIES["Qwen 3"].tokenizer(), row_of([message, thinks(["well"], "Paris.")]))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_end_of_turn_is_a_target_of_a_pack_even_where_it_is_padding_too(name, tmp_path):
     tokenizer = FAMILIES[name].tokenizer()
@@ -264,6 +333,7 @@ REFUSED = {
         [user("?"), {**calls("time"), "tool_calls": [{"id": "1", "function": {"name": "time"}}]}],
         "IDs should be alphanumeric",
     ),
+    "reasoning of the last turn": ("DeepSeek R1", [user("?"), {**says("x"), "reasoning_content": "so"}], "thought of"),
     "thought of the last turn": ("DeepSeek R1", THINKING["thought"], "leaves out the thought of the last turn"),
     "ends with the user": ("Qwen 3", [*PLAIN["single"], user("And?")], "ends with user, expected an assistant turn"),
     "roles out of order": ("Qwen 3", [says("Paris."), user("What?")], "message 1 is from assistant at the start"),

@@ -36,6 +36,8 @@ ROLES: dict[str, Role] = {
 """Names of roles in OpenAI's, ShareGPT's and Gemma's data."""
 MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 """Keys of role and text in the formats that hold a list of messages."""
+REASONING_KEY = "reasoning_content"
+"""Key of what an assistant thought, in messages of reasoning models' servers, and for chat templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,19 @@ def _message(row: Row, number: int, entry: Any, keys: tuple[str, str]) -> Messag
     if content is None and not calls:
         raise row.error(f"message {number} from {role} has null content")
     named = {key: str(entry[key]) for key in ("tool_call_id", "name") if role == "tool" and entry.get(key)}
-    return Message(role, content or "", calls, **named)
+    return Message(role, content or "", calls, reasoning=_reasoning(row, number, role, entry), **named)
+
+
+def _reasoning(row: Row, number: int, role: Role, entry: dict[str, Any]) -> str:
+    """What the assistant thought, where the message has it apart; "" where there is none."""
+    reasoning = entry.get(REASONING_KEY)
+    if not reasoning:
+        return ""
+    if role != "assistant":
+        raise row.error(f"message {number} from {role} has {REASONING_KEY}, which is the assistant's")
+    if not isinstance(reasoning, str):
+        raise row.error(f"message {number} has {REASONING_KEY} that is not text: {reasoning!r:.60}")
+    return reasoning if reasoning.strip() else ""
 
 
 def _parts_text(row: Row, number: int, content: Any) -> str | None:

@@ -29,13 +29,23 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. An assistant's may be tool calls with or without text; a tool's may name its call."""
+    """One turn of a conversation. An assistant's may be tool calls with or without text; a tool's may name its call.
+
+    `reasoning` is what the assistant thought before it, where the row has that apart from the content.
+    """
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str = ""
+
+    def with_reasoning_in_text(self) -> "Message":
+        """The same message with its reasoning before the content, in the tags of reasoning models."""
+        if not self.reasoning:
+            return self
+        return replace(self, content=f"<think>\n{self.reasoning.strip()}\n</think>\n\n{self.content}", reasoning="")
 
 
 @dataclass(frozen=True, slots=True)

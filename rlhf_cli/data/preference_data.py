@@ -262,8 +262,7 @@ def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataR
     count_cut(encoded.row, whole, kept, report)
     report.tokens += num_prompt + sum(lengths)
     report.trained_tokens += num_trained
-    report.merged_starts += chosen.merged or rejected.merged
-    report.unthought_turns += max(chosen.num_unthought, rejected.num_unthought)
+    report.count_turns(chosen, rejected)
     _count(report, "with a margin", encoded.read.margin is not None)
     item = {"prompt_ids": chosen.ids[:num_prompt], "prompt_length": num_prompt, "num_trained": num_trained}
     item |= _branch("chosen", chosen, num_prompt) | _branch("rejected", rejected, num_prompt)
@@ -282,8 +281,7 @@ def _responses(encoded: Encoded[list[Labelled]], config: OfflineDataConfig, repo
         num_prompt = response.spans[0][0]
         report.tokens += len(response.ids)
         report.trained_tokens += response.num_trained
-        report.merged_starts += response.merged
-        report.unthought_turns += response.num_unthought
+        report.count_turns(response)
         _count(report, "desirable", labelled.desirable)
         item = {"prompt_ids": response.ids[:num_prompt], "prompt_length": num_prompt}
         item |= _branch("response", response, num_prompt)

@@ -41,6 +41,7 @@ COUNTED = {
     "dropped_equal": "dropped as equal within max_len",
     "merged_starts": "with leading white space that carries no loss",
     "unthought_turns": "earlier turns without the thought they had, which the chat template drops",
+    "inlined_thoughts": "turns whose reasoning_content became <think> text, as no chat template reads it",
 }
 """Fields of a report that count what happened to rows, in words."""
 ORIGIN = {"source": pa.int32(), "index": pa.int64()}
@@ -75,6 +76,7 @@ class DataReport:
     dropped_equal: int = 0
     merged_starts: int = 0
     unthought_turns: int = 0
+    inlined_thoughts: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=dict)
 
@@ -84,6 +86,12 @@ class DataReport:
         listed = self.noted.setdefault(counter, [])
         if len(listed) < MAX_NOTED:
             listed.append(said)
+
+    def count_turns(self, *sides: Tokens) -> None:
+        """Count what is special about the turns of an item; its sides have all but one of them in common."""
+        self.merged_starts += any(side.merged for side in sides)
+        self.unthought_turns += max(side.num_unthought for side in sides)
+        self.inlined_thoughts += max(side.num_inlined for side in sides)
 
     def counts(self) -> dict[str, Any]:
         """What was counted, without what is known before any row is read."""

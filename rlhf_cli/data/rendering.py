@@ -3,7 +3,7 @@
 Tokens are not made here; see `tokenising`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
@@ -47,7 +47,8 @@ class Renderer:
             return Pieces((self.template.example(conversation),), plain=False)
         *before, response = example.messages
         _refuse_tools(example)
-        return Pieces((Rendered(self._around(tuple(before)), (), None), _whole(response.content)), plain=True)
+        said = replace(_whole(response.with_reasoning_in_text().content), num_inlined=int(bool(response.reasoning)))
+        return Pieces((Rendered(self._around(tuple(before)), (), None), said), plain=True)
 
     def prompt(self, conversation: Conversation) -> str:
         """Text that generation starts from. Raises TemplateFault if it cannot be rendered."""

@@ -119,7 +119,6 @@ def _sequence(encoded: Encoded[None], config: DataConfig, report: DataReport) ->
     (sequence,) = kept
     report.tokens += len(sequence.ids)
     report.trained_tokens += sequence.num_trained
-    report.merged_starts += sequence.merged
-    report.unthought_turns += sequence.num_unthought
+    report.count_turns(sequence)
     item = {"token_ids": sequence.ids, "spans": flat(sequence.spans), "length": len(sequence.ids)}
     return [item | {"num_trained": sequence.num_trained}]

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -53,6 +53,8 @@ TRIAL_CALL = (
     Message("assistant", "first answer"),
 )
 """Rendered once to learn how the template takes a call; Mistral's wants an id of nine letters."""
+TRIAL_THOUGHT = (Message("user", "first question"), Message("assistant", "first answer", reasoning="first thought"))
+"""Rendered once to learn whether the template writes what the assistant thought."""
 
 
 class TemplateFault(ValueError):
@@ -64,13 +66,15 @@ class Rendered:
     """A conversation as text. `spans` bound the characters that carry loss: each assistant's text and end of turn.
 
     `prompt` is what a rollout of the first turn would start from, where the text continues exactly that, else None.
-    `num_unthought` counts the turns whose thought the template leaves out, as it does for those before the last.
+    `num_unthought` counts the turns whose thought the template leaves out, as it does for those before the last,
+    `num_inlined` those whose `reasoning` became part of the content.
     """
 
     text: str
     spans: tuple[Span, ...]
     prompt: str | None
     num_unthought: int = 0
+    num_inlined: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ class CallForm:
         named = {"tool_call_id": message.tool_call_id, "name": message.name}
         entry: dict[str, Any] = {"role": message.role, "content": message.content}
         entry |= {key: value for key, value in named.items() if value is not None}
+        if message.reasoning:
+            entry["reasoning_content"] = message.reasoning
         if message.tool_calls:
             entry["content"] = message.content or self.no_content
             entry["tool_calls"] = [self._call(call) for call in message.tool_calls]
@@ -159,8 +165,23 @@ class ChatTemplate:
         except TemplateFault:
             return True  # rendering the row says what is wrong
 
+    @cached_property
+    def _reads_reasoning(self) -> bool:
+        """Whether the template writes the thought of a message that has it apart from its content."""
+        try:
+            return TRIAL_THOUGHT[1].reasoning in self._render(TRIAL_THOUGHT, ())[0]
+        except TemplateFault:
+            return False
+
+    def _readable(self, conversation: Conversation) -> Conversation:
+        """The conversation with thoughts where the template finds them: apart from the content, or in it."""
+        if not num_reasoned(conversation) or self._reads_reasoning:
+            return conversation
+        return replace(conversation, messages=tuple(m.with_reasoning_in_text() for m in conversation.messages))
+
     def prompt(self, conversation: Conversation) -> str:
         """Text that the assistant's next turn would continue. Raises TemplateFault if the template refuses it."""
+        conversation = self._readable(conversation)
         text, _ = self._render(conversation.messages, conversation.tools, add_generation_prompt=True)
         self._refuse_left_out(conversation, text, ())
         return text
@@ -172,13 +193,14 @@ class ChatTemplate:
         that of the messages before each turn. Raises TemplateFault where a turn is not in the text as it was given
         (white space around it and thoughts before the last turn aside), or without an end of turn.
         """
+        num_given, conversation = num_reasoned(conversation), self._readable(conversation)
         text, marked = self._render(conversation.messages, conversation.tools)
         if self._marks_turns:
             found = self._marked_turns(conversation, text, marked)
         else:
             found = self._compared_turns(conversation, text)
         self._refuse_left_out(conversation, text, found.spans)
-        return found
+        return replace(found, num_inlined=num_given - num_reasoned(conversation))
 
     def _compared_turns(self, conversation: Conversation, text: str) -> Rendered:
         spans: list[Span] = []
@@ -238,7 +260,7 @@ class ChatTemplate:
         place = text.find(alone[slice(*span)], floor) if span else -1
         if span and place >= 0 and not any(end in text[floor:place] for end in self.ends_of_turn):
             return place, place + span[1] - span[0]
-        if not said.parts:
+        if not said.first:
             return self._calls_behind(prompt, context, said, text)
         for start in (prompt, context):
             if start is context or text.startswith(prompt):
@@ -273,10 +295,11 @@ class ChatTemplate:
                 f"writes around it, or does not end with {ends} as other turns do"
             )
         said = Said.without_thought(message)
-        if said is not None and said.parts and turn_from(rest, 0, said, self.ends_of_turn):
+        if said is not None and said.first and turn_from(rest, 0, said, self.ends_of_turn):
+            thought = message.reasoning or message.content
             return TemplateFault(
-                f"the chat template leaves out the thought of the last turn, {message.content[:60]!r}, so it would "
-                "not be learned: use a template that keeps it, or rows without thoughts"
+                f"the chat template leaves out the thought of the last turn, {thought[:60]!r}, so it "
+                "would not be learned: use a template that keeps it, or rows without thoughts"
             )
         return TemplateFault(
             f"the chat template leaves out or alters what the assistant says: {message.content[:60]!r}"
@@ -317,6 +340,11 @@ class ChatTemplate:
             num_unthought += said is not readings[0]
             spans.append(span)
         return Rendered(text, tuple(spans), None, num_unthought)
+
+
+def num_reasoned(conversation: Conversation) -> int:
+    """Messages that have their reasoning apart from the content."""
+    return sum(bool(message.reasoning) for message in conversation.messages)
 
 
 def _readings(conversation: Conversation) -> list[tuple[int, tuple[Said, ...]]]:

@@ -21,13 +21,15 @@ class Tokens:
     """Token ids of one sequence; `spans` bound the tokens that carry loss.
 
     `merged` is true where white space at the start of an assistant's text is in one token with the end of what the
-    template writes before it: that token carries no loss. `num_unthought` counts turns without the thought they had.
+    template writes before it: that token carries no loss. `num_unthought` counts turns without the thought they had,
+    `num_inlined` those whose reasoning was put into the content.
     """
 
     ids: list[int]
     spans: list[Span]
     merged: bool = False
     num_unthought: int = 0
+    num_inlined: int = 0
 
     @property
     def num_trained(self) -> int:
@@ -41,7 +43,7 @@ class Tokens:
 
     def all_trained(self) -> "Tokens":
         """The same ids, all but the first carrying loss, if any did."""
-        return Tokens(self.ids, [(1, len(self.ids))] if self.spans else [])
+        return replace(self, spans=[(1, len(self.ids))] if self.spans else [], merged=False)
 
 
 class Tokeniser:
@@ -101,7 +103,8 @@ class Tokeniser:
         if pieces.plain:
             ids, spans = self._closed(ids, spans)
         spans = [(max(start, 1), stop) for start, stop in spans if stop > 1]
-        return Tokens(ids, spans, merged, sum(piece.num_unthought for piece in pieces.texts))
+        num_unthought = sum(piece.num_unthought for piece in pieces.texts)
+        return Tokens(ids, spans, merged, num_unthought, sum(piece.num_inlined for piece in pieces.texts))
 
     def _closed(self, ids: list[int], spans: list[Span]) -> tuple[list[int], list[Span]]:
         """Plain text between start of text and end of sequence, which belongs to what is trained last."""

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_cli.data.conversations import Message, ToolCall
@@ -23,26 +23,36 @@ THOUGHT_END = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an assistant's turn is to show: pieces of text with white space between them, then calls."""
+    """What an assistant's turn is to show: pieces of text with white space between them, then calls.
+
+    A `thought` comes before them, in whatever marks the template puts around it.
+    """
 
     parts: tuple[str, ...]
     calls: tuple[ToolCall, ...]
+    thought: str = ""
 
     @classmethod
     def by(cls, message: Message) -> "Said":
         """All that the message says."""
-        return cls._of(message.content, message)
+        return replace(cls._of(message.content, message), thought=message.reasoning.strip())
 
     @classmethod
     def without_thought(cls, message: Message) -> "Said | None":
         """What is left of the message where a template drops its thought; None if there is no thought, or nothing."""
         _, tag, answer = message.content.rpartition(THOUGHT_END)
-        return cls._of(answer, message) if tag and (answer.strip() or message.tool_calls) else None
+        has_thought = bool(tag or message.reasoning)
+        return cls._of(answer, message) if has_thought and (answer.strip() or message.tool_calls) else None
 
     @classmethod
     def _of(cls, content: str, message: Message) -> "Said":
         parts = (part.strip() for part in THOUGHT_TAG.split(content))
         return cls(tuple(part for part in parts if part), message.tool_calls)
+
+    @property
+    def first(self) -> str:
+        """The text it begins with; "" for calls alone."""
+        return self.thought or next(iter(self.parts), "")
 
 
 def turn_at(text: str, start: int, said: Said, ends: Sequence[str]) -> Span | None:
@@ -50,6 +60,8 @@ def turn_at(text: str, start: int, said: Said, ends: Sequence[str]) -> Span | No
 
     An empty thought that the template puts before tool calls is not part of it.
     """
+    if said.thought:
+        return _turn_with_thought(text, start, said, ends)
     if said.calls and (thought := EMPTY_THOUGHT.match(text, start)) and THOUGHT_END not in said.parts:
         start = thought.end()
     place = start
@@ -68,14 +80,23 @@ def turn_at(text: str, start: int, said: Said, ends: Sequence[str]) -> Span | No
     return None if end is None else (start, stop + len(end))
 
 
+def _turn_with_thought(text: str, start: int, said: Said, ends: Sequence[str]) -> Span | None:
+    begin = text.find(said.thought, start)
+    if begin < 0 or any(end in text[start:begin] for end in ends):
+        return None
+    place, answer = begin + len(said.thought), replace(said, thought="")
+    span = turn_from(text, place, answer, ends) if answer.first else turn_at(text, place, answer, ends)
+    return None if span is None else (start, span[1])
+
+
 def turn_from(text: str, floor: int, said: Said, ends: Sequence[str]) -> Span | None:
     """Span of the first turn from `floor` on that says this, no other turn ending before it."""
-    begin = text.find(said.parts[0], floor)
+    begin = text.find(said.first, floor)
     while begin >= 0 and not any(end in text[floor:begin] for end in ends):
         span = turn_at(text, begin, said, ends)
         if span is not None:
             return span
-        begin = text.find(said.parts[0], begin + 1)
+        begin = text.find(said.first, begin + 1)
     return None
 
 
