@@ -141,7 +141,14 @@ class Trained:
 
 
 def run_steps(
-    model: str, task: Task, stage: int, layout: Layout, *, steps: Sequence[Sequence[int]] = STEPS, seed: int = 5
+    model: str,
+    task: Task,
+    stage: int,
+    layout: Layout,
+    *,
+    steps: Sequence[Sequence[int]] = STEPS,
+    seed: int = 5,
+    **zero: Any,
 ) -> Trained:
     """Some steps from the model in the folder, against a reference that is the model with noise on its weights."""
     if task.is_reward_model:
@@ -152,7 +159,7 @@ def run_steps(
     else:
         hf_model, module = load_policy(model, stage)
     prepare = task.prepare(make_reference(model, stage, seed)) if task.prepare else lambda engine, batches: batches
-    engine = make_engine(module, stage)
+    engine = make_engine(module, stage, **zero)
     metrics = []
     for indices in steps:
         micro_batches, totals = layout.share().micro_batches(task.items, np.array(indices))

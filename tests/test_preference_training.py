@@ -49,12 +49,21 @@ def assert_same_steps(one, other):
     assert farthest(one.weights, other.weights) < CLOSE
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", TASKS)
 def test_micro_batches_do_not_change_a_step(tiny_model_dir, name, stage):
     whole = run_steps(tiny_model_dir, TASKS[name](), stage, Layout())
     assert_same_steps(run_steps(tiny_model_dir, TASKS[name](), stage, Layout(max_sequences=1)), whole)
     assert_same_steps(run_steps(tiny_model_dir, TASKS[name](), stage, Layout(max_tokens=40)), whole)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)  # may have to compile DeepSpeed's optimizer
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["rm", "dpo", "kto"])
+def test_an_optimizer_in_host_memory_takes_the_same_steps(tiny_model_dir, name, stage):
+    plain = run_steps(tiny_model_dir, TASKS[name](), stage, Layout())
+    assert_same_steps(run_steps(tiny_model_dir, TASKS[name](), stage, Layout(), adam_offload=True), plain)
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "kto"])
