@@ -1,6 +1,7 @@
 """Reward models, dpo and kto under the real engine: steps do not depend on how they are cut, packed or shared."""
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -25,12 +26,15 @@ from transformers import AutoModelForSequenceClassification
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.preference import PREFERENCE_LOSSES
 from rlhf_cli.backends import distributed
+from rlhf_cli.commands.dpo import DPOConfig, make_objective
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.preference import PAIR_LOSSES
+from rlhf_cli.config.preference import LOSS_DEFAULTS, PAIR_LOSSES
 from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.data.trees import Tree, pack_trees
+from rlhf_cli.flags import flags_of
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
+from rlhf_cli.options import build_config
 from rlhf_cli.trainers import dpo
 from rlhf_cli.trainers.kto import KTOPreparation, partners_of
 from rlhf_cli.trainers.reference_columns import all_results, digest_of_pairs
@@ -204,3 +208,32 @@ def test_reward_metrics_are_mean_and_spread_of_all_scores(tiny_model_dir):
 
 def test_settings_name_every_loss_of_the_table():
     assert list(PREFERENCE_LOSSES) == list(PAIR_LOSSES)
+    for name, defaults in LOSS_DEFAULTS.items():
+        assert defaults.keys() <= PREFERENCE_LOSSES[name].settings
+
+
+@pytest.mark.parametrize(
+    ("given", "beta", "gamma"),
+    [
+        ({}, 0.1, 0.5),
+        ({"loss": "simpo"}, 2.0, 1.0),
+        ({"loss": ["simpo"]}, 2.0, 1.0),
+        ({"loss": "simpo", "beta": "2.5"}, 2.5, 1.0),
+        ({"loss": "simpo", "beta": "0.1", "simpo_gamma": "0.5"}, 0.1, 0.5),
+        ({"loss": "sigmoid_norm"}, 5.0, 0.5),
+        ({"loss": "ipo"}, 0.1, 0.5),
+        ({"loss": "sigmoid,bco_pair"}, 0.1, 0.5),
+    ],
+    ids=str,
+)
+def test_a_loss_alone_has_the_settings_of_its_paper_and_given_ones_win(given, beta, gamma):
+    config = build_config(DPOConfig, {"pretrain": "x", "dataset": "x", "output": "x"} | given)
+    assert (config.preference.beta, config.preference.simpo_gamma) == (beta, gamma)
+    objective = make_objective(config.preference)
+    assert (objective.settings.beta, objective.settings.simpo_gamma) == (beta, gamma)
+
+
+@pytest.mark.parametrize("name", LOSS_DEFAULTS)
+def test_the_help_names_the_settings_of_the_papers(name):
+    said = flags_of(DPOConfig)["beta"].help
+    assert re.search(rf"{name}( and \w+)? {LOSS_DEFAULTS[name]['beta']:g}\b", said)

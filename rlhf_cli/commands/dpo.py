@@ -4,6 +4,7 @@ Leaves out losses (algorithms/), the objective (trainers/) and everything heavy:
 only.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
@@ -12,6 +13,7 @@ from rlhf_cli.commands.ranks import begin_ranks
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.model import AdapterConfig, ModelConfig
 from rlhf_cli.config.preference import PairLossConfig, ReferenceConfig
+from rlhf_cli.config.presets import defaults_of_pair_loss
 from rlhf_cli.config.train import (
     CheckpointConfig,
     DeepSpeedConfig,
@@ -41,6 +43,11 @@ class DPOConfig(BaseModel):
     launch: LaunchConfig = LaunchConfig()
     checkpoint: CheckpointConfig
     tracking: TrackingConfig = TrackingConfig()
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults that depend on what was given."""
+        return defaults_of_pair_loss(given)
 
 
 def dpo(config: DPOConfig) -> None:

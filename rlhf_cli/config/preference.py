@@ -26,6 +26,16 @@ PAIR_LOSSES = (
 )
 """Names of the rows of `PREFERENCE_LOSSES` (algorithms/preference.py)."""
 
+LOSS_DEFAULTS: dict[str, dict[str, float]] = {
+    "simpo": {"beta": 2.0, "simpo_gamma": 1.0},  # arXiv 2405.14734, of Llama 3 8B
+    "sigmoid_norm": {"beta": 5.0},  # Tulu 3, arXiv 2411.15124
+    "sppo_hard": {"beta": 0.001},  # arXiv 2405.00675: eta = 1000
+    "nca_pair": {"beta": 0.01},  # arXiv 2402.05369: its alpha
+    "bco_pair": {"beta": 0.01},  # arXiv 2404.04656
+    "discopop": {"beta": 0.05},  # arXiv 2406.08414
+}
+"""What the papers of losses use whose settings are no match for those of DPO: defaults where one alone is named."""
+
 
 class PromptSharing(Group):
     """Settings of all commands that train on pairs."""
@@ -60,11 +70,12 @@ class PairLossConfig(PromptSharing):
     loss_weights: list[float] = []
     """Weight of each of several losses; 1 by default."""
     beta: float = Field(0.1, gt=0)
-    """Strength of the pull towards the reference: log-ratios are scaled by it."""
+    """Strength of the pull towards the reference: log-ratios are scaled by it. One loss alone has by default what its
+    paper takes: simpo 2, sigmoid_norm 5, sppo_hard 0.001, nca_pair and bco_pair 0.01, discopop 0.05."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Share of pairs whose sides are taken to be swapped (sigmoid, robust, exo_pair, aot, sigmoid_norm)."""
     simpo_gamma: float = 0.5
-    """Reward by which simpo wants the chosen response to lead."""
+    """Reward by which simpo wants the chosen response to lead; 1 where simpo is the only loss."""
     discopop_tau: float = Field(0.05, gt=0, le=1)
     """Temperature of discopop's blend."""
     orpo_lambda: float = 0.1

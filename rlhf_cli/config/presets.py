@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_cli.config.online import EngineConfig
 from rlhf_cli.config.policy import READ_BY
+from rlhf_cli.config.preference import LOSS_DEFAULTS
 
 GSPO = {"eps_clip_low_high": (3e-4, 4e-4), "loss_agg": "seq_mean"}
 
@@ -34,6 +35,13 @@ def defaults_of_loss(given: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults that go with the given `policy_loss`."""
     defaults = dict(GSPO) if given.get("policy_loss") == "gspo" else {}
     return _without_rivals(defaults, given)
+
+
+def defaults_of_pair_loss(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults that go with the given `loss` on pairs, where it is a single one."""
+    loss = given.get("loss")
+    name = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+    return dict(LOSS_DEFAULTS.get(str(name), {}))
 
 
 def defaults_of_preset(given: Mapping[str, Any]) -> dict[str, Any]:
