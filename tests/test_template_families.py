@@ -8,9 +8,11 @@ from chat_tokenizers import make_metaspace_tokenizer
 from model_templates import FAMILIES
 
 from rlhf_cli.config.data import DataConfig, PromptConfig
+from rlhf_cli.data.conversations import Conversation, Message
 from rlhf_cli.data.packing import pack
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.templates import ChatTemplate
 from rlhf_cli.errors import UsageError
 
 TOOLS = [
@@ -154,6 +156,18 @@ def test_trained_tokens_are_the_assistants_text_and_end_of_turn(name, kind, tmp_
     data = load(tmp_path, tokenizer, row_of(messages))
     assert trained_turns(tokenizer, data.sequences[0]) == expected_turns(family, messages)
     assert data.report.merged_starts == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_is_what_transformers_renders(name):
+    tokenizer = FAMILIES[name].tokenizer()
+    template = ChatTemplate(tokenizer)
+    for messages in PLAIN.values():
+        conversation = Conversation(tuple(Message(message["role"], message["content"]) for message in messages))
+        assert template.example(conversation).text == tokenizer.apply_chat_template(messages, tokenize=False)
+        prompt = Conversation(conversation.messages[:-1])
+        rendered = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        assert template.prompt(prompt) == rendered
 
 
 @pytest.mark.parametrize("name", ["Mistral 7B", "Mistral Small", "Gemma 3"])

@@ -299,7 +299,7 @@ def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: D
     if overlong and config.overlong == "drop":
         report.note("dropped_overlong", f"{row.where}: {longest:,} tokens")
         return None
-    cut = [part.cut(config.max_len) for part in tokens]
+    cut = [part.cut(config.max_len) for part in tokens] if overlong else tokens
     if any(part.num_trained == 0 for part in cut):
         within = f" within the first {config.max_len:,} of {longest:,} tokens" if overlong else ""
         report.note("dropped_untrained", f"{row.where}: nothing to train on{within}")

@@ -35,7 +35,7 @@ class Said:
     @classmethod
     def by(cls, message: Message) -> "Said":
         """All that the message says."""
-        return replace(cls._of(message.content, message), thought=message.reasoning.strip())
+        return cls._of(message.content, message, thought=message.reasoning.strip())
 
     @classmethod
     def without_thought(cls, message: Message) -> "Said | None":
@@ -45,9 +45,9 @@ class Said:
         return cls._of(answer, message) if has_thought and (answer.strip() or message.tool_calls) else None
 
     @classmethod
-    def _of(cls, content: str, message: Message) -> "Said":
+    def _of(cls, content: str, message: Message, thought: str = "") -> "Said":
         parts = (part.strip() for part in THOUGHT_TAG.split(content))
-        return cls(tuple(part for part in parts if part), message.tool_calls)
+        return cls(tuple(part for part in parts if part), message.tool_calls, thought)
 
     @property
     def first(self) -> str:
