@@ -206,7 +206,7 @@ def _prepare(value: Any, flag: Flag) -> Any:
     if flag.optional and isinstance(value, str) and value == "null":
         return None
     if flag.is_list and isinstance(value, str):
-        return [item.strip() for item in _BETWEEN_COMMAS.findall(value) if item.strip()]
+        return [item.strip() for item in _BETWEEN_COMMAS.findall(value)]
     if flag.choices:
         return next((choice for choice in flag.choices if str(choice) == str(value)), value)
     if isinstance(value, bool) and flag.annotation in (int, float):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.commands.answering import Answering, Examinee, Hooks, answer_chunks, sampling_params
+from rlhf_cli.commands.answering import Answering, Examinee, Hooks, answer_chunks, sampling_params, settings_identity
 from rlhf_cli.commands.generate import GenerateConfig
 from rlhf_cli.commands.generation_folder import (
     Chunks,
@@ -250,6 +250,13 @@ def test_a_temperature_of_zero_takes_the_likeliest_token():
     assert sampling_params(config(temperature=0).sampling) == SamplingParams(1024, greedy=True)
     sampled = sampling_params(config(temperature=0.7, top_p=0.9).sampling)
     assert sampled == replace(SamplingParams(1024), temperature=0.7, top_p=0.9)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_stop_strings_are_part_of_the_sampling_and_of_what_rows_of_one_run_share(temperature):
+    settings = config(temperature=temperature, stop="</answer>, User:")
+    assert sampling_params(settings.sampling).stop == ("</answer>", "User:")
+    assert settings_identity(settings)["stop"] == ["</answer>", "User:"]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from rlhf_cli import cli
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.commands.online import check_batches, check_filtering
 from rlhf_cli.commands.online_config import OnlineConfig
+from rlhf_cli.commands.online_evaluation import evaluation_task
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import config_class, flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml
+from rlhf_cli.trainers.rl_state import OnlineSettings
 
 ONLINE = [name for name, entry in cli.COMMANDS.items() if entry.panel == cli.ONLINE]
 CRITIC = {
@@ -114,6 +116,8 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("rloo", {"ema_beta": "0.9"}, "ema_beta is about the average of the weights: give --enable_ema"),
         ("reinforce++", {"baseline": "group", "gamma": "0.9"}, "baseline group compares whole responses"),
         ("rloo", {"policy_loss": "sapo", "eps_clip": "0.1"}, "eps_clip is read by policy_loss clip and gspo"),
+        ("ppo", {"stop": "User:, "}, "--stop User:, : an empty text is in every response"),
+        ("ppo", {"stop": [""]}, "an empty text is in every response"),
         ("grpo", {"max_new_tokens": "many", "preset": "dapo"}, "--max_new_tokens many: must be an integer > 0"),
     ],
 )
@@ -144,6 +148,16 @@ def test_settings_that_make_no_sense_are_refused(command, given, message):
 def test_sizes_that_do_not_fit_together_are_refused(command, row, given, message):
     with pytest.raises(UsageError, match=message):
         check_batches(resolve(command, **given), ALGORITHMS[row])
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.7"])
+def test_stop_strings_hold_for_training_and_for_its_evaluations(temperature):
+    texts = ["</answer>", "\n\nQuestion, "]
+    config = resolve("ppo", stop=texts, eval_dataset="x", eval_temperature=temperature)
+    groups = (config.rollout, config.reward, config.policy, config.batch, config.reference)
+    assert OnlineSettings(ALGORITHMS["ppo"], *groups).sampling.stop == tuple(texts)
+    task = evaluation_task(config, None, str, total_iterations=1)
+    assert (task.sampling.stop, task.sampling.greedy) == (tuple(texts), temperature == "0")
 
 
 @pytest.mark.parametrize("command", ["reinforce++", "remax"])

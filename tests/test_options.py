@@ -118,6 +118,7 @@ def test_lists_are_comma_separated_and_tuples_take_their_values():
         ("a(,b", ["a(", "b"]),
         ("a),b)", ["a)", "b)"]),
         ("a,,b,", ["a", "b"]),
+        ("a, ,b", ["a", "", "b"]),  # for the setting to refuse
     ],
 )
 def test_a_comma_in_parentheses_belongs_to_its_item(text, items):

@@ -3,10 +3,11 @@
 import asyncio
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli.backends.rollout_engine import EngineSettings, eos_token_ids
 from rlhf_cli.backends.rollout_transformers import TransformersEngine
@@ -163,6 +164,33 @@ def test_responses_end_with_any_end_token_of_the_generation_config(engine, tiny_
         assert one.token_ids == whole.token_ids[:length]
         assert one.finish_reason == ("stop" if found else "length")
         assert len(one.logprobs) == length
+
+
+def test_responses_end_at_the_token_that_completes_a_stop_string(engine, tiny_model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    whole = engine.generate(REQUESTS, SAMPLING)
+    texts = (tokenizer.decode(one.token_ids) for one in whole)
+    pairs = ([a + b for a, b in pairwise(text) if "\ufffd" not in a + b] for text in texts)
+    stop = tuple(pair[len(pair) // 2] for pair in pairs if pair)  # from the middle of each response
+    assert len(stop) > 9
+
+    def found(token_ids):
+        return any(text in tokenizer.decode(token_ids) for text in stop)
+
+    for one, same in zip(engine.generate(REQUESTS, replace(SAMPLING, stop=stop)), whole, strict=True):
+        length = len(same.token_ids)
+        end = next((n for n in range(1, length + 1) if found(same.token_ids[:n])), length)
+        assert one.token_ids == same.token_ids[:end]
+        assert one.logprobs == pytest.approx(same.logprobs[:end], abs=1e-4)
+        assert one.finish_reason == ("stop" if found(one.token_ids) else same.finish_reason)
+
+
+def test_a_stop_string_completed_by_the_last_token_allowed_ends_the_response(engine, tiny_model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    (cut,) = engine.generate(REQUESTS[:1], SamplingParams(4))
+    assert cut.finish_reason == "length"
+    (ended,) = engine.generate(REQUESTS[:1], SamplingParams(4, stop=(tokenizer.decode(cut.token_ids),)))
+    assert ended == replace(cut, finish_reason="stop")
 
 
 def test_end_tokens_come_from_the_generation_config_then_from_the_config(tiny_model_dir, tmp_path):

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Open-Reasoner-Zero (arXiv 2503.24290): PPO on a base model, from nothing but right and wrong answers.
 # GAE with gamma = lambda = 1, no KL divergence, 128 prompts x 64 responses, one actor step and twelve critic steps an
-# iteration, the R1-Zero prompt, and a reward only for answers that are right and were ended by the model itself.
+# iteration, the R1-Zero prompt, responses that end with the answer or where the next turn would begin, and a reward only
+# for answers that are right and were not cut.
 #
 #   examples/scripts/orz_ppo.sh MODEL PROMPTS [OUTPUT]
 #
@@ -21,7 +22,7 @@ PROMPTS=${PROMPTS_PER_ITERATION:-128}
 SAMPLES=${SAMPLES:-64}
 
 rlhf ppo --pretrain "$MODEL" --prompt_data "$DATA" --output "$OUTPUT" --load_checkpoint \
-  --prompt_template r1_zero --max_len "${MAX_LEN:-10000}" \
+  --prompt_template r1_zero --max_len "${MAX_LEN:-10000}" --stop "User:,Human:,Assistant:,</answer>" \
   --reward_funcs math --stop_properly_penalty_coef 0 \
   --rollout_batch_size "$PROMPTS" --n_samples_per_prompt "$SAMPLES" --max_new_tokens "${MAX_NEW_TOKENS:-8000}" \
   --train_batch_size "$((PROMPTS * SAMPLES))" --critic_update_steps 12 ${ITERATIONS:+--max_iterations "$ITERATIONS"} \

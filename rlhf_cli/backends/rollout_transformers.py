@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_cli.backends.rollout_attention import GROUPED_DECODE
 from rlhf_cli.backends.rollout_cache import bytes_per_token
 from rlhf_cli.backends.rollout_engine import Arrivals, Batch, EngineSettings, check_lengths, eos_token_ids
+from rlhf_cli.backends.rollout_stop import StopStrings, stop_strings
 from rlhf_cli.backends.rollout_wave import Wave
 from rlhf_cli.backends.weight_transfer import weights_checksum
 from rlhf_cli.backends.weight_transfer_shm import read_verified_push
@@ -38,6 +39,7 @@ class TransformersEngine:
         if settings.tensor_parallel_size != 1:
             raise UsageError("--vllm_tensor_parallel_size needs vLLM; the transformers rollout backend uses one device")
         self._settings = settings
+        self._model_path = model_path
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._eos = torch.tensor(eos_token_ids(model_path), device=self._device)
         model = AutoModelForCausalLM.from_pretrained(
@@ -165,13 +167,19 @@ class TransformersEngine:
     @torch.inference_mode()
     def _generate(self, requests: list[GenerationRequest], sampling: SamplingParams, batch: Batch) -> None:
         try:
+            stop = self._stop_strings(sampling)
             for indices in self._waves(requests, sampling):
-                wave = Wave(self._model, [requests[index] for index in indices], sampling, self._eos)
+                wave = Wave(self._model, [requests[index] for index in indices], sampling, eos=self._eos, stop=stop)
                 wave.run(self._version, add=partial(_add, batch, indices), max_tokens=lambda: batch.max_tokens)
         except Exception as error:  # of a thread: it belongs to whom collects
             batch.close(error)
         else:
             batch.close()
+
+    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
+        if not sampling.stop:
+            return None
+        return stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
 
     def _waves(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[int]]:
         """Indices of the requests generated together: prompts of similar length, within the cache's size."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlhf_cli.backends.rollout_cache import head_size
 from rlhf_cli.backends.rollout_engine import Arrivals, Batch, EngineDead, EngineSettings, check_lengths, eos_token_ids
 from rlhf_cli.backends.rollout_processes import OWNER_VARIABLE, end_processes, process_tree
+from rlhf_cli.backends.rollout_stop import stop_strings
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.environment import SPIN_COUNT
 from rlhf_cli.errors import RunError, UsageError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 _WORKER_MODULE = "rlhf_cli.backends.weight_vllm_worker"
+_SCHEDULER_MODULE = "rlhf_cli.backends.rollout_vllm_scheduler"
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _POLL_SECONDS = 0.25  # between looks at whether the engine's processes still live
 _DEAD = "a vLLM engine process ended unexpectedly; the engine's log has its last words"
@@ -80,6 +82,7 @@ class VllmEngine:
 
     def __init__(self, model_path: str, settings: EngineSettings) -> None:
         self._settings = settings
+        self._model_path = model_path
         self._eos = eos_token_ids(model_path)
         self._lock = asyncio.Lock()
         self._version = 0
@@ -123,6 +126,8 @@ class VllmEngine:
         if self._asleep or self._updating or self._weights_lost:
             raise RunError("the rollout engine was asked to generate while asleep or without complete weights")
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
+        if sampling.stop:  # what is wrong with them is found here: in the engine's core it would be the engine's end
+            stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
         batch = Batch(sampling.max_new_tokens)
         return batch, asyncio.create_task(self._serve(batch, requests, sampling))
 
@@ -322,7 +327,7 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"async_scheduling": not on_cpu}  # vLLM's own defaults, which the scheduler has to fit
     if on_cpu:
         arguments["enable_chunked_prefill"] = False  # a chunked prefill with per-request seeds kills the CPU engine
         arguments["max_num_batched_tokens"] = max(8192, settings.max_model_len)
@@ -347,6 +352,7 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
             generation_config="vllm",  # the model's own sampling defaults must not mix into ours
             disable_log_stats=True,
             worker_extension_cls=f"{_WORKER_MODULE}.WorkerExtension",
+            scheduler_cls=f"{_SCHEDULER_MODULE}.{'StoppingScheduler' if on_cpu else 'AsyncStoppingScheduler'}",
             weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{settings.sync_backend}"),
             **arguments,
         )
@@ -357,6 +363,8 @@ def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: li
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
 
+    from rlhf_cli.backends.rollout_vllm_scheduler import STOP
+
     return VllmSampling(
         max_tokens=sampling.max_new_tokens,
         temperature=0.0 if sampling.greedy else sampling.temperature,
@@ -365,6 +373,7 @@ def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: li
         logprobs=0,
         stop_token_ids=eos,
         ignore_eos=True,  # the list above is complete
+        extra_args={STOP: list(sampling.stop)},
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -12,6 +12,7 @@ import torch
 
 from rlhf_cli.backends.rollout_cache import decoding_cache, has_only_full_attention, join_caches, select_rows
 from rlhf_cli.backends.rollout_sampling import request_uniforms, sample_tokens
+from rlhf_cli.backends.rollout_stop import StopStrings
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 
 _PREFILL_TOKENS = 16_384  # prompt tokens of one forward pass: bounds its activations
@@ -30,6 +31,10 @@ class Responses:
         self._tokens[rows, step] = tokens
         self._logprobs[rows, step] = logprobs
 
+    def last(self, row: int, length: int, count: int) -> list[int]:
+        """The last tokens, `count` at most, of a request that has `length`."""
+        return self._tokens[row, max(0, length - count) : length].tolist()
+
     def finished(self, row: int, length: int, *, stopped: bool, version: int) -> Generation:
         """The response to a request, which has that many tokens."""
         return Generation(
@@ -44,11 +49,18 @@ class Wave:
     """A batch in the making; used once."""
 
     def __init__(
-        self, model: Any, requests: list[GenerationRequest], sampling: SamplingParams, eos: torch.Tensor
+        self,
+        model: Any,
+        requests: list[GenerationRequest],
+        sampling: SamplingParams,
+        *,
+        eos: torch.Tensor,
+        stop: StopStrings | None,
     ) -> None:
         self._model = model
         self._sampling = sampling
         self._eos = eos
+        self._stop = stop
         self._device = eos.device
         self._prompts = list(dict.fromkeys(tuple(request.prompt_ids) for request in requests))
         row_of = {prompt: index for index, prompt in enumerate(self._prompts)}
@@ -72,7 +84,7 @@ class Wave:
         for step in range(limit):
             token, logprob = sample_tokens(logits, uniforms[rows, step], self._sampling)
             responses.add(step, *(part[alive].cpu().numpy() for part in (rows, token, logprob)))
-            ended = alive & torch.isin(token, self._eos)
+            ended = alive & self._ends(token, rows, responses, step + 1)
             for row in rows[ended].tolist():
                 add(row, responses.finished(row, step + 1, stopped=True, version=version))
             alive &= ~ended
@@ -82,6 +94,14 @@ class Wave:
             logits = self._decode(token, step)
         for row in rows[alive].tolist() if step + 1 == limit else ():
             add(row, responses.finished(row, limit, stopped=False, version=version))
+
+    def _ends(self, token: torch.Tensor, rows: torch.Tensor, responses: Responses, length: int) -> torch.Tensor:
+        """Which of the responses, bool [rows], end with this token, their last of `length`."""
+        ends = torch.isin(token, self._eos)
+        if (stop := self._stop) is not None:
+            found = [stop.end(responses.last(row, length, stop.num_tokens)) for row in rows.tolist()]
+            ends |= torch.tensor(found, device=self._device)
+        return ends
 
     def _prefill(self) -> torch.Tensor:
         """Logits [rows, vocabulary] after the prompts; fills the cache and the mask, one row per request."""

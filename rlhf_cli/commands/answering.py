@@ -119,6 +119,7 @@ def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        "stop": sampling.stop,
         "seed": config.out.seed,
         "reward_funcs": reward.reward_funcs,
         "reward_weights": reward.reward_weights,
@@ -215,8 +216,10 @@ def _answer(
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
     """The settings as engines take them."""
     if sampling.temperature == 0:
-        return SamplingParams(sampling.max_new_tokens, greedy=True)
-    return SamplingParams(sampling.max_new_tokens, temperature=sampling.temperature, top_p=sampling.top_p)
+        return SamplingParams(sampling.max_new_tokens, greedy=True, stop=tuple(sampling.stop))
+    return SamplingParams(
+        sampling.max_new_tokens, temperature=sampling.temperature, top_p=sampling.top_p, stop=tuple(sampling.stop)
+    )
 
 
 def _metrics(answers: Answers) -> dict[str, float]:

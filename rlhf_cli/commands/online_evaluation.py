@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rlhf_cli.backends.checkpoint import Checkpoint
@@ -48,17 +48,17 @@ def evaluation_task(
     total_iterations: int,
 ) -> EvaluationTask:
     """What the settings ask for."""
-    temperature, max_new_tokens = config.evaluation.eval_temperature, config.rollout.max_new_tokens
-    greedy = SamplingParams(max_new_tokens, greedy=True)
+    temperature, rollout = config.evaluation.eval_temperature, config.rollout
+    greedy = SamplingParams(rollout.max_new_tokens, greedy=True, stop=tuple(rollout.stop))
     return EvaluationTask(
         config=config.evaluation,
         reward=config.reward,
         prompts=data.prompts if data else (),
         decode=decode,
-        sampling=SamplingParams(max_new_tokens, temperature=temperature) if temperature else greedy,
+        sampling=replace(greedy, greedy=False, temperature=temperature) if temperature else greedy,
         seed=config.batch.seed,
         total_iterations=total_iterations,
-        engines_lose_weights=config.rollout.vllm_enable_sleep,
+        engines_lose_weights=rollout.vllm_enable_sleep,
     )
 
 

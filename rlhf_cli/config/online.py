@@ -17,6 +17,9 @@ class EngineConfig(Group):
     """Engine that generates; auto takes vLLM where it is installed."""
     max_new_tokens: int = Field(1024, gt=0)
     """Tokens generated per response at most."""
+    stop: list[str] = []
+    """Texts that end a response, of which they stay a part: </answer>,User: for example. Blanks around them are cut off
+    here, and commas separate them; a list in YAML takes any text."""
     vllm_tensor_parallel_size: int = Field(1, gt=0)
     """GPUs that share one engine."""
     vllm_gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
@@ -25,6 +28,13 @@ class EngineConfig(Group):
     """Keep the KV cache of prompts for their further samples (pays from 128 tokens on)."""
     enforce_eager: bool = False
     """No CUDA graphs and no compilation in the engine: starts faster, generates slower; always so on a CPU."""
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_strings_are_no_ends_by_themselves(cls, stop: list[str]) -> list[str]:
+        if "" in stop:
+            raise ValueError("an empty text is in every response; blanks alone can be given as a list in YAML")
+        return stop
 
 
 class RolloutConfig(EngineConfig):

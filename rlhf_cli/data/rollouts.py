@@ -7,12 +7,16 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How responses are sampled. Log-probs that come back are of the distribution after temperature and top-p."""
+    """How responses are sampled. Log-probs that come back are of the distribution after temperature and top-p.
+
+    `stop` are texts that end a response as soon as one of them is in it.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     greedy: bool = False
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +35,9 @@ class GenerationRequest:
 class Generation:
     """One sampled response.
 
-    `token_ids` are exactly what the engine sampled, the end-of-sequence token included where it was sampled;
-    `logprobs` (nats, same length) are the sampler's own; `finish_reason` is "stop" for an end-of-sequence token
-    and "length" for a response cut at the limit; `weight_version` counts weight pushes, 0 for the initial weights.
+    `token_ids` are exactly what the engine sampled, up to the end-of-sequence token or the token that completed a stop
+    string, with it; `logprobs` (nats, same length) are the sampler's own; `finish_reason` is "stop" for such an end and
+    "length" for a response cut at the limit; `weight_version` counts weight pushes, 0 for the initial weights.
     """
 
     token_ids: list[int]

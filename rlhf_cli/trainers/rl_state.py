@@ -31,7 +31,9 @@ class OnlineSettings:
     def sampling(self) -> SamplingParams:
         """How responses are sampled for training."""
         rollout = self.rollout
-        return SamplingParams(rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p)
+        return SamplingParams(
+            rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p, stop=tuple(rollout.stop)
+        )
 
     @property
     def needs_old(self) -> bool:

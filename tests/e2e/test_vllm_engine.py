@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.backends.weight_transfer import WeightSender
@@ -33,13 +34,15 @@ pytestmark = [
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [20] * 9, [3]]
 REQUESTS = [GenerationRequest(PROMPTS[index % 5], seed=1000 + index) for index in range(60)]
 SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95)
+STOPPING = replace(SAMPLING, stop=("e", "7", "Q", "never there"))
 SETTINGS = EngineSettings(max_model_len=160, dtype="fp32", enforce_eager=True, num_threads=1)
 END = [1, 2]
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Qwen2 with tied embeddings and two end tokens, whose heads are of a size that vLLM's CPU attention takes."""
+    """A Qwen2 of bytes with tied embeddings and two end tokens, whose heads vLLM's CPU attention takes."""
+    from conftest import make_tiny_tokenizer
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -60,6 +63,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     model.generation_config = GenerationConfig(eos_token_id=END)
     path = tmp_path_factory.mktemp("vllm-model")
     model.save_pretrained(path)
+    make_tiny_tokenizer().save_pretrained(path)
     return str(path)
 
 
@@ -139,6 +143,26 @@ def test_responses_end_with_an_end_token_or_at_the_limit(first_responses):
     assert {one.token_ids[-1] for one in first_responses if one.finish_reason == "stop"} == set(END)
 
 
+@pytest.fixture(scope="module")
+def stopped_responses(engine):
+    return engine.generate(REQUESTS, STOPPING)
+
+
+def test_responses_end_at_the_token_that_completes_a_stop_string(stopped_responses, first_responses, model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+
+    def found(token_ids):
+        return any(text in tokenizer.decode(token_ids) for text in STOPPING.stop)
+
+    for one, same in zip(stopped_responses, first_responses, strict=True):
+        length = len(same.token_ids)
+        end = next((n for n in range(1, length + 1) if found(same.token_ids[:n])), length)
+        assert one.token_ids == same.token_ids[:end]
+        assert one.logprobs == pytest.approx(same.logprobs[:end], abs=1e-4)  # others are beside it in its batch
+        assert one.finish_reason == ("stop" if found(one.token_ids) else same.finish_reason)
+    assert sum(found(one.token_ids) for one in stopped_responses) > 3
+
+
 def test_responses_do_not_depend_on_what_the_engine_did_before(engine, first_responses):
     engine.generate(REQUESTS[::-1], SamplingParams(7))
     engine.sleep(2)
@@ -195,14 +219,14 @@ FRESH = """
 import asyncio, json, os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_vllm_engine import REQUESTS, SAMPLING, SETTINGS
+from test_vllm_engine import REQUESTS, SAMPLING, SETTINGS, STOPPING
 from rlhf_cli.backends.rollout_engine import EngineDead
 from rlhf_cli.backends.rollout_vllm import VllmEngine
 from rlhf_cli.data.rollouts import SamplingParams
 
 async def main():
     engine = VllmEngine(sys.argv[1], SETTINGS)
-    found = await engine.generate(REQUESTS, SAMPLING)
+    found = await engine.generate(REQUESTS, SAMPLING) + await engine.generate(REQUESTS, STOPPING)
     Path(sys.argv[3]).write_text(json.dumps([[one.token_ids, one.logprobs] for one in found]))
     core = next(process for process in engine._processes if "EngineCore" in process.name())
     call = asyncio.ensure_future(engine.generate(REQUESTS, SamplingParams(140)))
@@ -246,23 +270,25 @@ def fresh_process(model_dir, output, what):
     )
 
 
-def responses(output):
-    return json.loads(output.read_text())
+def same_bits(output, responses):
+    return json.loads(output.read_text()) == [[one.token_ids, one.logprobs] for one in responses]
 
 
-def test_a_fresh_process_gives_the_same_bits_and_a_killed_core_is_noticed_at_once(model_dir, first_responses, tmp_path):
+def test_a_fresh_process_gives_the_same_bits_and_a_killed_core_is_noticed_at_once(
+    model_dir, first_responses, stopped_responses, tmp_path
+):
     output = tmp_path / "fresh.json"
     done = fresh_process(model_dir, output, "core")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert responses(output) == [[one.token_ids, one.logprobs] for one in first_responses]
+    assert same_bits(output, first_responses + stopped_responses)
     assert float(done.stdout.split("seconds")[1]) < 3
 
 
-def test_processes_end_with_a_killed_owner(model_dir, first_responses, tmp_path):
+def test_processes_end_with_a_killed_owner(model_dir, first_responses, stopped_responses, tmp_path):
     output = tmp_path / "owner.json"
     done = fresh_process(model_dir, output, "owner")
     assert done.returncode == -signal.SIGKILL
-    assert responses(output) == [[one.token_ids, one.logprobs] for one in first_responses]
+    assert same_bits(output, first_responses + stopped_responses)
     deadline = time.monotonic() + 10
     pids = json.loads(Path(f"{output}.pids").read_text())
     assert len(pids) >= 2
