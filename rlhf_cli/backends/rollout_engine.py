@@ -38,7 +38,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.6
     enforce_eager: bool = False
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     enable_sleep: bool = False
     sync_backend: SyncBackend = "shm"
     trust_remote_code: bool = False

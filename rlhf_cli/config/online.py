@@ -24,8 +24,8 @@ class EngineConfig(Group):
     """GPUs that share one engine."""
     vllm_gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
     """Share of a GPU's memory an engine may take (weights and KV cache)."""
-    enable_prefix_caching: bool = False
-    """Keep the KV cache of prompts for their further samples (pays from 128 tokens on)."""
+    enable_prefix_caching: bool = True
+    """vLLM computes a prompt once for its samples, in whole blocks of the KV cache (128 tokens on a CPU)."""
     enforce_eager: bool = False
     """No CUDA graphs and no compilation in the engine: starts faster, generates slower; always so on a CPU."""
 

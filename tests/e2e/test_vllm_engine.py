@@ -35,6 +35,9 @@ PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [20] * 9, [3]]
 REQUESTS = [GenerationRequest(PROMPTS[index % 5], seed=1000 + index) for index in range(60)]
 SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95)
 STOPPING = replace(SAMPLING, stop=("e", "7", "Q", "never there"))
+LONG = [[7 + index * index % 240 for index in range(length)] for length in (130, 129)]  # a block of the cache has 128
+SHARING = [GenerationRequest(LONG[index // 8], seed=2000 + index) for index in range(16)]
+BATCHES = [(REQUESTS, SAMPLING), (REQUESTS, STOPPING), (SHARING, SAMPLING)]
 SETTINGS = EngineSettings(max_model_len=160, dtype="fp32", enforce_eager=True, num_threads=1)
 END = [1, 2]
 
@@ -115,10 +118,10 @@ def processed_logprobs(model, request, generation):
     return kept.gather(-1, torch.tensor(generation.token_ids)[:, None])[:, 0]
 
 
-def largest_difference(model, generations):
+def largest_difference(model, generations, requests=REQUESTS):
     return max(
         (processed_logprobs(model, request, generation) - torch.tensor(generation.logprobs)).abs().max().item()
-        for request, generation in zip(REQUESTS, generations, strict=True)
+        for request, generation in zip(requests, generations, strict=True)
     )
 
 
@@ -144,11 +147,13 @@ def test_responses_end_with_an_end_token_or_at_the_limit(first_responses):
 
 
 @pytest.fixture(scope="module")
-def stopped_responses(engine):
-    return engine.generate(REQUESTS, STOPPING)
+def responses(engine, first_responses):
+    """Those to each of the batches."""
+    return [first_responses, *(engine.generate(*batch) for batch in BATCHES[1:])]
 
 
-def test_responses_end_at_the_token_that_completes_a_stop_string(stopped_responses, first_responses, model_dir):
+def test_responses_end_at_the_token_that_completes_a_stop_string(responses, model_dir):
+    first_responses, stopped_responses, _ = responses
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
 
     def found(token_ids):
@@ -161,6 +166,21 @@ def test_responses_end_at_the_token_that_completes_a_stop_string(stopped_respons
         assert one.logprobs == pytest.approx(same.logprobs[:end], abs=1e-4)  # others are beside it in its batch
         assert one.finish_reason == ("stop" if found(one.token_ids) else same.finish_reason)
     assert sum(found(one.token_ids) for one in stopped_responses) > 3
+
+
+def test_samples_of_a_prompt_share_its_cache_and_a_batch_begins_without_any(engine, responses, model_dir):
+    assert largest_difference(trainer_model(model_dir), responses[2], SHARING) < 1e-3
+
+    async def num_cached_tokens(name):
+        from rlhf_cli.backends.rollout_vllm import _vllm_sampling
+
+        prompt = {"type": "token", "prompt_token_ids": LONG[0]}
+        params = _vllm_sampling(SHARING[0], SamplingParams(1), END)
+        return [output.num_cached_tokens async for output in engine.engine._llm.generate(prompt, params, name)]
+
+    engine.generate(REQUESTS, SAMPLING)
+    found = [engine.runner.run(num_cached_tokens(name)) for name in ("first", "second")]
+    assert found == [[0], [128]]
 
 
 def test_responses_do_not_depend_on_what_the_engine_did_before(engine, first_responses):
@@ -219,15 +239,15 @@ FRESH = """
 import asyncio, json, os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_vllm_engine import REQUESTS, SAMPLING, SETTINGS, STOPPING
+from test_vllm_engine import BATCHES, REQUESTS, SAMPLING, SETTINGS
 from rlhf_cli.backends.rollout_engine import EngineDead
 from rlhf_cli.backends.rollout_vllm import VllmEngine
 from rlhf_cli.data.rollouts import SamplingParams
 
 async def main():
     engine = VllmEngine(sys.argv[1], SETTINGS)
-    found = await engine.generate(REQUESTS, SAMPLING) + await engine.generate(REQUESTS, STOPPING)
-    Path(sys.argv[3]).write_text(json.dumps([[one.token_ids, one.logprobs] for one in found]))
+    found = [await engine.generate(*batch) for batch in BATCHES]
+    Path(sys.argv[3]).write_text(json.dumps([[[one.token_ids, one.logprobs] for one in batch] for batch in found]))
     core = next(process for process in engine._processes if "EngineCore" in process.name())
     call = asyncio.ensure_future(engine.generate(REQUESTS, SamplingParams(140)))
     if sys.argv[4] == "owner":
@@ -271,24 +291,22 @@ def fresh_process(model_dir, output, what):
 
 
 def same_bits(output, responses):
-    return json.loads(output.read_text()) == [[one.token_ids, one.logprobs] for one in responses]
+    return json.loads(output.read_text()) == [[[one.token_ids, one.logprobs] for one in batch] for batch in responses]
 
 
-def test_a_fresh_process_gives_the_same_bits_and_a_killed_core_is_noticed_at_once(
-    model_dir, first_responses, stopped_responses, tmp_path
-):
+def test_a_fresh_process_gives_the_same_bits_and_a_killed_core_is_noticed_at_once(model_dir, responses, tmp_path):
     output = tmp_path / "fresh.json"
     done = fresh_process(model_dir, output, "core")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert same_bits(output, first_responses + stopped_responses)
+    assert same_bits(output, responses)
     assert float(done.stdout.split("seconds")[1]) < 3
 
 
-def test_processes_end_with_a_killed_owner(model_dir, first_responses, stopped_responses, tmp_path):
+def test_processes_end_with_a_killed_owner(model_dir, responses, tmp_path):
     output = tmp_path / "owner.json"
     done = fresh_process(model_dir, output, "owner")
     assert done.returncode == -signal.SIGKILL
-    assert same_bits(output, first_responses + stopped_responses)
+    assert same_bits(output, responses)
     deadline = time.monotonic() + 10
     pids = json.loads(Path(f"{output}.pids").read_text())
     assert len(pids) >= 2
