@@ -6,6 +6,7 @@ what comes out of a pack is in the order of its sequences; `plan_groups` makes t
 
 import itertools
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,15 +21,16 @@ def plan_groups(
 
     A group that is larger than a micro-batch, or than a rank's even share of all tokens, is cut into several.
     """
+    sizes = _Sizes([_prompt_size(sequence) for sequence in sequences], [len(sequence) for sequence in sequences])
     groups: dict[bytes, list[int]] = {}
-    for index, sequence in enumerate(sequences):
-        groups.setdefault(_prompt_of(sequence).tobytes(), []).append(index)
-    total = sum(_tokens_of(members, sequences) for members in groups.values())
+    for index, (sequence, size) in enumerate(zip(sequences, sizes.prompts, strict=True)):
+        groups.setdefault(sequence.token_ids[:size].tobytes(), []).append(index)
+    total = sum(sizes.tokens(members) for members in groups.values())
     limit = min(max_tokens, -(-total // num_ranks))
-    parts = [part for members in groups.values() for part in _cut(members, sequences, limit)]
+    parts = [part for members in groups.values() for part in sizes.cut(members, limit)]
     plan = plan_packs(
-        [_tokens_of(part, sequences) for part in parts],
-        costs=[_cost_of(part, sequences, quadratic_cost) for part in parts],
+        [sizes.tokens(part) for part in parts],
+        costs=[sizes.cost(part, quadratic_cost) for part in parts],
         max_tokens=max_tokens,
         num_ranks=num_ranks,
     )
@@ -43,10 +45,13 @@ def pack_groups(sequences: Seq[Sequence]) -> Pack:
     return pack_trees([_tree_of(group) for group in groups], share_prompts=True)
 
 
-def _prompt_of(sequence: Sequence) -> np.ndarray:
+def _prompt_size(sequence: Sequence) -> int:
     """Tokens before the first trained one; all but the last where none is trained."""
-    trained = np.flatnonzero(sequence.loss_mask)
-    return sequence.token_ids[: trained[0] if trained.size else max(1, len(sequence) - 1)]
+    return int(sequence.loss_mask.argmax()) or max(1, len(sequence) - 1)  # the first token is never trained
+
+
+def _prompt_of(sequence: Sequence) -> np.ndarray:
+    return sequence.token_ids[: _prompt_size(sequence)]
 
 
 def _tree_of(group: list[Sequence]) -> Tree:
@@ -54,29 +59,34 @@ def _tree_of(group: list[Sequence]) -> Tree:
     return Tree(prompt, tuple(Branch(s.token_ids[prompt.size :], s.loss_mask[prompt.size :]) for s in group))
 
 
-def _tokens_of(members: list[int], sequences: Seq[Sequence]) -> int:
-    """Tokens that sequences of one prompt take in a pack."""
-    prompt = _prompt_of(sequences[members[0]]).size
-    return prompt + sum(len(sequences[i]) - prompt for i in members)
+@dataclass(frozen=True)
+class _Sizes:
+    """Tokens of sequences and of their prompts; `members` are indices of sequences of one prompt."""
 
+    prompts: list[int]
+    lengths: list[int]
 
-def _cost_of(members: list[int], sequences: Seq[Sequence], quadratic_cost: float) -> float:
-    """Linear in tokens; attention by the square of each sequence, the square of the prompt counted once."""
-    prompt = _prompt_of(sequences[members[0]]).size
-    squares = prompt**2 + sum(len(sequences[i]) ** 2 - prompt**2 for i in members)
-    return _tokens_of(members, sequences) + quadratic_cost * squares
+    def tokens(self, members: list[int]) -> int:
+        """Tokens in a pack."""
+        prompt = self.prompts[members[0]]
+        return prompt + sum(self.lengths[i] - prompt for i in members)
 
+    def cost(self, members: list[int], quadratic_cost: float) -> float:
+        """Linear in tokens; attention by the square of each sequence, the square of the prompt counted once."""
+        prompt = self.prompts[members[0]]
+        squares = prompt**2 + sum(self.lengths[i] ** 2 - prompt**2 for i in members)
+        return self.tokens(members) + quadratic_cost * squares
 
-def _cut(members: list[int], sequences: Seq[Sequence], limit: int) -> list[list[int]]:
-    """Neighbours of a group, as many as the limit of tokens holds, at least one each."""
-    prompt = _prompt_of(sequences[members[0]]).size
-    parts: list[list[int]] = []
-    room = 0
-    for index in members:
-        branch = len(sequences[index]) - prompt
-        if not parts or branch > room:
-            parts.append([])
-            room = limit - prompt
-        parts[-1].append(index)
-        room -= branch
-    return parts
+    def cut(self, members: list[int], limit: int) -> list[list[int]]:
+        """Neighbours of a group, as many as the limit of tokens holds, at least one each."""
+        prompt = self.prompts[members[0]]
+        parts: list[list[int]] = []
+        room = 0
+        for index in members:
+            branch = self.lengths[index] - prompt
+            if not parts or branch > room:
+                parts.append([])
+                room = limit - prompt
+            parts[-1].append(index)
+            room -= branch
+        return parts
