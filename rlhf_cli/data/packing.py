@@ -19,7 +19,7 @@ EXACT_SEARCH_NODES = 20_000
 """Placements tried by that search, about 20 ms."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots it would be pickled in Python code, and thousands travel in an iteration
 class Sequence:
     """One tokenised sequence: `token_ids` int32 [L], `loss_mask` bool [L], true where the token is a training target.
 

@@ -9,7 +9,7 @@ import torch
 from rlhf_cli.data.packing import Pack, Sequence, pack
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots, for the reason given at Sequence
 class Sample:
     """One response and what is known about each of its trained tokens.
 
