@@ -133,6 +133,20 @@ def test_variants_take_turns(capsys):
     assert "       5 trained tokens/s,     10 MiB, loss 1.000" in capsys.readouterr().out
 
 
+def test_the_driver_is_timed_at_toy_size_and_growth_is_a_power_of_the_samples(tmp_path):
+    bench = load("controller_time")
+    assert bench.growth({16: 5.0, 64: 1.0, 256: 4.0, 1024: 16.0}) == pytest.approx(1.0)
+    assert bench.growth({16: 5.0, 64: 1.0, 256: 16.0, 1024: 256.0}) == pytest.approx(2.0)
+    material = bench.Material(8)
+    found = bench.iteration_seconds(material, num_samples=16, num_ranks=3, iterations=2)
+    assert len(found) == 2
+    assert min(found) > 0
+    times = {ranks: {16: 0.002, 32: 0.004, 64: 0.008} for ranks in (1, 8)}
+    assert "| 64 | 8.0 | 8.0 | 125 |" in bench.table(times)
+    assert "| power of the samples | 1.00 | 1.00 | |" in bench.table(times)
+    assert bench.page(times).count("<svg") == 1
+
+
 def test_both_programs_get_the_pairs_of_every_step_in_the_same_order(tmp_path):
     comparison = load("preference_vs_trl")
     methods = {name: rows_of_steps(comparison, name, tmp_path) for name in comparison.METHODS}

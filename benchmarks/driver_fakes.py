@@ -1,0 +1,151 @@
+"""What answers the driver of an online run in controller_time.py: ranks, engines and rewards that take no time of it.
+
+Answers are constants, or were drawn before. Time spent here is kept apart, but for what the driver does itself for a
+call: choosing who gets what, and making bytes of it.
+"""
+
+import pickle
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from rlhf_cli.backends.engine_group import balanced_shares
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.rewards.records import Score, ScoreRequest
+
+ARRIVING = 16  # responses that come back from an engine together
+POLICY_MOMENTS = ("x_mean", "y_mean", "xx_mean", "yy_mean", "xy_mean")
+VALUE_MOMENTS = ("return_mean", "return_square", "error_mean", "error_square")
+
+
+class Elsewhere:
+    """Seconds that are not the driver's own: `with elsewhere: ...`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *failure: object) -> None:
+        self.seconds += time.perf_counter() - self._since
+
+
+class FakeRanks:
+    """Ranks of a role; what they are sent and what they answer becomes bytes in the driver, as under Ray."""
+
+    def __init__(self, elsewhere: Elsewhere, *, moments: Sequence[str] = ()) -> None:
+        self._elsewhere = elsewhere
+        self._metrics = {"entropy": 1.0} | {f"moment/{name}": 1.0 for name in moments}
+
+    def start_each(self, method: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[bytes]:
+        """The answers of all ranks: metrics of optimizer steps, or a number for each trained token."""
+        for args in args_by_rank:
+            pickle.dumps(args, pickle.HIGHEST_PROTOCOL)
+        with self._elsewhere:
+            answer = self._updated if method == "update" else _numbers
+            return [pickle.dumps(answer(work), pickle.HIGHEST_PROTOCOL) for work, *_ in args_by_rank]
+
+    def wait(self, calls: list[bytes]) -> list[Any]:
+        """The answers as objects."""
+        return [pickle.loads(call) for call in calls]
+
+    def _updated(self, steps: Sequence[Any]) -> list[dict[str, float]]:
+        return [self._metrics] * len(steps)
+
+
+def _numbers(micro_batches: Sequence[Sequence[Any]]) -> list[np.ndarray]:
+    return [np.full(sum(sequence.num_trained for sequence in batch), -1.0, np.float32) for batch in micro_batches]
+
+
+class FakeEngines:
+    """Engines that have answered before they are asked: request after request gets the next of the responses."""
+
+    def __init__(self, elsewhere: Elsewhere, *, num_engines: int, responses: Sequence[Generation]) -> None:
+        self._elsewhere = elsewhere
+        self._num_engines = num_engines
+        self._responses = responses
+        self._left: list[bytes] = []
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        """Deal the requests to the engines, whose responses come back in turns."""
+        shares = balanced_shares(requests, self._num_engines)
+        for share in shares:
+            pickle.dumps([requests[number] for number in share], pickle.HIGHEST_PROTOCOL)
+        with self._elsewhere:
+            numbers = [number for share in shares for number in share]
+            answers = [(number, self._responses[number % len(self._responses)]) for number in numbers]
+            pieces = (answers[first : first + ARRIVING] for first in range(0, len(answers), ARRIVING))
+            self._left = [pickle.dumps(piece, pickle.HIGHEST_PROTOCOL) for piece in pieces]
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether responses are still to come."""
+        return bool(self._left)
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        """Some of the responses with the numbers of their requests."""
+        arrived: list[tuple[int, Generation]] = pickle.loads(self._left.pop())
+        return arrived
+
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        """All responses in the order of the requests."""
+        self.begin(requests, sampling)
+        found: dict[int, Generation] = {}
+        while self.is_generating:
+            found |= self.collect()
+        return [found[number] for number in range(len(requests))]
+
+    def cut(self, max_tokens: int) -> None:
+        """Nothing: every response is finished."""
+
+    def wake_cache(self) -> None:
+        """Nothing."""
+
+    def sleep(self) -> None:
+        """Nothing."""
+
+    def receive_weights(self, version: int) -> dict[str, float]:
+        """Metrics of a push that did not happen."""
+        return {"weight_version": float(version)}
+
+
+class FakeScorer:
+    """Finds every second response right."""
+
+    def __init__(self, elsewhere: Elsewhere) -> None:
+        self.elsewhere = elsewhere
+
+    def score(self, requests: list[ScoreRequest]) -> list[Score]:
+        """A score for each response."""
+        return [Score(float(number % 2), "correct" if number % 2 else "wrong") for number in range(len(requests))]
+
+    def session(self) -> AbstractContextManager["FakeSession"]:
+        """Responses on their way to a score."""
+        return nullcontext(FakeSession(self))
+
+
+class FakeSession:
+    """Scores that are ready when the last response is there."""
+
+    def __init__(self, scorer: FakeScorer) -> None:
+        self._scorer = scorer
+        self._requests: list[ScoreRequest] = []
+
+    def add(self, requests: Sequence[ScoreRequest]) -> range:
+        """The numbers of the responses."""
+        self._requests += requests
+        return range(len(self._requests) - len(requests), len(self._requests))
+
+    def ready(self) -> list[tuple[int, Score]]:
+        """None before all are asked for."""
+        return []
+
+    def finish(self, order: Sequence[int] | None = None) -> list[Score]:
+        """All scores in the order of adding."""
+        with self._scorer.elsewhere:
+            return self._scorer.score(self._requests)
