@@ -18,24 +18,38 @@ from typing import Any
 from setting import RLHF, read_metrics, run_quietly
 
 TRL = "trl==1.16.*"
-WARM_UP_STEPS = 3  # kernels are chosen and memory is taken in the first steps
 BETAS = (0.9, 0.95)
 WARM_UP_SHARE, MIN_LR = 0.1, 0.1
+OPTIMIZER_FLAGS = ["--adam_betas", *BETAS, "--lr_warmup_ratio", WARM_UP_SHARE, "--min_lr_ratio", MIN_LR]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one process measured: by step, and the most memory in MiB that it held from its start to its end."""
+    """What one process measured: by step, and the most memory in MiB that it held from its start to its end.
+
+    `course` is what the steps are judged by, a loss or a reward; nothing where there is nothing to judge.
+    """
 
     seconds: list[float]
-    tokens: list[float]
-    loss: list[float]
+    trained: list[float]
+    course: list[float]
     peak_memory: float
 
-    @property
-    def speed(self) -> float:
-        """Trained tokens per second after the warm-up."""
-        return sum(self.tokens[WARM_UP_STEPS:]) / sum(self.seconds[WARM_UP_STEPS:])
+
+@dataclass(frozen=True)
+class Measure:
+    """What a comparison counts, what its course is, and the first steps, which do not count."""
+
+    unit: str
+    course: str
+    warm_up_steps: int
+
+    def speed(self, result: Result) -> float:
+        """Units trained per second after the warm-up."""
+        return sum(result.trained[self.warm_up_steps :]) / sum(result.seconds[self.warm_up_steps :])
+
+
+TOKENS = Measure("trained tokens", "loss", warm_up_steps=3)  # kernels are chosen and memory is taken in the first
 
 
 @dataclass(frozen=True)
@@ -64,9 +78,9 @@ def run_rlhf(setting: Setting, name: str, *, command: str, flags: list[str]) -> 
     """One run of an offline command of `rlhf`."""
     output = setting.folder / f"{command}_{name}".replace(" ", "_")
     shape = ["--train_batch_size", setting.batch_size, "--max_steps", setting.steps, "--max_epochs", 1]
-    rate = ["--learning_rate", setting.learning_rate, "--adam_betas", *BETAS, "--lr_warmup_ratio", WARM_UP_SHARE]
+    rate = ["--learning_rate", setting.learning_rate, *OPTIMIZER_FLAGS]
     where = ["--pretrain", setting.model, "--dataset", setting.dataset, "--output", output, "--overwrite"]
-    line = [*RLHF, command, *map(str, where + shape + rate), "--min_lr_ratio", str(MIN_LR), *flags]
+    line = [*RLHF, command, *map(str, where + shape + rate), *flags]
     log, environment = setting.folder / "rlhf.log", empty_cache(setting.folder)
     peak = run_quietly(line, log=log, environment=environment)
     steps = read_metrics(output)
@@ -87,24 +101,30 @@ def run_trl(setting: Setting, name: str, *, trainer: str, dtype: str, **own: Any
         "lr_scheduler_type": "cosine_with_min_lr",
         "lr_scheduler_kwargs": {"min_lr_rate": MIN_LR},
         "warmup_steps": round(WARM_UP_SHARE * setting.steps),
-        "max_length": None,
         **own,
     }
-    result = setting.folder / f"{trainer}_{name}.result.json".replace(" ", "_")
     spec = {
         "trainer": trainer,
         "model": str(setting.model),
         "rows": str(setting.tokenised),
         "output": str(setting.folder / "trl_output"),
         "dtype": dtype,
-        "result": str(result),
         "settings": settings,
     }
-    (setting.folder / "trl.json").write_text(json.dumps(spec))
-    script = Path(__file__).with_name("trl_run.py")
-    command = [sys.executable, str(script), str(setting.folder / "trl.json")]
     trl = {"PYTHONPATH": str(setting.folder / "trl"), "TRL_EXPERIMENTAL_SILENCE": "1"}
-    peak = run_quietly(command, log=setting.folder / "trl.log", environment=trl | empty_cache(setting.folder))
+    return run_script(setting, f"{trainer} {name}", script="trl_run.py", spec=spec, environment=trl)
+
+
+def run_script(
+    setting: Setting, name: str, *, script: str, spec: dict[str, Any], environment: dict[str, str]
+) -> Result:
+    """One run of a script beside this one, which writes its result to the file that its specification names."""
+    stem, result = Path(script).stem, setting.folder / f"{name}.result.json".replace(" ", "_")
+    given = setting.folder / f"{stem}.json"
+    given.write_text(json.dumps(spec | {"result": str(result)}))
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(given)]
+    log = setting.folder / f"{stem}.log"
+    peak = run_quietly(command, log=log, environment=environment | empty_cache(setting.folder))
     return Result(**json.loads(result.read_text()), peak_memory=peak)
 
 
@@ -122,7 +142,9 @@ def install_trl(folder: Path) -> None:
         subprocess.run(command, check=True)
 
 
-def in_turns(setting: Setting, variants: Mapping[str, Variant], *, runs: int) -> dict[str, list[Result]]:
+def in_turns(
+    setting: Setting, variants: Mapping[str, Variant], *, runs: int, measure: Measure = TOKENS
+) -> dict[str, list[Result]]:
     """Results by variant, which take turns, so that what else the machine does meets all of them."""
     results: dict[str, list[Result]] = {name: [] for name in variants}
     width = max(map(len, variants))
@@ -130,41 +152,48 @@ def in_turns(setting: Setting, variants: Mapping[str, Variant], *, runs: int) ->
         for name, variant in variants.items():
             result = variant(setting, name)
             results[name].append(result)
-            measured = (
-                f"{result.speed:8.0f} trained tokens/s, {result.peak_memory:6.0f} MiB, loss {result.loss[-1]:.3f}"
-            )
-            print(f"  {name:<{width}} {measured}", flush=True)
+            measured = f"{figure(measure.speed(result)):>8} {measure.unit}/s, {result.peak_memory:6.0f} MiB"
+            end = f", {measure.course} {result.course[-1]:.3f}" if result.course else ""
+            print(f"  {name:<{width}} {measured}{end}", flush=True)
     return results
 
 
-def report(results: Mapping[str, list[Result]], *, compared: Mapping[str, str]) -> str:
+def figure(speed: float) -> str:
+    """A speed in digits, those behind the point where they count."""
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.2f}"
+
+
+def report(
+    results: Mapping[str, list[Result]], *, compared: Mapping[str, str] | None = None, measure: Measure = TOKENS
+) -> str:
     """The table: medians over the runs, and each run's ratio to TRL's best setting; below it how far losses are apart.
 
     `compared` names, for each variant whose losses are to be compared, the one that they are compared with.
     """
-    speeds = {name: [result.speed for result in found] for name, found in results.items()}
+    speeds = {name: [measure.speed(result) for result in found] for name, found in results.items()}
     peers = [name for name in speeds if name.startswith("TRL")]
     best = max(peers, key=lambda name: statistics.median(speeds[name]))
     lines = [
-        f"| setting | ratio to {best} | range | trained tokens/s | peak memory, MiB | final loss |",
+        f"| setting | ratio to {best} | range | {measure.unit}/s | peak memory, MiB | final {measure.course} |",
         "|---|---|---|---|---|---|",
     ]
     for name, found in speeds.items():
         ratios = [own / peer for own, peer in zip(found, speeds[best], strict=True)]
         memory = statistics.median(result.peak_memory for result in results[name])
-        loss = statistics.median(result.loss[-1] for result in results[name])
+        ends = [result.course[-1] for result in results[name] if result.course]
         lines.append(
             f"| {name} | {statistics.median(ratios):.2f} | {min(ratios):.2f}-{max(ratios):.2f} "
-            f"| {statistics.median(found):,.0f} | {memory:,.0f} | {loss:.3f} |"
+            f"| {figure(statistics.median(found))} | {memory:,.0f} "
+            f"| {f'{statistics.median(ends):.3f}' if ends else ''} |"
         )
-    return "\n".join([*lines, "", *loss_curves(results, compared)])
+    return "\n".join([*lines, "", *loss_curves(results, compared or {})])
 
 
 def loss_curves(results: Mapping[str, list[Result]], compared: Mapping[str, str]) -> Iterator[str]:
     """How far the loss curves of both variants of each comparison are apart, step by step."""
     for name, anchor in compared.items():
         if name in results and anchor in results:
-            curves = zip(results[name][0].loss, results[anchor][0].loss, strict=True)
+            curves = zip(results[name][0].course, results[anchor][0].course, strict=True)
             apart = [abs(own - other) for own, other in curves]
             mean, most = statistics.mean(apart), max(apart)
             yield f"Loss of {name} against {anchor}: {mean:.4f} apart on average, {most:.4f} at most"
@@ -181,9 +210,9 @@ def comparison_parser(description: str | None, *, batch_size_is: str) -> argpars
     return parser
 
 
-def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parsed(parser: argparse.ArgumentParser, *, measure: Measure = TOKENS) -> argparse.Namespace:
     """The options of the command line, of which at least one step is counted."""
     args = parser.parse_args()
-    if args.steps <= WARM_UP_STEPS:
-        parser.error(f"--steps must be more than the {WARM_UP_STEPS} that are not counted")
+    if args.steps <= measure.warm_up_steps:
+        parser.error(f"--steps must be more than the {measure.warm_up_steps} that are not counted")
     return args

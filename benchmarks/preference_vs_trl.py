@@ -34,7 +34,7 @@ UNPAIRED = "apo_zero_unpaired"
 
 def usual_variants(method: str) -> dict[str, Variant]:
     """Both programs with all number types that they know."""
-    rlhf, trl = partial(run_rlhf, command=method), partial(run_trl, trainer=method)
+    rlhf, trl = partial(run_rlhf, command=method), partial(run_trl, trainer=method, max_length=None)
     return {
         "rlhf bf16": partial(rlhf, flags=BF16),
         "rlhf fp32": partial(rlhf, flags=FP32),
@@ -46,7 +46,7 @@ def usual_variants(method: str) -> dict[str, Variant]:
 
 def precomputed_variants(method: str) -> dict[str, Variant]:
     """Both programs with log-probabilities of the reference from before the first step."""
-    trl = partial(run_trl, trainer=method, precompute_ref_log_probs=True)
+    trl = partial(run_trl, trainer=method, max_length=None, precompute_ref_log_probs=True)
     return {
         "rlhf bf16 precomputed": partial(run_rlhf, command=method, flags=[*BF16, "--precompute_ref_log_probs"]),
         "TRL bf16 autocast precomputed": partial(trl, dtype="float32", bf16=True),
@@ -56,9 +56,10 @@ def precomputed_variants(method: str) -> dict[str, Variant]:
 
 def unpaired_variants() -> dict[str, Variant]:
     """Both programs with the loss of kto that has no baseline."""
+    trl = partial(run_trl, trainer="kto", max_length=None, loss_type=UNPAIRED)
     return {
         f"rlhf fp32 {UNPAIRED}": partial(run_rlhf, command="kto", flags=[*FP32, "--loss", UNPAIRED]),
-        f"TRL fp32 {UNPAIRED}": partial(run_trl, trainer="kto", dtype="float32", bf16=False, loss_type=UNPAIRED),
+        f"TRL fp32 {UNPAIRED}": partial(trl, dtype="float32", bf16=False),
     }
 
 

@@ -36,7 +36,7 @@ PACKED_LENGTH = 1024  # TRL's default max_length
 PRODUCT_ROWS = 4096  # tokens of the products that are timed alone
 
 sft = partial(run_rlhf, command="sft")
-trl_sft = partial(run_trl, trainer="sft", completion_only_loss=True)
+trl_sft = partial(run_trl, trainer="sft", completion_only_loss=True, max_length=None)
 
 
 def packed_trl_sft(setting: Setting, name: str, *, dtype: str) -> Result:

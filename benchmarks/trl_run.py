@@ -3,19 +3,21 @@
     python trl_run.py SPEC.json
 
 The rows arrive tokenised, so that both programs train the same tokens; they are taken in their order. Prints nothing:
-the result (seconds, trained tokens and loss of every step) is written to the file that the specification names.
+the result (seconds, what was trained, and loss or reward of every step) is written to the file that the specification
+names.
 """
 
 import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from grpo_reward import trl_reward
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +29,8 @@ from transformers import (
 from trl import (
     DPOConfig,
     DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     RewardConfig,
@@ -74,14 +78,23 @@ class TokenisedKTO(EarlierRates, KTOTrainer):
         return dataset.map(shifted, batched=True, batch_size=args.per_device_train_batch_size)
 
 
+class SampledGRPO(EarlierRates, GRPOTrainer):
+    """Takes prompts by itself."""
+
+
 @dataclass(frozen=True)
 class Kind:
-    """A trainer, what it trains, and how many tokens of a row of its data set count as trained."""
+    """A trainer, what it trains, and how much of a row of its data set counts as trained: tokens, or responses to it.
+
+    `course` is what it logs for every step and is judged by; `arguments` are for the trainer alone.
+    """
 
     trainer: Callable[..., Any]
     config: Callable[..., Any]
     model: Callable[..., Any]
     trained: Callable[[dict[str, Any]], int]
+    course: str = "loss"
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 LM = AutoModelForCausalLM.from_pretrained
@@ -91,6 +104,7 @@ KINDS = {
     "dpo": Kind(TokenisedDPO, DPOConfig, LM, lambda row: len(row["chosen_ids"]) + len(row["rejected_ids"])),
     "kto": Kind(TokenisedKTO, KTOConfig, LM, lambda row: len(row["completion_ids"])),
     "rm": Kind(TokenisedReward, RewardConfig, SCORED, lambda row: row["trained"]),
+    "grpo": Kind(SampledGRPO, GRPOConfig, LM, lambda row: row["responses"], "reward", {"reward_funcs": trl_reward}),
 }
 
 
@@ -133,14 +147,16 @@ def main() -> None:
         train_dataset=Dataset.from_json(spec["rows"]),
         processing_class=AutoTokenizer.from_pretrained(spec["model"]),
         callbacks=[clock],
+        **kind.arguments,
     )
     trained = [kind.trained(row) for row in trainer.train_dataset]
     trainer.train()
     size = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    size //= getattr(settings, "num_generations", 1)  # of GRPO's batch, which counts responses and not rows
     result = {
         "seconds": clock.seconds,
-        "tokens": [sum(trained[step * size : (step + 1) * size]) for step in range(len(clock.seconds))],
-        "loss": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+        "trained": [sum(trained[step * size : (step + 1) * size]) for step in range(len(clock.seconds))],
+        "course": [line[kind.course] for line in trainer.state.log_history if kind.course in line],
     }
     Path(spec["result"]).write_text(json.dumps(result))
 

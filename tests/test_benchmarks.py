@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlhf_cli.models.scratch import train_tokenizer
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -100,10 +102,11 @@ def test_a_command_that_fails_ends_the_benchmark_with_what_it_said(tmp_path):
 
 
 def test_speed_leaves_out_the_first_steps():
-    result = load("comparison").Result(
-        seconds=[60.0, 9.0, 9.0, 2.0, 3.0], tokens=[100, 100, 100, 100, 150], loss=[1.0] * 5, peak_memory=1.0
-    )
-    assert result.speed == 50.0
+    comparison = load("comparison")
+    seconds, trained = [60.0, 9.0, 9.0, 2.0, 3.0], [100, 100, 100, 100, 150]
+    result = comparison.Result(seconds, trained, course=[1.0] * 5, peak_memory=1.0)
+    assert comparison.TOKENS.speed(result) == 50.0
+    assert comparison.Measure("trained samples", "reward", warm_up_steps=2).speed(result) == 25.0
 
 
 def test_ratios_are_to_the_fastest_setting_of_the_peer_in_the_same_round():
@@ -125,12 +128,59 @@ def test_variants_take_turns(capsys):
 
     def variant(setting, name):
         order.append(name)
-        return comparison.Result([1.0] * 4, [5.0] * 4, [1.0] * 4, 10.0)
+        return comparison.Result([1.0] * 4, [5.0] * 4, [1.0] * 4 if name == "rlhf" else [], 10.0)
 
-    results = comparison.in_turns(None, {"rlhf": variant, "TRL": variant}, runs=2)
-    assert order == ["rlhf", "TRL", "rlhf", "TRL"]
+    results = comparison.in_turns(None, {"rlhf": variant, "part": variant}, runs=2)
+    assert order == ["rlhf", "part", "rlhf", "part"]
     assert [len(found) for found in results.values()] == [2, 2]
-    assert "       5 trained tokens/s,     10 MiB, loss 1.000" in capsys.readouterr().out
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.endswith("    5.00 trained tokens/s,     10 MiB, loss 1.000")
+    assert second.endswith("    5.00 trained tokens/s,     10 MiB")
+
+
+def test_an_iteration_is_set_beside_the_sum_of_its_parts_and_rewards_beside_each_other():
+    grpo, comparison = load("grpo_vs_trl"), load("comparison")
+
+    def runs(second, *rewards):
+        return [comparison.Result([90.0, second, second], [64] * 3, list(rewards), 1.0)]
+
+    results = {
+        "rlhf fp32": runs(6.0, 0.1, 0.2, 0.5) * 2,
+        "generation alone fp32": runs(3.0) * 2,
+        "training alone fp32": runs(2.0) * 2,
+        "TRL fp32": runs(18.0, 0.1, 0.25, 0.5) + runs(18.0, 0.3, 0.25, 0.5),
+    }
+    assert "ratio to their sum 1.20 (aim 1.15)" in grpo.beside_parts(results, "fp32")
+    assert grpo.beside_parts(results, "bf16") is None
+    lines = grpo.courses(results).splitlines()
+    assert lines[0] == "| step | rlhf fp32 | TRL fp32 |"
+    assert lines[2:4] == ["| 1 | 0.100 | 0.200 |", "| 2 | 0.200 | 0.250 |"]
+    table = comparison.report(results, measure=grpo.SAMPLES)
+    assert "| rlhf fp32 | 3.00 | 3.00-3.00 | 10.67 | 1 | 0.500 |" in table
+    assert "| training alone fp32 | 9.00 | 9.00-9.00 | 32.00 | 1 |  |" in table
+
+
+def test_both_programs_are_rewarded_alike():
+    reward = load("grpo_reward")
+    assert reward.reward_func(["1 + 1? It is 2", "1 + 1? "], ["1 + 1? "] * 2, [None, None]) == [2 / 7, 0.0]
+    assert reward.trl_reward(["It is 2", ""], prompts=["1 + 1? "] * 2) == [2 / 7, 0.0]
+
+
+def test_grpo_gets_the_prompts_of_every_step_in_the_order_of_rlhf(tmp_path):
+    from rlhf_cli.config.train import BatchConfig
+    from rlhf_cli.data.sampling import StepBatches
+
+    grpo, setting = load("grpo_vs_trl"), load("setting")
+    rows = setting.write_word_problems(tmp_path / "rows.jsonl", num_rows=5)
+    problems = [json.loads(line)["question"] for line in rows.read_text().splitlines()]
+    tokenizer = train_tokenizer(problems, vocab_size=400)
+    given = load("comparison").Setting(tmp_path, rows, tmp_path / "out", tmp_path, 2, 16, 8, 1e-3)
+    grpo.write_rows(given, tokenizer)
+    written = [json.loads(line) for line in given.tokenised.read_text().splitlines()]
+    order = StepBatches(5, batch_size=2, epochs=1, seed=BatchConfig().seed)
+    taken = [problems[int(number)] for step in order[:2] for number in step]
+    assert all(problem in row["prompt"] for problem, row in zip(taken, written, strict=True))
+    assert tokenizer(written[0]["prompt"])["input_ids"] == written[0]["prompt_ids"]
 
 
 def test_the_driver_is_timed_at_toy_size_and_growth_is_a_power_of_the_samples(tmp_path):
@@ -210,7 +260,6 @@ def test_rows_of_the_scaling_benchmark_have_exactly_the_length_that_is_asked_for
     from rlhf_cli.config.data import DataConfig, PreferenceDataConfig
     from rlhf_cli.data.preference_data import load_pairs
     from rlhf_cli.data.sft_data import load_sft_sequences
-    from rlhf_cli.models.scratch import train_tokenizer
 
     scaling, rng = load("scaling"), random.Random(0)
     problems = (load("setting").word_problem(rng) for _ in range(300))
