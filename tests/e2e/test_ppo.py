@@ -18,6 +18,8 @@ from rlhf_cli.tracking.sinks import read_metrics
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MEASURED = ("time/", "perf/", "memory/")
+RAYS_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
+"""Processes of a Ray whose driver was killed that try for a minute to report it to a server that is gone too."""
 ITERATIONS = 4
 
 
@@ -106,10 +108,25 @@ def wait_for_an_iteration(output: Path, process: subprocess.Popen) -> None:
         time.sleep(0.1)
 
 
-def kill_tree(process: subprocess.Popen) -> None:
-    """kill -9 of the command alone: what it started has to notice by itself."""
+def kill_driver(process: subprocess.Popen, *, seconds: float = 30) -> None:
+    """kill -9 of the command alone: what it started, its Ray included, has to notice by itself and end."""
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert {"raylet", "gcs_server"} <= {child.name() for child in started}
     process.kill()
     process.communicate(timeout=60)
+    deadline = time.monotonic() + seconds
+    while left := [child for child in started if goes_on(child)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+def goes_on(process: psutil.Process) -> bool:
+    """Whether a process is there that has to end with its driver at once."""
+    try:
+        is_there = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return is_there and process.name() not in RAYS_AGENTS
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(scope="module", params=["transformers", "vllm"])
@@ -152,7 +169,7 @@ def test_a_killed_run_goes_on_as_if_never_stopped(finished_run, tmp_path, model,
     words = ppo_words(model, problems, output, backend=backend)
     process = rlhf(*words)
     wait_for(output / "checkpoints" / "step_000002" / "manifest.json", process)
-    kill_tree(process)
+    kill_driver(process)
     assert_nothing_left(output)
     finish(rlhf(*words, "--load_checkpoint"))
     assert_same_run(whole, output)
