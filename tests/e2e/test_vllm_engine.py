@@ -168,6 +168,14 @@ def test_responses_end_at_the_token_that_completes_a_stop_string(responses, mode
     assert sum(found(one.token_ids) for one in stopped_responses) > 3
 
 
+def test_a_stop_string_completed_by_the_last_token_allowed_ends_the_response(engine, model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    (cut,) = engine.generate(REQUESTS[:1], SamplingParams(4))
+    assert cut.finish_reason == "length"
+    (ended,) = engine.generate(REQUESTS[:1], SamplingParams(4, stop=(tokenizer.decode(cut.token_ids),)))
+    assert ended == replace(cut, finish_reason="stop")
+
+
 def test_samples_of_a_prompt_share_its_cache_and_a_batch_begins_without_any(engine, responses, model_dir):
     assert largest_difference(trainer_model(model_dir), responses[2], SHARING) < 1e-3
 
