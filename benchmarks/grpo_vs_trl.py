@@ -4,9 +4,10 @@
 
 Model, folder and turns are as in sft_vs_trl.py. `rlhf` generates with vLLM, TRL with transformers, as it does on a CPU.
 Both take the same prompts in the same order, 8 responses of up to 128 tokens to each, and make one optimizer step of
-them, without a reference, at temperature 1, with the same learning rate and reward (grpo_reward.py). An untrained model
-gives each of its 4,096 tokens about the same probability, the one that ends a response among them, so that nearly all
-responses of both have 128 tokens. Responses differ, as samplers do; rewards have to take about the same course.
+them, without a reference, at temperature 1, with the same learning rate and reward (grpo_reward.py). TRL computes a
+step in pieces or at once, and generates with transformers' plain or continuous batching. An untrained model gives each
+of its 4,096 tokens about the same probability, the one that ends a response among them, so that nearly all responses of
+both have 128 tokens. Responses differ, as samplers do; rewards have to take about the same course.
 
 Prints trained samples per second without the first step, which is start-up; ratios to TRL's best setting; the course of
 the rewards; and an iteration of `rlhf` beside its parts alone (grpo_parts.py): vLLM's generation, and forward and
@@ -80,6 +81,9 @@ def trl_at_once(setting: Setting, name: str, **own: Any) -> Result:
     return trl_grpo(setting, name, **whole, **own)
 
 
+continuous = partial(trl_at_once, use_transformers_continuous_batching=True)
+
+
 def run_part(setting: Setting, name: str, *, part: str, dtype: str) -> Result:
     """One part of the iterations alone, in the environment in which it runs in `rlhf`."""
     from rlhf_cli.environment import SPIN_COUNT
@@ -116,6 +120,7 @@ VARIANTS: dict[str, Variant] = {
     },
     **{f"TRL {short}": partial(trl_grpo, dtype=dtype, bf16=False) for short, dtype in DTYPES.items()},
     **{f"TRL {short} at once": partial(trl_at_once, dtype=dtype, bf16=False) for short, dtype in DTYPES.items()},
+    **{f"TRL {short} continuous": partial(continuous, dtype=dtype, bf16=False) for short, dtype in DTYPES.items()},
     "TRL bf16 autocast": partial(trl_grpo, dtype="float32", bf16=True),
 }
 
