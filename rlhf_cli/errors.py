@@ -23,3 +23,9 @@ class ProcessDied(RunError):
     def said(self) -> str:
         """What happened, without how to go on."""
         return super().__str__()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what a library's error says, for a sentence of ours; its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from rlhf_cli import cli
 from rlhf_cli.config.base import Group
-from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.errors import RunError, UsageError, first_line
 from rlhf_cli.version import __version__
 
 REPOSITORY = Path(__file__).parents[1]
@@ -266,3 +266,14 @@ def test_bash_loads_the_completion_script():
         ["bash", "-c", script], capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False
     )
     assert done.stdout.strip() == "complete -o default -F _rlhf_completion rlhf", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("\nno such layer\nat 1\nat 2"), "no such layer"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_one_line_is_said_of_an_error_of_a_library(error, said):
+    assert first_line(error) == said

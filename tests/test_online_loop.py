@@ -19,7 +19,7 @@ from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.data.samples import Sample
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.loop import Finished
 from rlhf_cli.trainers.rl import OnlineHooks, Roles, train_online
@@ -396,6 +396,40 @@ def test_an_iteration_whose_rewards_all_failed_ends_the_run_before_anything_is_t
     with pytest.raises(RunError, match=r"iteration 1: every reward failed \(grader broke\)"):
         run()
     assert run.journal[-1] == "scorer.score"
+
+
+def test_what_was_trained_before_an_iteration_without_rewards_is_saved():
+    run = Run()
+    run.scorer.fails = lambda index: len(run.tracker.logged) == 2
+    with pytest.raises(RunError, match=r"iteration 3: every reward failed"):
+        run()
+    assert [state.iteration for state in run.saved] == [2]
+    assert run.tracker.messages == ["Saved iteration 2: --load_checkpoint continues there"]
+    run.scorer.fails = lambda index: False
+    run(state=run.saved[0])
+    whole = Run()
+    whole()
+    assert run.tracker.rows == whole.tracker.rows
+
+
+def test_nothing_is_saved_twice_or_of_roles_that_died():
+    for save_steps, error in ((1, RunError("too many rewards failed")), (-1, ProcessDied("engine 0 died"))):
+        run = Run()
+        run.scorer.fails = raise_later(run.tracker, error)
+        with pytest.raises(RunError, match=error.args[0]):
+            run(save_steps=save_steps)
+        assert len(run.saved) == (2 if save_steps == 1 else 0)
+
+
+def raise_later(tracker: FakeTracker, error: RunError) -> Callable[[int], bool]:
+    """A grader that ends the run in its third iteration."""
+
+    def fails(index: int) -> bool:
+        if len(tracker.logged) == 2:
+            raise error
+        return False
+
+    return fails
 
 
 def test_the_adaptive_coefficient_follows_the_measured_divergence():

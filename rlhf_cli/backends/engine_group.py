@@ -18,7 +18,7 @@ from rlhf_cli.backends.rollout_engine import Arrivals, EngineDead, EngineSetting
 from rlhf_cli.backends.weight_transfer import PushReport
 from rlhf_cli.backends.weight_vllm_trainer import Rendezvous
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
-from rlhf_cli.errors import ProcessDied, RunError, UsageError
+from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
 
 MAX_RESTARTS = 3
 """Engines started again in one run; more deaths have a cause that a restart does not cure."""
@@ -144,7 +144,7 @@ class EngineGroup:
             except RayTaskError as error:
                 raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
             except RayActorError as error:
-                raise RunError(f"rollout engine {number} died while it was started: {error}") from error
+                raise RunError(f"rollout engine {number} died while it was started ({_reason(error)})") from error
 
     def connect(self) -> None:
         """Open the way weights take; to be called when actor and engines are built."""
@@ -274,7 +274,8 @@ class EngineGroup:
         self._restarts += 1
         if self._restarts > MAX_RESTARTS:
             raise ProcessDied(
-                f"rollout engines died {self._restarts} times in this run, the last one was engine {number} ({error})"
+                f"rollout engines died {self._restarts} times in this run, the last one was engine {number} "
+                f"({_reason(error)})"
             )
         ray.kill(self._workers[number])
         self._workers[number], building = self._start(number)
@@ -282,10 +283,17 @@ class EngineGroup:
             ray.get(building)
             self.connect()
         except (RayActorError, RayTaskError) as again:
-            raise ProcessDied(f"rollout engine {number} died and could not be started again ({again})") from again
+            raise ProcessDied(
+                f"rollout engine {number} died and could not be started again ({_reason(again)})"
+            ) from again
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return _get_all([worker.call.remote(method, *args) for worker in self._workers])
+
+
+def _reason(error: Exception) -> str:
+    """One line of what Ray says of a failed call, whose text is otherwise a trace through several processes."""
+    return first_line(error.cause if isinstance(error, RayTaskError) else error)
 
 
 def _get_all(calls: list[Any]) -> list[Any]:
@@ -294,7 +302,7 @@ def _get_all(calls: list[Any]) -> list[Any]:
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
     except RayActorError as error:
-        raise ProcessDied(f"a rollout engine died ({error})") from error
+        raise ProcessDied(f"a rollout engine died ({_reason(error)})") from error
 
 
 def balanced_shares(requests: list[GenerationRequest], count: int) -> list[list[int]]:

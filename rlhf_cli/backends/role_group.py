@@ -14,7 +14,7 @@ from rlhf_cli.backends.placement import Layout, Seat
 from rlhf_cli.backends.ray_cluster import Reservation
 from rlhf_cli.backends.worker import AsyncWorker, Worker
 from rlhf_cli.environment import SPIN_COUNT
-from rlhf_cli.errors import ProcessDied, RunError, UsageError
+from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
 
 DEATH_SECONDS = 5.0
 """How long after a rank's failure others are given to turn out dead: Ray takes about a second to notice."""
@@ -89,14 +89,14 @@ class WorkerGroup:
         return self._log_dir / f"{self.role}-{rank}.log"
 
     def _death(self, rank: int, error: RayActorError) -> ProcessDied:
-        return ProcessDied(f"{self.role} rank {rank} died ({_first_line(error)}); its log is {self.log_file(rank)}")
+        return ProcessDied(f"{self.role} rank {rank} died ({first_line(error)}); its log is {self.log_file(rank)}")
 
     def _failure(self, rank: int, error: RayTaskError) -> Exception:
         if isinstance(error.cause, UsageError | RunError):
             return error.cause
         with self.log_file(rank).open("a") as log:
             log.write(f"{error}\n")
-        reason = f"{type(error.cause).__name__}: {_first_line(error.cause)}"
+        reason = f"{type(error.cause).__name__}: {first_line(error.cause)}"
         return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self.log_file(rank)}")
 
 
@@ -148,8 +148,3 @@ def _worker(kind: type[Worker], seat: Seat, reservation: Reservation, *, log_dir
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": SPIN_COUNT, "TOKENIZERS_PARALLELISM": "false"}
     log_file = log_dir / f"{seat.role}-{seat.rank}.log"
     return ray.remote(kind).options(**options).remote(environment=environment, log_file=log_file)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

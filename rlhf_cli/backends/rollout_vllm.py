@@ -15,7 +15,7 @@ from rlhf_cli.backends.rollout_processes import OWNER_VARIABLE, end_processes, p
 from rlhf_cli.backends.rollout_stop import stop_strings
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.environment import SPIN_COUNT
-from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.errors import RunError, UsageError, first_line
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -301,7 +301,7 @@ def _started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
     try:
         return _start(model_path, settings, on_cpu=on_cpu)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise RunError(
             f"vLLM could not be started with {model_path} ({reason}); "
             "the engine's log has the cause, --rollout_backend transformers does without vLLM"

@@ -26,7 +26,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from rlhf_cli.data.store import TableWriter
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import UsageError, first_line
 
 BATCH_ROWS = 256
 """Rows of a record batch."""
@@ -218,7 +218,7 @@ def _read_csv(file: IO[bytes], path: str) -> Table:
         )
         return _stored(batches, batches.schema, path)
     except pa.ArrowInvalid as error:
-        raise UsageError(f"{path} is not a valid CSV file: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"{path} is not a valid CSV file: {first_line(error)}") from error
 
 
 def _read_parquet(file: IO[bytes], path: str) -> Table:
@@ -226,7 +226,7 @@ def _read_parquet(file: IO[bytes], path: str) -> Table:
         parquet = pa.parquet.ParquetFile(file)
         return _stored(parquet.iter_batches(batch_size=BATCH_ROWS), parquet.schema_arrow, path)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise UsageError(f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"{path} is not a valid Parquet file: {first_line(error)}") from error
 
 
 def _stored(batches: Any, schema: pa.Schema, path: str) -> Table:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.model import AdapterConfig, LoraConfig, ModelConfig
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import UsageError, first_line
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.loading import (
     ADAPTER_FILE,
@@ -174,7 +174,7 @@ def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
         try:
             inject_adapter_in_model(config, model, adapter_name=ACTIVE)
         except ValueError as error:
-            raise UsageError(f"target_modules: {str(error).strip().splitlines()[0]}") from error
+            raise UsageError(f"target_modules: {first_line(error)}") from error
     _require_linear_layers(model)
     config.target_modules = _short_names(model)
     if _has_head(model):

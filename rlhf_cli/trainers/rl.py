@@ -19,7 +19,7 @@ from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.samples import Sample
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.loop import Finished, is_due
@@ -141,14 +141,26 @@ def train_online(
     """Train from the iteration after `state` to the last, or until `hooks.should_stop` says so.
 
     The last one is number `total_iterations` or, under dynamic sampling, the one after which no prompt is left, or none
-    that teaches anything.
+    that teaches anything. Where an iteration gives nothing to train on, as when rewards fail, the state before it is
+    saved and RunError raised.
     """
     source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
     is_last = state.iteration >= total_iterations or source.is_used_up(state)
     hooks.evaluate(state.iteration, is_last)
     saved = state.iteration
     while not is_last:
-        after = _iterate(roles, settings, source, state=state, tracker=hooks.tracker)
+        timer = PhaseTimer(on_change=hooks.tracker.phase)
+        try:
+            experience = _experience(roles, settings, source, state, timer)
+        except RunError as error:
+            if state.iteration != saved and not isinstance(error, ProcessDied):
+                roles.engines.sleep()  # it may have come in the middle of a round
+                hooks.save_checkpoint(state)
+                hooks.tracker.message(f"Saved iteration {state.iteration}: --load_checkpoint continues there")
+            raise
+        after = None
+        if experience is not None:
+            after = _learn(roles, settings, experience, state=state, tracker=hooks.tracker, timer=timer)
         is_last = after is None or after.iteration == total_iterations or source.is_used_up(after)
         state = after or state
         hooks.evaluate(state.iteration, is_last)
@@ -162,15 +174,20 @@ def train_online(
     return Finished(state.iteration, interrupted=False)
 
 
-def _iterate(
-    roles: Roles, settings: OnlineSettings, source: RolloutSource, *, state: LoopState, tracker: RunTracker
-) -> LoopState | None:
-    """One iteration; None if the last prompts gave nothing to train on.
+@dataclass(frozen=True)
+class _Experience:
+    """What an iteration learns from: those of the sampled responses that have a score, and the greedy ones beside."""
 
-    The order of sleeping and waking keeps the memory peak of shared accelerators low.
-    """
-    iteration, policy = state.iteration + 1, settings.policy
-    timer = PhaseTimer(on_change=tracker.phase)
+    rollout: Rollout
+    sampled: Responses
+    rollouts: Rollouts
+    greedy: Rollouts | None
+
+
+def _experience(
+    roles: Roles, settings: OnlineSettings, source: RolloutSource, state: LoopState, timer: PhaseTimer
+) -> _Experience | None:
+    """Sampled and scored responses; None if the last prompts gave nothing to train on."""
     rollout = source.sample(state, timer)
     if rollout is None:
         return_weights(roles, state.iteration)  # for an evaluation at the end
@@ -179,7 +196,26 @@ def _iterate(
         sampled, likeliest = (flat(groups) for groups in (rollout.groups, rollout.greedy))
         if roles.reward_model is not None:
             sampled, likeliest = _with_model_scores(roles.reward_model, settings.reward, sampled, likeliest)
-        rollouts, greedy = _scored(settings, sampled, likeliest, iteration=iteration)
+        rollouts, greedy = _scored(settings, sampled, likeliest, iteration=state.iteration + 1)
+    return _Experience(rollout, sampled, rollouts, greedy)
+
+
+def _learn(
+    roles: Roles,
+    settings: OnlineSettings,
+    experience: _Experience,
+    *,
+    state: LoopState,
+    tracker: RunTracker,
+    timer: PhaseTimer,
+) -> LoopState:
+    """The rest of an iteration, from log-probabilities to the engines' new weights.
+
+    The order of sleeping and waking keeps the memory peak of shared accelerators low.
+    """
+    iteration, policy = state.iteration + 1, settings.policy
+    rollout, sampled = experience.rollout, experience.sampled
+    rollouts, greedy = experience.rollouts, experience.greedy
     plan = _plan(settings, rollouts, iteration=iteration)
     on_policy = plan.on_policy and not rollout.num_carried
     with timer("forward"):
