@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_cli.backends.distributed_env import free_port
-from rlhf_cli.backends.extension_locks import remove_stale_locks
+from rlhf_cli.backends.extension_builds import remove_stale_locks, use_own_ninja
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.host_memory import keep_freed_memory
 
@@ -36,6 +36,7 @@ def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
                 f"{torch.cuda.device_count()} GPUs: start as many, or hide them with CUDA_VISIBLE_DEVICES=-1"
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    use_own_ninja()
     remove_stale_locks()
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     _unlink_shared_buffers()

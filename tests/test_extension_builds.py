@@ -1,12 +1,14 @@
-"""Locks of PyTorch's compiler: one of a live process is left alone, an old one of nobody is removed."""
+"""What PyTorch's compiler finds: ninja, and of locks only those of live processes."""
 
 import os
+import shutil
+import sysconfig
 import threading
 import time
 
 import pytest
 
-from rlhf_cli.backends.extension_locks import STALE_SECONDS, remove_stale_locks
+from rlhf_cli.backends.extension_builds import STALE_SECONDS, remove_stale_locks, use_own_ninja
 
 OLD = time.time() - 2 * STALE_SECONDS
 
@@ -39,3 +41,14 @@ def test_a_young_lock_is_waited_for(lock):
     remove_stale_locks(poll_seconds=0.01)
     assert time.monotonic() - begin > 0.25
     assert not lock.exists()
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/usr/bin:/bin"])
+def test_ninja_is_found_where_the_environment_is_not_activated(monkeypatch, path):
+    monkeypatch.setenv("PATH", path)
+    for _ in range(2):
+        use_own_ninja()
+        assert os.environ["PATH"] == f"{sysconfig.get_path('scripts')}:{path}"
+    found = shutil.which("ninja")
+    assert found is not None
+    assert found.startswith(sysconfig.get_path("scripts"))

@@ -1,7 +1,7 @@
-"""Locks that a killed process has left where PyTorch compiles DeepSpeed's operators.
+"""What PyTorch needs to compile DeepSpeed's operators: ninja on PATH, and no lock that a killed process has left.
 
-PyTorch makes a file there while it compiles and waits for another's without an end. The process that compiles has the
-file open; a file that nobody has open is of a killed process, or of another machine with the same home directory.
+PyTorch makes a file while it compiles and waits for another's without an end. The process that compiles has the file
+open; a file that nobody has open is of a killed process, or of another machine with the same home directory.
 """
 
 import glob
@@ -11,12 +11,23 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import ninja
 from torch.utils.cpp_extension import get_default_build_root
 
 STALE_SECONDS = 300.0
 """Age from which a lock that nobody here has open counts as left behind: longer than operators take to compile."""
 
 logger = logging.getLogger(__name__)
+
+
+def use_own_ninja() -> None:
+    """Put the ninja that was installed with this program first on PATH.
+
+    Where its environment is not activated there may be none, or the system's, and another version compiles all anew.
+    """
+    paths = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if paths[0] != ninja.BIN_DIR:
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, *paths])
 
 
 def remove_stale_locks(*, poll_seconds: float = 0.5) -> None:
