@@ -1,10 +1,12 @@
 """Layouts for 1, 8, 128 and 1,024 GPUs, as a pure function of the settings."""
 
+import os
 from typing import Any
 
 import pytest
 
 from rlhf_cli.backends.placement import ENGINE, Layout, Seat, describe, on_nodes, plan_layout
+from rlhf_cli.backends.ray_cluster import Cluster
 from rlhf_cli.config.online import CriticPlacementConfig, RolloutConfig
 from rlhf_cli.errors import UsageError
 
@@ -333,3 +335,13 @@ def test_a_layout_is_described_with_the_nodes_that_the_cluster_chose():
 def test_nodes_alike_but_not_next_to_each_other_are_listed():
     layout = layout_of([2, 4, 2], **shape(2, 2, "actor"), roles=("actor",), engines=1, tensor_parallel=4)
     assert describe(layout, unit="GPU") == ["nodes 0, 2: 2 GPUs each for actor", "node 1: 4 GPUs for engine"]
+
+
+def test_threads_are_shared_unless_the_user_says_how_many(monkeypatch):
+    alone, joined = (Cluster(["a"], [0], 8.0, has_gpus=False, is_local=is_local) for is_local in (True, False))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [alone.threads(count) for count in (1, 3, 100)] == [8, 2, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert alone.threads(1) == 1
+    assert joined.threads(2) == 4

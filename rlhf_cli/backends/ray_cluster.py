@@ -41,6 +41,16 @@ class Cluster:
         """What a place on this cluster is."""
         return "GPU" if self.has_gpus else "process"
 
+    def threads(self, num_processes: int) -> int:
+        """CPU threads of each of a role's processes: roles take turns, the processes of one share the cores.
+
+        OMP_NUM_THREADS counts where this process started Ray; in a submitted job it is Ray's, and of another machine.
+        """
+        chosen = os.environ.get("OMP_NUM_THREADS", "")
+        if self.is_local and chosen.isdigit():
+            return max(1, int(chosen))
+        return max(1, (os.cpu_count() or 1) // num_processes)
+
 
 @contextmanager
 def ray_cluster() -> Iterator[Cluster]:

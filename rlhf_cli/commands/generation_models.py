@@ -3,7 +3,6 @@
 Weights stay those of the folders they were loaded from: there is nothing to push and nobody takes turns.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -47,8 +46,8 @@ class _Places:
     log_dir: Path
 
     def threads(self, role: str) -> int:
-        """CPU threads of a process of the role: roles take turns, the processes of one share the cores."""
-        return max(1, (os.cpu_count() or 1) // len(self.layout.of(role)))
+        """CPU threads of a process of the role."""
+        return self.cluster.threads(len(self.layout.of(role)))
 
 
 @contextmanager

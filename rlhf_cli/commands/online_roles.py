@@ -1,6 +1,5 @@
 """Builds the roles of an online command on the cluster and keeps them together: start, save, load, end."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -208,8 +207,8 @@ class OnlineRoles:
         return RewardGroup(group, dealer, takes_turns=self._takes_turns, statistics=model.statistics)
 
     def _threads(self, role: str) -> int:
-        """CPU threads of a rank: roles take turns, the ranks of a role share the cores."""
-        return max(1, (os.cpu_count() or 1) // len(self._where.layout.of(role)))
+        """CPU threads of a process of the role."""
+        return self._where.cluster.threads(len(self._where.layout.of(role)))
 
     def _start(
         self, role: str, factory: type, model: ModelConfig, learning_rate: float

@@ -61,7 +61,7 @@ def end_cluster(folder: Path) -> None:
 def cluster(tmp_path_factory):
     """Environment of a user of a running head node."""
     home = tmp_path_factory.mktemp("home")
-    port, dashboard = free_port(), free_port()
+    port, dashboard, agent = free_port(), free_port(), free_port()  # Ray's defaults may be another cluster's
     environment = os.environ | {
         "HOME": str(home),
         "RAY_AUTH_MODE": "token",
@@ -71,6 +71,7 @@ def cluster(tmp_path_factory):
     environment.pop("RAY_ADDRESS", None)
     run(str(BIN / "ray"), "get-auth-token", "--generate", environment=environment)
     head = f"start --head --port {port} --dashboard-host 127.0.0.1 --dashboard-port {dashboard} --num-cpus 2"
+    head += f" --dashboard-agent-listen-port {agent}"
     ray_folder = tmp_path_factory.mktemp("r")
     run(str(BIN / "ray"), *head.split(), "--temp-dir", str(ray_folder), environment=environment)
     yield environment | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
