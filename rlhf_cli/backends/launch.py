@@ -19,6 +19,7 @@ from rlhf_cli.errors import UsageError
 
 GRACE_SECONDS = 5
 LOOK_SECONDS = 1.0
+REPEAT_SECONDS = 2.0
 LAUNCHER = "deepspeed.launcher.launch"
 
 
@@ -40,22 +41,36 @@ def run_ranks(num_processes: int, arguments: list[str]) -> int:
             _end_session(launcher.pid, grace=0)
             return
         asked.append(signum)
-        ranks = _children(launcher.pid)
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess):
-                rank.send_signal(signum)
-        if not ranks:
+        if not _signal_ranks(launcher, signum):
             launcher.terminate()
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, pass_on)
     try:
-        status = launcher.wait()
+        while (status := _wait(launcher)) is None:
+            if asked:  # ranks that were being started may have lost it; those that got it ignore a SIGTERM
+                _signal_ranks(launcher, signal.SIGTERM)
     finally:
         _end_session(launcher.pid, grace=GRACE_SECONDS)
     if status != 0 and asked:
         return INTERRUPTED
     return status if status in (0, 1, 2, INTERRUPTED) else 1
+
+
+def _wait(launcher: subprocess.Popen[bytes]) -> int | None:
+    """Its exit status; None if it still runs after a moment."""
+    with suppress(subprocess.TimeoutExpired):
+        return launcher.wait(timeout=REPEAT_SECONDS)
+    return None
+
+
+def _signal_ranks(launcher: subprocess.Popen[bytes], signum: int) -> bool:
+    """Send the signal to all ranks; whether there is any."""
+    ranks = _children(launcher.pid)
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(signum)
+    return bool(ranks)
 
 
 def launch_command(num_processes: int, arguments: list[str], *, devices: str | None) -> list[str]:
