@@ -34,51 +34,55 @@ class Walkthrough:
     algorithm: str = "ppo"
 
     @property
-    def train(self) -> Path:
+    def train(self) -> str:
         """Problems to train on."""
-        return self.root / "data" / "train.jsonl"
+        return self._at("data/train.jsonl")
 
     @property
-    def held_out(self) -> Path:
+    def held_out(self) -> str:
         """Problems to evaluate on."""
-        return self.root / "data" / "held_out.jsonl"
+        return self._at("data/held_out.jsonl")
 
     def scratch(self) -> list[str]:
         """Make the untrained model."""
         shape = "--hidden_size 128 --intermediate_size 384 --num_hidden_layers 4 --num_attention_heads 4"
         size = "--num_key_value_heads 2 --max_position_embeddings 64 --vocab_size 300"
-        words = f"scratch --dataset {self.train} {shape} {size} --seed {self.seed} --output {self.root / 'untrained'}"
-        return words.split()
+        words = f"scratch --dataset {self.train} {shape} {size} --seed {self.seed} --output {self._at('untrained')}"
+        return shlex.split(words)
 
     def sft(self) -> list[str]:
         """Imitate the demonstrations, rounded sums included."""
         words = (
-            f"sft --pretrain {self.root / 'untrained'} --dataset {self.train} --output_key demonstration --max_len 64 "
+            f"sft --pretrain {self._at('untrained')} --dataset {self.train} --output_key demonstration --max_len 64 "
             f"--param_dtype fp32 --train_batch_size 64 --max_epochs 8 --learning_rate 1e-3 "
-            f"--eval_dataset {self.root / 'data' / 'validation.jsonl'} --eval_steps 100 "
-            f"--seed {self.seed} --output {self.root / 'sft'} --logging_steps 50"
+            f"--eval_dataset {self._at('data/validation.jsonl')} --eval_steps 100 "
+            f"--seed {self.seed} --output {self._at('sft')} --logging_steps 50"
         )
-        return words.split()
+        return shlex.split(words)
 
     def practice(self) -> list[str]:
         """Practise with a verifier."""
         words = (
-            f"{self.algorithm} --pretrain {self.root / 'sft'} --prompt_data {self.train} --label_key answer "
+            f"{self.algorithm} --pretrain {self._at('sft')} --prompt_data {self.train} --label_key answer "
             f"--reward_funcs exact --param_dtype fp32 --max_len 64 --max_new_tokens 8 --rollout_batch_size 256 "
             f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 28 --actor_learning_rate 3e-4 "
             f"{CRITIC if self.algorithm == 'ppo' else ''} --lr_warmup_ratio 0.05 --init_kl_coef 0 --enforce_eager "
-            f"--seed {self.seed} --output {self.root / 'practice'} --logging_steps 2"
+            f"--seed {self.seed} --output {self._at('practice')} --logging_steps 2"
         )
-        return words.split()
+        return shlex.split(words)
 
     def evaluation(self) -> list[str]:
         """Let both models answer the held-out problems."""
         words = (
-            f"eval --pretrain {self.root / 'sft'},{self.root / 'practice'} --prompt_data {self.held_out} "
+            f"eval --pretrain {self._at('sft')},{self._at('practice')} --prompt_data {self.held_out} "
             f"--label_key answer --reward_funcs exact --max_len 64 --max_new_tokens 8 "
-            f"--rollout_backend transformers --output {self.root / 'eval'}"
+            f"--rollout_backend transformers --output {self._at('eval')}"
         )
-        return words.split()
+        return shlex.split(words)
+
+    def _at(self, part: str) -> str:
+        """A path as a shell takes it."""
+        return shlex.quote(str(self.root / part))
 
 
 def run_quickstart(settings: QuickstartGroup) -> None:
