@@ -37,7 +37,9 @@ def usual_variants(method: str) -> dict[str, Variant]:
     rlhf, trl = partial(run_rlhf, command=method), partial(run_trl, trainer=method, max_length=None)
     return {
         "rlhf bf16": partial(rlhf, flags=BF16),
+        "rlhf bf16 compiled": partial(rlhf, flags=[*BF16, "--compile_model"]),
         "rlhf fp32": partial(rlhf, flags=FP32),
+        "rlhf fp32 compiled": partial(rlhf, flags=[*FP32, "--compile_model"]),
         "TRL fp32": partial(trl, dtype="float32", bf16=False),
         "TRL bf16 autocast": partial(trl, dtype="float32", bf16=True),
         "TRL bf16": partial(trl, dtype="bfloat16", bf16=False),
@@ -49,6 +51,8 @@ def precomputed_variants(method: str) -> dict[str, Variant]:
     trl = partial(run_trl, trainer=method, max_length=None, precompute_ref_log_probs=True)
     return {
         "rlhf bf16 precomputed": partial(run_rlhf, command=method, flags=[*BF16, "--precompute_ref_log_probs"]),
+        "rlhf fp32 precomputed": partial(run_rlhf, command=method, flags=[*FP32, "--precompute_ref_log_probs"]),
+        "TRL fp32 precomputed": partial(trl, dtype="float32", bf16=False),
         "TRL bf16 autocast precomputed": partial(trl, dtype="float32", bf16=True),
         "TRL bf16 precomputed": partial(trl, dtype="bfloat16", bf16=False),
     }

@@ -63,12 +63,12 @@ def write_rows(path: Path, command: str, *, length: int, num_rows: int) -> Path:
     return path
 
 
-def measure(folder: Path, model: Path, command: str, *, length: int, rows: int, steps: int) -> Point:
+def measure(folder: Path, model: Path, command: str, *, param_dtype: str, length: int, rows: int, steps: int) -> Point:
     """One run of a command."""
     dataset = write_rows(folder / "scaling.jsonl", command, length=length, num_rows=rows * steps)
     output = folder / f"scaling_{command}"
     data = ["--pretrain", model, "--dataset", dataset, "--max_len", length, "--output", output, "--overwrite"]
-    shape = ["--train_batch_size", rows, "--param_dtype", "bf16"]
+    shape = ["--train_batch_size", rows, "--param_dtype", param_dtype]
     peak = run_quietly([*RLHF, command, *map(str, data + shape)], log=folder / "scaling.log")
     seconds = [step["time/step"] for step in read_metrics(output)][WARM_UP_STEPS:]
     return Point(command, length, rows, statistics.median(seconds), peak)
@@ -124,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(gettempdir()) / "rlhf-benchmark", help="kept and reused")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--param_dtype", default="bf16", help="fp32 where the processor has no bfloat16")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a step while the length varies")
     args = parser.parse_args()
     if args.steps <= WARM_UP_STEPS:
@@ -138,7 +139,11 @@ def main() -> None:
     def sweep(shapes: Sequence[tuple[str, int, int]]) -> list[Point]:
         points = []
         for command, length, rows in shapes:
-            points.append(measure(folder, model, command, length=length, rows=rows, steps=args.steps))
+            points.append(
+                measure(
+                    folder, model, command, param_dtype=args.param_dtype, length=length, rows=rows, steps=args.steps
+                )
+            )
             print(f"  {command}, {rows} rows of {length} tokens: {points[-1].seconds:.2f} s a step", flush=True)
         return points
 

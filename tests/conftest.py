@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,3 +135,10 @@ def model(tmp_path_factory, problems) -> Path:
     done = subprocess.run([sys.executable, "-m", "rlhf_cli", *words], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return path
+
+
+@pytest.fixture(scope="module")
+def ray_folder() -> Iterator[Path]:
+    """Folder for a cluster's files; pytest's own folders are too deep for the 107 bytes of a Unix socket's path."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

@@ -1,7 +1,7 @@
 """`ray job submit -- rlhf ppo ...` on a real cluster with its job server, which asks for a token."""
 
-import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -18,9 +18,12 @@ NO_AGENT, AGENT_SECONDS = "No available agent to submit job", 180
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free and that neither the kernel nor Ray's workers are handed by chance before it is used."""
+    while True:
+        port = random.randrange(20000, 32768)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def called(words: tuple[str, ...], environment: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -58,7 +61,7 @@ def end_cluster(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(tmp_path_factory, ray_folder):
     """Environment of a user of a running head node."""
     home = tmp_path_factory.mktemp("home")
     port, dashboard, agent = free_port(), free_port(), free_port()  # Ray's defaults may be another cluster's
@@ -72,26 +75,19 @@ def cluster(tmp_path_factory):
     run(str(BIN / "ray"), "get-auth-token", "--generate", environment=environment)
     head = f"start --head --port {port} --dashboard-host 127.0.0.1 --dashboard-port {dashboard} --num-cpus 2"
     head += f" --dashboard-agent-listen-port {agent}"
-    ray_folder = tmp_path_factory.mktemp("r")
     run(str(BIN / "ray"), *head.split(), "--temp-dir", str(ray_folder), environment=environment)
     yield environment | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
     end_cluster(ray_folder)
 
 
-def test_a_submitted_job_trains_on_the_cluster(cluster, tmp_path):
-    problems = tmp_path / "problems.jsonl"
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rlhf = str(BIN / "rlhf")
-    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2 --vocab_size 300"
-    model, output = tmp_path / "tiny", tmp_path / "run"
-    run(rlhf, "scratch", "--dataset", str(problems), *size.split(), "--output", str(model), environment=cluster)
+def test_a_submitted_job_trains_on_the_cluster(problems, model, cluster, tmp_path):
+    output = tmp_path / "run"
     words = (
         f"ppo --pretrain {model} --prompt_data {problems} --label_key answer --reward_funcs exact --max_len 64 "
         f"--max_new_tokens 6 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 --max_iterations 2 "
         f"--rollout_backend transformers --output {output}"
     )
-    printed = submit(rlhf, *words.split(), environment=cluster)
+    printed = submit(str(BIN / "rlhf"), *words.split(), environment=cluster)
     assert "succeeded" in printed
     assert (output / "model" / "config.json").exists()
     assert len((output / "metrics.jsonl").read_text().splitlines()) == 2

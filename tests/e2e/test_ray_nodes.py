@@ -32,11 +32,10 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path_factory) -> Iterator[Nodes]:
+def nodes(ray_folder) -> Iterator[Nodes]:
     """Two nodes that each have room for two processes."""
-    folder = tmp_path_factory.mktemp("r")
     process = subprocess.Popen(
-        [sys.executable, str(NODES), str(folder), "2", "2"],
+        [sys.executable, str(NODES), str(ray_folder), "2", "2"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -46,18 +45,14 @@ def nodes(tmp_path_factory) -> Iterator[Nodes]:
     yield Nodes(process, process.stdout.readline().strip())
     if process.poll() is None:
         process.communicate(timeout=120)
-    own = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+    own = [p for p in psutil.process_iter(["cmdline"]) if str(ray_folder) in " ".join(p.info["cmdline"] or [])]
     for left in own:
         left.kill()
     assert not own
 
 
-def test_ranks_and_engine_sit_on_different_nodes_and_train_together(nodes, tmp_path, monkeypatch):
-    problems, model, output = tmp_path / "problems.jsonl", tmp_path / "tiny", tmp_path / "run"
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2 --vocab_size 300"
-    finish(rlhf("scratch", "--dataset", str(problems), *size.split(), "--output", str(model)))
+def test_ranks_and_engine_sit_on_different_nodes_and_train_together(problems, model, nodes, tmp_path, monkeypatch):
+    output = tmp_path / "run"
     monkeypatch.setenv("RAY_ADDRESS", nodes.address)
     words = (
         f"ppo --pretrain {model} --prompt_data {problems} --label_key answer --reward_funcs exact --max_len 64 "
