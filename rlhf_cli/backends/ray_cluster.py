@@ -68,6 +68,14 @@ def ray_cluster() -> Iterator[Cluster]:
         )
     except ConnectionError as error:
         raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
+    except OSError as error:
+        if "AF_UNIX" not in str(error):
+            raise
+        variable = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+        raise UsageError(
+            f"{variable}={os.environ.get(variable)}: too long for the sockets that Ray keeps there, whose paths "
+            "may have 107 bytes; set RAY_TMPDIR to a shorter folder, /tmp say"
+        ) from error
     try:
         yield _describe_cluster(is_local=not address)
     finally:

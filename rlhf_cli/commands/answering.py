@@ -18,7 +18,8 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.data.selection import prompt_cells
-from rlhf_cli.models.loading import load_tokenizer, resolve_model_path
+from rlhf_cli.data.tokenising import check_token_ids
+from rlhf_cli.models.loading import load_config, load_tokenizer, resolve_model_path
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
 from rlhf_cli.models.weight_files import fingerprint, folder_of
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -79,6 +80,7 @@ def examinee(config: AnsweringConfig, *, first_step: int = 1, cells: Mapping[str
     sampling = config.sampling
     tokenizer = load_tokenizer(config.model)
     data = load_prompts(config.prompts, tokenizer, max_new_tokens=sampling.max_new_tokens, seed=config.out.seed)
+    check_token_ids(data.report, tokenizer, load_config(config.model), pretrain=config.model.pretrain)
     return Examinee(
         config,
         rollout_backend(sampling.rollout_backend),

@@ -65,7 +65,7 @@ def kto(config: KTOConfig) -> None:
         labelled = load_labelled(data, model.tokenizer, seed=config.batch.seed, **source)
         return LabelledItems(labelled, partners_of(labelled), {})
 
-    items = load_items(data, load)
+    items = load_items(data, model, load)
     train = items.data.data
     task = OfflineTask(
         command="kto",

@@ -26,6 +26,7 @@ from rlhf_cli.config.train import (
     TrackingConfig,
 )
 from rlhf_cli.data.sampling import StepBatches
+from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.adapters import AdapterPlan, load_with_adapter, parameters_said, plan_adapter
 from rlhf_cli.models.loading import dtype_note, load_config, load_tokenizer, packed_attention, quadratic_cost
@@ -60,16 +61,6 @@ class Items:
 
     data: Any
     eval_data: Any | None
-
-
-def load_items(data: OfflineDataConfig, load: Callable[..., Any]) -> Items:
-    """Training and evaluation data; `load(dataset=..., split=..., progress=...)` makes items of one of them."""
-    rank, _ = distributed_env.rank_and_world_size()
-    with rows_bar(shown=rank == 0) as progress:
-        train = load(dataset=data.dataset, split=data.dataset_split, progress=progress)
-        if data.eval_dataset is None:
-            return Items(train, None)
-        return Items(train, load(dataset=data.eval_dataset, split=data.eval_split, progress=progress))
 
 
 @dataclass(frozen=True)
@@ -112,6 +103,23 @@ def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Trai
     plan = plan_adapter(model, adapter, seed=seed)
     base = model if plan is None else model.model_copy(update={"pretrain": plan.base})
     return TrainedModel(base, plan, load_config(base), load_tokenizer(model))
+
+
+def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., Any]) -> Items:
+    """Training and evaluation data; `load(dataset=..., split=..., progress=...)` makes items of one of them.
+
+    UsageError where they have tokens that the model has not.
+    """
+    rank, _ = distributed_env.rank_and_world_size()
+    with rows_bar(shown=rank == 0) as progress:
+
+        def checked(dataset: str, split: str) -> Any:
+            items = load(dataset=dataset, split=split, progress=progress)
+            check_token_ids(items.data.report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
+            return items
+
+        train = checked(data.dataset, data.dataset_split)
+        return Items(train, None if data.eval_dataset is None else checked(data.eval_dataset, data.eval_split))
 
 
 @dataclass(frozen=True)

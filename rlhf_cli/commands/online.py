@@ -29,6 +29,7 @@ from rlhf_cli.commands.surplus import load_surplus, save_surplus
 from rlhf_cli.config.online import CriticPlacementConfig, DynamicSamplingConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
+from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import dtype_note
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
@@ -183,6 +184,9 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     longest, seed = config.rollout.max_new_tokens, config.batch.seed
     data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed)
     eval_data = load_evaluation_prompts(config, model.tokenizer)
+    for read in (data, eval_data):
+        if read is not None:
+            check_token_ids(read.report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None

@@ -52,7 +52,7 @@ def sft(config: SFTConfig) -> None:
     def load(**source: Any) -> SequenceItems:
         return SequenceItems(load_sft_sequences(data, model.tokenizer, seed=seed, **source))
 
-    items = load_items(data, load)
+    items = load_items(data, model, load)
     task = OfflineTask(
         command="sft",
         objective=sft_objective,

@@ -20,7 +20,7 @@ from rlhf_cli.data.rendering import Pieces, Renderer
 from rlhf_cli.data.sources import ReadSource, Row, RowFault, Rows, batches
 from rlhf_cli.data.store import StoredTable, TableWriter
 from rlhf_cli.data.templates import TRIAL, TemplateFault
-from rlhf_cli.data.tokenising import Tokeniser, Tokens
+from rlhf_cli.data.tokenising import Tokeniser, Tokens, note_largest
 from rlhf_cli.data.turns import Span
 from rlhf_cli.errors import UsageError
 
@@ -59,6 +59,7 @@ class DataReport:
     `items_are` names the items: 'sequences'; `details` counts what is special about them: {'with a margin': 12}.
     `lengths` counts rows, or labelled responses, by their tokens before anything is cut or dropped for its length; of
     a pair it is the longer side, with the prompt. `noted` names the first rows that a counter counted, and why.
+    `largest_token` is the largest token id before anything is cut, `largest_token_at` the first row that has it.
     """
 
     items_are: str
@@ -77,6 +78,8 @@ class DataReport:
     merged_starts: int = 0
     unthought_turns: int = 0
     inlined_thoughts: int = 0
+    largest_token: int = -1
+    largest_token_at: str = ""
     lengths: dict[int, int] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=dict)
 
@@ -281,6 +284,8 @@ class Preparation(Generic[T]):
     def _made(self, draft: Draft, tokens: Found, report: DataReport) -> list[dict[str, Any]]:
         if isinstance(tokens, RowFault):
             raise tokens
+        for part in tokens:
+            note_largest(report, part.ids, draft.row)
         return self.make(Encoded(draft.row, draft.read, tokens), report)
 
 

@@ -22,7 +22,7 @@ from rlhf_cli.data.rendering import Renderer
 from rlhf_cli.data.sources import ReadSource, Row, batches, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, TableWriter
 from rlhf_cli.data.templates import TemplateFault
-from rlhf_cli.data.tokenising import Tokeniser
+from rlhf_cli.data.tokenising import Tokeniser, note_largest
 from rlhf_cli.errors import UsageError
 
 BATCH_ROWS = 512
@@ -69,6 +69,9 @@ class PromptReport:
     dropped_overlong: int = 0
     longest: int = 0
     """Tokens of the longest prompt that was kept."""
+    largest_token: int = -1
+    """The largest token id, and the first row that has it."""
+    largest_token_at: str = ""
     lengths: dict[int, int] = field(default_factory=dict)
     noted: list[str] = field(default_factory=list)
 
@@ -201,6 +204,7 @@ def _fits(row: Row, prompt: Prompt, room: int, config: PromptConfig, report: Pro
     length = len(prompt.prompt_ids)
     if length == 0:
         raise row.error("the prompt has no tokens")
+    note_largest(report, prompt.prompt_ids, row)
     if length > room and config.overlong_prompts == "error":
         raise row.error(f"the prompt's {length} tokens leave no room for max_new_tokens in max_len {config.max_len}")
     report.lengths[length] = report.lengths.get(length, 0) + 1

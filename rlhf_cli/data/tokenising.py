@@ -4,16 +4,54 @@ A piece of text is tokenised once as a whole; the offsets of its tokens say whic
 """
 
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from tokenizers import Encoding
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_cli.data.rendering import Pieces
 from rlhf_cli.data.templates import Rendered, TemplateFault
 from rlhf_cli.data.turns import Span
 from rlhf_cli.errors import UsageError
+
+
+class TokenReport(Protocol):
+    """A report that names the largest token id, -1 before the first one, and the first row that has it."""
+
+    largest_token: int
+    largest_token_at: str
+
+
+class Placed(Protocol):
+    """A row that says its file and line."""
+
+    @property
+    def where(self) -> str: ...
+
+
+def note_largest(report: TokenReport, ids: Sequence[int], row: Placed) -> None:
+    """Note the largest id of a row's tokens, of which there may be none."""
+    largest = max(ids, default=-1)
+    if largest > report.largest_token:
+        report.largest_token, report.largest_token_at = largest, row.where
+
+
+def check_token_ids(
+    report: TokenReport, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig, *, pretrain: str
+) -> None:
+    """UsageError where data have a token that the model has no embedding of: its tokenizer got tokens, it did not.
+
+    A tokenizer may have more tokens than the model, as long as no text has them.
+    """
+    largest, size = report.largest_token, architecture.get_text_config().vocab_size
+    if largest >= size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise UsageError(
+            f"{report.largest_token_at}: the token {token!r} has the id {largest:,}, and pretrain {pretrain!r} has "
+            f"{size:,} embeddings: it was not resized (resize_token_embeddings) when its tokenizer got new tokens"
+        )
 
 
 @dataclass(frozen=True, slots=True)
