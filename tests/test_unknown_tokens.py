@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -16,7 +17,7 @@ from rlhf_cli.options import build_config
 EMBEDDINGS = 300
 KNOWN, UNKNOWN = "<new0>", "<new49>"
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-ROWS = {
+ROWS: dict[str, list[dict[str, Any]]] = {
     "sft": [{"prompt": "1+1=", "response": "2"}, {"prompt": "1+1=", "response": UNKNOWN}],
     "dpo": [PAIR, PAIR | {"rejected": f"3 {UNKNOWN}"}],
     "rm": [PAIR, PAIR | {"prompt": UNKNOWN}],
@@ -46,11 +47,12 @@ def call(command: str, model: Path, tmp_path: Path, rows: list[dict], **more: ob
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     function = cli.command_function(cli.COMMANDS[command])
-    given = {"pretrain": str(model), "output": str(tmp_path / "run"), "data_cache": "none"}
-    given |= {"prompt_data" if command in ONLINE else "dataset": str(path)}
+    given: dict[str, Any] = {"pretrain": str(model), "output": str(tmp_path / "run")}
     if command in ONLINE:
-        given |= {"max_len": 64, "max_new_tokens": 8, "rollout_backend": "transformers", "apply_chat_template": False}
-        del given["data_cache"]
+        given |= {"prompt_data": str(path), "apply_chat_template": False, "rollout_backend": "transformers"}
+        given |= {"max_len": 64, "max_new_tokens": 8}
+    else:
+        given |= {"dataset": str(path), "data_cache": str(tmp_path / "cache")}
     if command == "grpo":
         given |= {"reward_funcs": "exact", "label_key": "answer", "rollout_batch_size": 2, "train_batch_size": 16}
     function(build_config(config_class(function), given | more))
