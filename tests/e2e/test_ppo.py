@@ -163,6 +163,7 @@ def test_the_actor_moves(finished_run, model):
     assert {name for name in after if name.endswith("proj.weight")} <= moved
 
 
+@pytest.mark.parametrize("finished_run", ["vllm"], indirect=True)  # with transformers: the test of a killed actor
 def test_a_killed_run_goes_on_as_if_never_stopped(finished_run, tmp_path, model, problems):
     backend, whole = finished_run
     output = tmp_path / "killed"
