@@ -19,6 +19,7 @@ from rlhf_cli.algorithms.objective import LossWeights, finish_policy_metrics, fi
 from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.backends.role_group import WorkerGroup
 from rlhf_cli.backends.roles import UpdateStep
+from rlhf_cli.backends.travelling import MicroBatches, UpdateSteps
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing import Sequence, only_end, plan_packs
 from rlhf_cli.data.samples import Sample
@@ -59,9 +60,9 @@ class Dealer:
             quadratic_cost=self.quadratic_cost,
         )
 
-    def steps(self, samples: Seq[Sample], steps: Seq[np.ndarray]) -> list[list[UpdateStep]]:
+    def steps(self, samples: Seq[Sample], steps: Seq[np.ndarray]) -> list[UpdateSteps]:
         """Every rank's share of the optimizer steps, `[rank][step]`; a step is an array of sample indices."""
-        shares: list[list[UpdateStep]] = [[] for _ in range(self.num_ranks)]
+        shares = [UpdateSteps() for _ in range(self.num_ranks)]
         for indices in steps:
             chosen = [samples[i] for i in indices]
             num_tokens = sum(sample.sequence.num_trained for sample in chosen)
@@ -73,7 +74,7 @@ class Dealer:
     def forward(self, group: WorkerGroup, method: str, sequences: Seq[Sequence]) -> list[np.ndarray]:
         """Results of a forward method, float32 [trained tokens] for each sequence, in their order."""
         plan = self.plan(sequences)
-        work = [([[sequences[i] for i in members] for members in bins],) for bins in plan]
+        work = [(MicroBatches([sequences[i] for i in members] for members in bins),) for bins in plan]
         results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
         for bins, arrays in zip(plan, group.wait(group.start_each(method, work)), strict=True):
             for members, values_K in zip(bins, arrays, strict=True):
