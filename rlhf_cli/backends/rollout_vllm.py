@@ -47,9 +47,7 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
     if settings.sync_backend == "ipc":
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA handles are pickled between our own processes
     if on_cpu:
-        # scheduler, sampler and queues have processes of their own: with all cores to compute, small models take twice
-        # as long on two cores, larger ones no less
-        threads = max(1, (settings.num_threads or len(os.sched_getaffinity(0))) - 1)
+        threads = settings.num_threads or len(os.sched_getaffinity(0))
         variables |= {
             "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
             # vLLM would bind its threads to cores, which roles and other engines use too
@@ -57,6 +55,9 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
             "OMP_NUM_THREADS": str(threads),
             "GOMP_SPINCOUNT": SPIN_COUNT,
         }
+        if settings.tensor_parallel_size == 1:
+            # the core computes by itself: with a worker of its own, both wait for each other in loops on the same cores
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return variables
 
 

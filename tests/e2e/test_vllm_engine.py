@@ -93,7 +93,7 @@ def engine(model_dir):
     engine = Engine(model_dir)
     yield engine
     processes = engine.engine._processes
-    assert len(processes) >= 2
+    assert processes
     engine.shutdown()
     assert not any(process.is_running() for process in processes)
     engine.shutdown()  # a second time does nothing
@@ -317,7 +317,7 @@ def test_processes_end_with_a_killed_owner(model_dir, responses, tmp_path):
     assert same_bits(output, responses)
     deadline = time.monotonic() + 10
     pids = json.loads(Path(f"{output}.pids").read_text())
-    assert len(pids) >= 2
+    assert pids
     while any(lives(pid) for pid in pids):
         assert time.monotonic() < deadline, f"still there: {pids}"
         time.sleep(0.1)
