@@ -171,7 +171,7 @@ def report(
     `compared` names, for each variant whose losses are to be compared, the one that they are compared with.
     """
     speeds = {name: [measure.speed(result) for result in found] for name, found in results.items()}
-    peers = [name for name in speeds if name.startswith("TRL")]
+    peers = [name for name in speeds if name.startswith("TRL")] or list(speeds)  # all where TRL was left out
     best = max(peers, key=lambda name: statistics.median(speeds[name]))
     lines = [
         f"| setting | ratio to {best} | range | {measure.unit}/s | peak memory, MiB | final {measure.course} |",

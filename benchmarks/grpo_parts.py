@@ -9,12 +9,15 @@ written to the file that the specification names.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rlhf_cli.environment import SPIN_COUNT
 
 MAX_TOKENS = 16_192  # of a micro-batch, as in `rlhf grpo`
 
@@ -23,7 +26,9 @@ Steps = Sequence[Sequence[dict[str, Any]]]
 
 
 def generation(spec: dict[str, Any], steps: Steps) -> Iterator[Callable[[], object]]:
-    """What generates the responses of each step."""
+    """What generates the responses of each step: vLLM without processes of its own, on all cores."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -40,6 +40,7 @@ def usual_variants(method: str) -> dict[str, Variant]:
         "rlhf bf16 compiled": partial(rlhf, flags=[*BF16, "--compile_model"]),
         "rlhf fp32": partial(rlhf, flags=FP32),
         "rlhf fp32 compiled": partial(rlhf, flags=[*FP32, "--compile_model"]),
+        "rlhf fp32 small packs": partial(rlhf, flags=[*FP32, "--train_max_tokens_per_gpu", "4096"]),
         "TRL fp32": partial(trl, dtype="float32", bf16=False),
         "TRL bf16 autocast": partial(trl, dtype="float32", bf16=True),
         "TRL bf16": partial(trl, dtype="bfloat16", bf16=False),
