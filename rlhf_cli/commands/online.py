@@ -184,9 +184,9 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     longest, seed = config.rollout.max_new_tokens, config.batch.seed
     data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed)
     eval_data = load_evaluation_prompts(config, model.tokenizer)
-    for read in (data, eval_data):
-        if read is not None:
-            check_token_ids(read.report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
+    all_data = [data] if eval_data is None else [data, eval_data]
+    for read in all_data:
+        check_token_ids(read.report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
@@ -196,7 +196,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     if not run.total_steps.actor:
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
     with Scorer(config.reward) as scorer:  # the one used for training starts later, when its output goes to a log
-        for read in (data, *([eval_data] if eval_data else [])):
+        for read in all_data:
             scorer.check_labels([prompt.label for prompt in read.prompts])
     return run
 

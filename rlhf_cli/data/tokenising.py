@@ -12,6 +12,7 @@ from tokenizers import Encoding
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_cli.data.rendering import Pieces
+from rlhf_cli.data.sources import Row
 from rlhf_cli.data.templates import Rendered, TemplateFault
 from rlhf_cli.data.turns import Span
 from rlhf_cli.errors import UsageError
@@ -24,14 +25,7 @@ class TokenReport(Protocol):
     largest_token_at: str
 
 
-class Placed(Protocol):
-    """A row that says its file and line."""
-
-    @property
-    def where(self) -> str: ...
-
-
-def note_largest(report: TokenReport, ids: Sequence[int], row: Placed) -> None:
+def note_largest(report: TokenReport, ids: Sequence[int], row: Row) -> None:
     """Note the largest id of a row's tokens, of which there may be none."""
     largest = max(ids, default=-1)
     if largest > report.largest_token:
