@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli.backends.placement import ENGINE, Layout, Seat, describe, on_nodes, plan_layout
+from rlhf_cli.backends.placement import ENGINE, Layout, Seat, check_layout, describe, on_nodes, plan_layout
 from rlhf_cli.backends.ray_cluster import Cluster
 from rlhf_cli.config.online import CriticPlacementConfig, RolloutConfig
 from rlhf_cli.errors import UsageError
@@ -345,3 +345,10 @@ def test_threads_are_shared_unless_the_user_says_how_many(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert alone.threads(1) == 1
     assert joined.threads(2) == 4
+
+
+def test_roles_that_fit_on_no_cluster_are_found_before_there_is_one():
+    rollout = RolloutConfig(vllm_num_engines=2)
+    check_layout(CriticPlacementConfig(**shape(200, 8, *ROLES)), rollout, roles=ROLES)
+    with pytest.raises(UsageError, match="2 engines of 1 GPUs do not cover the 1 GPUs of the actor"):
+        check_layout(CriticPlacementConfig(colocate_all_models=True), rollout, roles=ROLES)

@@ -4,6 +4,7 @@ Leaves out asking Ray for the places: see ray_cluster. "GPU" means one place for
 GPUs it is a process.
 """
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -99,6 +100,11 @@ def plan_layout(
     else:
         seats += _own_engines(rollout, islands, free, total=node_gpus)
     return Layout(tuple(islands), tuple(seats))
+
+
+def check_layout(placement: PlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...]) -> None:
+    """UsageError for roles that fit together on no cluster, however large."""
+    plan_layout(placement, rollout, roles=roles, node_gpus=[sys.maxsize])
 
 
 def _pools(placement: PlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.engine_group import rollout_backend
-from rlhf_cli.backends.placement import describe, plan_layout
+from rlhf_cli.backends.placement import check_layout, describe, plan_layout
 from rlhf_cli.backends.ray_cluster import Reservation, ray_cluster
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.offline import TrainedModel, conclude, trained_model
@@ -176,6 +176,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     model = trained_model(config.model, config.adapter, seed=config.batch.seed)
     if model.plan is not None and config.reference.ref_sync_steps:
         raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
+    check_layout(config.placement, config.rollout, roles=role_names(config, algorithm, adapted=model.plan is not None))
     reward_model = None
     if config.reward.reward_pretrain is not None:
         reward_model = find_reward_model(
