@@ -63,9 +63,11 @@ def training(spec: dict[str, Any], steps: Steps) -> Iterator[Callable[[], object
     from rlhf_cli.config.model import ModelConfig
     from rlhf_cli.data.packing import Pack, Sequence
     from rlhf_cli.data.shared_prompts import pack_groups, plan_groups
+    from rlhf_cli.models.host_memory import keep_freed_memory
     from rlhf_cli.models.loading import load_causal_lm, quadratic_cost
     from rlhf_cli.models.policy import PolicyModel
 
+    keep_freed_memory()
     hf_model = load_causal_lm(ModelConfig(pretrain=spec["model"], param_dtype=spec["dtype"])).train()
     model, rng = PolicyModel(hf_model), np.random.default_rng(0)
     cost = quadratic_cost(hf_model.config)

@@ -88,9 +88,7 @@ def run_part(setting: Setting, name: str, *, part: str, dtype: str) -> Result:
     """One part of the iterations alone, in the environment in which it runs in `rlhf`."""
     from rlhf_cli.environment import SPIN_COUNT
 
-    cores = os.cpu_count() or 1
-    threads = cores if part == "training" else max(1, cores - 1)
-    environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": SPIN_COUNT}
+    environment = {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "GOMP_SPINCOUNT": SPIN_COUNT}
     if part == "generation":
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
