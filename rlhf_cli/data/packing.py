@@ -61,8 +61,9 @@ class Pack:
     """One micro-batch: B sequences end to end, T tokens, K of them training targets.
 
     `rows_K` are the positions of the hidden states that are read, to predict `targets_K` from them; `cu_trained`
-    [B + 1] bounds them per sequence. `cu_seqlens` [S + 1] bounds runs of tokens that attend together: the sequences,
-    or, with `keys`, beginnings and what follows them (`pack_trees`).
+    [B + 1] bounds them per sequence, and `read_R` are the same positions, each once and in order. `cu_seqlens` [S + 1]
+    bounds runs of tokens that attend together: the sequences, or, with `keys`, beginnings and what follows them
+    (`pack_trees`).
     An idle pack (`num_sequences` 0) has one dummy token in `input_ids_T` and `cu_seqlens`, for attention kernels
     that need one, and no target: `cu_trained` is [0].
     """
@@ -72,6 +73,7 @@ class Pack:
     cu_seqlens: torch.Tensor
     max_seqlen: int
     rows_K: torch.Tensor
+    read_R: torch.Tensor
     targets_K: torch.Tensor
     cu_trained: torch.Tensor
     keys: KeyBounds | None = None
@@ -109,6 +111,7 @@ def pack(sequences: list[Sequence]) -> Pack:
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(lengths.max()),
         rows_K=torch.from_numpy(trained_K - 1),
+        read_R=torch.from_numpy(trained_K - 1),
         targets_K=torch.from_numpy(token_ids[trained_K]),
         cu_trained=torch.from_numpy(cu_trained.astype(np.int64)),
     )
@@ -121,7 +124,7 @@ def only_end(sequence: Sequence) -> Sequence:
 
 def at_targets(batch: Pack) -> Pack:
     """The pack read at its targets instead of before them."""
-    return replace(batch, rows_K=batch.rows_K + 1)
+    return replace(batch, rows_K=batch.rows_K + 1, read_R=batch.read_R + 1)
 
 
 def plan_packs(

@@ -84,6 +84,7 @@ def _pack(runs: list[_Run], rows: list[np.ndarray], targets: list[np.ndarray], *
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(lengths.max()),
         rows_K=_int64(rows),
+        read_R=torch.from_numpy(np.unique(np.concatenate(rows)).astype(np.int64)),
         targets_K=_int64(targets),
         cu_trained=torch.from_numpy(np.cumsum([0] + [part.size for part in rows])),
         keys=_key_bounds(runs, bounds) if shared else None,

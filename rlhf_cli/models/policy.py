@@ -4,6 +4,7 @@ State dict: the Hugging Face model is the attribute `model`, so every key is `mo
 Losses are no business of this module, and neither is generation.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logprobs import LogitTransform, token_logprobs
 
 
@@ -39,25 +41,42 @@ class PackLike(Protocol):
     @property
     def rows_K(self) -> torch.Tensor: ...
     @property
+    def read_R(self) -> torch.Tensor: ...
+    @property
     def targets_K(self) -> torch.Tensor: ...
     @property
     def keys(self) -> KeysLike | None: ...
 
 
-def run_decoder(decoder: nn.Module, pack: PackLike) -> torch.Tensor:
-    """Hidden states [T, D] after the last norm, before any head."""
-    keys = pack.keys or pack
-    output = decoder(
-        input_ids=pack.input_ids_T[None],
-        position_ids=pack.position_ids_T[None],
-        use_cache=False,
-        cu_seq_lens_q=pack.cu_seqlens,
-        cu_seq_lens_k=keys.cu_seqlens,
-        max_length_q=pack.max_seqlen,
-        max_length_k=keys.max_seqlen,
-        **({"key_index": pack.keys.index_U} if pack.keys else {}),
-    )
-    return output.last_hidden_state[0]
+class Decoder:
+    """A model's decoder, run on packs: no module, so that names in the state dict stay as they are."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._decoder = model.get_decoder()
+        self._last_mlp = LastMLP(self._decoder)
+
+    def __call__(self, pack: PackLike) -> torch.Tensor:
+        """Hidden states [K, D] after the last norm, before any head, in the rows that are read."""
+        keys = pack.keys or pack
+        with self._spared(pack):
+            output = self._decoder(
+                input_ids=pack.input_ids_T[None],
+                position_ids=pack.position_ids_T[None],
+                use_cache=False,
+                cu_seq_lens_q=pack.cu_seqlens,
+                cu_seq_lens_k=keys.cu_seqlens,
+                max_length_q=pack.max_seqlen,
+                max_length_k=keys.max_seqlen,
+                **({"key_index": pack.keys.index_U} if pack.keys else {}),
+            )
+        hidden_TD: torch.Tensor = output.last_hidden_state[0]
+        return hidden_TD.index_select(0, pack.rows_K)
+
+    def _spared(self, pack: PackLike) -> AbstractContextManager[None]:
+        """What leaves out work on tokens that are not read; not where layers are computed again in the backward pass,
+        when this has ended."""
+        computes_again = self._decoder.training and getattr(self._decoder, "is_gradient_checkpointing", False)
+        return nullcontext() if computes_again else self._last_mlp.only(pack.read_R)
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
@@ -112,6 +131,7 @@ class PolicyModel(nn.Module):
         if not isinstance(head, nn.Linear):
             raise UsageError(f"{type(model).__name__} has no linear language-model head: it cannot be a policy")
         self.model = model
+        self._decoder = Decoder(model)
         self.head = TokenHead(head, logit_transform(model.config))
 
     def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
@@ -126,9 +146,7 @@ class PolicyModel(nn.Module):
         Only hidden states that predict a target are projected. Without targets the results are empty, and a backward
         pass from them gives every parameter a gradient of zero.
         """
-        hidden_TD = run_decoder(self.model.get_decoder(), pack)
-        hidden_KD = hidden_TD.index_select(0, pack.rows_K)
-        return self.head(hidden_KD, pack.targets_K, temperature=temperature, with_entropy=with_entropy)
+        return self.head(self._decoder(pack), pack.targets_K, temperature=temperature, with_entropy=with_entropy)
 
 
 class ValueModel(nn.Module):
@@ -139,12 +157,11 @@ class ValueModel(nn.Module):
         if not isinstance(getattr(model, "score", None), nn.Linear):
             raise UsageError(f"{type(model).__name__} has no linear `score` head: it cannot be trained as a critic")
         self.model = model
+        self._decoder = Decoder(model)
 
     def forward(self, pack: PackLike) -> torch.Tensor:
         """Values float32 [K]."""
-        hidden_TD = run_decoder(self.model.get_decoder(), pack)
-        hidden_KD = hidden_TD.index_select(0, pack.rows_K)
-        return self.model.score(hidden_KD).squeeze(-1).float()
+        return self.model.score(self._decoder(pack)).squeeze(-1).float()
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
