@@ -114,6 +114,8 @@ def _score(
 
 def _announce(listener: socket.socket, config: ServeConfig, made_key: str | None) -> None:
     host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # every address of this machine, none that a client could ask
+        host = socket.gethostname()
     shown = f"[{host}]" if ":" in host else host
     print(f"Serving rewards: --remote_rm_url http://{shown}:{port}{REWARD_PATH} (Ctrl-C ends it)")
     if made_key is not None:
