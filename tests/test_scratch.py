@@ -51,6 +51,15 @@ def test_the_seed_decides_the_weights():
     assert not first.equal(other)
 
 
+def test_the_spread_of_the_weights_can_be_chosen():
+    wide = SMALL.model_copy(update={"initializer_range": 0.2})
+    spreads = [
+        new_model(shape, train_tokenizer(TEXTS, vocab_size=400), seed=1).lm_head.weight.float().std().item()
+        for shape in (SMALL, wide)
+    ]
+    assert spreads == pytest.approx([0.02, 0.2], rel=0.05)
+
+
 def test_texts_of_messages_are_found():
     row = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}], "n": 3, "t": "x"}
     assert list(texts_in(row)) == ["user", "one", "assistant", "two", "x"]

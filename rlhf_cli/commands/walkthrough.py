@@ -46,7 +46,7 @@ class Walkthrough:
     def scratch(self) -> list[str]:
         """Make the untrained model."""
         shape = "--hidden_size 128 --intermediate_size 384 --num_hidden_layers 4 --num_attention_heads 4"
-        size = "--num_key_value_heads 2 --max_position_embeddings 64 --vocab_size 300"
+        size = "--num_key_value_heads 2 --max_position_embeddings 64 --initializer_range 0.08 --vocab_size 300"
         words = f"scratch --dataset {self.train} {shape} {size} --seed {self.seed} --output {self._at('untrained')}"
         return shlex.split(words)
 
@@ -54,8 +54,8 @@ class Walkthrough:
         """Imitate the demonstrations, rounded sums included."""
         words = (
             f"sft --pretrain {self._at('untrained')} --dataset {self.train} --output_key demonstration --max_len 64 "
-            f"--param_dtype fp32 --train_batch_size 64 --max_epochs 8 --learning_rate 1e-3 "
-            f"--eval_dataset {self._at('data/validation.jsonl')} --eval_steps 100 "
+            f"--param_dtype fp32 --train_batch_size 64 --max_epochs 16 --learning_rate 2e-3 --l2 0.1 "
+            f"--eval_dataset {self._at('data/validation.jsonl')} --eval_steps 50 --stop_eval_loss 0.15 "
             f"--seed {self.seed} --output {self._at('sft')} --logging_steps 50"
         )
         return shlex.split(words)
@@ -65,7 +65,7 @@ class Walkthrough:
         words = (
             f"{self.algorithm} --pretrain {self._at('sft')} --prompt_data {self.train} --label_key answer "
             f"--reward_funcs exact --param_dtype fp32 --max_len 64 --max_new_tokens 8 --rollout_batch_size 256 "
-            f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 28 --actor_learning_rate 3e-4 "
+            f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 24 --actor_learning_rate 3e-4 "
             f"{CRITIC if self.algorithm == 'ppo' else ''} --lr_warmup_ratio 0.05 --init_kl_coef 0 --enforce_eager "
             f"--seed {self.seed} --output {self._at('practice')} --logging_steps 2"
         )

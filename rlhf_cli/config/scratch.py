@@ -20,6 +20,8 @@ class ArchitectureConfig(Group):
     """Key and value heads."""
     max_position_embeddings: int = Field(2048, gt=0)
     """Longest sequence in tokens."""
+    initializer_range: float = Field(0.02, gt=0)
+    """Spread of the random weights; narrow models learn sooner with about one over the root of the width."""
     tie_word_embeddings: bool = True
     """Use the input embedding as output matrix too."""
 
