@@ -7,6 +7,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from rlhf_cli.data.packing import Sequence, at_targets, pack
 from rlhf_cli.data.trees import Branch, Tree, pack_trees
+from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.models.varlen import VARLEN
 
@@ -83,6 +84,27 @@ def test_a_state_that_several_branches_start_from_is_read_once():
 def test_a_pack_read_at_its_targets_reads_one_token_further():
     batch = at_targets(one_sequence())
     assert batch.read_R.tolist() == batch.rows_K.tolist() == [15, 16, 17, 18, 19]
+
+
+class WithResidual(torch.nn.Module):
+    def forward(self, hidden, residual):
+        return residual + hidden.sin()
+
+
+class OneLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Module()])
+        self.layers[0].mlp = WithResidual()
+
+    def forward(self, hidden):
+        return self.layers[0].mlp(hidden, hidden)
+
+
+def test_an_mlp_that_takes_more_than_hidden_states_has_all_tokens():
+    decoder, hidden = OneLayer(), torch.randn(1, 6, 4)
+    with LastMLP(decoder).only(torch.tensor([2, 5])):
+        torch.testing.assert_close(decoder(hidden), hidden + hidden.sin())
 
 
 def test_the_model_by_itself_and_one_that_computes_layers_again_have_all_tokens(model):

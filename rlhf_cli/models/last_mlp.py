@@ -13,7 +13,8 @@ from torch import nn
 
 
 class LastMLP:
-    """Hooks around the MLP of a decoder's last layer; without effect where a decoder has other names for its parts."""
+    """Hooks around the MLP of a decoder's last layer; without effect where a decoder has other names for its parts, or
+    its MLP takes more than the hidden states."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self._rows_R: torch.Tensor | None = None
@@ -34,14 +35,14 @@ class LastMLP:
             self._rows_R = None
 
     def _take(self, mlp: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self._rows_R is None:
+        if self._rows_R is None or len(args) != 1:
             return args
-        hidden_1TD, *rest = args
+        (hidden_1TD,) = args
         self._num_tokens = hidden_1TD.shape[1]
-        return (hidden_1TD.index_select(1, self._rows_R), *rest)
+        return (hidden_1TD.index_select(1, self._rows_R),)
 
     def _put_back(self, mlp: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._rows_R is None:
+        if self._rows_R is None or len(args) != 1:
             return output
         if isinstance(output, tuple):  # of a mixture of experts, with what its router chose
             return (self._spread(output[0], self._rows_R), *output[1:])
