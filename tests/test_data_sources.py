@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 import os
 import subprocess
@@ -16,6 +17,15 @@ from rlhf_cli.data.sources import exact_shares, load_rows
 from rlhf_cli.errors import UsageError
 
 ROWS = [{"prompt": f"question {i} é 漢", "response": "a\nb" if i % 2 else f'"{i}", x'} for i in range(700)]
+
+
+def damaged_parquet() -> bytes:
+    """A file whose pages cannot be unpacked, while what describes them is whole."""
+    whole = io.BytesIO()
+    pq.write_table(pa.table({"a": [f"text {number}" * 9 for number in range(99)]}), whole)
+    content = bytearray(whole.getvalue())
+    content[60:200] = bytes(140)
+    return bytes(content)
 
 
 def write_jsonl(path, rows):
@@ -93,6 +103,7 @@ MALFORMED = {
     "latin.csv": (b"a,b\n1,\xe9\n", "not a valid CSV file: .*UTF8"),
     "twice.csv": (b"a,a\n1,2\n", "names a column twice"),
     "text.parquet": (b"a,b\n1,2\n", "not a valid Parquet file"),
+    "damaged.parquet": (damaged_parquet(), "cannot be read: .*[Cc]orrupt|cannot be read: .*end of stream"),
     "plain.jsonl.gz": (b'{"a": 1}\n', "is damaged"),
     "cut.jsonl.gz": (gzip.compress(b'{"a": 1}\n' * 99)[:-12], "is damaged"),
     "empty.jsonl": (b"", "is empty: it has no rows"),

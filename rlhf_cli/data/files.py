@@ -73,7 +73,7 @@ def read_file(path: Path) -> Table:
         with _opened(path) as file:
             table = READERS[kind](file, str(path))
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror or first_line(error)}") from error
     if table.num_rows == 0:
         raise UsageError(f"{path} is empty: it has no rows")
     return replace(table, checksum=lambda: _checksum(path))
