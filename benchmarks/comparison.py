@@ -111,21 +111,29 @@ def run_trl(setting: Setting, name: str, *, trainer: str, dtype: str, **own: Any
         "dtype": dtype,
         "settings": settings,
     }
-    trl = {"PYTHONPATH": str(setting.folder / "trl"), "TRL_EXPERIMENTAL_SILENCE": "1"}
-    return run_script(setting, f"{trainer} {name}", script="trl_run.py", spec=spec, environment=trl)
+    environment = trl_environment(setting.folder)
+    return run_script(setting, f"{trainer} {name}", script="trl_run.py", spec=spec, environment=environment)
 
 
 def run_script(
     setting: Setting, name: str, *, script: str, spec: dict[str, Any], environment: dict[str, str]
 ) -> Result:
     """One run of a script beside this one, which writes its result to the file that its specification names."""
-    stem, result = Path(script).stem, setting.folder / f"{name}.result.json".replace(" ", "_")
-    given = setting.folder / f"{stem}.json"
+    environment = environment | empty_cache(setting.folder)
+    measured, peak = run_spec(setting.folder, name, script=script, spec=spec, environment=environment)
+    return Result(**measured, peak_memory=peak)
+
+
+def run_spec(
+    folder: Path, name: str, *, script: str, spec: dict[str, Any], environment: dict[str, str]
+) -> tuple[dict[str, Any], float]:
+    """Run a script beside this one: what it wrote to the file its specification names, and its peak memory in MiB."""
+    stem, result = Path(script).stem, folder / f"{name}.result.json".replace(" ", "_")
+    given = folder / f"{stem}.json"
     given.write_text(json.dumps(spec | {"result": str(result)}))
     command = [sys.executable, str(Path(__file__).with_name(script)), str(given)]
-    log = setting.folder / f"{stem}.log"
-    peak = run_quietly(command, log=log, environment=environment | empty_cache(setting.folder))
-    return Result(**json.loads(result.read_text()), peak_memory=peak)
+    peak = run_quietly(command, log=folder / f"{stem}.log", environment=environment)
+    return json.loads(result.read_text()), peak
 
 
 def empty_cache(folder: Path) -> dict[str, str]:
@@ -133,6 +141,11 @@ def empty_cache(folder: Path) -> dict[str, str]:
     cache = folder / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     return {"XDG_CACHE_HOME": str(cache), "HF_DATASETS_CACHE": str(cache / "datasets")}
+
+
+def trl_environment(folder: Path) -> dict[str, str]:
+    """Environment in which TRL is found."""
+    return {"PYTHONPATH": str(folder / "trl"), "TRL_EXPERIMENTAL_SILENCE": "1"}
 
 
 def install_trl(folder: Path) -> None:

@@ -1,89 +1,109 @@
-"""Rows per second from a file to tokens with a loss mask: `rlhf` without and with its cache, and `datasets`.
+"""Rows per second from a file to tokens with their labels: `rlhf sft` without and with its cache, and TRL's SFTTrainer.
 
     python benchmarks/data_speed.py [--rows 100000] [--runs 3] [--model DIR] [--folder DIR]
 
-The peer does what TRL does with a conversational prompt and its completion: one `datasets.map` in which each row is
-rendered and tokenised twice, without and with its completion, and one that truncates; its own cache is empty in every
-round. All ways take turns; both make the same tokens, which is checked. Rows are word problems of GSM8K's length.
+The rows are word problems of GSM8K's length, as prompt and completion in messages, in one file for both programs. TRL
+prepares them with one process, its default, and with one for each core. All ways take turns and begin with empty
+caches, and both programs make the same tokens, which is checked. What imports and the model take does not count.
 """
 
 import argparse
-import shutil
+import json
+import os
+import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
 
-from setting import machine, make_small_model, write_word_problems
+from comparison import empty_cache, install_trl, run_spec, trl_environment
+from setting import machine, make_small_model, word_problem, write_word_problems
 
 MAX_LEN = 1024
+PEER = "TRL"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tokenised, and where caches go."""
+    """What is tokenised, for which model, and where caches and results go."""
 
+    folder: Path
     rows: Path
-    tokenizer: Any
-    cache: Path
+    model: str
 
 
-def rlhf_way(setting: Setting) -> tuple[int, int]:
-    """Tokens and trained tokens as `rlhf sft` prepares them."""
+@dataclass(frozen=True)
+class Prepared:
+    """Seconds that a way took, and what it made."""
+
+    seconds: float
+    tokens: int
+    trained: int
+
+
+def by_rlhf(setting: Setting) -> Prepared:
+    """As `rlhf sft` prepares them."""
+    from transformers import AutoTokenizer
+
     from rlhf_cli.config.data import DataConfig
     from rlhf_cli.data.sft_data import load_sft_sequences
 
-    config = DataConfig(dataset=str(setting.rows), max_len=MAX_LEN, data_cache=str(setting.cache / "rlhf"))
-    data = load_sft_sequences(config, setting.tokenizer, dataset=config.dataset, split="train", seed=0)
-    return int(data.lengths.sum()), int(data.num_trained.sum())
-
-
-def datasets_way(setting: Setting) -> tuple[int, int]:
-    """The same counts as a trainer prepares them that maps row by row."""
-    import datasets
-    import numpy as np
-
-    datasets.disable_progress_bars()
-    tokenizer = setting.tokenizer
-
-    def tokenised(row: dict[str, Any]) -> dict[str, list[int]]:
-        prompt = [{"role": "user", "content": row["question"]}]
-        whole = [*prompt, {"role": "assistant", "content": row["answer"]}]
-        prompt_ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-        ids = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
-        return {"input_ids": ids, "completion_mask": [0] * len(prompt_ids) + [1] * (len(ids) - len(prompt_ids))}
-
-    def truncated(row: dict[str, list[int]]) -> dict[str, list[int]]:
-        return {name: values[:MAX_LEN] for name, values in row.items()}
-
-    cache = str(setting.cache / "datasets")
-    rows = datasets.load_dataset("json", data_files=str(setting.rows), split="train", cache_dir=cache)
-    done = rows.map(tokenised, remove_columns=rows.column_names).map(truncated).with_format("numpy")
-    batches = done.select_columns("completion_mask").iter(batch_size=1000)
-    masks = [mask for batch in batches for mask in batch["completion_mask"]]
-    return sum(mask.size for mask in masks), int(sum(np.count_nonzero(mask) for mask in masks))
-
-
-def timed(way: Callable[[Setting], tuple[int, int]], setting: Setting) -> tuple[float, tuple[int, int]]:
-    """Seconds a way takes, and what it counts."""
+    tokenizer = AutoTokenizer.from_pretrained(setting.model)
+    config = DataConfig(dataset=str(setting.rows), max_len=MAX_LEN, data_cache=str(setting.folder / "cache" / "rlhf"))
     start = time.perf_counter()
-    counts = way(setting)
-    return time.perf_counter() - start, counts
+    data = load_sft_sequences(config, tokenizer, dataset=config.dataset, split="train", seed=0)
+    return Prepared(time.perf_counter() - start, int(data.lengths.sum()), int(data.num_trained.sum()))
+
+
+def by_trl(setting: Setting, *, num_proc: int | None) -> Prepared:
+    """As SFTTrainer prepares them in a process of its own."""
+    spec = {
+        "rows": str(setting.rows),
+        "model": setting.model,
+        "output": str(setting.folder / "trl_output"),
+        "max_length": MAX_LEN,
+        "num_proc": num_proc,
+    }
+    environment = trl_environment(setting.folder) | empty_cache(setting.folder)
+    found, _peak = run_spec(setting.folder, "trl data", script="trl_data.py", spec=spec, environment=environment)
+    return Prepared(**found)
+
+
+def ways(setting: Setting) -> dict[str, Callable[[], Prepared]]:
+    """Every way to prepare the rows, in the order of a round; the second finds what the first kept."""
+    cores = os.cpu_count()
+    return {
+        "rlhf": partial(by_rlhf, setting),
+        "rlhf, cached": partial(by_rlhf, setting),
+        PEER: partial(by_trl, setting, num_proc=None),
+        f"{PEER}, {cores} processes": partial(by_trl, setting, num_proc=cores),
+    }
 
 
 def one_round(setting: Setting) -> dict[str, float]:
     """Seconds of every way, beginning with empty caches. Ends the program if tokens differ."""
-    shutil.rmtree(setting.cache, ignore_errors=True)
-    cold, ours = timed(rlhf_way, setting)
-    cached, again = timed(rlhf_way, setting)
-    peer, theirs = timed(datasets_way, setting)
+    empty_cache(setting.folder)
+    found = {name: way() for name, way in ways(setting).items()}
+    ours, theirs = found["rlhf"], found[PEER]
     # What the template writes behind the end of turn is not trained here, and is there.
-    if ours != again or ours[0] != theirs[0] or ours[1] > theirs[1]:
-        raise SystemExit(f"tokens and trained tokens differ: {ours}, {again} with the cache, {theirs} with datasets")
-    return {"rlhf": cold, "rlhf, cached": cached, "datasets.map": peer}
+    if len({made.tokens for made in found.values()}) > 1 or ours.trained > theirs.trained:
+        raise SystemExit(f"the ways do not make the same tokens: {found}")
+    return {name: made.seconds for name, made in found.items()}
+
+
+def write_rows(path: Path, num_rows: int) -> Path:
+    """A jsonl file of word problems, each a prompt and a completion in messages."""
+    rng = random.Random(0)
+    problems = (word_problem(rng) for _ in range(num_rows))
+    with path.open("w", encoding="utf-8") as lines:
+        for problem in problems:
+            turns = {"prompt": ("user", problem["question"]), "completion": ("assistant", problem["answer"])}
+            row = {name: [{"role": role, "content": text}] for name, (role, text) in turns.items()}
+            lines.write(json.dumps(row) + "\n")
+    return path
 
 
 def main() -> None:
@@ -93,19 +113,18 @@ def main() -> None:
     parser.add_argument("--model", help="model whose tokenizer is used; a small one is made if not given")
     parser.add_argument("--folder", type=Path, default=Path(gettempdir()) / "rlhf_data_speed")
     args = parser.parse_args()
-    from transformers import AutoTokenizer
-
     args.folder.mkdir(parents=True, exist_ok=True)
-    rows = write_word_problems(args.folder / "rows.jsonl", num_rows=args.rows)
-    model = args.model or make_small_model(args.folder, rows)
-    setting = Setting(rows, AutoTokenizer.from_pretrained(model), args.folder / "cache")
+    install_trl(args.folder)
+    rows = write_rows(args.folder / "rows.jsonl", args.rows)
+    texts = write_word_problems(args.folder / "texts.jsonl", num_rows=4000)
+    setting = Setting(args.folder, rows, args.model or str(make_small_model(args.folder, texts)))
+    print(f"{machine()}\n{args.rows:,} rows, median of {args.runs}", flush=True)
     rounds = [one_round(setting) for _ in range(args.runs)]
-    print(f"{machine()}\n{args.rows:,} rows, median of {args.runs}")
-    print(f"{'':<14} {'seconds':>9} {'rows/s':>9} {'to datasets.map':>16}")
+    print(f"{'':<18} {'seconds':>9} {'rows/s':>9} {'to ' + PEER:>9}")
     for way in rounds[0]:
         seconds = statistics.median(found[way] for found in rounds)
-        ratio = statistics.median(found["datasets.map"] / found[way] for found in rounds)
-        print(f"{way:<14} {seconds:>9.2f} {args.rows / seconds:>9,.0f} {ratio:>15.1f}x")
+        ratio = statistics.median(found[PEER] / found[way] for found in rounds)
+        print(f"{way:<18} {seconds:>9.2f} {args.rows / seconds:>9,.0f} {ratio:>8.1f}x")
 
 
 if __name__ == "__main__":

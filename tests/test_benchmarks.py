@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -245,14 +246,19 @@ def test_marked_solutions_are_read_as_pairs(tmp_path):
     assert load("preference_vs_trl").read_pairs(tmp_path / "pairs.jsonl") == [pair]
 
 
-def test_both_ways_of_the_data_benchmark_make_the_same_tokens(tmp_path):
+def test_the_data_benchmark_refuses_ways_that_do_not_make_the_same_tokens(tmp_path, monkeypatch):
     from chat_tokenizers import GENERATION, make_tokenizer
 
-    data, setting = load("data_speed"), load("setting")
-    rows = setting.write_word_problems(tmp_path / "rows.jsonl", num_rows=20)
-    ways = data.one_round(data.Setting(rows, make_tokenizer(GENERATION), tmp_path / "cache"))
-    assert list(ways) == ["rlhf", "rlhf, cached", "datasets.map"]
+    data = load("data_speed")
+    make_tokenizer(GENERATION).save_pretrained(tmp_path / "model")
+    rows = data.write_rows(tmp_path / "rows.jsonl", 20)
+    setting = data.Setting(tmp_path, rows, str(tmp_path / "model"))
+    monkeypatch.setattr(data, "by_trl", lambda setting, num_proc: data.by_rlhf(setting))
+    assert set(data.one_round(setting)) == {"rlhf", "rlhf, cached", "TRL", f"TRL, {os.cpu_count()} processes"}
     assert (tmp_path / "cache" / "rlhf").is_dir()
+    monkeypatch.setattr(data, "by_trl", lambda setting, num_proc: data.Prepared(1.0, tokens=7, trained=5))
+    with pytest.raises(SystemExit, match="do not make the same tokens"):
+        data.one_round(setting)
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
