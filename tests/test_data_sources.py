@@ -102,7 +102,7 @@ MALFORMED = {
     "short.csv": (b"a,b\n1,2\n3\n", "not a valid CSV file: .*Row #3: Expected 2 columns, got 1"),
     "latin.csv": (b"a,b\n1,\xe9\n", "not a valid CSV file: .*UTF8"),
     "twice.csv": (b"a,a\n1,2\n", "names a column twice"),
-    "text.parquet": (b"a,b\n1,2\n", "not a valid Parquet file"),
+    "text.parquet": (b"a,b\n1,2\n", "cannot be read as Parquet"),
     "damaged.parquet": (damaged_parquet(), "cannot be read: .*[Cc]orrupt|cannot be read: .*end of stream"),
     "plain.jsonl.gz": (b'{"a": 1}\n', "is damaged"),
     "cut.jsonl.gz": (gzip.compress(b'{"a": 1}\n' * 99)[:-12], "is damaged"),

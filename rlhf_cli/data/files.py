@@ -225,8 +225,8 @@ def _read_parquet(file: IO[bytes], path: str) -> Table:
     try:
         parquet = pa.parquet.ParquetFile(file)
         return _stored(parquet.iter_batches(batch_size=BATCH_ROWS), parquet.schema_arrow, path)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise UsageError(f"{path} is not a valid Parquet file: {first_line(error)}") from error
+    except pa.ArrowException as error:  # also of a sound file with what Arrow does not read
+        raise UsageError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
 
 
 def _stored(batches: Any, schema: pa.Schema, path: str) -> Table:
