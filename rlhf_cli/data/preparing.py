@@ -209,6 +209,20 @@ class Encoder:
             raise UsageError(f"{draft.row.where}: {fault}") from fault
 
 
+@contextmanager
+def older_objects_uncollected() -> Iterator[None]:
+    """Python's garbage collector leaves alone what is there before the block.
+
+    The lists of many tokens make it look again and again through a million objects of imported packages: an eighth to
+    a sixth of all time.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 @dataclass(frozen=True, slots=True)
 class Preparation(Generic[T]):
     """How rows become the columns of a table.
@@ -238,17 +252,17 @@ class Preparation(Generic[T]):
                 self._fill(writer, rows, report)
                 return writer.keep(report.counts())
 
+    @older_objects_uncollected()
     def _fill(self, writer: TableWriter, rows: Rows, report: DataReport) -> TableWriter:
         numbers = {source.name: number for number, source in enumerate(rows.sources)}
-        with older_objects_uncollected():
-            for num_rows, drafts, tokens in self._tokenised(rows, report):
-                items: list[dict[str, Any]] = []
-                for draft, found in zip(drafts, tokens, strict=True):
-                    origin = {"source": numbers[draft.row.source.name], "index": draft.row.index}
-                    items += [item | origin for item in self._unless_invalid(report, self._made, draft, found, report)]
-                writer.append_columns({name: [item[name] for item in items] for name in self.schema.names})
-                report.items += len(items)
-                self.progress(num_rows, len(rows))
+        for num_rows, drafts, tokens in self._tokenised(rows, report):
+            items: list[dict[str, Any]] = []
+            for draft, found in zip(drafts, tokens, strict=True):
+                origin = {"source": numbers[draft.row.source.name], "index": draft.row.index}
+                items += [item | origin for item in self._unless_invalid(report, self._made, draft, found, report)]
+            writer.append_columns({name: [item[name] for item in items] for name in self.schema.names})
+            report.items += len(items)
+            self.progress(num_rows, len(rows))
         return writer
 
     def _tokenised(self, rows: Rows, report: DataReport) -> Iterator[tuple[int, list[Draft], list[Found]]]:
@@ -319,20 +333,6 @@ def count_cut(row: Row, whole: list[Tokens], kept: list[Tokens], report: DataRep
     """Count a row that is kept if something of it was cut off."""
     if kept != whole:
         report.note("truncated", f"{row.where}: {max(len(part.ids) for part in whole):,} tokens")
-
-
-@contextmanager
-def older_objects_uncollected() -> Iterator[None]:
-    """Python's garbage collector leaves alone what is there before the block.
-
-    The lists of many tokens make it look again and again through a million objects of imported packages: an eighth to
-    a sixth of all time.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def no_progress(done: int, total: int) -> None:
