@@ -1,7 +1,8 @@
-"""Environment variables that libraries read when they are imported: no telemetry, no noise on the terminal."""
+"""What the machine's environment says to this program, and this program to its libraries."""
 
 import glob
 import os
+from pathlib import Path
 
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -25,3 +26,8 @@ def prepare_environment() -> None:
     if not glob.glob("/dev/nvidia[0-9]*") and not os.path.exists("/dev/dxg"):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns about the lack of a GPU on import
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+def user_cache(kind: str) -> Path:
+    """Folder for what this program keeps of one kind from run to run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlhf-cli" / kind

@@ -1,7 +1,6 @@
 """What a preference command compares with: a second model, the base under an adapter, or results kept on disk."""
 
 import hashlib
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -91,8 +90,7 @@ def kept_columns(source: ModelConfig, digest: str, compute: Callable[[], Columns
 
 def reference_cache() -> Path:
     """Folder of reference log-probabilities of earlier runs."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "rlhf-cli" / "reference"
+    return user_cache("reference")
 
 
 def _write(path: Path, columns: Columns) -> None:

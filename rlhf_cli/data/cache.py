@@ -27,6 +27,7 @@ import transformers
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.sources import Rows
 from rlhf_cli.data.store import StoredTable, TableWriter
+from rlhf_cli.environment import user_cache
 from rlhf_cli.errors import UsageError
 
 FORMAT = 1
@@ -48,7 +49,7 @@ def cache_folder(setting: str, num_rows: int) -> Path | None:
     if setting == "off" or (setting == "auto" and num_rows < AUTO_ROWS):
         return None
     if setting == "auto":
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlhf-cli" / "data"
+        return user_cache("data")
     return Path(setting).expanduser()
 
 
