@@ -15,6 +15,7 @@ from rlhf_cli.backends import distributed
 from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, Forward, FrozenEngine, deepspeed_config, move_weights
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.environment import user_cache
 from rlhf_cli.models.adapters import adapter_off
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.models.varlen_kernel import NAMES, VarlenKernel, varlen_kernel
+from rlhf_cli.models.varlen_kernel import NAMES, Operands, VarlenKernel, varlen_kernel
 
 BLOCK = 128
 """Query rows per block: scores of 8 heads and a few hundred keys then stay in a core's cache."""
@@ -34,11 +34,9 @@ def varlen_attention(
     those come before its own, and the last query sees the last key. `window` is the number of tokens a position sees,
     itself included, or 0 for all before it. Scores and softmax are float32 (float64 for float64 operands).
     """
-    output = query.new_empty(*query.shape[:2], value.shape[-1])
     if kernel := _kernel(query):
-        bounds = cu_seqlens, cu_seqlens_k
-        kernel.forward((query, key, value), output, bounds, scale=scale, window=window)
-        return output
+        return kernel.forward(Operands(query, key, value, cu_seqlens, cu_seqlens_k, scale, window))
+    output = query.new_empty(*query.shape[:2], value.shape[-1])
     query_GNTD, output_GNTD = _grouped(query, key.shape[1]), _grouped(output, key.shape[1])
     key_GTD, value_GTD = key.transpose(0, 1), value.transpose(0, 1)
     masks = _Masks(query, window)
@@ -74,13 +72,10 @@ def varlen_attention_backward(
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, in their shapes and types; key and value are added up in float32."""
-    grad_query = query.new_empty(query.shape)
     if kernel := _kernel(query):
-        grads = grad_query, key.new_empty(key.shape), value.new_empty(value.shape)
-        bounds = cu_seqlens, cu_seqlens_k
-        kernel.backward(grad, (query, key, value), grads, bounds, scale=scale, window=window)
-        return grads
+        return kernel.backward(grad, Operands(query, key, value, cu_seqlens, cu_seqlens_k, scale, window))
     num_groups, wide = key.shape[1], _wide(query.dtype)
+    grad_query = query.new_empty(query.shape)
     grad_key, grad_value = key.new_zeros(key.shape, dtype=wide), value.new_zeros(value.shape, dtype=wide)
     query_GNTD, grad_query_GNTD = _grouped(query, num_groups), _grouped(grad_query, num_groups)
     grad_GNTD = _grouped(grad, num_groups)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,54 +40,51 @@ class _Pack(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True)
+class Operands:
+    """What `varlen_attention` takes, in its order."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    cu_seqlens: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    scale: float
+    window: int
+
+
 class VarlenKernel:
-    """Attention over a pack in float32 inside, for contiguous float32 or bfloat16 tensors."""
+    """The functions of a compiled library, for float32 and bfloat16; they compute in float32."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def forward(
-        self, tensors: Sequence[torch.Tensor], output: torch.Tensor, bounds: Sequence[torch.Tensor], **settings: float
-    ) -> None:
-        """Write the output of query, key and value; `bounds` and `settings` as `varlen_attention` has them."""
-        self._call("forward", tensors, tensors, [output], bounds, **settings)
+    def forward(self, of: Operands) -> torch.Tensor:
+        """Output [T, heads, value size]."""
+        output = of.query.new_empty(*of.query.shape[:2], of.value.shape[-1])
+        self._call("forward", of, [of.query, of.key, of.value], [output])
+        return output
 
-    def backward(
-        self,
-        grad: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        bounds: Sequence[torch.Tensor],
-        **settings: float,
-    ) -> None:
-        """Write the gradients of query, key and value."""
-        self._call("backward", tensors, [grad, *tensors], grads, bounds, **settings)
+    def backward(self, grad: torch.Tensor, of: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of query, key and value in their shapes and types."""
+        grads = of.query.new_empty(of.query.shape), of.key.new_empty(of.key.shape), of.value.new_empty(of.value.shape)
+        self._call("backward", of, [grad, of.query, of.key, of.value], grads)
+        return grads
 
-    def _call(
-        self,
-        name: str,
-        tensors: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        bounds: Sequence[torch.Tensor],
-        *,
-        scale: float,
-        window: int,
-    ) -> None:
-        query, key, value = tensors
+    def _call(self, name: str, of: Operands, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         # Held by name until the call is over: their memory is passed as bare addresses.
         held = [tensor.contiguous() for tensor in inputs]
-        cu_seqlens, cu_seqlens_k = (tensor.to("cpu", torch.int32).contiguous() for tensor in bounds)
+        bounds, bounds_k = (tensor.int().contiguous() for tensor in (of.cu_seqlens, of.cu_seqlens_k))
         pack = _Pack(
-            cu_seqlens.data_ptr(),
-            cu_seqlens_k.data_ptr(),
-            cu_seqlens.numel() - 1,
-            *(query.shape[1], key.shape[1], query.shape[2], value.shape[2]),
-            scale,
-            window,
+            bounds.data_ptr(),
+            bounds_k.data_ptr(),
+            bounds.numel() - 1,
+            *(of.query.shape[1], of.key.shape[1], of.query.shape[2], of.value.shape[2]),
+            of.scale,
+            of.window,
         )
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*held, *outputs)]
-        function = self._library[f"{name}_{NAMES[query.dtype]}"]
+        function = self._library[f"{name}_{NAMES[of.query.dtype]}"]
         function(ctypes.byref(pack), *pointers, ctypes.c_long(torch.get_num_threads()))
 
 
@@ -96,8 +94,9 @@ def varlen_kernel() -> VarlenKernel | None:
     try:
         return VarlenKernel(ctypes.CDLL(str(build())))
     except (OSError, subprocess.CalledProcessError) as error:
-        reason = (error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)).strip()
-        logger.warning("attention on this CPU is not compiled and slower: %s", reason.splitlines()[-1])
+        lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        reason = next((line for line in lines if "error" in line), lines[-1])
+        logger.warning("attention on this CPU is not compiled, which makes it slower: %s", reason)
         return None
 
 
