@@ -4,6 +4,7 @@ Which tokens of a row make an item, and how items are stored, is the business of
 """
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from rlhf_cli.errors import UsageError
 
 BATCH_ROWS = 512
 """Rows tokenised at a time: enough for the tokenizer's threads, little memory."""
+BATCHES_AT_ONCE = 2
+"""Batches tokenised at a time: while Python takes over the tokens of one, the tokenizer's threads go on."""
 CHECKED_ROWS = 32
 """Rows at the start whose trained tokens are decoded and compared; later the first of each batch is."""
 
@@ -153,6 +156,8 @@ class Draft:
 
 Found = list[Tokens] | RowFault
 """The tokens of a row's examples, or why one of them has none."""
+Batch = tuple[int, list[Draft], list[Found]]
+"""Number of rows up to the end of a batch, what its rows say, and the tokens of that."""
 
 
 class Encoder:
@@ -265,24 +270,26 @@ class Preparation(Generic[T]):
             self.progress(num_rows, len(rows))
         return writer
 
-    def _tokenised(self, rows: Rows, report: DataReport) -> Iterator[tuple[int, list[Draft], list[Found]]]:
-        """Number of rows so far, what they say and its tokens, batch by batch.
+    def _tokenised(self, rows: Rows, report: DataReport) -> Iterator[Batch]:
+        """What rows say and its tokens, batch by batch.
 
-        A batch is tokenised in a thread while the next one is read and rendered: the tokenizer leaves Python alone.
+        Batches are tokenised in threads while the next ones are read and rendered: the tokenizer leaves Python alone.
         """
         num_rows = 0
-        waiting: tuple[int, list[Draft], Future[list[Found]]] | None = None
-        with ThreadPoolExecutor(max_workers=1) as executor:
+        waiting: deque[Future[Batch]] = deque()
+        with ThreadPoolExecutor(BATCHES_AT_ONCE) as executor:
             for batch in batches(rows, BATCH_ROWS):
                 drafts = [draft for row in batch for draft in self._unless_invalid(report, self._draft, row)]
                 num_checked = max(1, CHECKED_ROWS - num_rows)
                 num_rows += len(batch)
-                future = executor.submit(self.encoder.tokens, drafts, num_checked=num_checked)
-                if waiting is not None:
-                    yield waiting[0], waiting[1], waiting[2].result()
-                waiting = num_rows, drafts, future
-            if waiting is not None:
-                yield waiting[0], waiting[1], waiting[2].result()
+                waiting.append(executor.submit(self._with_tokens, num_rows, drafts, num_checked=num_checked))
+                if len(waiting) > BATCHES_AT_ONCE:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    def _with_tokens(self, num_rows: int, drafts: list[Draft], *, num_checked: int) -> Batch:
+        return num_rows, drafts, self.encoder.tokens(drafts, num_checked=num_checked)
 
     def _unless_invalid(self, report: DataReport, step: Callable[..., list[S]], *args: Any) -> list[S]:
         """What the step gives; nothing where its row is at fault and such rows are dropped."""
