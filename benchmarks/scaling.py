@@ -26,6 +26,7 @@ ROW_LENGTH = 256
 ROWS = (8, 16, 32, 64, 128)
 SIDES = {"sft": 1, "dpo": 2}
 """Sequences that a row of each command has."""
+CHARTS = {"cost": "us a token", "peak_memory": "peak memory, MiB"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Point:
     def tokens(self) -> int:
         """Tokens of a step, a prompt counted with every sequence that begins with it."""
         return self.rows * self.length * SIDES[self.command]
+
+    @property
+    def cost(self) -> float:
+        """Microseconds of a token: where they do not change, time is linear."""
+        return self.seconds / self.tokens * 1e6
 
 
 def words(rng: random.Random, count: int) -> str:
@@ -82,31 +88,30 @@ def table(points: Sequence[Point]) -> str:
     ]
     first: dict[str, float] = {}
     for point in points:
-        cost = point.seconds / point.tokens * 1e6
-        ratio = cost / first.setdefault(point.command, cost)
+        ratio = point.cost / first.setdefault(point.command, point.cost)
         lines.append(
             f"| {point.command} | {point.length:,} | {point.rows} | {point.tokens:,} | {point.seconds:.2f} "
-            f"| {cost:.0f} | {ratio:.2f} | {point.peak_memory:,.0f} |"
+            f"| {point.cost:.0f} | {ratio:.2f} | {point.peak_memory:,.0f} |"
         )
     return "\n".join(lines)
 
 
-def chart(points: Sequence[Point], axis: str, value: str) -> str:
-    """Lines of the commands over one of a point's fields, from zero, as SVG."""
+def chart(points: Sequence[Point], axis: str, value: str, heading: str) -> str:
+    """One of the points' fields over another, with a line for each command, as SVG."""
     from rlhf_cli.tracking.charts import Series, line_chart
 
     commands = list(dict.fromkeys(point.command for point in points))
     series = [
         Series(
             name,
-            [(0, 0.0), *((getattr(p, axis), getattr(p, value)) for p in points if p.command == name)],
+            [(getattr(p, axis), getattr(p, value)) for p in points if p.command == name],
             colour=number,
             marked=True,
         )
         for number, name in enumerate(commands, start=1)
     ]
     legend = " ".join(f'<b style="color: var(--c{line.colour})">{line.name}</b>' for line in series)
-    return f"<h3>{value.replace('_', ' ')} {legend}</h3>" + line_chart(series, unit=axis, size=(520, 260))
+    return f"<h3>{escape(heading)} {legend}</h3>" + line_chart(series, unit=axis, size=(900, 260), from_zero=True)
 
 
 def page(sweeps: Sequence[tuple[str, str, Sequence[Point]]]) -> str:
@@ -115,7 +120,7 @@ def page(sweeps: Sequence[tuple[str, str, Sequence[Point]]]) -> str:
 
     parts = [f"<title>Scaling</title><style>{STYLE}</style><main><p class=small>{escape(machine())}</p>"]
     for title, axis, points in sweeps:
-        charts = "".join(chart(points, axis, value) for value in ("seconds", "peak_memory"))
+        charts = "".join(chart(points, axis, value, heading) for value, heading in CHARTS.items())
         parts.append(f"<h2>{escape(title)}</h2>{charts}<pre>{escape(table(points))}</pre>")
     return f"<!doctype html><meta charset=utf-8>{''.join(parts)}</main>"
 

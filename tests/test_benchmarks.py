@@ -294,6 +294,7 @@ def test_scaling_is_told_by_the_time_of_a_token():
     assert lines[3] == "| dpo | 2,048 | 2 | 8,192 | 1.50 | 183 | 1.50 | 1,000 |"
     page = scaling.page([("Length", "length", points)])
     assert page.count("<svg") == 2
+    assert page.count("<circle") == 4  # each point in both charts, and nothing that was not measured
     assert "| dpo | 2,048 | 2 |" in page
 
 

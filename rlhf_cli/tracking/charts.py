@@ -52,8 +52,18 @@ class Frame:
         return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
 
 
-def line_chart(series: Sequence[Series], *, unit: str, size: tuple[int, int], broken: Sequence[int] = ()) -> str:
-    """The series over steps (called `unit`) in one SVG; `broken` steps (not finite) are marked at the bottom."""
+def line_chart(
+    series: Sequence[Series],
+    *,
+    unit: str,
+    size: tuple[int, int],
+    broken: Sequence[int] = (),
+    from_zero: bool = False,
+) -> str:
+    """The series over steps (called `unit`) in one SVG; `broken` steps (not finite) are marked at the bottom.
+
+    The values' axis spans what the series have, with `from_zero` also 0.
+    """
     drawn = [
         (line, list(line.points) if line.marked else binned(line.points, MAX_POINTS)) for line in series if line.points
     ]
@@ -61,9 +71,9 @@ def line_chart(series: Sequence[Series], *, unit: str, size: tuple[int, int], br
     if not every:
         return ""
     steps = [step for step, _ in every]
-    ticks = nice_ticks(min(value for _, value in every), max(value for _, value in every), NUM_TICKS)
-    low = min(ticks[0], *(value for _, value in every))
-    high = max(ticks[-1], *(value for _, value in every))
+    values = [value for _, value in every] + [0.0] * from_zero
+    ticks = nice_ticks(min(values), max(values), NUM_TICKS)
+    low, high = min(ticks[0], *values), max(ticks[-1], *values)
     frame = Frame(*size, padded(min(steps), max(steps)), (low, high))
     parts = [grid(frame, ticks, unit=unit)]
     hover = []
