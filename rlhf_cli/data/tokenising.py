@@ -6,6 +6,7 @@ A piece of text is tokenised once as a whole; the offsets of its tokens say whic
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from tokenizers import Encoding
@@ -14,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from rlhf_cli.data.rendering import Pieces
 from rlhf_cli.data.sources import Row
 from rlhf_cli.data.templates import Rendered, TemplateFault
+from rlhf_cli.data.token_bytes import TokenBytes
 from rlhf_cli.data.turns import Span
 from rlhf_cli.errors import UsageError
 
@@ -93,6 +95,10 @@ class Tokeniser:
         self._end: int = tokenizer.eos_token_id
         self._start = self._start_of_text()
 
+    @cached_property
+    def _bytes(self) -> TokenBytes | None:
+        return TokenBytes.of(self._tokenizer.backend_tokenizer)
+
     def _start_of_text(self) -> list[int]:
         """What the tokenizer itself puts before a text: the beginning-of-sequence token, or nothing.
 
@@ -103,13 +109,15 @@ class Tokeniser:
         places = (place for place in range(len(whole)) if whole[place : place + len(text)] == text)
         return whole[: next(places, 0)]
 
-    def _encodings(self, texts: list[str]) -> list[Encoding]:
+    def _encodings(self, texts: list[str], *, with_offsets: bool) -> list[Encoding]:
         """Not by calling the tokenizer, which turns every encoding into lists first: a sixth of all time for sft."""
-        return self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False) if texts else []
+        backend = self._tokenizer.backend_tokenizer
+        encode = backend.encode_batch if with_offsets else backend.encode_batch_fast
+        return encode(texts, add_special_tokens=False) if texts else []
 
     def prompts(self, texts: list[str], *, plain: bool) -> list[list[int]]:
         """Token ids that generation starts from; `plain` texts get the start of text unless they have it."""
-        ids = [encoding.ids for encoding in self._encodings(texts)]
+        ids = [encoding.ids for encoding in self._encodings(texts, with_offsets=False)]
         return [self._started(prompt) for prompt in ids] if plain else ids
 
     def _started(self, ids: list[int]) -> list[int]:
@@ -117,7 +125,8 @@ class Tokeniser:
 
     def examples(self, batch: list[Pieces]) -> list[Tokens | TemplateFault]:
         """Tokens of each example, or why it cannot be trained on."""
-        encodings = iter(self._encodings([piece.text for pieces in batch for piece in pieces.texts]))
+        texts = [piece.text for pieces in batch for piece in pieces.texts]
+        encodings = iter(self._encodings(texts, with_offsets=self._bytes is None))
         return [self._joined(pieces, encodings) for pieces in batch]
 
     def _joined(self, pieces: Pieces, encodings: Iterator[Encoding]) -> Tokens | TemplateFault:
@@ -126,7 +135,7 @@ class Tokeniser:
         merged = False
         for piece, encoding in zip(pieces.texts, encodings, strict=False):
             try:
-                part = _tokens(encoding, piece)
+                part = self._tokens(encoding, piece)
             except TemplateFault as fault:
                 return fault
             spans += [(start + len(ids), stop + len(ids)) for start, stop in part.spans]
@@ -137,6 +146,17 @@ class Tokeniser:
         spans = [(max(start, 1), stop) for start, stop in spans if stop > 1]
         num_unthought = sum(piece.num_unthought for piece in pieces.texts)
         return Tokens(ids, spans, merged, num_unthought, sum(piece.num_inlined for piece in pieces.texts))
+
+    def _tokens(self, encoding: Encoding, piece: Rendered) -> Tokens:
+        """Raises TemplateFault where a span does not start with a token of its own."""
+        if piece.spans == ((0, len(piece.text)),):
+            return Tokens(encoding.ids, [(0, len(encoding.ids))])
+        if self._bytes is not None:
+            spans = self._bytes.spans(encoding.ids, piece.text, piece.spans)
+            if spans is not None:
+                return Tokens(encoding.ids, spans)
+            (encoding,) = self._encodings([piece.text], with_offsets=True)
+        return _tokens_by_offsets(encoding, piece)
 
     def _closed(self, ids: list[int], spans: list[Span]) -> tuple[list[int], list[Span]]:
         """Plain text between start of text and end of sequence, which belongs to what is trained last."""
@@ -178,10 +198,7 @@ def _comparable(text: str) -> str:
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
-def _tokens(encoding: Encoding, piece: Rendered) -> Tokens:
-    """Raises TemplateFault where a span does not start with a token of its own."""
-    if piece.spans == ((0, len(piece.text)),):
-        return Tokens(encoding.ids, [(0, len(encoding.ids))])
+def _tokens_by_offsets(encoding: Encoding, piece: Rendered) -> Tokens:
     spans, merged = [], False
     for start, stop in piece.spans:
         first, last = _token_at(encoding, start, stop), encoding.char_to_token(stop - 1)
