@@ -8,6 +8,7 @@ import pytest
 from chat_tokenizers import CHATML, LLAMA_3, QWEN_3, TRAINABLE, make_tokenizer
 
 from rlhf_cli.config.data import LabelledDataConfig, PreferenceDataConfig
+from rlhf_cli.data import preparing
 from rlhf_cli.data.preference_data import load_labelled, load_pairs
 from rlhf_cli.errors import UsageError
 
@@ -227,6 +228,17 @@ def test_invalid_rows_are_dropped_and_counted_where_wanted(tmp_path):
     assert "2 dropped as invalid" in data.report.summary
     with pytest.raises(UsageError, match="line 2: chosen and rejected are the same"):
         pairs(tmp_path, tokenizer, *rows)
+
+
+def test_faults_are_told_in_the_order_of_the_rows_whenever_they_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "BATCH_ROWS", 2)
+    tokenizer = make_tokenizer(LLAMA_3)
+    same_tokens = {"prompt": "What?", "chosen": "Paris", "rejected": " Paris\n"}  # found when it has tokens
+    rows = [ASKED, same_tokens, ASKED, ASKED | {"chosen": None}, ASKED | {"rejected": None}, same_tokens, ASKED]
+    with pytest.raises(UsageError, match="line 2: chosen and rejected are the same tokens"):
+        pairs(tmp_path, tokenizer, *rows)
+    noted = pairs(tmp_path, tokenizer, *rows, invalid_rows="drop").report.noted["dropped_invalid"]
+    assert [int(said.split("line ")[1].split(":")[0]) for said in noted] == [2, 4, 5, 6]
 
 
 @pytest.mark.parametrize("name", TRAINABLE)

@@ -14,8 +14,8 @@ from rlhf_cli.models import varlen_kernel
 from rlhf_cli.models.varlen_cpu import varlen_attention
 from rlhf_cli.models.varlen_kernel import build
 
-# One token; tiles, vectors and blocks of queries that are just full and just not; more keys than queries.
-LENGTHS = [(1, 1), (8, 8), (9, 9), (32, 32), (33, 33), (5, 70), (64, 96), (130, 333)]
+# No and one token; tiles, vectors and blocks of queries that are just full and just not; more keys than queries.
+LENGTHS = [(0, 0), (0, 5), (1, 1), (8, 8), (9, 9), (32, 32), (33, 33), (5, 70), (64, 96), (130, 333)]
 # Query heads, key heads, query size, value size.
 SHAPES = [(4, 2, 32, 32), (6, 1, 7, 5), (3, 3, 80, 48), (2, 1, 128, 130)]
 CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
@@ -60,6 +60,7 @@ def test_every_build_equals_the_operators_in_float64(capability, dtype, fresh, m
     if own not in CAPABILITIES or CAPABILITIES.index(capability) > CAPABILITIES.index(own):
         pytest.skip(f"this processor has no {capability}")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert varlen_kernel.varlen_kernel() is not None
     for shape in SHAPES:
         for window in (0, 1, 5, 40, 150):
             tensors, bounds = inputs(shape, dtype)
@@ -119,13 +120,43 @@ def test_strides_do_not_matter():
     assert all(one.equal(other) for one, other in zip(attend(strided, bounds), attend(tensors, bounds), strict=True))
 
 
+def bounds_of(*lengths):
+    return tuple(torch.tensor([0, *numbers]).cumsum(0).int() for numbers in zip(*lengths, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "reason"),
+    [
+        (bounds_of((33, 20)), "fewer keys than queries"),
+        (bounds_of((30, 34)), "not those of the tensors"),
+        (bounds_of((33, 33)), "not those of the tensors"),
+    ],
+)
+def test_bounds_that_are_not_those_of_the_tensors_are_refused(bounds, reason):
+    tensors, _ = inputs(SHAPES[0], lengths=[(33, 34)])
+    with pytest.raises(ValueError, match=reason):
+        attend(tensors, bounds)
+
+
+def test_tensors_that_do_not_go_together_are_refused():
+    (query, key, value, _), bounds = inputs(SHAPES[0])
+    with pytest.raises(ValueError, match="one type"):
+        varlen_attention(query, key, value.bfloat16(), *bounds, 1.0, 0)
+    with pytest.raises(ValueError, match="multiple"):
+        varlen_attention(query[:, :3], key, value, *bounds, 1.0, 0)
+
+
 def test_float16_is_left_to_the_operators():
     tensors, bounds = inputs(SHAPES[0], torch.float16)
     assert_close(attend(tensors, bounds), attend(tensors, bounds, dtype=torch.float64), 2e-3)
 
 
 @pytest.mark.parametrize(
-    ("compiler", "reason"), [("no-such-compiler", "No such file"), ("false", "returned non-zero exit status")]
+    ("compiler", "reason"),
+    [
+        ("no-such-compiler", "No such file"),
+        ("false", "returned non-zero exit status"),
+    ],
 )
 def test_without_a_compiler_the_operators_take_over_and_a_line_says_why(compiler, reason, fresh, monkeypatch, caplog):
     tensors, bounds = inputs(SHAPES[0])
@@ -141,6 +172,15 @@ def test_without_a_compiler_the_operators_take_over_and_a_line_says_why(compiler
     assert "attention on this CPU is not compiled" in record.message
     assert reason in record.message
     assert not list(fresh.iterdir())
+
+
+def test_what_a_compiler_says_need_not_be_text(fresh, monkeypatch, tmp_path, caplog):
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nprintf "cause\\nerror: \\377\\n" >&2\nexit 1\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", f"nice {compiler}")
+    assert varlen_kernel.varlen_kernel() is None
+    assert "slower: error: \N{REPLACEMENT CHARACTER}" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path, fresh, caplog):

@@ -54,7 +54,6 @@ ORIGIN = {"source": pa.int32(), "index": pa.int64()}
 
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
-S = TypeVar("S")
 
 
 @dataclass
@@ -147,11 +146,12 @@ class Encoded(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What was read from a row, and the text of its examples."""
+    """What was read from a row, and the text of its examples, or the fault for which there is none."""
 
     row: Row
     read: Any
     texts: list[Pieces]
+    fault: RowFault | None = None
 
 
 Found = list[Tokens] | RowFault
@@ -196,8 +196,8 @@ class Encoder:
         for draft in drafts:
             parts = [next(tokenised) for _ in draft.texts]
             fault = next((part for part in parts if isinstance(part, TemplateFault)), None)
-            if fault is not None:
-                found.append(draft.row.error(str(fault)))
+            if draft.fault or fault:
+                found.append(draft.fault or draft.row.error(str(fault)))
                 continue
             tokens = [part for part in parts if isinstance(part, Tokens)]
             if num_checked > 0:
@@ -260,17 +260,17 @@ class Preparation(Generic[T]):
     @older_objects_uncollected()
     def _fill(self, writer: TableWriter, rows: Rows, report: DataReport) -> TableWriter:
         numbers = {source.name: number for number, source in enumerate(rows.sources)}
-        for num_rows, drafts, tokens in self._tokenised(rows, report):
+        for num_rows, drafts, tokens in self._tokenised(rows):
             items: list[dict[str, Any]] = []
             for draft, found in zip(drafts, tokens, strict=True):
                 origin = {"source": numbers[draft.row.source.name], "index": draft.row.index}
-                items += [item | origin for item in self._unless_invalid(report, self._made, draft, found, report)]
+                items += [item | origin for item in self._made(draft, found, report)]
             writer.append_columns({name: [item[name] for item in items] for name in self.schema.names})
             report.items += len(items)
             self.progress(num_rows, len(rows))
         return writer
 
-    def _tokenised(self, rows: Rows, report: DataReport) -> Iterator[Batch]:
+    def _tokenised(self, rows: Rows) -> Iterator[Batch]:
         """What rows say and its tokens, batch by batch.
 
         Batches are tokenised in threads while the next ones are read and rendered: the tokenizer leaves Python alone.
@@ -279,7 +279,7 @@ class Preparation(Generic[T]):
         waiting: deque[Future[Batch]] = deque()
         with ThreadPoolExecutor(BATCHES_AT_ONCE) as executor:
             for batch in batches(rows, BATCH_ROWS):
-                drafts = [draft for row in batch for draft in self._unless_invalid(report, self._draft, row)]
+                drafts = [self._draft(row) for row in batch]
                 num_checked = max(1, CHECKED_ROWS - num_rows)
                 num_rows += len(batch)
                 waiting.append(executor.submit(self._with_tokens, num_rows, drafts, num_checked=num_checked))
@@ -291,26 +291,27 @@ class Preparation(Generic[T]):
     def _with_tokens(self, num_rows: int, drafts: list[Draft], *, num_checked: int) -> Batch:
         return num_rows, drafts, self.encoder.tokens(drafts, num_checked=num_checked)
 
-    def _unless_invalid(self, report: DataReport, step: Callable[..., list[S]], *args: Any) -> list[S]:
-        """What the step gives; nothing where its row is at fault and such rows are dropped."""
+    def _draft(self, row: Row) -> Draft:
+        """Faults are kept, to be told in the order of the rows: batches before this one may have some yet."""
         try:
-            return step(*args)
+            read, examples = self.read(row)
+            return Draft(row, read, self.encoder.rendered(row, examples))
+        except RowFault as fault:
+            return Draft(row, None, [], fault)
+
+    def _made(self, draft: Draft, tokens: Found, report: DataReport) -> list[dict[str, Any]]:
+        """The items of a row; none where it is at fault and such rows are dropped."""
+        try:
+            if isinstance(tokens, RowFault):
+                raise tokens
+            for part in tokens:
+                note_largest(report, part.ids, draft.row)
+            return self.make(Encoded(draft.row, draft.read, tokens), report)
         except RowFault as fault:
             if not self.drops_invalid:
                 raise
             report.note("dropped_invalid", str(fault))
             return []
-
-    def _draft(self, row: Row) -> list[Draft]:
-        read, examples = self.read(row)
-        return [Draft(row, read, self.encoder.rendered(row, examples))]
-
-    def _made(self, draft: Draft, tokens: Found, report: DataReport) -> list[dict[str, Any]]:
-        if isinstance(tokens, RowFault):
-            raise tokens
-        for part in tokens:
-            note_largest(report, part.ids, draft.row)
-        return self.make(Encoded(draft.row, draft.read, tokens), report)
 
 
 def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: DataReport) -> list[Tokens] | None:

@@ -1,9 +1,10 @@
 """Causal attention inside each sequence of a flat pack on a CPU, forward and backward, as one operator.
 
 PyTorch's flash kernel for CPUs spends most of its backward pass on padding when sequences are short. `varlen_kernel`
-compiles one that does not; the rest of this file is what is used without a compiler, and for float64: matrix products
-over blocks of queries, the heads that share a key head together in one, and keys beyond the diagonal block never
-touched. Probabilities are computed again in the backward pass, so memory does not grow with the square of the length.
+compiles one that does not. The rest of this file is what is used without a compiler, and for types other than float32
+and bfloat16: matrix products over blocks of queries, the heads that share a key head together in one, and keys beyond
+the diagonal block never touched. Probabilities are computed again in the backward pass, so memory does not grow with
+the square of the length.
 """
 
 import itertools
@@ -18,7 +19,7 @@ BLOCK = 128
 """Query rows per block: scores of 8 heads and a few hundred keys then stay in a core's cache."""
 
 
-@torch.library.custom_op("rlhf_cli::varlen_attention", mutates_args=())
+@torch.library.custom_op("rlhf_cli::varlen_attention", mutates_args=(), device_types="cpu")
 def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -60,7 +61,7 @@ def _(
     return query.new_empty(*query.shape[:2], value.shape[-1])
 
 
-@torch.library.custom_op("rlhf_cli::varlen_attention_backward", mutates_args=())
+@torch.library.custom_op("rlhf_cli::varlen_attention_backward", mutates_args=(), device_types="cpu")
 def varlen_attention_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
@@ -144,6 +145,8 @@ def _blocks(cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int) -
     """
     bounds, bounds_k = itertools.pairwise(cu_seqlens.tolist()), itertools.pairwise(cu_seqlens_k.tolist())
     for (start, end), (start_k, end_k) in zip(bounds, bounds_k, strict=True):
+        if start == end:
+            continue
         length, shift = end - start, end_k - end
         count = max(1, (length + BLOCK // 2) // BLOCK)
         cuts = [start + length * index // count for index in range(count + 1)]

@@ -9,6 +9,8 @@ import functools
 import hashlib
 import logging
 import os
+import platform
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -52,6 +54,19 @@ class Operands:
     scale: float
     window: int
 
+    def check(self) -> None:
+        """Raises ValueError for what would let a kernel read or write outside of the tensors."""
+        if not self.query.dtype == self.key.dtype == self.value.dtype:
+            raise ValueError("query, key and value are not of one type")
+        if self.query.shape[1] % self.key.shape[1] or self.key.shape[:2] != self.value.shape[:2]:
+            raise ValueError("query heads are not a multiple of the heads of key and value")
+        lengths, lengths_k = self.cu_seqlens.diff(), self.cu_seqlens_k.diff()
+        if lengths.shape != lengths_k.shape or bool(((lengths < 0) | (lengths_k < lengths)).any()):
+            raise ValueError("a sequence has fewer keys than queries")
+        ends = self.cu_seqlens[0], self.cu_seqlens_k[0], self.cu_seqlens[-1], self.cu_seqlens_k[-1]
+        if [int(end) for end in ends] != [0, 0, len(self.query), len(self.key)]:
+            raise ValueError("the bounds of the sequences are not those of the tensors")
+
 
 class VarlenKernel:
     """The functions of a compiled library, for float32 and bfloat16; they compute in float32."""
@@ -72,6 +87,7 @@ class VarlenKernel:
         return grads
 
     def _call(self, name: str, of: Operands, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        of.check()
         # Held by name until the call is over: their memory is passed as bare addresses.
         held = [tensor.contiguous() for tensor in inputs]
         bounds, bounds_k = (tensor.int().contiguous() for tensor in (of.cu_seqlens, of.cu_seqlens_k))
@@ -93,8 +109,8 @@ def varlen_kernel() -> VarlenKernel | None:
     """The kernel for this machine, built if it has to be; None, with a warning that says why, where it cannot be."""
     try:
         return VarlenKernel(ctypes.CDLL(str(build())))
-    except (OSError, subprocess.CalledProcessError) as error:
-        lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        lines = (getattr(error, "stderr", "").strip() or str(error)).splitlines()
         reason = next((line for line in lines if "error" in line), lines[-1])
         logger.warning("attention on this CPU is not compiled, which makes it slower: %s", reason)
         return None
@@ -103,16 +119,19 @@ def varlen_kernel() -> VarlenKernel | None:
 def build() -> Path:
     """The library's file in the user's cache, compiled unless it is there.
 
-    Raises OSError where there is no compiler or the cache cannot be written, CalledProcessError where it fails.
+    Raises OSError where there is no compiler or the cache cannot be written, RuntimeError where there is no home for
+    it, CalledProcessError where the compiler fails.
     """
     flags = [*FLAGS, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
+    machine = [platform.machine(), *platform.libc_ver()]  # machines may share a home
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(flags + machine).encode()).hexdigest()[:16]
     library = user_cache("kernels") / f"varlen-{key}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder) / library.name
-            command = [os.environ.get("CXX") or "g++", *flags, str(SOURCE), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            compiler = shlex.split(os.environ.get("CXX") or "g++")
+            command = [*compiler, *flags, str(SOURCE), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
             built.replace(library)
     return library
