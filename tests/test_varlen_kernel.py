@@ -12,7 +12,7 @@ import torch
 
 from rlhf_cli.models import varlen_kernel
 from rlhf_cli.models.varlen_cpu import varlen_attention
-from rlhf_cli.models.varlen_kernel import build
+from rlhf_cli.models.varlen_kernel import Operands, build
 
 # No and one token; tiles, vectors and blocks of queries that are just full and just not; more keys than queries.
 LENGTHS = [(0, 0), (0, 5), (1, 1), (8, 8), (9, 9), (32, 32), (33, 33), (5, 70), (64, 96), (130, 333)]
@@ -30,11 +30,15 @@ def fresh(monkeypatch, tmp_path):
     varlen_kernel.varlen_kernel.cache_clear()
 
 
+def bounds_of(*lengths):
+    return tuple(torch.tensor([0, *numbers]).cumsum(0).int() for numbers in zip(*lengths, strict=True))
+
+
 def inputs(shape, dtype=torch.float32, lengths=LENGTHS):
     """Query, key, value and the output's gradient, and the bounds of queries and keys."""
     torch.manual_seed(0)
     heads, groups, size, value_size = shape
-    cu_seqlens, cu_seqlens_k = (torch.tensor([0, *numbers]).cumsum(0).int() for numbers in zip(*lengths, strict=True))
+    cu_seqlens, cu_seqlens_k = bounds_of(*lengths)
     total, total_k = int(cu_seqlens[-1]), int(cu_seqlens_k[-1])
     sizes = [(total, heads, size), (total_k, groups, size), (total_k, groups, value_size), (total, heads, value_size)]
     return [torch.randn(*shape).to(dtype) for shape in sizes], (cu_seqlens, cu_seqlens_k)
@@ -120,10 +124,6 @@ def test_strides_do_not_matter():
     assert all(one.equal(other) for one, other in zip(attend(strided, bounds), attend(tensors, bounds), strict=True))
 
 
-def bounds_of(*lengths):
-    return tuple(torch.tensor([0, *numbers]).cumsum(0).int() for numbers in zip(*lengths, strict=True))
-
-
 @pytest.mark.parametrize(
     ("bounds", "reason"),
     [
@@ -142,6 +142,8 @@ def test_tensors_that_do_not_go_together_are_refused():
     (query, key, value, _), bounds = inputs(SHAPES[0])
     with pytest.raises(ValueError, match="one type"):
         varlen_attention(query, key, value.bfloat16(), *bounds, 1.0, 0)
+    with pytest.raises(ValueError, match="one type"):
+        varlen_kernel.varlen_kernel().backward(query.double(), Operands(query, key, value, *bounds, 1.0, 0))
     with pytest.raises(ValueError, match="multiple"):
         varlen_attention(query[:, :3], key, value, *bounds, 1.0, 0)
 
@@ -153,10 +155,7 @@ def test_float16_is_left_to_the_operators():
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [
-        ("no-such-compiler", "No such file"),
-        ("false", "returned non-zero exit status"),
-    ],
+    [("no-such-compiler", "No such file"), ("false", "returned non-zero exit status")],
 )
 def test_without_a_compiler_the_operators_take_over_and_a_line_says_why(compiler, reason, fresh, monkeypatch, caplog):
     tensors, bounds = inputs(SHAPES[0])

@@ -78,7 +78,7 @@ def kept_columns(source: ModelConfig, digest: str, compute: Callable[[], Columns
     """Results of a model on data that `digest` stands for: of an earlier run, or computed by all ranks and kept."""
     key = hashlib.blake2b(digest_size=16)
     key.update(f"{fingerprint(folder_of(source.pretrain))} {source.param_dtype} {digest}".encode())
-    path = reference_cache() / f"{key.hexdigest()}.npz"
+    path = user_cache("reference") / f"{key.hexdigest()}.npz"
     if not distributed.any_rank(not path.is_file()):
         with np.load(path) as stored:
             return dict(stored)
@@ -87,11 +87,6 @@ def kept_columns(source: ModelConfig, digest: str, compute: Callable[[], Columns
         _write(path, columns)
     distributed.barrier()
     return columns
-
-
-def reference_cache() -> Path:
-    """Folder of reference log-probabilities of earlier runs."""
-    return user_cache("reference")
 
 
 def _write(path: Path, columns: Columns) -> None:

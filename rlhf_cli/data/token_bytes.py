@@ -46,8 +46,9 @@ class TokenBytes:
             return None
         found = []
         for start, stop in spans:
-            first = bisect_left(ends, _num_bytes(text, start))
-            if ends[first] != _num_bytes(text, start):
+            begin = _num_bytes(text, start)
+            first = bisect_left(ends, begin)
+            if ends[first] != begin:
                 return None
             found.append((first, bisect_left(ends, _num_bytes(text, stop))))
         return found

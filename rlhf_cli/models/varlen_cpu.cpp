@@ -1,9 +1,10 @@
 // Causal attention inside each sequence of a flat pack on a CPU, forward and backward.
 //
 // `varlen_cpu.py` says what is computed and calls the functions at the end of this file. A thread takes a sequence and
-// a key head, packs its keys and values once as float32, and goes through the query heads that share them in blocks of
-// BLOCK queries, whose scores stay in its cache. All products are of tiles of TILE_ROWS by PANEL, with which no score
-// beyond a tile's diagonal is computed. The exponentials are powers of two: log2(e) is part of the queries' scale.
+// a key head, packs its keys and values once as float32, and goes through the query heads that share them in tiles of
+// TILE_ROWS queries, backward in blocks of BLOCK, whose scores stay in its cache. All products are of tiles of TILE_ROWS
+// by PANEL, with which less than a panel of scores beyond a tile's diagonal is computed. The exponentials are powers of
+// two: log2(e) is part of the queries' scale.
 
 #include <algorithm>
 #include <cstdint>

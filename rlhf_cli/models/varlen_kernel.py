@@ -56,8 +56,6 @@ class Operands:
 
     def check(self) -> None:
         """Raises ValueError for what would let a kernel read or write outside of the tensors."""
-        if not self.query.dtype == self.key.dtype == self.value.dtype:
-            raise ValueError("query, key and value are not of one type")
         if self.query.shape[1] % self.key.shape[1] or self.key.shape[:2] != self.value.shape[:2]:
             raise ValueError("query heads are not a multiple of the heads of key and value")
         lengths, lengths_k = self.cu_seqlens.diff(), self.cu_seqlens_k.diff()
@@ -88,6 +86,8 @@ class VarlenKernel:
 
     def _call(self, name: str, of: Operands, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         of.check()
+        if any(tensor.dtype != of.query.dtype for tensor in inputs):
+            raise ValueError("the tensors are not of one type")
         # Held by name until the call is over: their memory is passed as bare addresses.
         held = [tensor.contiguous() for tensor in inputs]
         bounds, bounds_k = (tensor.int().contiguous() for tensor in (of.cu_seqlens, of.cu_seqlens_k))
