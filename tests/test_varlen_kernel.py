@@ -142,8 +142,10 @@ def test_tensors_that_do_not_go_together_are_refused():
     (query, key, value, _), bounds = inputs(SHAPES[0])
     with pytest.raises(ValueError, match="one type"):
         varlen_attention(query, key, value.bfloat16(), *bounds, 1.0, 0)
+    kernel, (cu_seqlens, cu_seqlens_k) = varlen_kernel.varlen_kernel(), bounds
+    assert kernel is not None
     with pytest.raises(ValueError, match="one type"):
-        varlen_kernel.varlen_kernel().backward(query.double(), Operands(query, key, value, *bounds, 1.0, 0))
+        kernel.backward(query.double(), Operands(query, key, value, cu_seqlens, cu_seqlens_k, 1.0, 0))
     with pytest.raises(ValueError, match="multiple"):
         varlen_attention(query[:, :3], key, value, *bounds, 1.0, 0)
 
