@@ -5,7 +5,8 @@
 Model, folder and turns are as in sft_vs_trl.py. `rlhf` generates with vLLM, TRL with transformers, as it does on a CPU.
 Both take the same prompts in the same order, 8 responses of up to 128 tokens to each, and make one optimizer step of
 them, without a reference, at temperature 1, with the same learning rate and reward (grpo_reward.py). TRL computes a
-step in pieces or at once, and generates with transformers' plain or continuous batching. An untrained model gives each
+step in pieces or at once, and generates with transformers' plain or continuous batching; `rlhf` has one engine on all
+cores or an engine for each, and compiles the trained model's blocks or not. An untrained model gives each
 of its 4,096 tokens about the same probability, the one that ends a response among them, so that nearly all responses of
 both have 128 tokens. Responses differ, as samplers do; rewards have to take about the same course.
 
@@ -46,6 +47,12 @@ RESPONSES = 8  # to a prompt
 MAX_NEW_TOKENS, MAX_LEN = 128, 512
 AIM = 1.15  # of an iteration to the sum of its parts
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+ENGINE_PER_CORE = ["--vllm_num_engines", str(os.cpu_count() or 1)]
+RLHF_SETTINGS = {
+    "": [],
+    ", engine per core": ENGINE_PER_CORE,
+    ", engine per core, compiled": [*ENGINE_PER_CORE, "--compile_model"],
+}
 
 
 def run_grpo(setting: Setting, name: str, *, flags: list[str]) -> Result:
@@ -110,7 +117,11 @@ def part_name(part: str, dtype: str) -> str:
 
 
 VARIANTS: dict[str, Variant] = {
-    **{f"rlhf {dtype}": partial(run_grpo, flags=["--param_dtype", dtype]) for dtype in DTYPES},
+    **{
+        f"rlhf {dtype}{also}": partial(run_grpo, flags=["--param_dtype", dtype, *flags])
+        for dtype in DTYPES
+        for also, flags in RLHF_SETTINGS.items()
+    },
     **{
         part_name(part, dtype): partial(run_part, part=part, dtype=dtype)
         for dtype in DTYPES

@@ -13,6 +13,7 @@
 # From the environment, for a small model on one machine; a large one takes what stands in brackets:
 #   TASKS (none)  PROMPTS 10 an iteration (128)  GROUP 4 answers to each (16)  ITERATIONS 6 (300)
 #   MAX_NEW_TOKENS 256 (4096)  MAX_LEN 512 (6144)  LEARNING_RATE 1e-5 (1e-6)  ENGINES 1 (one for each GPU)
+# and FLAGS (further flags of both commands).
 set -euo pipefail
 
 MODEL=${1:?usage: $0 MODEL [OUTPUT]}
@@ -82,9 +83,9 @@ if [ ! -d "$OUTPUT/grpo/model" ]; then
     --output "$OUTPUT/grpo" --load_checkpoint --save_steps 5 --num_episodes 100 --max_iterations "${ITERATIONS:-6}" \
     --rollout_batch_size "$PROMPTS" --n_samples_per_prompt "$GROUP" --train_batch_size "$((PROMPTS * GROUP))" \
     --actor_learning_rate "${LEARNING_RATE:-1e-5}" --max_new_tokens "$MAX_NEW_TOKENS" --max_len "$MAX_LEN" \
-    --vllm_num_engines "${ENGINES:-1}" --colocate_all_models
+    --vllm_num_engines "${ENGINES:-1}" --colocate_all_models ${FLAGS:-}
 fi
 
 rlhf eval --pretrain "$MODEL,$OUTPUT/grpo" --prompt_data "$TASKS" --reward_funcs "code(timeout=5, memory_mb=512)" \
   --output "$OUTPUT/result" --load_checkpoint --n_samples_per_prompt "$GROUP" --temperature 1 \
-  --max_new_tokens "$MAX_NEW_TOKENS" --max_len "$MAX_LEN" --vllm_num_engines "${ENGINES:-1}"
+  --max_new_tokens "$MAX_NEW_TOKENS" --max_len "$MAX_LEN" --vllm_num_engines "${ENGINES:-1}" ${FLAGS:-}

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.cpp_extension import get_default_build_root
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.tracking.sinks import read_metrics
@@ -48,7 +49,8 @@ class Place:
         finish(self.start_words(words))
 
     def start_words(self, words: str) -> subprocess.Popen:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder / "cache")}
+        environment = {"TORCH_EXTENSIONS_DIR": get_default_build_root(), **os.environ, "OMP_NUM_THREADS": "1"}
+        environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
         return subprocess.Popen(
             [sys.executable, "-m", "rlhf_cli", *words.split()],
             env=environment,

@@ -1,11 +1,13 @@
 """The recipes of the examples, scaled down to an untrained model of 0.1M parameters and one iteration."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.tracking.sinks import read_metrics
 
@@ -55,3 +57,38 @@ def test_a_recipe_trains(script, own, roles, model, problems, tmp_path):
     assert metrics["grad_norm"] >= 0
     assert metrics["weight_version"] == 1
     assert (output / "model" / "model.safetensors").is_file()
+
+
+@pytest.fixture(scope="module")
+def judge(model, tmp_path_factory) -> Path:
+    """The model with a random head that scores."""
+    folder = tmp_path_factory.mktemp("judge")
+    AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "roles"),
+    [
+        ("ppo", {"actor-0", "critic-0", "ref-0", "reward-0", "engine-0"}),
+        ("reinforce++", {"actor-0", "ref-0", "reward-0", "engine-0"}),
+    ],
+)
+def test_models_and_engines_share_one_machine(command, roles, model, judge, problems, tmp_path):
+    output = tmp_path / "run"
+    words = (str(SCRIPTS / "hybrid_engine.sh"), command, str(model), str(judge), str(problems), str(output))
+    run(*words, **SMALL | {"TRAIN_BATCH_SIZE": "4"})
+    assert {path.stem for path in (output / "logs").glob("*-*.log")} == roles
+    metrics = read_metrics(output)[1]
+    assert metrics["grad_norm"] > 0
+    assert metrics["reward"] != 0
+    assert (output / "model" / "model.safetensors").is_file()
+
+
+def test_code_is_run_and_graded(model, tmp_path):
+    small = {"PROMPTS": "2", "GROUP": "2", "ITERATIONS": "1", "MAX_NEW_TOKENS": "6", "MAX_LEN": "400"}
+    run(str(SCRIPTS / "code_rl.sh"), str(model), str(tmp_path), **small | {"FLAGS": SMALL["FLAGS"]})
+    assert read_metrics(tmp_path / "grpo")[1]["weight_version"] == 1
+    results = json.loads((tmp_path / "result" / "eval.json").read_text())["results"]
+    assert [result["figures"]["accuracy"]["value"] for result in results] == [0, 0]  # the models cannot program
