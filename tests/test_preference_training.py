@@ -26,6 +26,7 @@ from transformers import AutoModelForSequenceClassification
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.preference import PREFERENCE_LOSSES
 from rlhf_cli.backends import distributed
+from rlhf_cli.backends.reference import kept_columns
 from rlhf_cli.commands.dpo import DPOConfig, make_objective
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import LOSS_DEFAULTS, PAIR_LOSSES
@@ -237,3 +238,15 @@ def test_a_loss_alone_has_the_settings_of_its_paper_and_given_ones_win(given, be
 def test_the_help_names_the_settings_of_the_papers(name):
     said = flags_of(DPOConfig)["beta"].help
     assert re.search(rf"{name}( and \w+)? {LOSS_DEFAULTS[name]['beta']:g}\b", said)
+
+
+def test_what_a_reference_said_is_found_again_whatever_its_path(tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "model").symlink_to(tiny_model_dir)
+    of_the_run = kept_columns(ModelConfig(pretrain=str(run)), "rows", lambda: {"ref": np.arange(3.0)})
+    again = kept_columns(ModelConfig(pretrain=tiny_model_dir), "rows", lambda: pytest.fail("it was kept"))
+    assert again["ref"].tolist() == of_the_run["ref"].tolist() == [0, 1, 2]
+    others = kept_columns(ModelConfig(pretrain=tiny_model_dir), "other rows", lambda: {"ref": np.zeros(1)})
+    assert others["ref"].tolist() == [0]

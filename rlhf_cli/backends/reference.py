@@ -17,9 +17,8 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.environment import user_cache
 from rlhf_cli.models.adapters import adapter_off
-from rlhf_cli.models.loading import load_causal_lm
+from rlhf_cli.models.loading import load_causal_lm, weights_of
 from rlhf_cli.models.policy import PolicyModel
-from rlhf_cli.models.weight_files import fingerprint, folder_of
 
 SYNC_FILE = "reference.safetensors"
 Columns = dict[str, np.ndarray]
@@ -77,7 +76,7 @@ def base_results(forward: Forward) -> Results:
 def kept_columns(source: ModelConfig, digest: str, compute: Callable[[], Columns]) -> Columns:
     """Results of a model on data that `digest` stands for: of an earlier run, or computed by all ranks and kept."""
     key = hashlib.blake2b(digest_size=16)
-    key.update(f"{fingerprint(folder_of(source.pretrain))} {source.param_dtype} {digest}".encode())
+    key.update(f"{weights_of(source.pretrain)} {source.param_dtype} {digest}".encode())
     path = user_cache("reference") / f"{key.hexdigest()}.npz"
     if not distributed.any_rank(not path.is_file()):
         with np.load(path) as stored:

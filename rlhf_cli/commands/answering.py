@@ -19,9 +19,8 @@ from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenising import check_token_ids
-from rlhf_cli.models.loading import load_config, load_tokenizer, resolve_model_path
+from rlhf_cli.models.loading import load_config, load_tokenizer, weights_of
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
-from rlhf_cli.models.weight_files import fingerprint, folder_of
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.phases import PhaseTimer
@@ -135,11 +134,6 @@ def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
         "remote_rm_weight": reward.remote_rm_weight,
         "normalize_reward": reward.normalize_reward,
     }
-
-
-def weights_of(pretrain: str) -> str:
-    """A fingerprint of the model's weights: a folder may hold those of a later run."""
-    return fingerprint(folder_of(resolve_model_path(pretrain)))
 
 
 def answer_prompts(

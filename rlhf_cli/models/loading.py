@@ -34,6 +34,7 @@ from rlhf_cli.config.model import ModelConfig, ModelSource, TokenizerSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention import attention_needs, resolve_attention
 from rlhf_cli.models.folders import whole_folder
+from rlhf_cli.models.weight_files import fingerprint, folder_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SLOW_BF16 = "this processor has no fast bf16 products: --param_dtype fp32 is many times faster here"
@@ -60,6 +61,11 @@ def resolve_model_path(pretrain: str) -> str:
     if not _is_in_hub_cache(pretrain) and not _hub_has_an_address():
         raise UsageError(f"pretrain {pretrain!r}: there is no such folder here, and no connection to the Hub")
     return pretrain
+
+
+def weights_of(pretrain: str) -> str:
+    """A fingerprint of the model's weights: a folder may hold those of a later run."""
+    return fingerprint(folder_of(resolve_model_path(pretrain)))
 
 
 def _is_in_hub_cache(name: str) -> bool:

@@ -14,13 +14,12 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rlhf_cli.commands.answering import weights_of
 from rlhf_cli.config.data import PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
-from rlhf_cli.models.loading import load_tokenizer
+from rlhf_cli.models.loading import load_tokenizer, weights_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
