@@ -101,6 +101,11 @@ def test_empty_prompt_and_missing_template_are_refused(tmp_path):
         load(tmp_path, make_tokenizer(None), {"prompt": "What?"})
 
 
+def test_a_prompt_with_an_image_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"rows\.jsonl line 2: column 'image' is not empty"):
+        load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?"}, {"prompt": "What is it?", "image": "cat.png"})
+
+
 def test_rollouts_need_no_template_that_can_be_trained_on(tmp_path):
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant:"
     (prompt,) = load(tmp_path, make_tokenizer(template), {"prompt": "What?"}).prompts

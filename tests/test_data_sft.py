@@ -1,6 +1,7 @@
 """Data sets as tokenised sequences: truncation, plain text, BOS and EOS, reports."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,6 +117,17 @@ def test_invalid_rows_are_dropped_and_counted_where_wanted(tmp_path):
     assert "1 dropped as invalid" in data.report.summary
     with pytest.raises(UsageError, match="line 2: the response is empty"):
         load(tmp_path, tokenizer, *rows)
+
+
+@pytest.mark.parametrize("column", ["image", "images", "video", "videos"])
+def test_rows_that_come_with_images_are_refused(column, tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    plain: dict[str, Any] = {"prompt": "What?", "answer": "46"}
+    rows = [plain | {column: None}, plain | {column: ["a.png"]}]
+    with pytest.raises(UsageError, match=rf"rows\.jsonl line 2: column '{column}' is not empty, .* models of text"):
+        load(tmp_path, tokenizer, *rows)
+    assert len(load(tmp_path, tokenizer, *rows, invalid_rows="drop").sequences) == 1
+    assert len(load(tmp_path, tokenizer, rows[0], plain | {column: []}).sequences) == 2
 
 
 def test_template_that_alters_what_is_trained_is_an_error_even_where_invalid_rows_are_dropped(tmp_path):

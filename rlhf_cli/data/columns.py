@@ -19,6 +19,9 @@ SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("input", "context")
 """What Alpaca and Dolly add to an `instruction`."""
 
+IMAGE_COLUMNS = ("image", "images", "video", "videos")
+"""What belongs to the text of a row and is no text."""
+
 ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -183,6 +186,13 @@ def described(value: Any, row: Row, column: str) -> str:
     if column not in row:
         return f"missing; columns present: {', '.join(row)}"
     return "null" if value is None else f"a {type(value).__name__}: {value!r:.60}"
+
+
+def refuse_images(row: Row) -> None:
+    """Raises UsageError naming the row if it comes with images: its text would speak of what the model never sees."""
+    for column in IMAGE_COLUMNS:
+        if row.get(column):
+            raise row.error(f"column {column!r} is not empty, but only models of text are trained here")
 
 
 def refuse(row: Row, fault: str | None) -> None:

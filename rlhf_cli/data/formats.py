@@ -20,6 +20,7 @@ from rlhf_cli.data.columns import (
     messages_of,
     prompt_reader,
     refuse,
+    refuse_images,
     response_turn,
     text_of,
     with_system,
@@ -73,6 +74,7 @@ def choose_prompt_format(source: Source, wanted: Columns) -> PromptFormat:
     read = prompt_reader(prompt, present, joined=wanted.input_key is None)
 
     def read_prompt(row: Row) -> Conversation:
+        refuse_images(row)
         messages = read(row)
         refuse(row, fault_of_prompt(messages))
         return Conversation(messages, tools_of(row))

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.cache import KeptTableWriter, one_at_a_time, read_kept
+from rlhf_cli.data.columns import refuse_images
 from rlhf_cli.data.conversations import Conversation, Document
 from rlhf_cli.data.rendering import Pieces, Renderer
 from rlhf_cli.data.sources import ReadSource, Row, RowFault, Rows, batches
@@ -294,6 +295,7 @@ class Preparation(Generic[T]):
     def _draft(self, row: Row) -> Draft:
         """Faults are kept, to be told in the order of the rows: batches before this one may have some yet."""
         try:
+            refuse_images(row)
             read, examples = self.read(row)
             return Draft(row, read, self.encoder.rendered(row, examples))
         except RowFault as fault:
