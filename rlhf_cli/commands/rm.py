@@ -47,10 +47,12 @@ def rm(config: RMConfig) -> None:
     from rlhf_cli.commands.pair_items import load_pair_items
     from rlhf_cli.models.loading import load_value_backbone
     from rlhf_cli.models.policy import ValueModel
+    from rlhf_cli.models.reward_model import refuse_several_labels
     from rlhf_cli.trainers.rm import RewardObjective, finish_reward_metrics
 
     loss = config.reward
     model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    refuse_several_labels(model.architecture, f"--pretrain {model.base.pretrain!r}")
     items, summary = load_pair_items(
         config, model, share_prompts=loss.share_prompts, read_ends=True, with_margin=loss.margin_loss
     )

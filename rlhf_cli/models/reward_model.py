@@ -84,8 +84,14 @@ def _require_one_label(config: PretrainedConfig, name: str) -> None:
             f"--reward_pretrain {name!r} is {' '.join(kinds) or config.model_type}, not a sequence-classification "
             "model with one label: `rlhf rm` trains one"
         )
-    if config.num_labels != 1:
-        raise UsageError(f"--reward_pretrain {name!r} has {config.num_labels} labels, and a reward model has one")
+    refuse_several_labels(config, f"--reward_pretrain {name!r}")
+
+
+def refuse_several_labels(config: PretrainedConfig, what: str) -> None:
+    """UsageError naming a classifier whose head is no reward model's; models without such a head get one."""
+    is_classifier = any(kind.endswith(CLASSIFIER) for kind in config.architectures or [])
+    if is_classifier and config.num_labels != 1:
+        raise UsageError(f"{what} has {config.num_labels} labels, and a reward model has one")
 
 
 def _require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, name: str) -> None:

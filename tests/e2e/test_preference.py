@@ -166,3 +166,15 @@ def test_transformers_loads_the_reward_model_with_its_statistics(place):
         with torch.no_grad():
             scores.append(model(tokens).logits.item())
     assert scores[0] > scores[1]
+
+
+def test_a_classifier_of_several_labels_is_refused_before_anything_is_written(place):
+    folder = place.folder / "three"
+    AutoModelForSequenceClassification.from_pretrained(place.folder / "tiny", num_labels=3).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(place.folder / "tiny").save_pretrained(folder)
+    words = f"rm --pretrain {folder} --dataset {place.folder / 'pairs_train.jsonl'} --output {place.folder / 'refused'}"
+    process = place.start_words(words)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert f"--pretrain '{folder}' has 3 labels, and a reward model has one" in " ".join(output.split())
+    assert not (place.folder / "refused").exists()
