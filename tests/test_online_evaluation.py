@@ -103,6 +103,27 @@ def test_evaluations_come_before_the_first_update_when_due_and_at_the_end(eval_s
     assert run.tracker.timed == [["eval"]] * len(evaluated)
 
 
+def test_what_was_trained_before_an_evaluation_that_fails_is_saved():
+    run, whole = Evaluated(eval_steps=2), Evaluated(eval_steps=2)
+    whole()
+    evaluate = run.evaluate
+
+    def broken(iteration: int, is_last: bool) -> None:
+        if iteration == 2:
+            raise RunError("2 of 3 rewards failed")
+        evaluate(iteration, is_last)
+
+    run.evaluate = broken
+    with pytest.raises(RunError, match="2 of 3 rewards failed"):
+        run()
+    assert [state.iteration for state in run.saved] == [2]
+    assert run.tracker.messages == ["Saved iteration 2: --load_checkpoint continues there"]
+    run.evaluate = evaluate
+    run(state=run.saved[0])
+    assert trained_on(run) == trained_on(whole)
+    assert run.tracker.evaluations == whole.tracker.evaluations
+
+
 def test_without_prompts_nothing_is_evaluated():
     run = Evaluated(prompts=[])
     run()

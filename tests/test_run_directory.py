@@ -90,8 +90,20 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_with_load_checkpo
 def test_a_finished_model_without_a_checkpoint_is_not_thrown_away_by_load_checkpoint(tmp_path):
     add_model(tmp_path / "model")
     (tmp_path / "config.yaml").write_text("")
-    with pytest.raises(UsageError, match=r"model holds a finished model and there is no checkpoint in .* --overwrite"):
+    with pytest.raises(UsageError, match=r"model holds a trained model and there is no checkpoint in .* --overwrite"):
         check_run_directory(settings(tmp_path, load_checkpoint=True))
+
+
+def test_the_best_model_so_far_is_not_thrown_away_by_load_checkpoint(tmp_path):
+    add_model(tmp_path / "best")
+    best = tmp_path / "best" / "best.json"
+    best.write_text('{"iteration": 0}')
+    check_run_directory(settings(tmp_path, load_checkpoint=True))  # the model that training began with
+    best.write_text('{"iteration": 3}')
+    with pytest.raises(UsageError, match=r"best holds a trained model and there is no checkpoint in .* --overwrite"):
+        check_run_directory(settings(tmp_path, load_checkpoint=True))
+    add_checkpoint(tmp_path / "checkpoints", 2)
+    check_run_directory(settings(tmp_path, load_checkpoint=True))
 
 
 def test_checkpoints_elsewhere_belong_to_the_run_too(tmp_path):

@@ -17,6 +17,7 @@ from rlhf_cli.backends.roles import EngineLink
 from rlhf_cli.backends.rollout_engine import Arrivals, EngineDead, EngineSettings, SyncBackend
 from rlhf_cli.backends.weight_transfer import PushReport
 from rlhf_cli.backends.weight_vllm_trainer import Rendezvous
+from rlhf_cli.config.online import EngineConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
 
@@ -24,14 +25,17 @@ MAX_RESTARTS = 3
 """Engines started again in one run; more deaths have a cause that a restart does not cure."""
 
 
-def rollout_backend(chosen: str) -> str:
-    """The engine that generates: as asked for, or vLLM where it is installed."""
+def rollout_backend(config: EngineConfig) -> str:
+    """The engine that generates: as asked for, or vLLM where it is installed. UsageError where it cannot."""
     installed = importlib.util.find_spec("vllm") is not None
-    if chosen == "vllm" and not installed:
+    if config.rollout_backend == "vllm" and not installed:
         raise UsageError("--rollout_backend vllm: vLLM is not installed; install rlhf-cli[vllm] (GPU) or rlhf-cli[cpu]")
-    if chosen == "auto":
-        return "vllm" if installed else "transformers"
-    return chosen
+    backend = config.rollout_backend
+    if backend == "auto":
+        backend = "vllm" if installed else "transformers"
+    if backend == "transformers" and config.vllm_tensor_parallel_size > 1:
+        raise UsageError("--vllm_tensor_parallel_size needs vLLM; the transformers rollout backend uses one device")
+    return backend
 
 
 def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Any:

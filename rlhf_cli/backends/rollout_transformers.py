@@ -36,8 +36,6 @@ class TransformersEngine:
             raise UsageError(
                 f"--vllm_sync_backend {settings.sync_backend} needs vLLM; the transformers rollout backend takes shm"
             )
-        if settings.tensor_parallel_size != 1:
-            raise UsageError("--vllm_tensor_parallel_size needs vLLM; the transformers rollout backend uses one device")
         self._settings = settings
         self._model_path = model_path
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -82,7 +82,7 @@ def examinee(config: AnsweringConfig, *, first_step: int = 1, cells: Mapping[str
     check_token_ids(data.report, tokenizer, load_config(config.model), pretrain=config.model.pretrain)
     return Examinee(
         config,
-        rollout_backend(sampling.rollout_backend),
+        rollout_backend(sampling),
         tokenizer,
         data,
         _reward_model(config, tokenizer),
@@ -114,7 +114,7 @@ def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
     return {
         "pretrain": config.model.pretrain,
         "param_dtype": config.model.param_dtype,
-        "rollout_backend": rollout_backend(sampling.rollout_backend),
+        "rollout_backend": rollout_backend(sampling),
         "rollout_batch_size": sampling.rollout_batch_size,
         "n_samples_per_prompt": sampling.n_samples_per_prompt,
         "max_new_tokens": sampling.max_new_tokens,

@@ -54,14 +54,14 @@ def dpo(config: DPOConfig) -> None:
     """Train a language model to prefer the chosen of two responses: DPO and its relatives."""
     begin_ranks(config.checkpoint, config.launch, config.tracking)
 
-    from rlhf_cli.commands.offline import OfflineTask, run_offline, trained_model
+    from rlhf_cli.commands.offline import OfflineTask, offline_model, run_offline
     from rlhf_cli.commands.pair_items import load_pair_items
     from rlhf_cli.commands.references import check_reference, pair_reference
     from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
 
     objective = make_objective(config.preference)
-    model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    model = offline_model(config)
     check_reference(config.reference, model, config.deepspeed, is_needed=objective.needs_reference)
     items, summary = load_pair_items(config, model, share_prompts=config.preference.share_prompts, read_ends=False)
     task = OfflineTask(

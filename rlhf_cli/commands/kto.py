@@ -48,7 +48,7 @@ def kto(config: KTOConfig) -> None:
     begin_ranks(config.checkpoint, config.launch, config.tracking)
 
     from rlhf_cli.algorithms.kto import UnpairedSettings, finish_kto_metrics
-    from rlhf_cli.commands.offline import OfflineTask, load_items, run_offline, trained_model
+    from rlhf_cli.commands.offline import OfflineTask, load_items, offline_model, run_offline
     from rlhf_cli.commands.references import check_reference, labelled_reference
     from rlhf_cli.data.preference_data import load_labelled
     from rlhf_cli.models.loading import load_causal_lm
@@ -58,7 +58,7 @@ def kto(config: KTOConfig) -> None:
     loss, data = config.preference, config.data
     settings = UnpairedSettings(loss.beta, loss.desirable_loss_weight, loss.undesirable_loss_weight)
     objective = KTOObjective(loss.loss, settings)
-    model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    model = offline_model(config)
     check_reference(config.reference, model, config.deepspeed, is_needed=True)
 
     def load(**source: Any) -> LabelledItems:

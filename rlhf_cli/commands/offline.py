@@ -11,13 +11,13 @@ from pydantic import BaseModel
 
 from rlhf_cli.backends import distributed, distributed_env
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
-from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, deepspeed_config, seed_everything
+from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, check_deepspeed, deepspeed_config, seed_everything
 from rlhf_cli.backends.launch import stop_with_launcher
 from rlhf_cli.backends.roles import describe_model, save_whole_model
 from rlhf_cli.backends.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
 from rlhf_cli.commands.run_directory import REPORT, RunDirectory, begin_log, prepare_run_directory, run_directory
 from rlhf_cli.config.data import OfflineDataConfig
-from rlhf_cli.config.model import LoraConfig, ModelConfig
+from rlhf_cli.config.model import AdapterConfig, LoraConfig, ModelConfig
 from rlhf_cli.config.train import (
     CheckpointConfig,
     DeepSpeedConfig,
@@ -29,7 +29,14 @@ from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.adapters import AdapterPlan, load_with_adapter, parameters_said, plan_adapter
-from rlhf_cli.models.loading import dtype_note, load_config, load_tokenizer, packed_attention, quadratic_cost
+from rlhf_cli.models.loading import (
+    check_loadable,
+    dtype_note,
+    load_config,
+    load_tokenizer,
+    packed_attention,
+    quadratic_cost,
+)
 from rlhf_cli.options import to_yaml
 from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.rows_bar import rows_bar
@@ -43,6 +50,8 @@ class OfflineConfig(Protocol):
 
     @property
     def model(self) -> ModelConfig: ...
+    @property
+    def adapter(self) -> AdapterConfig: ...
     @property
     def batch(self) -> OfflineBatchConfig: ...
     @property
@@ -103,6 +112,15 @@ def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Trai
     plan = plan_adapter(model, adapter, seed=seed)
     base = model if plan is None else model.model_copy(update={"pretrain": plan.base})
     return TrainedModel(base, plan, load_config(base), load_tokenizer(model))
+
+
+def offline_model(config: OfflineConfig) -> TrainedModel:
+    """The model of an offline command. UsageError as `trained_model`, and where this process could not load it."""
+    check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype)
+    model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    in_4bit = model.plan is not None and model.plan.in_4bit
+    check_loadable(model.base, model.architecture, in_4bit=in_4bit, partitioned=config.deepspeed.zero_stage == 3)
+    return model
 
 
 def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., Any]) -> Items:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
+from rlhf_cli.backends.deepspeed_engine import check_deepspeed
 from rlhf_cli.backends.engine_group import rollout_backend
 from rlhf_cli.backends.placement import check_layout, describe, plan_layout
 from rlhf_cli.backends.ray_cluster import Reservation, ray_cluster
@@ -31,7 +32,7 @@ from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.loading import dtype_note
+from rlhf_cli.models.loading import check_trainable, dtype_note
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
@@ -172,8 +173,10 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     check_filtering(config)
     if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
         raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
-    backend = rollout_backend(config.rollout.rollout_backend)
+    check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype)
+    backend = rollout_backend(config.rollout)
     model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    check_trainable(model.base, model.architecture, partitioned=config.deepspeed.zero_stage == 3)
     if model.plan is not None and config.reference.ref_sync_steps:
         raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
     check_layout(config.placement, config.rollout, roles=role_names(config, algorithm, adapted=model.plan is not None))

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_cli.backends.checkpoint import Checkpoint
 from rlhf_cli.commands.online_config import OnlineConfig
 from rlhf_cli.commands.online_roles import OnlineRoles
-from rlhf_cli.commands.run_directory import RunDirectory
+from rlhf_cli.commands.run_directory import BEST_FILE, RunDirectory
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.models.folders import whole_folder
@@ -16,8 +16,6 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.figures import number
 from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.rl_evaluation import Best, EvaluationState, EvaluationTask, Evaluator
-
-BEST_FILE = "best.json"
 
 
 def load_evaluation_prompts(config: OnlineConfig, tokenizer: Any) -> PromptData | None:

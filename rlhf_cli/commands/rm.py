@@ -43,7 +43,7 @@ def rm(config: RMConfig) -> None:
     """Train a reward model: a score for a response that is higher for the chosen of two."""
     begin_ranks(config.checkpoint, config.launch, config.tracking)
 
-    from rlhf_cli.commands.offline import OfflineTask, run_offline, trained_model
+    from rlhf_cli.commands.offline import OfflineTask, offline_model, run_offline
     from rlhf_cli.commands.pair_items import load_pair_items
     from rlhf_cli.models.loading import load_value_backbone
     from rlhf_cli.models.policy import ValueModel
@@ -51,7 +51,7 @@ def rm(config: RMConfig) -> None:
     from rlhf_cli.trainers.rm import RewardObjective, finish_reward_metrics
 
     loss = config.reward
-    model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    model = offline_model(config)
     refuse_several_labels(model.architecture, f"--pretrain {model.base.pretrain!r}")
     items, summary = load_pair_items(
         config, model, share_prompts=loss.share_prompts, read_ends=True, with_margin=loss.margin_loss

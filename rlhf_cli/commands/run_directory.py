@@ -1,5 +1,6 @@
 """The folder of a run: what may already be in it, and where its parts are."""
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 
 CONFIG, LOGS, REPORT, BEST, EMA = "config.yaml", "logs", "report.html", "best", "ema"
+BEST_FILE = "best.json"  # in `BEST`: the metric, its value, and after which iteration
 OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, BEST, EMA, "tensorboard", "error.log")
 OF_A_MODEL = ("config.json", "adapter_config.json")
 
@@ -65,9 +67,10 @@ def check_run_directory(settings: CheckpointConfig) -> None:
             f"{paths.model} is where the model is to be saved, but holds other things: choose another --save_path"
         )
     found = [*_leftovers(paths), *_steps(paths), *([paths.model] if _is_used(paths.model) else [])]
-    if settings.load_checkpoint and _is_used(paths.model) and not _steps(paths):
+    models = [*([paths.model] if _is_used(paths.model) else []), *([paths.best] if _is_trained(paths.best) else [])]
+    if settings.load_checkpoint and models and not _steps(paths):
         raise UsageError(
-            f"--load_checkpoint: {paths.model} holds a finished model and there is no checkpoint in "
+            f"--load_checkpoint: {models[0]} holds a trained model and there is no checkpoint in "
             f"{paths.checkpoints} to continue from; train anew with --overwrite, or choose another --output"
         )
     if found and not settings.load_checkpoint and not settings.overwrite:
@@ -118,6 +121,12 @@ def _steps(paths: RunDirectory) -> list[Path]:
 def _old_logs(paths: RunDirectory, num_ranks: int) -> list[Path]:
     in_use = {paths.log_of_rank(rank) for rank in range(1, num_ranks)}
     return [log for log in paths.logs.glob("*") if log not in in_use]
+
+
+def _is_trained(best: Path) -> bool:
+    """Whether the best model is there, and not the one that training began with."""
+    said = best / BEST_FILE
+    return said.is_file() and json.loads(said.read_text())["iteration"] > 0
 
 
 def _is_used(path: Path) -> bool:

@@ -40,14 +40,14 @@ def sft(config: SFTConfig) -> None:
     """Fine-tune a language model on examples: prompts with responses, conversations, or plain text."""
     begin_ranks(config.checkpoint, config.launch, config.tracking)
 
-    from rlhf_cli.commands.offline import OfflineTask, load_items, run_offline, trained_model
+    from rlhf_cli.commands.offline import OfflineTask, load_items, offline_model, run_offline
     from rlhf_cli.data.sft_data import load_sft_sequences
     from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
     from rlhf_cli.trainers.sft import SequenceItems, sft_objective
 
     data, seed = config.data, config.batch.seed
-    model = trained_model(config.model, config.adapter, seed=seed)
+    model = offline_model(config)
 
     def load(**source: Any) -> SequenceItems:
         return SequenceItems(load_sft_sequences(data, model.tokenizer, seed=seed, **source))

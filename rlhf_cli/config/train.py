@@ -114,6 +114,12 @@ class OnlineCheckpointConfig(CheckpointConfig):
     max_restarts: int = Field(0, ge=0)
     """Times the run goes on by itself from its last checkpoint after one of its processes has died."""
 
+    @model_validator(mode="after")
+    def _restarts_need_checkpoints(self) -> "OnlineCheckpointConfig":
+        if self.max_restarts and self.save_steps < 1:
+            raise ValueError("max_restarts goes on from the last checkpoint, and none is saved: give save_steps")
+        return self
+
 
 class TrackingConfig(Group):
     """Tracking"""

@@ -164,8 +164,8 @@ def load_causal_lm(
     With `zero3_config`, a DeepSpeed configuration of stage 3, weights are partitioned over ranks while they are loaded;
     with `in_4bit` they are quantised, for training an adapter on them.
     """
-    options = _in_4bit(config, zero3_config) if in_4bit else {"device_map": device_map}
-    return _load(AutoModelForCausalLM, config, zero3_config=zero3_config, **options)
+    options = _quantised(config) if in_4bit else {"device_map": device_map}
+    return _load(AutoModelForCausalLM, config, zero3_config=zero3_config, in_4bit=in_4bit, **options)
 
 
 def load_value_backbone(
@@ -179,8 +179,8 @@ def load_value_backbone(
 
     Its weights are normal with spread 1 / (hidden size + 1): normed hidden states then give values well under 1.
     """
-    options = _in_4bit(config, zero3_config) if in_4bit else {"device_map": device_map}
-    return _load(AutoModelForSequenceClassification, config, zero3_config=zero3_config, num_labels=1, **options)
+    options = {"num_labels": 1} | (_quantised(config) if in_4bit else {"device_map": device_map})
+    return _load(AutoModelForSequenceClassification, config, zero3_config=zero3_config, in_4bit=in_4bit, **options)
 
 
 def load_reward_model(config: ModelConfig, *, zero3_config: dict[str, Any] | None = None) -> PreTrainedModel:
@@ -190,14 +190,44 @@ def load_reward_model(config: ModelConfig, *, zero3_config: dict[str, Any] | Non
     )
 
 
-def _in_4bit(config: ModelConfig, zero3_config: dict[str, Any] | None) -> dict[str, Any]:
+def check_trainable(config: ModelConfig, architecture: PretrainedConfig, *, partitioned: bool) -> None:
+    """UsageError for a model that cannot be trained by any process, found before any weight is read.
+
+    `partitioned` is whether the weights are spread over ranks, at ZeRO 3.
+    """
+    if partitioned and config.compile_model:
+        raise UsageError("compile_model does not go with --zero_stage 3, which gathers weights between layers")
+    others = sorted(set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
+    if others:  # recurrent, chunked, convolutions: they would mix the sequences of a pack
+        kind = architecture.model_type
+        raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(others)}")
+
+
+def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4bit: bool, partitioned: bool) -> None:
+    """UsageError for what this process cannot load for training, found before any weight is read."""
+    check_trainable(config, architecture, partitioned=partitioned)
+    no_gpu = not torch.cuda.is_available()
+    faults = (
+        (partitioned and in_4bit, "load_in_4bit does not go with --zero_stage 3, which cannot partition 4-bit weights"),
+        (
+            in_4bit and no_gpu,
+            "load_in_4bit needs an NVIDIA GPU; without it the model is trained under its adapter as is",
+        ),
+        (in_4bit and not is_bitsandbytes_available(), "load_in_4bit: bitsandbytes is not installed (extra `quant`)"),
+        (config.use_liger_kernel and no_gpu, "use_liger_kernel needs an NVIDIA GPU: its kernels are written in Triton"),
+        (
+            config.use_liger_kernel and not is_liger_kernel_available(),
+            "use_liger_kernel: liger-kernel is not installed (extra `liger`)",
+        ),
+    )
+    for applies, fault in faults:
+        if applies:
+            raise UsageError(fault)
+    packed_attention(config, architecture)
+
+
+def _quantised(config: ModelConfig) -> dict[str, Any]:
     """What `from_pretrained` takes to quantise linear layers (NF4) on this process's GPU."""
-    if not torch.cuda.is_available():
-        raise UsageError("load_in_4bit needs an NVIDIA GPU; without it the model is trained under its adapter as it is")
-    if zero3_config is not None:
-        raise UsageError("load_in_4bit does not go with --zero_stage 3, which cannot partition 4-bit weights")
-    if not is_bitsandbytes_available():
-        raise UsageError("load_in_4bit: bitsandbytes is not installed (extra `quant`)")
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -213,15 +243,14 @@ def _load(
     config: ModelConfig,
     *,
     zero3_config: dict[str, Any] | None,
+    in_4bit: bool = False,
     has_score_head: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    if config.compile_model and zero3_config is not None:
-        raise UsageError("compile_model does not go with --zero_stage 3, which gathers weights between layers")
     path = resolve_model_path(config.pretrain)
     dtype = DTYPES[config.param_dtype]
     architecture = load_config(config)
-    _require_packed_layers(architecture)
+    check_loadable(config, architecture, in_4bit=in_4bit, partitioned=zero3_config is not None)
     attention = packed_attention(config, architecture)
     with _partitioned(zero3_config), _naming_the_model(path, "the model"):
         model, report = auto_class.from_pretrained(
@@ -274,13 +303,6 @@ def packed_attention(config: ModelConfig, architecture: PretrainedConfig) -> str
     )
 
 
-def _require_packed_layers(config: PretrainedConfig) -> None:
-    """UsageError for models whose layers would mix the sequences of a pack (recurrent, chunked, convolutions)."""
-    others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
-    if others:
-        raise UsageError(f"models of type {config.model_type} cannot be trained on packs: layers {', '.join(others)}")
-
-
 def _complete_weights(model: PreTrainedModel, path: str, report: dict[str, Any], *, has_score_head: bool) -> None:
     """Fills a scalar head that the folder need not have; any other weight that is missing is a UsageError."""
     missing = set(report["missing_keys"]) - set(model.all_tied_weights_keys)
@@ -314,10 +336,6 @@ def fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 def _use_liger_kernels(model: PreTrainedModel) -> None:
     """Fused norms, rotary embeddings and MLPs; the loss is ours already, so Liger's is left off."""
-    if not torch.cuda.is_available():
-        raise UsageError("use_liger_kernel needs an NVIDIA GPU: its kernels are written in Triton")
-    if not is_liger_kernel_available():
-        raise UsageError("use_liger_kernel: liger-kernel is not installed (extra `liger`)")
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 

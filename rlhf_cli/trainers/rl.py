@@ -141,29 +141,37 @@ def train_online(
     """Train from the iteration after `state` to the last, or until `hooks.should_stop` says so.
 
     The last one is number `total_iterations` or, under dynamic sampling, the one after which no prompt is left, or none
-    that teaches anything. Where an iteration gives nothing to train on, as when rewards fail, the state before it is
-    saved and RunError raised.
+    that teaches anything. Where an iteration gives nothing to train on or an evaluation fails, as with its rewards, the
+    state before it is saved and RunError raised.
     """
     source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
     is_last = state.iteration >= total_iterations or source.is_used_up(state)
     hooks.evaluate(state.iteration, is_last)
     saved = state.iteration
-    while not is_last:
-        timer = PhaseTimer(on_change=hooks.tracker.phase)
+
+    @contextmanager
+    def saved_on_failure() -> Iterator[None]:
+        """Saves the state if what is done in it fails, where nothing has died."""
         try:
-            experience = _experience(roles, settings, source, state, timer)
+            yield
         except RunError as error:
             if state.iteration != saved and not isinstance(error, ProcessDied):
                 roles.engines.sleep()  # it may have come in the middle of a round
                 hooks.save_checkpoint(state)
                 hooks.tracker.message(f"Saved iteration {state.iteration}: --load_checkpoint continues there")
             raise
+
+    while not is_last:
+        timer = PhaseTimer(on_change=hooks.tracker.phase)
+        with saved_on_failure():
+            experience = _experience(roles, settings, source, state, timer)
         after = None
         if experience is not None:
             after = _learn(roles, settings, experience, state=state, tracker=hooks.tracker, timer=timer)
         is_last = after is None or after.iteration == total_iterations or source.is_used_up(after)
         state = after or state
-        hooks.evaluate(state.iteration, is_last)
+        with saved_on_failure():
+            hooks.evaluate(state.iteration, is_last)
         stop = hooks.should_stop() and not is_last
         is_due_now = save_steps > 0 and (is_last or is_due(state.iteration, save_steps, total_iterations))
         if (stop or is_due_now) and state.iteration != saved:

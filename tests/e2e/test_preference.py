@@ -168,13 +168,17 @@ def test_transformers_loads_the_reward_model_with_its_statistics(place):
     assert scores[0] > scores[1]
 
 
-def test_a_classifier_of_several_labels_is_refused_before_anything_is_written(place):
-    folder = place.folder / "three"
-    AutoModelForSequenceClassification.from_pretrained(place.folder / "tiny", num_labels=3).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(place.folder / "tiny").save_pretrained(folder)
-    words = f"rm --pretrain {folder} --dataset {place.folder / 'pairs_train.jsonl'} --output {place.folder / 'refused'}"
-    process = place.start_words(words)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert f"--pretrain '{folder}' has 3 labels, and a reward model has one" in " ".join(output.split())
-    assert not (place.folder / "refused").exists()
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(place):
+    three = place.folder / "three"
+    AutoModelForSequenceClassification.from_pretrained(place.folder / "tiny", num_labels=3).save_pretrained(three)
+    AutoTokenizer.from_pretrained(place.folder / "tiny").save_pretrained(three)
+    data = f"--dataset {place.folder / 'pairs_train.jsonl'} --output {place.folder / 'refused'}"
+    for words, fault in {
+        f"rm --pretrain {three}": f"--pretrain '{three}' has 3 labels, and a reward model has one",
+        f"dpo --pretrain {place.folder / 'tiny'} --compile_model --zero_stage 3": "compile_model does not go with",
+    }.items():
+        process = place.start_words(f"{words} {data}")
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 2
+        assert fault in " ".join(output.split())
+        assert not (place.folder / "refused").exists()
