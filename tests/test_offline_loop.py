@@ -163,6 +163,14 @@ def test_a_finished_run_that_is_resumed_does_nothing():
     assert run.journal == []
 
 
+def test_a_finished_run_that_is_resumed_is_evaluated_again_for_what_is_saved_with_the_model():
+    whole, again = Run(), Run()
+    ended = whole(eval_items=3)
+    assert again(start=STEPS, save=1, eval_items=3) == ended
+    assert ended.evaluated == {"loss": 1.0}  # the mean of 0, 1 and 2
+    assert (again.journal, again.tracker.evaluations) == (["evaluate"], [])
+
+
 @pytest.mark.parametrize(("every", "saved"), [(-1, []), (4, [4, 8, 9]), (3, [3, 6, 9]), (100, [9])])
 def test_checkpoints_are_written_when_due_and_at_the_end(every, saved):
     run = Run()

@@ -118,6 +118,18 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("rloo", {"policy_loss": "sapo", "eps_clip": "0.1"}, "eps_clip is read by policy_loss clip and gspo"),
         ("ppo", {"stop": "User:, "}, "--stop User:, : an empty text is in every response"),
         ("ppo", {"stop": [""]}, "an empty text is in every response"),
+        (
+            "ppo",
+            {"max_restarts": "2"},
+            "from the last checkpoint, and none is saved: give save_steps",
+        ),
+        ("grpo", {"kl_horizon": "99"}, "kl_horizon is about an adaptive coefficient: give --kl_target"),
+        ("grpo", {"preset": "dapo", "kl_target": "6"}, "kl_target steers init_kl_coef, which is 0"),
+        ("ppo", {"entropy_max": "0.1"}, "entropy_max is about an adaptive entropy bonus: give --entropy_target"),
+        ("ppo", {"rollout_correction_range": ["0.5", "3"]}, "is of token_mask and seq_mask, not of token_clip"),
+        ("ppo", {"rollout_correction": "off", "rollout_correction_cap": "3"}, "is of token_clip, not of off"),
+        ("ppo", {"ref_mixup_alpha": "0.5"}, "about a reference that moves: give --ref_sync_steps"),
+        ("ppo", {"zpg": "8"}, "zpg is about weights that ZeRO partitions: give --zero_stage 3"),
         ("grpo", {"max_new_tokens": "many", "preset": "dapo"}, "--max_new_tokens many: must be an integer > 0"),
     ],
 )

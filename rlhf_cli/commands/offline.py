@@ -27,7 +27,7 @@ from rlhf_cli.config.train import (
 )
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.data.tokenising import check_token_ids
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapters import AdapterPlan, load_with_adapter, parameters_said, plan_adapter
 from rlhf_cli.models.loading import (
     check_loadable,
@@ -52,6 +52,8 @@ class OfflineConfig(Protocol):
     def model(self) -> ModelConfig: ...
     @property
     def adapter(self) -> AdapterConfig: ...
+    @property
+    def data(self) -> OfflineDataConfig: ...
     @property
     def batch(self) -> OfflineBatchConfig: ...
     @property
@@ -161,6 +163,7 @@ class OfflineTask:
 def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
     """Train the task from its newest checkpoint, or from the start, to the end; save the model and the report."""
     rank, num_ranks = distributed_env.rank_and_world_size()
+    check_items(config, task.items)
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
@@ -197,6 +200,21 @@ def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
         distributed.leave_process_group()
     if finished.interrupted:
         sys.exit(INTERRUPTED)
+
+
+def check_items(config: OfflineConfig, items: Items) -> None:
+    """UsageError for items that no micro-batch can hold, and for settings of an evaluation without one."""
+    given = config.batch.changed("eval_steps", "stop_eval_loss")
+    if items.eval_data is None and given:
+        raise UsageError(f"{given} is about evaluations: give --eval_dataset")
+    budget = config.batch.train_max_tokens_per_gpu
+    for what, part in (("training", items.data), ("evaluation", items.eval_data)):
+        longest = int(part.lengths.max()) if part is not None else 0
+        if longest > budget:
+            raise UsageError(
+                f"the longest item of the {what} data takes {longest} tokens of a micro-batch, where pairs have both "
+                f"responses: raise train_max_tokens_per_gpu {budget}, or lower max_len {config.data.max_len}"
+            )
 
 
 def _identity(config: OfflineConfig, task: OfflineTask, num_ranks: int) -> dict[str, Any]:

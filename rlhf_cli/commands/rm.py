@@ -71,5 +71,8 @@ def rm(config: RMConfig) -> None:
 
 
 def reward_statistics(evaluated: dict[str, float]) -> dict[str, Any]:
-    """What the model's configuration says of its rewards on the evaluation data, for `--normalize_reward`."""
-    return {f"reward_{name}": evaluated[key] for name, key in (("mean", "reward"), ("std", "reward_std")) if evaluated}
+    """What the model's configuration says of its rewards on the evaluation data, for `--normalize_reward`.
+
+    Without such data None: the model that training began with may have said something of its own.
+    """
+    return {f"reward_{name}": evaluated.get(key) for name, key in (("mean", "reward"), ("std", "reward_std"))}

@@ -106,10 +106,9 @@ class EvaluationConfig(Group):
 
     @model_validator(mode="after")
     def _there_are_prompts(self) -> "EvaluationConfig":
-        fields = type(self).model_fields
-        given = [name for name, value in self if name != "eval_dataset" and value != fields[name].default]
+        given = self.changed(*type(self).model_fields)
         if self.eval_dataset is None and given:
-            raise ValueError(f"{given[0]} is about evaluations: give --eval_dataset")
+            raise ValueError(f"{given} is about evaluations: give --eval_dataset")
         return self
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Group
 
@@ -47,6 +47,12 @@ class MovingReferenceConfig(Group):
     """Steps (online: iterations) after which the reference moves towards the trained model (TR-DPO); 0: it stays."""
     ref_mixup_alpha: float = Field(1.0, gt=0, le=1)
     """Share of the trained model's weights in the reference after each such move."""
+
+    @model_validator(mode="after")
+    def _a_share_is_of_a_move(self) -> "MovingReferenceConfig":
+        if not self.ref_sync_steps and self.changed("ref_mixup_alpha"):
+            raise ValueError("ref_mixup_alpha is about a reference that moves: give --ref_sync_steps")
+        return self
 
 
 class LoraConfig(Group):

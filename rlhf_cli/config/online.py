@@ -160,9 +160,9 @@ class ModelScoringConfig(ScoringConfig):
 
     @model_validator(mode="after")
     def _settings_of_a_reward_model_have_one(self) -> "ModelScoringConfig":
-        if self.reward_pretrain is None and (self.normalize_reward or self.reward_model_weight != 1.0):
-            name = "normalize_reward" if self.normalize_reward else "reward_model_weight"
-            raise ValueError(f"{name} is about the score of a reward model: give --reward_pretrain MODEL")
+        given = self.changed("normalize_reward", "reward_model_weight")
+        if self.reward_pretrain is None and given:
+            raise ValueError(f"{given} is about the score of a reward model: give --reward_pretrain MODEL")
         return self
 
 
@@ -199,10 +199,9 @@ class RemoteScoringConfig(ModelScoringConfig):
 
     @model_validator(mode="after")
     def _settings_of_reward_servers_have_one(self) -> "RemoteScoringConfig":
-        if not self.remote_rm_url:
-            for name in ("remote_rm_weight", "remote_rm_timeout", "remote_rm_batch_size", "remote_rm_api_key_env"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} is about reward servers: give --remote_rm_url URL")
+        given = self.changed("remote_rm_weight", "remote_rm_timeout", "remote_rm_batch_size", "remote_rm_api_key_env")
+        if not self.remote_rm_url and given:
+            raise ValueError(f"{given} is about reward servers: give --remote_rm_url URL")
         return self
 
 
@@ -334,7 +333,7 @@ class ActorOptimConfig(OptimConfig):
 
     @model_validator(mode="after")
     def _a_share_is_of_an_average(self) -> "ActorOptimConfig":
-        if not self.enable_ema and self.ema_beta != ActorOptimConfig.model_fields["ema_beta"].default:
+        if not self.enable_ema and self.changed("ema_beta"):
             raise ValueError("ema_beta is about the average of the weights: give --enable_ema")
         return self
 

@@ -85,8 +85,21 @@ class PolicyConfig(Group):
     @model_validator(mode="after")
     def _what_is_given_is_read(self) -> "PolicyConfig":
         for name, losses in READ_BY.items():
-            if self.policy_loss not in losses and getattr(self, name) != PolicyConfig.model_fields[name].default:
+            if self.policy_loss not in losses and self.changed(name):
                 raise ValueError(f"{name} is read by policy_loss {' and '.join(losses)}, not by {self.policy_loss}")
+        if self.kl_target is None and self.changed("kl_horizon"):
+            raise ValueError("kl_horizon is about an adaptive coefficient: give --kl_target")
+        if self.kl_target is not None and not self.init_kl_coef:
+            raise ValueError("kl_target steers init_kl_coef, which is 0: then no KL divergence is measured")
+        given = self.changed("entropy_delta", "entropy_max")
+        if self.entropy_target is None and given:
+            raise ValueError(f"{given} is about an adaptive entropy bonus: give --entropy_target")
+        if self.rollout_correction not in ("token_mask", "seq_mask") and self.changed("rollout_correction_range"):
+            raise ValueError(
+                f"rollout_correction_range is of token_mask and seq_mask, not of {self.rollout_correction}"
+            )
+        if self.rollout_correction != "token_clip" and self.changed("rollout_correction_cap"):
+            raise ValueError(f"rollout_correction_cap is of token_clip, not of {self.rollout_correction}")
         return self
 
     @model_validator(mode="after")

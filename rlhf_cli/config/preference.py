@@ -92,6 +92,8 @@ class PairLossConfig(PromptSharing):
                 raise ValueError(f"loss {name!r} is unknown; there are {', '.join(PAIR_LOSSES)}")
         if self.loss_weights and len(self.loss_weights) != len(self.loss):
             raise ValueError(f"loss_weights has {len(self.loss_weights)} weights for {len(self.loss)} losses")
+        if any(weight <= 0 for weight in self.loss_weights):
+            raise ValueError(f"loss_weights {','.join(f'{w:g}' for w in self.loss_weights)}: all must be above 0")
         return self
 
 

@@ -75,6 +75,12 @@ class DeepSpeedConfig(Group):
     overlap_comm: bool = False
     """Overlap gradient reduction with the backward pass."""
 
+    @model_validator(mode="after")
+    def _parts_are_of_partitioned_weights(self) -> "DeepSpeedConfig":
+        if self.zero_stage != 3 and self.changed("zpg"):
+            raise ValueError("zpg is about weights that ZeRO partitions: give --zero_stage 3")
+        return self
+
 
 class LaunchConfig(Group):
     """Launch"""

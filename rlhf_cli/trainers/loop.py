@@ -129,11 +129,16 @@ def train(
     schedule: Schedule,
     hooks: Hooks,
 ) -> Finished:
-    """Train from `schedule.start_step` to the end, or until `hooks.should_stop` says so."""
+    """Train from `schedule.start_step` to the end, or until `hooks.should_stop` says so.
+
+    Where a finished run is continued, nothing is left but to evaluate again what is saved once more.
+    """
     batches = StepBatches(
         len(data.lengths), batch_size=share.batch.train_batch_size, epochs=share.batch.max_epochs, seed=share.batch.seed
     )
     evaluated: dict[str, float] = {}
+    if schedule.start_step == schedule.total_steps and eval_data is not None:
+        evaluated = evaluate(engine, objective, data=eval_data, share=share, hooks=hooks)
     for step in range(schedule.start_step + 1, schedule.total_steps + 1):
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         with timer("data"):

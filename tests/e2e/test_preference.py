@@ -168,6 +168,14 @@ def test_transformers_loads_the_reward_model_with_its_statistics(place):
     assert scores[0] > scores[1]
 
 
+def test_a_finished_reward_model_that_is_continued_keeps_its_statistics(place):
+    config = place.folder / "rm_killed" / "model" / "config.json"
+    before = config.read_text()
+    assert json.loads(before)["reward_std"] > 0
+    place.run("rm", "rm_killed", f"{RANKS} --save_steps 1 --load_checkpoint")
+    assert config.read_text() == before
+
+
 def test_what_cannot_be_trained_is_refused_before_anything_is_written(place):
     three = place.folder / "three"
     AutoModelForSequenceClassification.from_pretrained(place.folder / "tiny", num_labels=3).save_pretrained(three)

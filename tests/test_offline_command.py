@@ -1,0 +1,43 @@
+"""What the offline commands refuse before anything is loaded, and what they say of a model."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlhf_cli.commands.offline import Items, check_items
+from rlhf_cli.commands.rm import reward_statistics
+from rlhf_cli.commands.sft import SFTConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.options import build_config
+
+
+def settings(**given: str) -> SFTConfig:
+    return build_config(SFTConfig, {"pretrain": "x", "dataset": "x", "output": "x"} | given)
+
+
+def items(*lengths: int, evaluated: tuple[int, ...] | None = None) -> Items:
+    data = SimpleNamespace(lengths=np.array(lengths))
+    return Items(data, None if evaluated is None else SimpleNamespace(lengths=np.array(evaluated)))
+
+
+def test_items_that_no_micro_batch_can_hold_are_refused_wherever_they_are():
+    config = settings(train_max_tokens_per_gpu="100", max_len="90")
+    check_items(config, items(100, 7, evaluated=(100,)))
+    with pytest.raises(UsageError, match=r"training data takes 101 tokens .* raise train_max_tokens_per_gpu 100, or"):
+        check_items(config, items(7, 101))
+    with pytest.raises(UsageError, match=r"evaluation data takes 120 tokens .* lower max_len 90"):
+        check_items(config, items(7, evaluated=(5, 120)))
+
+
+@pytest.mark.parametrize(("name", "value"), [("eval_steps", "5"), ("stop_eval_loss", "0.5")])
+def test_settings_of_an_evaluation_need_one(name, value):
+    config = settings(**{name: value})
+    check_items(config, items(7, evaluated=(7,)))
+    with pytest.raises(UsageError, match=f"{name} is about evaluations: give --eval_dataset"):
+        check_items(config, items(7))
+
+
+def test_a_reward_model_that_was_not_evaluated_says_nothing_of_its_rewards():
+    assert reward_statistics({"reward": 0.5, "reward_std": 2.0}) == {"reward_mean": 0.5, "reward_std": 2.0}
+    assert reward_statistics({}) == {"reward_mean": None, "reward_std": None}
