@@ -1,5 +1,7 @@
 """What the offline commands refuse before anything is loaded, and what they say of a model."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,6 +38,18 @@ def test_settings_of_an_evaluation_need_one(name, value):
     check_items(config, items(7, evaluated=(7,)))
     with pytest.raises(UsageError, match=f"{name} is about evaluations: give --eval_dataset"):
         check_items(config, items(7))
+
+
+def test_optimizer_settings_that_a_checkpoint_brings_back_are_kept_as_json():
+    kept = settings(learning_rate="3e-5", max_norm="2").optim.kept()
+    assert (kept["learning_rate"], kept["adam_betas"]) == (3e-5, [0.9, 0.95])
+    assert json.loads(json.dumps(kept)) == kept
+    assert "max_norm" not in kept  # it is read anew
+
+
+def test_a_home_folder_is_found_also_where_something_is_written():
+    assert settings(output="~/runs/x").checkpoint.output == str(Path.home() / "runs" / "x")
+    assert settings().checkpoint.save_path is None
 
 
 def test_a_reward_model_that_was_not_evaluated_says_nothing_of_its_rewards():

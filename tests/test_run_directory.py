@@ -142,13 +142,15 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, flag):
         check_run_directory(CheckpointConfig(**({"output": str(tmp_path / "run")} | {flag: str(tmp_path / "file")})))
 
 
-def test_logs_that_another_rank_has_begun_stay(tmp_path):
+def test_logs_that_ranks_have_begun_stay(tmp_path):
     add_run(tmp_path)
     paths = run_directory(settings(tmp_path, overwrite=True))
     (paths.logs / "rank3.log").write_text("of a first run with four ranks")
-    begin_log(paths, 1, keep=False).write_text("rank 1 was faster")
+    for rank in (0, 1):
+        begin_log(paths, rank, keep=False).write_text(f"of rank {rank}")
     prepare_run_directory(settings(tmp_path, overwrite=True), "", keep=False, num_ranks=2)
-    assert {path.name: path.read_text() for path in paths.logs.iterdir()} == {"rank1.log": "rank 1 was faster"}
+    logs = {path.name: path.read_text() for path in paths.logs.iterdir()}
+    assert logs == {"rank0.log": "of rank 0", "rank1.log": "of rank 1"}
 
 
 def test_a_rank_that_is_early_is_no_earlier_run(tmp_path):

@@ -72,6 +72,7 @@ def dpo(config: DPOConfig) -> None:
         model=model,
         load=load_causal_lm,
         wrap=PolicyModel,
+        identity={"moving reference": config.reference.ref_sync_steps > 0},
         begin=lambda items, share: pair_reference(
             config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
         ),

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -156,6 +156,8 @@ class OfflineTask:
     # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
     begin: Callable[[Items, Share], tuple[Items, Reference]] = no_reference
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
+    # What has to be equal for a checkpoint to be continued, besides what every command has.
+    identity: dict[str, Any] = field(default_factory=dict)
     # Metrics of the last evaluation -> settings to be saved in the model's configuration.
     describe: Callable[[dict[str, float]], dict[str, Any]] = lambda evaluated: {}
 
@@ -171,8 +173,6 @@ def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
     if resume is not None:
         check_same_run(resume, identity)
     continues = resume is not None
-    if rank == 0:
-        prepare_run_directory(config.checkpoint, to_yaml(cast(BaseModel, config)), keep=continues, num_ranks=num_ranks)
     is_rank = distributed_env.is_under_launcher()
     stop = StopSignal(echo_seconds=ECHO_SECONDS if is_rank else 0.0)
     if is_rank:
@@ -187,6 +187,9 @@ def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
             engine.load(resume.path / "model")
             if reference.load is not None:
                 reference.load(resume.path / "model")
+        if rank == 0:  # not before: what cannot be built must not cost an earlier run
+            settings = to_yaml(cast(BaseModel, config))
+            prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
         run = _Run(config, task, items, reference, share, paths, store, identity, hf_model, engine)
         with run.tracker(terminal.console, resume) if rank == 0 else SilentTracker() as tracker:
             finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
@@ -226,10 +229,13 @@ def _identity(config: OfflineConfig, task: OfflineTask, num_ranks: int) -> dict[
         "param_dtype": config.model.param_dtype,
         "adapter": task.model.plan.identity() if task.model.plan else None,
         "number of training rows": len(task.items.data.lengths),
+        "number of trained tokens": int(task.items.data.num_trained.sum()),
         "train_batch_size": config.batch.train_batch_size,
         "max_epochs": config.batch.max_epochs,
         "max_steps": config.batch.max_steps,
         "seed": config.batch.seed,
+        **config.optim.kept(),
+        **task.identity,
     }
 
 

@@ -81,13 +81,13 @@ def check_run_directory(settings: CheckpointConfig) -> None:
 
 
 def prepare_run_directory(
-    settings: CheckpointConfig, config_yaml: str, *, keep: bool, num_ranks: int = 1
+    settings: CheckpointConfig, config_yaml: str, *, keep: bool, num_ranks: int = 0
 ) -> RunDirectory:
     """The run's folder with its settings written down; one process of the run calls it.
 
     Args:
         keep: whether an earlier run is continued; otherwise what it left is removed.
-        num_ranks: ranks that may already be writing their logs; those of the others belong to them.
+        num_ranks: ranks that are already writing their logs, which stay.
     """
     paths = run_directory(settings)
     if not keep:
@@ -119,7 +119,7 @@ def _steps(paths: RunDirectory) -> list[Path]:
 
 
 def _old_logs(paths: RunDirectory, num_ranks: int) -> list[Path]:
-    in_use = {paths.log_of_rank(rank) for rank in range(1, num_ranks)}
+    in_use = {paths.log_of_rank(rank) for rank in range(num_ranks)}
     return [log for log in paths.logs.glob("*") if log not in in_use]
 
 

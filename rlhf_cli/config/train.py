@@ -1,6 +1,6 @@
 """Optimisation, distribution, checkpoints and tracking."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -52,6 +52,10 @@ class OptimConfig(Group):
     """Share of all steps in which the learning rate rises linearly."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate of cosine_with_min_lr as a share of the peak."""
+
+    def kept(self) -> dict[str, Any]:
+        """The settings that live on in the optimizer's state and the course of the learning rate, as JSON."""
+        return self.model_dump(mode="json", exclude={"max_norm", "max_skipped_steps"})
 
 
 class SingleOptimConfig(OptimConfig):

@@ -174,6 +174,10 @@ def test_a_finished_reward_model_that_is_continued_keeps_its_statistics(place):
     assert json.loads(before)["reward_std"] > 0
     place.run("rm", "rm_killed", f"{RANKS} --save_steps 1 --load_checkpoint")
     assert config.read_text() == before
+    process = place.start("rm", "rm_killed", f"{RANKS} --save_steps 1 --load_checkpoint --l2 0.1")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "belongs to another run: its l2 is 0.0, not 0.1" in " ".join(output.split())
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_is_written(place):
