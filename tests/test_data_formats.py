@@ -115,6 +115,33 @@ def test_named_prompt_column_takes_no_alpaca_input(tmp_path):
     assert read(tmp_path, row, input_key="instruction")[1] == [ASKED]
 
 
+LATE: dict[str, tuple[dict[str, Any], Any]] = {
+    "context": ({"input": "hallo welt"}, (("user", "Q\n\nhallo welt"), ("assistant", "A"))),
+    "a number as context": ({"input": 0}, (("user", "Q\n\n0"), ("assistant", "A"))),
+    "system message": ({"system": "S"}, (("system", "S"), ("user", "Q"), ("assistant", "A"))),
+    "second name of it": ({"system": "", "system_prompt": "S"}, (("system", "S"), ("user", "Q"), ("assistant", "A"))),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_columns_that_appear_late_are_read(name, tmp_path):
+    added, expected = LATE[name]
+    row = {"instruction": "Q", "output": "A"}
+    assert read(tmp_path, *[row] * 100, row | added)[1] == [ASKED] * 100 + [conversation(*expected)]
+
+
+def test_system_message_beside_messages_may_appear_late(tmp_path):
+    row = {"messages": OPENAI}
+    assert read(tmp_path, *[row] * 100, row | {"system": "S"})[1][-1] == INSTRUCTED
+
+
+def test_missing_column_of_a_longer_source_is_said_to_be_missing_in_its_first_rows(tmp_path):
+    with pytest.raises(
+        UsageError, match=r"no column 'q' \(--input_key\); columns present in the first 100 rows: prompt"
+    ):
+        read(tmp_path, *[{"prompt": "Q", "answer": "A"}] * 100, {"q": "Q"}, input_key="q")
+
+
 UNFIT = {
     "no known column": ({"a": "Q", "b": "A"}, {}, r"rows.jsonl: no format fits.*columns present: a, b"),
     "no response": (
@@ -310,6 +337,11 @@ PROMPTS = {
 def test_prompts_and_ground_truths_are_found(name, tmp_path):
     row, expected = PROMPTS[name]
     assert prompts(tmp_path, row) == [expected]
+
+
+def test_ground_truths_that_appear_late_are_read(tmp_path):
+    found = prompts(tmp_path, *[{"prompt": "Q"}] * 100, {"prompt": "Q", "solution": "S", "answer": "7"})
+    assert [label for _, label in found] == [None] * 100 + ["7"]
 
 
 def test_label_column_can_be_named(tmp_path):

@@ -128,6 +128,12 @@ def test_columns_of_pairs_can_be_named(tmp_path):
     assert form.columns == "q -> good, bad, margin margin"
 
 
+def test_context_and_system_message_that_appear_late_are_read(tmp_path):
+    row = {"instruction": "Q", "chosen": "A", "rejected": "B"}
+    pairs = read_pairs(tmp_path, *[row] * 100, row | {"input": "I", "system": "S"})[1]
+    assert pairs[-1] == Preference((S, *turns("Q\n\nI")), (A,), (B,), None)
+
+
 def test_tools_of_a_row_go_with_both_sides(tmp_path):
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     (pair,) = read_pairs(tmp_path, {"prompt": "Q", "chosen": "A", "rejected": "B", "tools": [tool]})[1]

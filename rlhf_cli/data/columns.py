@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from rlhf_cli.data.conversations import Message, Role
-from rlhf_cli.data.sources import Row, Source
+from rlhf_cli.data.sources import COLUMN_ROWS, Row, Source
 from rlhf_cli.data.tools import tool_calls_of
 from rlhf_cli.errors import UsageError
 
@@ -19,6 +19,8 @@ SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("input", "context")
 """What Alpaca and Dolly add to an `instruction`."""
 
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""What a cell without anything in it holds; 0 is something."""
 IMAGE_COLUMNS = ("image", "images", "video", "videos")
 """What belongs to the text of a row and is no text."""
 
@@ -54,14 +56,15 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """The columns a source has."""
+    """The columns that a source has in its first rows."""
 
     source: Source
     names: list[str]
 
     def error(self, message: str) -> UsageError:
         """The error to raise about the source: names the columns it has."""
-        return UsageError(f"{self.source.name}: {message}; columns present: {', '.join(self.names)}")
+        where = f" in the first {COLUMN_ROWS} rows" if len(self.source) > COLUMN_ROWS else ""
+        return UsageError(f"{self.source.name}: {message}; columns present{where}: {', '.join(self.names)}")
 
     def named(self, name: str | None, setting: str) -> str | None:
         """A column the settings name, which must be there."""
@@ -93,19 +96,18 @@ def keys_of(listed: list[dict[str, Any]]) -> tuple[str, str]:
     return MESSAGE_KEYS["sharegpt" if "from" in listed[0] else "messages"]
 
 
-def prompt_reader(column: str, present: Present, *, joined: bool) -> Callable[[Row], tuple[Message, ...]]:
+def prompt_reader(column: str, *, joined: bool) -> Callable[[Row], tuple[Message, ...]]:
     """Reads the messages of a prompt: a text, with the Alpaca context where `joined`, or a list of messages."""
-    context = present.first(CONTEXT_COLUMNS) if joined and column == "instruction" else None
-    system = present.first(SYSTEM_COLUMNS)
+    contexts = CONTEXT_COLUMNS if joined and column == "instruction" else ()
 
     def read(row: Row) -> tuple[Message, ...]:
         if is_dialogue(row.get(column)):
             messages = messages_of(row, column, keys_of(row[column]))
         else:
-            text = text_of(row, column)
-            added = row.get(context) if context else None
-            messages = (Message("user", f"{text}\n\n{added}" if added else text),)
-        return with_system(messages, row, system)
+            context = _filled(row, contexts)
+            texts = [text_of(row, name) for name in (column, context) if name is not None]
+            messages = (Message("user", "\n\n".join(texts)),)
+        return with_system(messages, row)
 
     return read
 
@@ -117,12 +119,17 @@ def response_turn(row: Row, column: str) -> tuple[Message, ...]:
     return (Message("assistant", text_of(row, column)),)
 
 
-def with_system(messages: tuple[Message, ...], row: Row, column: str | None) -> tuple[Message, ...]:
-    """The messages with the system message of this column first, unless they have one."""
-    content = row.get(column) if column else None
-    if not content or not messages or messages[0].role == "system":
+def with_system(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
+    """The messages with the row's system message first, unless they have one."""
+    column = _filled(row, SYSTEM_COLUMNS)
+    if column is None or not messages or messages[0].role == "system":
         return messages
-    return (Message("system", str(content)), *messages)
+    return (Message("system", text_of(row, column)), *messages)
+
+
+def _filled(row: Row, columns: tuple[str, ...]) -> str | None:
+    """The first of the columns in which the row has something: a source's first rows may all leave it out."""
+    return next((name for name in columns if row.get(name) not in EMPTY), None)
 
 
 def messages_of(row: Row, column: str, keys: tuple[str, str]) -> tuple[Message, ...]:

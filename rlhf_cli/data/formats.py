@@ -12,7 +12,6 @@ from rlhf_cli.data.columns import (
     MESSAGE_KEYS,
     PROMPT_COLUMNS,
     RESPONSE_COLUMNS,
-    SYSTEM_COLUMNS,
     Columns,
     Present,
     described,
@@ -69,9 +68,9 @@ def choose_prompt_format(source: Source, wanted: Columns) -> PromptFormat:
     prompt = prompt or present.only(PROMPT_COLUMNS, "the prompt", "input_key") or present.first(MESSAGE_COLUMNS)
     if prompt is None:
         raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS + MESSAGE_COLUMNS)}): --input_key")
-    label = present.named(wanted.label_key, "label_key")
-    label = label or present.first(tuple(name for name in LABEL_COLUMNS if name != prompt))
-    read = prompt_reader(prompt, present, joined=wanted.input_key is None)
+    named = present.named(wanted.label_key, "label_key")
+    labels = (named,) if named else tuple(name for name in LABEL_COLUMNS if name != prompt)
+    read = prompt_reader(prompt, joined=wanted.input_key is None)
 
     def read_prompt(row: Row) -> Conversation:
         refuse_images(row)
@@ -80,8 +79,9 @@ def choose_prompt_format(source: Source, wanted: Columns) -> PromptFormat:
         return Conversation(messages, tools_of(row))
 
     def read_label(row: Row) -> str | None:
-        return None if label is None else _label_text(row, label, required=wanted.label_key is not None)
+        return _label_text(row, labels, required=named is not None)
 
+    label = present.first(labels)
     columns = prompt if label is None else f"{prompt}, label {label}"
     return PromptFormat(columns, read_prompt, read_label)
 
@@ -113,7 +113,7 @@ def _prompt_response(present: Present, wanted: Columns) -> Format:
         raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): name it with --input_key")
     if response is None:
         raise present.error(f"no column for the response ({', '.join(RESPONSE_COLUMNS)}): name it with --output_key")
-    read_prompt = prompt_reader(prompt, present, joined=wanted.input_key is None)
+    read_prompt = prompt_reader(prompt, joined=wanted.input_key is None)
 
     def read(row: Row) -> Example:
         messages = read_prompt(row) + response_turn(row, response)
@@ -128,10 +128,9 @@ def _messages_in(name: str) -> Callable[[Present, Columns], Format]:
         column = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
         if column is None:
             raise present.error(f"no column with messages ({', '.join(MESSAGE_COLUMNS)}): name it with --input_key")
-        system = present.first(SYSTEM_COLUMNS)
 
         def read(row: Row) -> Example:
-            messages = with_system(messages_of(row, column, MESSAGE_KEYS[name]), row, system)
+            messages = with_system(messages_of(row, column, MESSAGE_KEYS[name]), row)
             refuse(row, fault_of_example(messages))
             return Conversation(messages, tools_of(row))
 
@@ -155,8 +154,9 @@ FORMATS: dict[str, Callable[[Present, Columns], Format]] = {
 """The formats by name."""
 
 
-def _label_text(row: Row, column: str, *, required: bool) -> str | None:
-    """Ground truth as text: a list of one is its element, other lists and objects are JSON."""
+def _label_text(row: Row, columns: tuple[str, ...], *, required: bool) -> str | None:
+    """The first of the columns that the row has, as text: a list of one is its element, other values are JSON."""
+    column = next((name for name in columns if name in row), columns[0])
     value = row.get(column)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]

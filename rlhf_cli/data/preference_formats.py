@@ -15,7 +15,6 @@ from rlhf_cli.data.columns import (
     PROMPT_COLUMNS,
     RESPONSE_COLUMNS,
     ROLES,
-    SYSTEM_COLUMNS,
     Present,
     described,
     is_dialogue,
@@ -113,11 +112,10 @@ def _pairs(present: Present, wanted: PairColumns) -> PairFormat:
     first = present.source.row(0)
     alone = wanted.input_key is None and _is_whole(first.get(chosen)) and _is_whole(first.get(rejected))
     prompt = None if alone else _prompt_column(present, wanted, used=(chosen, rejected))
-    read_prompt = _reader_of_prompt(present, prompt, joined=wanted.input_key is None)
-    system = present.first(SYSTEM_COLUMNS)
+    read_prompt = _reader_of_prompt(prompt, joined=wanted.input_key is None)
 
     def read(row: Row) -> Preference:
-        sides = [_conversation(row, column, read_prompt, system) for column in (chosen, rejected)]
+        sides = [_conversation(row, column, read_prompt) for column in (chosen, rejected)]
         return _preference(row, sides[0], sides[1], (chosen, rejected))
 
     columns = f"{chosen}, {rejected}" if prompt is None else f"{prompt} -> {chosen}, {rejected}"
@@ -144,11 +142,10 @@ def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:
             f"no column for the response ({', '.join(RESPONSE_COLUMNS)}; {', '.join(MESSAGE_COLUMNS)}): name it with "
             "--output_key, or a conversation with --input_key"
         )
-    read_prompt = _reader_of_prompt(present, prompt, joined=wanted.input_key is None)
-    system = present.first(SYSTEM_COLUMNS)
+    read_prompt = _reader_of_prompt(prompt, joined=wanted.input_key is None)
 
     def read(row: Row) -> list[Labelled]:
-        turns = _conversation(row, response, read_prompt, system)
+        turns = _conversation(row, response, read_prompt)
         refuse(row, fault_of_example(turns))
         return [Labelled(turns[:-1], turns[-1:], _truth(row, label), tools_of(row))]
 
@@ -163,10 +160,9 @@ def _prompt_column(present: Present, wanted: PairColumns, *, used: tuple[str, ..
     return named or present.only(candidates, "the prompt", "input_key") or present.first(left)
 
 
-def _reader_of_prompt(present: Present, column: str | None, *, joined: bool) -> Callable[[Row], Turns]:
+def _reader_of_prompt(column: str | None, *, joined: bool) -> Callable[[Row], Turns]:
     """Reads a prompt, which may be written in the manner of hh."""
-    plain = prompt_reader(column, present, joined=joined) if column is not None else None
-    system = present.first(SYSTEM_COLUMNS)
+    plain = prompt_reader(column, joined=joined) if column is not None else None
 
     def read(row: Row) -> Turns:
         if plain is None or column is None:
@@ -174,7 +170,7 @@ def _reader_of_prompt(present: Present, column: str | None, *, joined: bool) -> 
                 f"it has no prompt: a response alone needs a column for it ({', '.join(PROMPT_COLUMNS)}) or --input_key"
             )
         text = row.get(column)
-        prompt = with_system(_hh_prompt(text), row, system) if is_hh(text) else plain(row)
+        prompt = with_system(_hh_prompt(text), row) if is_hh(text) else plain(row)
         refuse(row, fault_of_prompt(prompt))
         return prompt
 
@@ -190,10 +186,10 @@ def _is_whole(value: Any) -> bool:
     return ROLES.get(role.lower()) != "assistant"
 
 
-def _conversation(row: Row, column: str, read_prompt: Callable[[Row], Turns], system: str | None) -> Turns:
+def _conversation(row: Row, column: str, read_prompt: Callable[[Row], Turns]) -> Turns:
     """The conversation that ends with this column's response: the cell itself, or the prompt before it."""
     turns = _turns(row, column)
-    return read_prompt(row) + turns if turns[0].role == "assistant" else with_system(turns, row, system)
+    return read_prompt(row) + turns if turns[0].role == "assistant" else with_system(turns, row)
 
 
 def _turns(row: Row, column: str) -> Turns:

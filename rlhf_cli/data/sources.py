@@ -22,7 +22,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 OTHER_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval"}
 """Words in a file's name that say which split it belongs to."""
 COLUMN_ROWS = 100
-"""Rows at the start of a source whose keys are its columns."""
+"""Rows at the start of a source whose keys are its columns; rows may leave out others, which are looked for in each."""
 
 
 class RowFault(UsageError):
