@@ -256,6 +256,8 @@ BAD_ROWS = {
         "message 1 from user has tool calls",
     ),
     "tools in words": ({"messages": OPENAI, "tools": "f, g"}, "column 'tools' is not a list of functions but 'f, g'"),
+    "tools of digits": ({"messages": OPENAI, "tools": "1" * 5000}, "column 'tools' is not a list of functions but '11"),
+    "tools too deep": ({"messages": OPENAI, "tools": "[" * 100_000}, "column 'tools' is not a list of functions but"),
     "tool without a name": ({"messages": OPENAI, "tools": [{"type": "x"}]}, "column 'tools' has .* as tool 1"),
     "user last": (
         said(("user", "Q"), ("assistant", "A"), ("user", "Q")),

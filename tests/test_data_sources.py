@@ -87,10 +87,20 @@ def test_csv_values_stay_text(tmp_path):
     assert [dict(row) for row in rows_of(tmp_path / "rows.csv")] == [{"a": "007", "b": ""}, {"a": "1e3", "b": "NA"}]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_csv_lines_end_in_any_way(end, tmp_path):
+    (tmp_path / "rows.csv").write_bytes(end.join(["a,b", "1,2", "3,4", ""]).encode())
+    assert [dict(row) for row in rows_of(tmp_path / "rows.csv")] == [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+
+
 MALFORMED = {
     "cut.jsonl": (b'{"a": 1}\n{"a": 2\n', "line 2 is not valid JSON: Expecting ',' delimiter at column 8"),
     "number.jsonl": (b'{"a": 1}\n\n7\n', "line 3 is 7, expected an object"),
     "latin.jsonl": (b'{"a": "\xe9"}\n', "line 1 is not UTF-8 text"),
+    "digits.jsonl": (b'{"a": 1}\n{"a": ' + b"1" * 5000 + b"}", "line 2 has a whole number of too many digits"),
+    "deep.jsonl": (b'{"a": 1}\n{"a": ' + b"[" * 100_000, "line 2 is nested too deeply"),
+    "digits.json": (b'[{"a": ' + b"1" * 5000 + b"}]", "row 1 has a whole number of too many digits"),
+    "deep.json": (b'[{"a": 1}, {"a": ' + b"[" * 100_000, "row 2 is nested too deeply"),
     "pretty.json": (b'{\n "a": 1\n}\n', "line 1 is not valid JSON.* one object per line, or a list"),
     "cut.json": (b'[\n {"a": 1},\n {"a": 2\n', "line 4 is not valid JSON"),
     "comma.json": (b'[{"a": 1}\n {"a": 2}]', "line 2 is not valid JSON: Expecting ',' or ']'"),
@@ -102,6 +112,8 @@ MALFORMED = {
     "short.csv": (b"a,b\n1,2\n3\n", "not a valid CSV file: .*Row #3: Expected 2 columns, got 1"),
     "latin.csv": (b"a,b\n1,\xe9\n", "not a valid CSV file: .*UTF8"),
     "twice.csv": (b"a,a\n1,2\n", "names a column twice"),
+    "blank_first.csv": (b"\na,b\n1,2\n", "line 1 is blank: the first line of a CSV file names its columns"),
+    "long_name.csv": (b"a" * 200_000 + b",b\n1,2\n", "line 1 names no columns: field larger than"),
     "text.parquet": (b"a,b\n1,2\n", "cannot be read as Parquet"),
     "damaged.parquet": (damaged_parquet(), "cannot be read: .*[Cc]orrupt|cannot be read: .*end of stream"),
     "plain.jsonl.gz": (b'{"a": 1}\n', "is damaged"),
@@ -134,6 +146,8 @@ def test_malformed_file_is_named_with_the_line(name, tmp_path):
         ("missing.jsonl@test", "no file|one file and has no split"),
         ("rows.jsonl@test", "one file and has no split 'test'"),
         ("rows.jsonl,", "empty name"),
+        ("n" * 300, "no file or folder '.*n{300}'"),
+        ("n" * 300 + "@test", "no file or folder '.*n{300}'"),
         ("nothing", "no data file"),
         ("splits@validation", r"no file of the split 'validation'; its files: data.jsonl, test.jsonl, train/0.csv"),
     ],
@@ -215,6 +229,14 @@ def test_sources_follow_one_another_without_probabilities(tmp_path):
     assert [dict(row) for row in rows] == ROWS[:5]
     assert rows.used() == [3, 2]
     assert rows_of(f"{tmp_path}/a.jsonl,{tmp_path}/b.csv", max_samples=4).used() == [3, 1]
+
+
+def test_list_of_files_may_be_longer_than_a_name_can_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [f"{number:02}{'n' * 30}.jsonl" for number in range(11)]
+    for name in names:
+        write_jsonl(tmp_path / name, ROWS[:1])
+    assert rows_of(",".join(names)).used() == [1] * 11
 
 
 def mixture(tmp_path, probs, **settings):

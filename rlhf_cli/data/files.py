@@ -129,6 +129,8 @@ def _json_lines(mapped: mmap.mmap, path: str) -> Table:
                 f"{path} line {number + 1} is not valid JSON: {error.msg} at column {error.colno}; "
                 "a JSON file holds one object per line, or a list of objects"
             ) from error
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path} line {number + 1} {_beyond_limits(error)}") from error
         return _checked_object(row, f"{path} line {number + 1}")
 
     return Table(path, lines.size, read, lambda index: f"line {lines[index] + 1}")
@@ -165,7 +167,12 @@ def _element_starts(text: str, path: str) -> Iterator[int]:
     position, number = _skip_space(text, text.index("[") + 1), 0
     while text[position : position + 1] != "]" or number:
         number += 1
-        value, end = decoder.raw_decode(text, position)
+        try:
+            value, end = decoder.raw_decode(text, position)
+        except json.JSONDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path} row {number} {_beyond_limits(error)}") from error
         _checked_object(value, f"{path} row {number}")
         yield position
         position = _skip_space(text, end)
@@ -177,6 +184,12 @@ def _element_starts(text: str, path: str) -> Iterator[int]:
     rest = _skip_space(text, position + 1)
     if rest < len(text):
         raise json.JSONDecodeError("Extra data after the list", text, rest)
+
+
+def _beyond_limits(error: ValueError | RecursionError) -> str:
+    """What Python refuses of valid JSON."""
+    deep = isinstance(error, RecursionError)
+    return "is nested too deeply" if deep else "has a whole number of too many digits: write it as text"
 
 
 def _skip_space(text: str, position: int) -> int:
@@ -197,13 +210,18 @@ def _checked_object(row: Any, where: str) -> dict[str, Any]:
 def _read_csv(file: IO[bytes], path: str) -> Table:
     """All columns as text. Row numbers count from the first after the header."""
     try:
-        columns = next(csv.reader([file.readline().decode("utf-8-sig")]), [])
+        first = next(iter(file.readline().splitlines()), b"")  # lines may end in CR alone
+        columns = next(csv.reader([first.decode("utf-8-sig")]), [])
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} line 1 is not UTF-8 text: {error.reason}") from error
+    except csv.Error as error:
+        raise UsageError(f"{path} line 1 names no columns: {error}") from error
     if len(set(columns)) < len(columns):
         raise UsageError(f"{path} names a column twice in its first line: {', '.join(columns)}")
-    if not columns:
+    if file.tell() == 0:
         return _no_rows(path)
+    if not columns:
+        raise UsageError(f"{path} line 1 is blank: the first line of a CSV file names its columns")
     file.seek(0)
     try:
         batches = pa.csv.open_csv(

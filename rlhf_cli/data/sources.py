@@ -137,8 +137,11 @@ def load_rows(
     return _mixed(sources, shares, seed=seed, max_samples=max_samples)
 
 
+# Names are looked for with os.path: Path raises OSError for one that is longer than a file's can be, as a list may be.
+
+
 def _names(spec: str) -> list[str]:
-    names = [spec] if Path(spec).exists() else [name.strip() for name in spec.split(",")]
+    names = [spec] if os.path.exists(spec) else [name.strip() for name in spec.split(",")]
     if not all(names):
         raise UsageError(f"data set {spec!r} has an empty name")
     return names
@@ -180,9 +183,9 @@ def exact_shares(total: int, shares: list[float]) -> list[int]:
 
 def _load_source(name: str, default_split: str, hub: Callable[[str, str], Table]) -> Source:
     path, split = _parted(name)
-    if path.is_dir():
+    if os.path.isdir(path):
         return Source(name, _read_folder(path, split, default_split))
-    if path.exists() or kind_of_file(path) is not None:
+    if os.path.exists(path) or kind_of_file(path) is not None:
         if split not in (None, "train"):
             raise UsageError(f"{path} is one file and has no split {split!r}: leave @{split} out")
         return Source(name, (_existing(path),))
@@ -195,13 +198,13 @@ def _load_source(name: str, default_split: str, hub: Callable[[str, str], Table]
 def _parted(name: str) -> tuple[Path, str | None]:
     """Path and split of `name@split`; a path that exists with the @ in its name is taken whole."""
     path, _, split = name.rpartition("@")
-    if not path or os.sep in split or Path(name).expanduser().exists():
+    if not path or os.sep in split or os.path.exists(os.path.expanduser(name)):
         return Path(name).expanduser(), None
     return Path(path).expanduser(), split
 
 
 def _existing(path: Path) -> Table:
-    if not path.exists():
+    if not os.path.exists(path):
         raise UsageError(f"no file {str(path)!r}")
     return read_file(path)
 

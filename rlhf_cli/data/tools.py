@@ -69,5 +69,5 @@ def _parsed(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # Python refuses some valid JSON: too many digits, too deep
         return value
