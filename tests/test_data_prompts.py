@@ -82,6 +82,13 @@ def test_prompts_without_room_for_the_response_are_dropped_or_an_error(tmp_path)
         load(tmp_path, tokenizer, *rows, max_len=length + 15)
 
 
+@pytest.mark.parametrize("halved", [{"prompt": "so \ud83d"}, {"label": "so \ud83d"}, {"label": ["so \ud83d", "b"]}])
+def test_prompts_and_labels_with_half_of_a_character_are_refused(halved, tmp_path):
+    rows = [{"prompt": "What?", "label": "a"}, {"prompt": "What?", "label": "a"} | halved]
+    with pytest.raises(UsageError, match=r"rows\.jsonl line 2: '\\ud83d' after '.*so ' is half of a character"):
+        load(tmp_path, make_tokenizer(CHATML), *rows)
+
+
 def test_limits_that_leave_no_prompt_at_all_are_refused(tmp_path):
     with pytest.raises(UsageError, match="max_len 64 leaves no room for a prompt beside max_new_tokens 64"):
         load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?"}, max_len=64, max_new_tokens=64)

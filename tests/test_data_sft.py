@@ -130,6 +130,16 @@ def test_rows_that_come_with_images_are_refused(column, tmp_path):
     assert len(load(tmp_path, tokenizer, rows[0], plain | {column: []}).sequences) == 2
 
 
+@pytest.mark.parametrize("rendering", [{}, PLAIN])
+def test_rows_with_half_of_a_character_are_refused(rendering, tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    rows = [{"prompt": "What?", "answer": "a whole \U0001f600"}, {"prompt": "What?", "answer": "so \ud83d"}]
+    with pytest.raises(UsageError, match=r"rows\.jsonl line 2: '\\ud83d' after '.*so ' is half of a character"):
+        load(tmp_path, tokenizer, *rows, **rendering)
+    data = load(tmp_path, tokenizer, *rows, invalid_rows="drop", **rendering)
+    assert (len(data.sequences), data.report.dropped_invalid) == (1, 1)
+
+
 def test_template_that_alters_what_is_trained_is_an_error_even_where_invalid_rows_are_dropped(tmp_path):
     row = {"prompt": "What?", "answer": "one"}
     template = VICUNA.replace("'ASSISTANT:' }}", "'ASSISTANT: ' }}")

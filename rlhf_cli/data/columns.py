@@ -202,6 +202,15 @@ def refuse_images(row: Row) -> None:
             raise row.error(f"column {column!r} is not empty, but only models of text are trained here")
 
 
+def refuse_half_characters(row: Row, text: str) -> None:
+    """Raises UsageError naming the row if its text has half of a character, as JSON of a cut emoji has it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        before, half = text[max(0, error.start - 20) : error.start], text[error.start]
+        raise row.error(f"{half!r} after {before!r} is half of a character, which no tokenizer reads") from error
+
+
 def refuse(row: Row, fault: str | None) -> None:
     """Raises UsageError naming the row if there is a fault."""
     if fault is not None:

@@ -19,6 +19,7 @@ from rlhf_cli.data.columns import (
     messages_of,
     prompt_reader,
     refuse,
+    refuse_half_characters,
     refuse_images,
     response_turn,
     text_of,
@@ -162,6 +163,8 @@ def _label_text(row: Row, columns: tuple[str, ...], *, required: bool) -> str | 
         value = value[0]
     if value is None and required:
         raise row.error(f"column {column!r} (--label_key) is {described(value, row, column)}")
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    refuse_half_characters(row, text)
+    return text

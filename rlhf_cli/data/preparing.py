@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.cache import KeptTableWriter, one_at_a_time, read_kept
-from rlhf_cli.data.columns import refuse_images
+from rlhf_cli.data.columns import refuse_half_characters, refuse_images
 from rlhf_cli.data.conversations import Conversation, Document
 from rlhf_cli.data.rendering import Pieces, Renderer
 from rlhf_cli.data.sources import ReadSource, Row, RowFault, Rows, batches
@@ -183,9 +183,12 @@ class Encoder:
     def rendered(self, row: Row, examples: list[Conversation | Document]) -> list[Pieces]:
         """Text of a row's examples. Raises RowFault."""
         try:
-            return [self._renderer.example(example) for example in examples]
+            found = [self._renderer.example(example) for example in examples]
         except TemplateFault as fault:
             raise row.error(str(fault)) from fault
+        for rendered in (part for pieces in found for part in pieces.texts):
+            refuse_half_characters(row, rendered.text)
+        return found
 
     def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
         """Tokens of every row's examples; the first `num_checked` are decoded and compared with their text.

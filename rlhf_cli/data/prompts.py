@@ -13,7 +13,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.data.columns import Columns, described
+from rlhf_cli.data.columns import Columns, described, refuse_half_characters
 from rlhf_cli.data.conversations import Conversation
 from rlhf_cli.data.formats import PromptFormat, choose_prompt_format
 from rlhf_cli.data.preparing import MAX_NOTED
@@ -185,9 +185,11 @@ class _Steps:
 
     def _text(self, row: Row) -> str:
         try:
-            return self.renderer.prompt(self.formats[row.source.name].read_prompt(row))
+            text = self.renderer.prompt(self.formats[row.source.name].read_prompt(row))
         except TemplateFault as fault:
             raise row.error(str(fault)) from fault
+        refuse_half_characters(row, text)
+        return text
 
 
 def _is_wanted(row: Row, limits: tuple[float, float] | None) -> bool:
