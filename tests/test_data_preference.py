@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 from chat_tokenizers import CHATML, LLAMA_3, QWEN_3, TRAINABLE, make_tokenizer
+from pydantic import ValidationError
 
 from rlhf_cli.config.data import LabelledDataConfig, PreferenceDataConfig
 from rlhf_cli.data import preparing
@@ -218,6 +219,20 @@ def test_empty_prompt_is_refused(tmp_path):
     row = {"prompt": "", "chosen": "Paris", "rejected": "Rome"}
     with pytest.raises(UsageError, match="line 1: the prompt has no tokens"):
         pairs(tmp_path, make_tokenizer(None), row, apply_chat_template=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"data_format": "preference", "label_key": "nope"}, "label_key 'nope' .* by data_format preference rows"),
+        ({"data_format": "preference", "output_key": "nope"}, "output_key 'nope' names a column of unpaired rows"),
+        ({"data_format": "unpaired", "rejected_key": "nope"}, "rejected_key 'nope' names a column of preference rows"),
+        ({"label_key": "good", "chosen_key": "nope"}, "chosen_key 'nope' .* by label_key rows are read as unpaired"),
+    ],
+)
+def test_columns_of_the_other_format_are_refused(settings, reason):
+    with pytest.raises(ValidationError, match=reason):
+        LabelledDataConfig(dataset="rows.jsonl", **settings)
 
 
 def test_invalid_rows_are_dropped_and_counted_where_wanted(tmp_path):

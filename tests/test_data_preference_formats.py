@@ -160,6 +160,17 @@ UNFIT_PAIRS = {
 }
 
 
+UNREAD_PROMPT = r"hold whole conversations, whose prompt would be read in place of 'ctx' \(--input_key\): leave it out"
+
+
+def test_named_prompt_beside_whole_conversations_is_refused(tmp_path):
+    sides = {"chosen": openai("Q", "A"), "rejected": openai("Q", "B")}
+    with pytest.raises(UsageError, match=f"chosen and rejected {UNREAD_PROMPT}"):
+        read_pairs(tmp_path, sides | {"ctx": "C"}, input_key="ctx")
+    with pytest.raises(UsageError, match=f"completion {UNREAD_PROMPT}"):
+        read_labelled(tmp_path, {"ctx": "C", "completion": openai("Q", "A"), "label": True}, input_key="ctx")
+
+
 @pytest.mark.parametrize("name", UNFIT_PAIRS)
 def test_columns_that_hold_no_pairs_are_named(name, tmp_path):
     row, named, reason = UNFIT_PAIRS[name]

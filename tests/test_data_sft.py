@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_tokenizers import CHATML, VICUNA, make_tokenizer
+from pydantic import ValidationError
 
 from rlhf_cli.config.data import DataConfig, PromptConfig
 from rlhf_cli.data.packing import pack, plan_packs
@@ -128,6 +129,12 @@ def test_rows_that_come_with_images_are_refused(column, tmp_path):
         load(tmp_path, tokenizer, *rows)
     assert len(load(tmp_path, tokenizer, *rows, invalid_rows="drop").sequences) == 1
     assert len(load(tmp_path, tokenizer, rows[0], plain | {column: []}).sequences) == 2
+
+
+@pytest.mark.parametrize("data_format", ["messages", "sharegpt", "text"])
+def test_named_response_is_refused_where_the_format_has_none(data_format):
+    with pytest.raises(ValidationError, match=f"output_key 'nope' names the response .* read as {data_format}: leave"):
+        DataConfig(dataset="rows.jsonl", data_format=data_format, output_key="nope")
 
 
 @pytest.mark.parametrize("rendering", [{}, PLAIN])

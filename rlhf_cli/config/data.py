@@ -65,6 +65,15 @@ class DataConfig(OfflineDataConfig):
     pretrain_mode: bool = False
     """Train on every token, not only on the assistant's."""
 
+    @model_validator(mode="after")
+    def _output_key_is_read(self) -> "DataConfig":
+        if self.output_key is not None and self.data_format not in ("auto", "prompt_response"):
+            raise ValueError(
+                f"output_key {self.output_key!r} names the response of data_format prompt_response, and rows are read "
+                f"as {self.data_format}: leave one of them out"
+            )
+        return self
+
 
 class PreferenceDataConfig(OfflineDataConfig):
     """Data"""
@@ -73,6 +82,10 @@ class PreferenceDataConfig(OfflineDataConfig):
     """Column with the better response, or the conversation with it; found by its name if not given."""
     rejected_key: str | None = None
     """Column with the worse response, or the conversation with it; found by its name if not given."""
+
+
+KEYS_OF_LABELLED = {"unpaired": ("output_key", "label_key"), "preference": ("chosen_key", "rejected_key")}
+"""Settings that name columns of only one format of labelled data."""
 
 
 class LabelledDataConfig(PreferenceDataConfig):
@@ -84,6 +97,19 @@ class LabelledDataConfig(PreferenceDataConfig):
     """Column with the response; found by its name if not given."""
     label_key: str | None = None
     """Column that says whether the response is desirable; found by its name if not given."""
+
+    @model_validator(mode="after")
+    def _keys_are_of_one_format(self) -> "LabelledDataConfig":
+        given = {form: [key for key in keys if getattr(self, key)] for form, keys in KEYS_OF_LABELLED.items()}
+        read = "unpaired" if self.data_format == "auto" and given["unpaired"] else self.data_format
+        for form, keys in given.items():
+            if keys and read not in ("auto", form):
+                because = f"by {given[read][0]}" if given[read] else f"by data_format {read}"
+                raise ValueError(
+                    f"{keys[0]} {getattr(self, keys[0])!r} names a column of {form} rows, and {because} rows are read "
+                    f"as {read}: leave one of them out"
+                )
+        return self
 
 
 class PromptConfig(TextConfig):

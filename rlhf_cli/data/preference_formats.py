@@ -109,8 +109,7 @@ def _pairs(present: Present, wanted: PairColumns) -> PairFormat:
     if chosen is None or rejected is None:
         side = "chosen" if chosen is None else "rejected"
         raise present.error(f"no column for the {side} response ({side}): name it with --{side}_key")
-    first = present.source.row(0)
-    alone = wanted.input_key is None and _is_whole(first.get(chosen)) and _is_whole(first.get(rejected))
+    alone = _are_whole(present, wanted, (chosen, rejected))
     prompt = None if alone else _prompt_column(present, wanted, used=(chosen, rejected))
     read_prompt = _reader_of_prompt(prompt, joined=wanted.input_key is None)
 
@@ -136,7 +135,8 @@ def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:
         response = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
         prompt = None
     else:
-        prompt = _prompt_column(present, wanted, used=(response, label))
+        alone = _are_whole(present, wanted, (response,))
+        prompt = None if alone else _prompt_column(present, wanted, used=(response, label))
     if response is None:
         raise present.error(
             f"no column for the response ({', '.join(RESPONSE_COLUMNS)}; {', '.join(MESSAGE_COLUMNS)}): name it with "
@@ -175,6 +175,18 @@ def _reader_of_prompt(column: str | None, *, joined: bool) -> Callable[[Row], Tu
         return prompt
 
     return read
+
+
+def _are_whole(present: Present, wanted: PairColumns, columns: tuple[str, ...]) -> bool:
+    """Whether the first row's cells are conversations with their prompt. Raises UsageError if one is named too."""
+    first = present.source.row(0)
+    whole = all(_is_whole(first.get(column)) for column in columns)
+    if whole and wanted.input_key is not None:
+        raise present.error(
+            f"{' and '.join(columns)} hold whole conversations, whose prompt would be read in place of "
+            f"{wanted.input_key!r} (--input_key): leave it out"
+        )
+    return whole
 
 
 def _is_whole(value: Any) -> bool:
