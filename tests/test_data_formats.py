@@ -1,6 +1,7 @@
 """How rows of each format become conversations, and how formats are told apart."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -50,6 +51,17 @@ DETECTED = {
         conversation(("user", "Add.\n\n1 2"), ("assistant", "3")),
     ),
     "Alpaca without input": ({"instruction": "Q", "input": "", "output": "A"}, "prompt_response", ASKED),
+    "Alpaca with NaN as input": ({"instruction": "Q", "input": math.nan, "output": "A"}, "prompt_response", ASKED),
+    "empty context and history": (
+        {"question": "Q", "context": "", "history": [], "answer": "A"},
+        "prompt_response",
+        ASKED,
+    ),
+    "weights that change nothing": (
+        {"messages": [OPENAI[0] | {"weight": 0}, OPENAI[1] | {"weight": 1}]},
+        "messages",
+        ASKED,
+    ),
     "Dolly": (
         {"instruction": "Q", "context": "C", "response": "A"},
         "prompt_response",
@@ -110,8 +122,8 @@ def test_columns_can_be_named(tmp_path):
     assert read(tmp_path, row, input_key="q", output_key="a")[0].columns == "q -> a"
 
 
-def test_named_prompt_column_takes_no_alpaca_input(tmp_path):
-    row = {"instruction": "Q", "input": "I", "output": "A"}
+def test_named_prompt_column_takes_nothing_from_beside_it(tmp_path):
+    row = {"instruction": "Q", "input": "I", "context": "C", "history": [["x", "y"]], "output": "A"}
     assert read(tmp_path, row, input_key="instruction")[1] == [ASKED]
 
 
@@ -128,6 +140,14 @@ def test_columns_that_appear_late_are_read(name, tmp_path):
     added, expected = LATE[name]
     row = {"instruction": "Q", "output": "A"}
     assert read(tmp_path, *[row] * 100, row | added)[1] == [ASKED] * 100 + [conversation(*expected)]
+
+
+def test_late_input_beside_what_is_no_instruction_is_refused(tmp_path):
+    row = {"prompt": "Q", "answer": "A"}
+    with pytest.raises(
+        UsageError, match=r"line 101: column 'input' is not empty, .* leave it out with --input_key prompt"
+    ):
+        read(tmp_path, *[row] * 100, row | {"input": "I"})
 
 
 def test_system_message_beside_messages_may_appear_late(tmp_path):
@@ -279,6 +299,7 @@ BAD_ROWS = {
         said(("assistant", "A"), ("user", "Q")),
         "message 1 is from assistant at the start, expected system or user",
     ),
+    "weight 0": ({"messages": [OPENAI[0], OPENAI[1] | {"weight": 0}]}, "message 2 has weight 0, but every turn"),
     "late system": (said(("user", "Q"), ("system", "S")), "message 2 is from system after user"),
     "unknown role": (said(("user", "Q"), ("narrator", "A")), "unknown role 'narrator'; known: system"),
     "no role": ({"messages": [{"content": "Q"}]}, "message 1 has content, expected 'role' and 'content'"),
@@ -304,6 +325,9 @@ def test_bad_row_is_named_by_file_and_line(name, tmp_path):
         ({"prompt": "Q"}, "column 'answer' is not text but missing; columns present: prompt"),
         ({"prompt": "Q", "answer": ["A"]}, "column 'answer' is not text but a list"),
         ({"prompt": "Q", "answer": True}, "column 'answer' is not text but a bool"),
+        ({"prompt": "Q", "answer": math.nan}, "column 'answer' is not text but null"),
+        ({"prompt": "Q", "context": "C", "answer": "A"}, "column 'context' is not empty, but is not read beside 'prom"),
+        ({"prompt": "Q", "history": [["x", "y"]], "answer": "A"}, "column 'history' is not empty, but is not read"),
     ],
 )
 def test_bad_prompt_or_response_is_named_by_file_and_line(row, reason, tmp_path):

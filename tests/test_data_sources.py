@@ -82,6 +82,12 @@ def test_columns_may_differ_in_type_between_rows(tmp_path):
     assert [dict(row) for row in rows_of(tmp_path / "rows.jsonl")] == [{"a": 1}, {"a": "x"}, {"a": [1], "b": None}]
 
 
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_nan_in_json_is_an_empty_cell(suffix, tmp_path):
+    WRITERS[suffix](tmp_path / f"rows{suffix}", [{"a": float("nan"), "b": float("-inf")}])
+    assert [dict(row) for row in rows_of(tmp_path / f"rows{suffix}")] == [{"a": None, "b": float("-inf")}]
+
+
 def test_csv_values_stay_text(tmp_path):
     (tmp_path / "rows.csv").write_text("a,b\n007,\n1e3,NA\n")
     assert [dict(row) for row in rows_of(tmp_path / "rows.csv")] == [{"a": "007", "b": ""}, {"a": "1e3", "b": "NA"}]

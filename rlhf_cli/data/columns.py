@@ -18,6 +18,8 @@ RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "solution")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("input", "context")
 """What Alpaca and Dolly add to an `instruction`."""
+BESIDE_PROMPT = (*CONTEXT_COLUMNS, "history")
+"""What belongs to a prompt, and is refused where it is not read: the last is LLaMA-Factory's earlier turns."""
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 """What a cell without anything in it holds; 0 is something."""
@@ -97,19 +99,34 @@ def keys_of(listed: list[dict[str, Any]]) -> tuple[str, str]:
 
 
 def prompt_reader(column: str, *, joined: bool) -> Callable[[Row], tuple[Message, ...]]:
-    """Reads the messages of a prompt: a text, with the Alpaca context where `joined`, or a list of messages."""
+    """Reads the messages of a prompt: a text, with the Alpaca context where `joined`, or a list of messages.
+
+    What else belongs to the prompt is refused where `joined`; otherwise the settings name this column alone.
+    """
     contexts = CONTEXT_COLUMNS if joined and column == "instruction" else ()
 
     def read(row: Row) -> tuple[Message, ...]:
-        if is_dialogue(row.get(column)):
+        whole = is_dialogue(row.get(column))
+        context = None if whole else _filled(row, contexts)
+        if joined:
+            _refuse_unread(row, column, context)
+        if whole:
             messages = messages_of(row, column, keys_of(row[column]))
         else:
-            context = _filled(row, contexts)
             texts = [text_of(row, name) for name in (column, context) if name is not None]
             messages = (Message("user", "\n\n".join(texts)),)
         return with_system(messages, row)
 
     return read
+
+
+def _refuse_unread(row: Row, column: str, context: str | None) -> None:
+    left = _filled(row, tuple(name for name in BESIDE_PROMPT if name not in (column, context)))
+    if left is not None:
+        raise row.error(
+            f"column {left!r} is not empty, but is not read beside {column!r}: put it into that column, or leave it "
+            f"out with --input_key {column}"
+        )
 
 
 def response_turn(row: Row, column: str) -> tuple[Message, ...]:

@@ -38,6 +38,14 @@ CSV_BLOCK = 1 << 26
 SPACE = re.compile(r"\s*")
 
 
+def _constant(name: str) -> float | None:
+    """NaN is what pandas writes for an empty cell."""
+    return None if name == "NaN" else float(name)
+
+
+DECODER = json.JSONDecoder(parse_constant=_constant)
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """The rows of one file. `read(i)` gives a row as a dict, `place(i)` where it stands in the file: 'line 3'.
@@ -121,7 +129,7 @@ def _json_lines(mapped: mmap.mmap, path: str) -> Table:
     def read(index: int) -> dict[str, Any]:
         number = lines[index]
         try:
-            row = json.loads(mapped[starts[number] : ends[number]].decode("utf-8-sig"))
+            row = DECODER.decode(mapped[starts[number] : ends[number]].decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise UsageError(f"{path} line {number + 1} is not UTF-8 text: {error.reason}") from error
         except json.JSONDecodeError as error:
@@ -157,18 +165,16 @@ def _json_list(mapped: mmap.mmap, path: str) -> Table:
         raise UsageError(
             f"{path} line {error.lineno} is not valid JSON: {error.msg} at column {error.colno}"
         ) from error
-    decoder = json.JSONDecoder()
-    return Table(path, starts.size, lambda i: decoder.raw_decode(text, int(starts[i]))[0], lambda i: f"row {i + 1}")
+    return Table(path, starts.size, lambda i: DECODER.raw_decode(text, int(starts[i]))[0], lambda i: f"row {i + 1}")
 
 
 def _element_starts(text: str, path: str) -> Iterator[int]:
     """Where each element of the list starts; every element is parsed once, none is kept."""
-    decoder = json.JSONDecoder()
     position, number = _skip_space(text, text.index("[") + 1), 0
     while text[position : position + 1] != "]" or number:
         number += 1
         try:
-            value, end = decoder.raw_decode(text, position)
+            value, end = DECODER.raw_decode(text, position)
         except json.JSONDecodeError:
             raise
         except (ValueError, RecursionError) as error:
