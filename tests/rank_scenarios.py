@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from preference_training import make_pairs, make_reference
 from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 from torch import nn
 
@@ -22,7 +23,10 @@ from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing import pack
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
+from rlhf_cli.trainers import dpo
 from rlhf_cli.trainers.loop import bind
+from rlhf_cli.trainers.pairs import PairItems
+from rlhf_cli.trainers.reference_columns import all_results
 from rlhf_cli.trainers.sft import sft_objective
 
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
@@ -161,6 +165,14 @@ def inference(model: str) -> list[torch.Tensor]:
     return frozen.infer(packs, lambda policy, batch: policy(batch)[0])
 
 
+def reference_columns(model: str) -> np.ndarray:
+    """Log-probs of a frozen policy for 9 pairs, 8 at a time: with two ranks, one has nothing of the last chunk."""
+    items = PairItems(make_pairs(9), share_prompts=True, read_ends=False, columns={})
+    share = Layout(dist.get_rank(), dist.get_world_size(), train_batch_size=8).share()
+    frozen = make_reference(model, 0, seed=5)
+    return all_results(frozen, dpo.batch_logprobs, items, share=share, gather=distributed.gather_rows)
+
+
 def evaluation(model: str) -> dict[str, float]:
     """Metrics over seven sequences at stage 3."""
     items = Items(make_sequences(7))
@@ -187,6 +199,7 @@ def main(model: str, folder: Path) -> None:
     results["overlap"] = steps(model, 2, overlap_comm=True)
     results["critic"] = critic(model)
     results["inference"] = inference(model)
+    results["reference columns"] = torch.from_numpy(reference_columns(model))
     results["evaluation"] = evaluation(model)
     results["reduced"] = distributed.reduce_metrics({"sum": rank + 1.0, "largest_max": rank * 2.0})
     results["votes"] = [distributed.any_rank(False), distributed.any_rank(rank == num_ranks - 1)]

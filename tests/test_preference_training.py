@@ -2,6 +2,8 @@
 
 import math
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +27,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.preference import PREFERENCE_LOSSES
+from rlhf_cli.algorithms.ragged import segment_sum
 from rlhf_cli.backends import distributed
 from rlhf_cli.backends.reference import kept_columns
 from rlhf_cli.commands.dpo import DPOConfig, make_objective
@@ -38,6 +41,7 @@ from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.options import build_config
 from rlhf_cli.trainers import dpo
 from rlhf_cli.trainers.kto import KTOPreparation, partners_of
+from rlhf_cli.trainers.pairs import PairItems
 from rlhf_cli.trainers.reference_columns import all_results, digest_of_pairs
 from rlhf_cli.trainers.rm import finish_reward_metrics
 
@@ -132,6 +136,49 @@ def test_reference_columns_give_the_steps_of_a_reference_that_is_asked(tiny_mode
     assert stored.shape == (8, 2)
     brought = replace(task, items=replace(task.items, columns={dpo.REF: stored}), prepare=None)
     assert_same_steps(run_steps(tiny_model_dir, brought, 2, Layout()), run_steps(tiny_model_dir, task, 2, Layout()))
+
+
+class Asked:
+    """Stands for a frozen model: `forward` finds what it gives in the micro-batch alone."""
+
+    def infer(self, batches, forward):
+        return [forward(None, batch) for batch in batches]
+
+
+def on_every_rank(num_ranks, call):
+    """What `call(rank, gather)` gives on each of so many ranks, which are threads here."""
+    given: dict[int, torch.Tensor] = {}
+    together = threading.Barrier(num_ranks)
+
+    def run(rank):
+        def gather(rows):
+            given[rank] = rows
+            together.wait(timeout=60)
+            return torch.cat([given[other] for other in range(num_ranks)]), 0
+
+        return call(rank, gather)
+
+    with ThreadPoolExecutor(num_ranks) as ranks:
+        return list(ranks.map(run, range(num_ranks)))
+
+
+@pytest.mark.parametrize("max_sequences", [None, 1])
+def test_ranks_without_an_item_get_the_reference_columns_of_all(max_sequences):
+    pairs = make_pairs().pairs
+    items = PairItems(make_pairs(), share_prompts=True, read_ends=False, columns={})
+    expected = [[int(b.token_ids[b.loss_mask].sum()) for b in (pair.chosen, pair.rejected)] for pair in pairs]
+
+    def sums(model, batch):
+        return segment_sum(batch.pack.targets_K.float(), batch.pack.cu_trained)
+
+    for num_ranks in (1, 3, 11):  # 8 pairs: of 11 ranks, some never have any
+        for stored in on_every_rank(
+            num_ranks,
+            lambda rank, gather, num_ranks=num_ranks: all_results(
+                Asked(), sums, items, share=Layout(rank, num_ranks, max_sequences=max_sequences).share(), gather=gather
+            ),
+        ):
+            assert stored.tolist() == expected
 
 
 def test_data_that_differ_in_one_token_have_another_digest():

@@ -68,9 +68,14 @@ class Layout:
     num_ranks: int = 1
     max_tokens: int = 1000
     max_sequences: int | None = None
+    train_batch_size: int = 128
 
     def share(self) -> Share:
-        batch = BatchConfig(train_max_tokens_per_gpu=self.max_tokens, micro_train_batch_size=self.max_sequences)
+        batch = BatchConfig(
+            train_batch_size=self.train_batch_size,
+            train_max_tokens_per_gpu=self.max_tokens,
+            micro_train_batch_size=self.max_sequences,
+        )
         return Share(self.rank, self.num_ranks, batch, quadratic_cost=0.0)
 
 

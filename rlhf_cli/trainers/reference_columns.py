@@ -30,20 +30,24 @@ def all_results(
 ) -> np.ndarray:
     """Results of `forward` for all items, float32 [N] or [N, n] where it gives n numbers an item; on every rank."""
     num_items, size = len(items.lengths), share.batch.train_batch_size
-    numbers: list[int] = []
     found: list[torch.Tensor] = []
     for start in range(0, num_items, size):
         dealt = share.deal(items, np.arange(start, min(start + size, num_items)))
         results = model.infer([items.collate(members) for members in dealt], forward)
-        for members, result in zip(dealt, results, strict=True):
-            numbers += members
-            found.append(result.view(len(members), -1))
-    width = max((part.shape[1] for part in found if len(part)), default=1)
-    own = torch.cat([part.reshape(-1, width) for part in found])
-    rows, _ = gather(torch.cat([torch.tensor(numbers)[:, None].double(), own.double()], dim=1))
-    results_ND = np.zeros((num_items, width), dtype=np.float32)
-    results_ND[rows[:, 0].long().numpy()] = rows[:, 1:].float().numpy()
-    return results_ND.squeeze(1) if width == 1 else results_ND
+        found += [_numbered(members, result) for members, result in zip(dealt, results, strict=True)]
+    rows_R2, _ = gather(torch.cat(found))
+    order_R = rows_R2[:, 0].argsort(stable=True)
+    results_ND = rows_R2[order_R, 1].float().numpy().reshape(num_items, -1)
+    return results_ND.squeeze(1) if results_ND.shape[1] == 1 else results_ND
+
+
+def _numbered(members: list[int], result: torch.Tensor) -> torch.Tensor:
+    """Each number with the item that it is of, float64 [R, 2].
+
+    One number a row: a rank that never had an item cannot know how many others have for each.
+    """
+    items_R = np.repeat(np.array(members, dtype=np.float64), len(result) // max(len(members), 1))
+    return torch.stack([torch.from_numpy(items_R), result.double()], dim=1)
 
 
 def digest_of_pairs(items: PairItems) -> str:

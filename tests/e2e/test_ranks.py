@@ -125,6 +125,12 @@ def test_a_partitioned_reference_gives_the_same_logprobs(results):
             assert torch.allclose(one, other, atol=1e-5)
 
 
+def test_reference_columns_over_ranks_are_those_of_one(results):
+    expected = results[0, 1]["reference columns"]
+    for rank in range(2):
+        torch.testing.assert_close(results[rank, 2]["reference columns"], expected, atol=1e-4, rtol=1e-5)
+
+
 def test_evaluation_over_ranks_is_the_global_mean(results):
     assert results[0, 2]["evaluation"] == results[1, 2]["evaluation"]
     assert results[0, 2]["evaluation"] == pytest.approx(results[0, 1]["evaluation"], rel=1e-5)
