@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import make_tiny_tokenizer
 from preference_training import (
     STEPS,
     TASKS,
@@ -23,7 +24,7 @@ from preference_training import (
 )
 from tiny_training import CLOSE, NOISE, Layout, farthest, load_policy
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.preference import PREFERENCE_LOSSES
@@ -33,10 +34,11 @@ from rlhf_cli.backends.reference import kept_columns
 from rlhf_cli.commands.dpo import DPOConfig, make_objective
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import LOSS_DEFAULTS, PAIR_LOSSES
-from rlhf_cli.data.packing import Sequence, pack
+from rlhf_cli.data.packing import Sequence, at_targets, only_end, pack
 from rlhf_cli.data.trees import Tree, pack_trees
 from rlhf_cli.flags import flags_of
-from rlhf_cli.models.loading import load_value_backbone
+from rlhf_cli.models.classifiers import padding_token
+from rlhf_cli.models.loading import load_value_backbone, save_hf
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.options import build_config
 from rlhf_cli.trainers import dpo
@@ -241,6 +243,54 @@ def test_a_reward_model_scores_as_transformers_does(tiny_model_dir, tmp_path):
         for branch in tree.branches
     ]
     torch.testing.assert_close(scores.detach(), torch.tensor(expected), atol=1e-5, rtol=1e-5)
+
+
+def ends_turns(tokenizer):
+    tokenizer.pad_token = tokenizer.eos_token
+
+
+def is_none(tokenizer):
+    tokenizer.pad_token = None
+
+
+def is_written_by_the_template(tokenizer):
+    tokenizer.chat_template += "{# <|endoftext|> #}"
+
+
+@pytest.mark.parametrize(
+    ("change", "padding"),
+    [(ends_turns, "<|endoftext|>"), (is_none, "<|endoftext|>"), (is_written_by_the_template, "<|pad|>")],
+)
+def test_a_saved_reward_model_scores_padded_batches_as_it_was_trained(tiny_model_dir, tmp_path, change, padding):
+    model = load_value_backbone(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32"))
+    tokenizer = make_tiny_tokenizer()
+    change(tokenizer)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    texts = ["2+2=4<|im_end|>", "the sum of two and two is five<|im_end|>"]
+    rows = [np.array(tokenizer(text).input_ids, dtype=np.int32) for text in texts]
+    ends = [only_end(Sequence(row, np.zeros(len(row), dtype=bool))) for row in rows]
+    scores = ValueModel(model)(at_targets(pack(ends))).detach()
+    save_hf(model, tokenizer, tmp_path / "reward")
+
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward", dtype=torch.float32).eval()
+    for side in ("right", "left"):
+        theirs = AutoTokenizer.from_pretrained(tmp_path / "reward", padding_side=side)
+        assert theirs.pad_token == padding
+        with torch.no_grad():
+            found = plain(**theirs(texts, padding=True, return_tensors="pt")).logits[:, 0]
+        torch.testing.assert_close(found, scores, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_is_a_named_token_before_another_and_never_one_without_an_embedding():
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_0|>", "<|right_pad|>"]})  # 260, 261
+    assert padding_token(tokenizer, Qwen2Config(vocab_size=262)) == "<|right_pad|>"
+    assert padding_token(tokenizer, Qwen2Config(vocab_size=261)) == "<|reserved_0|>"
+    assert padding_token(tokenizer, Qwen2Config(vocab_size=262, eos_token_id=[257, 261])) == "<|reserved_0|>"
+    assert padding_token(tokenizer, Qwen2Config(vocab_size=260)) == "<|endoftext|>"
+    tokenizer.eos_token = "<|endoftext|>"
+    assert padding_token(tokenizer, Qwen2Config(vocab_size=260)) is None
 
 
 def test_reward_metrics_are_mean_and_spread_of_all_scores(tiny_model_dir):

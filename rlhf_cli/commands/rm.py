@@ -45,9 +45,9 @@ def rm(config: RMConfig) -> None:
 
     from rlhf_cli.commands.offline import OfflineTask, offline_model, run_offline
     from rlhf_cli.commands.pair_items import load_pair_items
+    from rlhf_cli.models.classifiers import padding_token, refuse_several_labels
     from rlhf_cli.models.loading import load_value_backbone
     from rlhf_cli.models.policy import ValueModel
-    from rlhf_cli.models.reward_model import refuse_several_labels
     from rlhf_cli.trainers.rm import RewardObjective, finish_reward_metrics
 
     loss = config.reward
@@ -56,6 +56,8 @@ def rm(config: RMConfig) -> None:
     items, summary = load_pair_items(
         config, model, share_prompts=loss.share_prompts, read_ends=True, with_margin=loss.margin_loss
     )
+    if padding_token(model.tokenizer, model.architecture) is None:
+        summary += "; no token is free for padding: transformers will score one sequence at a time"
     task = OfflineTask(
         command="rm",
         objective=RewardObjective(loss.loss, loss.margin_loss, loss.center_rewards_coefficient),

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.model import AdapterConfig, LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError, first_line
+from rlhf_cli.models.classifiers import set_padding
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.loading import (
     ADAPTER_FILE,
@@ -263,6 +264,7 @@ def save_adapter(
         weights = {file_name(name): weight.contiguous() for name, weight in state_dict.items()}
         save_file(weights, written / WEIGHTS_FILE, metadata={"format": "pt"})
         describe_adapter(model, written)
+        tokenizer = set_padding(model, tokenizer)
         config_to_save(model).to_json_file(written / MODEL_FILE)
         save_tokenizer(model, tokenizer, written)
 

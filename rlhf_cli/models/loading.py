@@ -33,6 +33,7 @@ from transformers.utils import is_bitsandbytes_available, is_liger_kernel_availa
 from rlhf_cli.config.model import ModelConfig, ModelSource, TokenizerSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention import attention_needs, resolve_attention
+from rlhf_cli.models.classifiers import set_padding
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.weight_files import fingerprint, folder_of
 
@@ -378,6 +379,7 @@ def save_hf(
     stays until the new folder is complete and on disk.
     """
     with whole_folder(path) as written:
+        tokenizer = set_padding(model, tokenizer)
         make_generation_valid(model, tokenizer)
         model.save_pretrained(written, state_dict=_without_tied_copies(model, state_dict))
         tokenizer.save_pretrained(written)
@@ -385,6 +387,7 @@ def save_hf(
 
 def save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Writes what a Hugging Face folder has besides weights: configuration, tokenizer, template, generation."""
+    tokenizer = set_padding(model, tokenizer)
     config_to_save(model).save_pretrained(folder)
     save_tokenizer(model, tokenizer, folder)
 

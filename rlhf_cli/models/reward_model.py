@@ -10,10 +10,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.classifiers import is_classifier, refuse_several_labels
 from rlhf_cli.models.loading import load_config, load_tokenizer, quadratic_cost
-
-CLASSIFIER = "ForSequenceClassification"
-"""End of the class names of models with a score for a whole sequence."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +76,13 @@ def score_statistics(config: PretrainedConfig, name: str) -> ScoreStatistics:
 
 
 def _require_one_label(config: PretrainedConfig, name: str) -> None:
-    kinds = config.architectures or []
-    if not any(kind.endswith(CLASSIFIER) for kind in kinds):
+    if not is_classifier(config):
+        kinds = " ".join(config.architectures or [])
         raise UsageError(
-            f"--reward_pretrain {name!r} is {' '.join(kinds) or config.model_type}, not a sequence-classification "
+            f"--reward_pretrain {name!r} is {kinds or config.model_type}, not a sequence-classification "
             "model with one label: `rlhf rm` trains one"
         )
     refuse_several_labels(config, f"--reward_pretrain {name!r}")
-
-
-def refuse_several_labels(config: PretrainedConfig, what: str) -> None:
-    """UsageError naming a classifier whose head is no reward model's; models without such a head get one."""
-    is_classifier = any(kind.endswith(CLASSIFIER) for kind in config.architectures or [])
-    if is_classifier and config.num_labels != 1:
-        raise UsageError(f"{what} has {config.num_labels} labels, and a reward model has one")
 
 
 def _require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, name: str) -> None:

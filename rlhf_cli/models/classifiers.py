@@ -1,0 +1,61 @@
+"""What is peculiar to models with a score for a whole sequence: how they are known, and what they are padded with.
+
+Leaves out whether such a model fits a policy (reward_model).
+"""
+
+import copy
+
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_cli.errors import UsageError
+
+CLASSIFIER = "ForSequenceClassification"
+"""End of the class names of models with a score for a whole sequence."""
+NEW_PADDING = "<|pad|>"
+"""Padding token of a tokenizer that has none to spare, where the model has an embedding no token uses."""
+
+
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Whether the model of this configuration has a score for a whole sequence."""
+    return any(kind.endswith(CLASSIFIER) for kind in config.architectures or [])
+
+
+def refuse_several_labels(config: PretrainedConfig, what: str) -> None:
+    """UsageError naming a classifier whose head is no reward model's; models without such a head get one."""
+    if is_classifier(config) and config.num_labels != 1:
+        raise UsageError(f"{what} has {config.num_labels} labels, and a reward model has one")
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> str | None:
+    """A special token that ends no response and that the model has an embedding of; None if there is none.
+
+    It is the tokenizer's own padding token if that will do. A token that the chat template writes may end a turn.
+    """
+    text = config.get_text_config()
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    written = str(tokenizer.chat_template)
+    free = [
+        token.content
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special and number < text.vocab_size
+        if number not in (tokenizer.eos_token_id, *ends) and token.content not in written
+    ]
+    if free:  # Llama 3 has tokens called finetune_right_pad_id and reserved_special_token
+        return min(free, key=lambda name: (name != tokenizer.pad_token, "pad" not in name, "reserved" not in name))
+    return NEW_PADDING if len(tokenizer) < text.vocab_size else None
+
+
+def set_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer to save beside the model; a classifier and it get the same padding token, or neither has one.
+
+    transformers reads the score of a row at its last token that is not the padding token of config.json, and without
+    one takes single rows only. The score stands at the end of the turn, which must not be taken for padding.
+    """
+    if not type(model).__name__.endswith(CLASSIFIER):
+        return tokenizer
+    padded = copy.deepcopy(tokenizer)
+    padded.pad_token = padding_token(tokenizer, model.config)
+    if padded.pad_token is not None:
+        padded.add_special_tokens({"pad_token": padded.pad_token})  # gives a new one an id
+    model.config.get_text_config().pad_token_id = padded.pad_token_id
+    return padded
