@@ -29,8 +29,15 @@ from rlhf_cli.config.model import AdapterConfig, ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing import pack
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.adapters import adapter_off, load_with_adapter, parameters_said, plan_adapter, save_adapter
-from rlhf_cli.models.loading import load_causal_lm, load_tokenizer, load_value_backbone, resolve_model_path
+from rlhf_cli.models.adapters import (
+    adapter_off,
+    load_with_adapter,
+    parameters_said,
+    plan_adapter,
+    require_language_model,
+    save_adapter,
+)
+from rlhf_cli.models.loading import load_causal_lm, load_config, load_tokenizer, load_value_backbone, resolve_model_path
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.weight_files import fingerprint
 
@@ -403,6 +410,17 @@ def test_peft_loads_a_head_saved_with_its_adapter(tiny_model_dir, tmp_path):
     tokens = torch.tensor([[5, 6, 7, 8]])
     model.set_attn_implementation("sdpa")
     torch.testing.assert_close(loaded(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
+
+
+def test_the_adapter_of_a_reward_model_is_not_trained_as_a_language_model(tiny_model_dir, tmp_path):
+    folder = saved(load(tiny_model_dir, kind=load_value_backbone), tiny_model_dir, tmp_path / "adapter")
+    plan = plan_adapter(settings(folder), AdapterConfig(), seed=1)
+    with pytest.raises(UsageError, match="is the adapter of a reward model, which gives scores"):
+        require_language_model(settings(folder), load_config(settings(tiny_model_dir)), plan)
+    with pytest.raises(UsageError, match=r"does not fit the model it names: look at base_model\.model\.score\.weight"):
+        load(folder, lora_rank=0)
+    for other in (None, plan_adapter(settings(tiny_model_dir), AdapterConfig(lora_rank=4), seed=1)):
+        require_language_model(settings(tiny_model_dir), load_config(settings(tiny_model_dir)), other)
 
 
 def test_a_checkpoint_says_what_model_it_is_of(tiny_model_dir, tmp_path):

@@ -313,6 +313,14 @@ def test_trained_value_head_is_loaded(tiny_model_dir, tmp_path):
     assert torch.equal(load_value_backbone(settings(tmp_path / "critic")).score.weight, torch.full((1, 32), 0.5))
 
 
+def test_a_reward_model_is_no_language_model_though_its_weights_would_load(tiny_model_dir, tmp_path):
+    tokenizer = load_tokenizer(settings(tiny_model_dir))
+    save_hf(load_value_backbone(settings(tiny_model_dir)), tokenizer, tmp_path)
+    (tmp_path / "model.safetensors").write_text("never read")
+    with pytest.raises(UsageError, match="is Qwen2ForSequenceClassification, which gives scores: give a language"):
+        load_causal_lm(settings(tmp_path))
+
+
 def test_chat_template_comes_from_a_file_or_from_the_setting_itself(tiny_model_dir, tmp_path):
     (tmp_path / "template.jinja").write_text("{{ messages[0].content }}!")
     for source in (str(tmp_path / "template.jinja"), "{{ messages[0].content }}!"):

@@ -19,6 +19,7 @@ from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenising import check_token_ids
+from rlhf_cli.models.classifiers import refuse_classifier
 from rlhf_cli.models.loading import load_config, load_tokenizer, weights_of
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -77,9 +78,10 @@ class Hooks:
 def examinee(config: AnsweringConfig, *, first_step: int = 1, cells: Mapping[str, Any] | None = None) -> Examinee:
     """The model of the settings with its prompts. UsageError for what can be found wrong with them."""
     sampling = config.sampling
-    tokenizer = load_tokenizer(config.model)
+    tokenizer, architecture = load_tokenizer(config.model), load_config(config.model)
+    refuse_classifier(architecture, f"--pretrain {config.model.pretrain!r}")
     data = load_prompts(config.prompts, tokenizer, max_new_tokens=sampling.max_new_tokens, seed=config.out.seed)
-    check_token_ids(data.report, tokenizer, load_config(config.model), pretrain=config.model.pretrain)
+    check_token_ids(data.report, tokenizer, architecture, pretrain=config.model.pretrain)
     return Examinee(
         config,
         rollout_backend(sampling),

@@ -57,11 +57,13 @@ def dpo(config: DPOConfig) -> None:
     from rlhf_cli.commands.offline import OfflineTask, offline_model, run_offline
     from rlhf_cli.commands.pair_items import load_pair_items
     from rlhf_cli.commands.references import check_reference, pair_reference
+    from rlhf_cli.models.adapters import require_language_model
     from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
 
     objective = make_objective(config.preference)
     model = offline_model(config)
+    require_language_model(config.model, model.architecture, model.plan)
     check_reference(config.reference, model, config.deepspeed, is_needed=objective.needs_reference)
     items, summary = load_pair_items(config, model, share_prompts=config.preference.share_prompts, read_ends=False)
     task = OfflineTask(

@@ -51,6 +51,7 @@ def kto(config: KTOConfig) -> None:
     from rlhf_cli.commands.offline import OfflineTask, load_items, offline_model, run_offline
     from rlhf_cli.commands.references import check_reference, labelled_reference
     from rlhf_cli.data.preference_data import load_labelled
+    from rlhf_cli.models.adapters import require_language_model
     from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
     from rlhf_cli.trainers.kto import KTOObjective, LabelledItems, partners_of
@@ -59,6 +60,7 @@ def kto(config: KTOConfig) -> None:
     settings = UnpairedSettings(loss.beta, loss.desirable_loss_weight, loss.undesirable_loss_weight)
     objective = KTOObjective(loss.loss, settings)
     model = offline_model(config)
+    require_language_model(config.model, model.architecture, model.plan)
     check_reference(config.reference, model, config.deepspeed, is_needed=True)
 
     def load(**source: Any) -> LabelledItems:

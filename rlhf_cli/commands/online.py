@@ -32,6 +32,7 @@ from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.loading import check_trainable, dtype_note
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
 from rlhf_cli.options import to_yaml
@@ -179,6 +180,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype)
     backend = rollout_backend(config.rollout)
     model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    require_language_model(config.model, model.architecture, model.plan)
     check_trainable(model.base, model.architecture, partitioned=config.deepspeed.zero_stage == 3)
     if model.plan is not None and config.reference.ref_sync_steps:
         raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")

@@ -42,12 +42,14 @@ def sft(config: SFTConfig) -> None:
 
     from rlhf_cli.commands.offline import OfflineTask, load_items, offline_model, run_offline
     from rlhf_cli.data.sft_data import load_sft_sequences
+    from rlhf_cli.models.adapters import require_language_model
     from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
     from rlhf_cli.trainers.sft import SequenceItems, sft_objective
 
     data, seed = config.data, config.batch.seed
     model = offline_model(config)
+    require_language_model(config.model, model.architecture, model.plan)
 
     def load(**source: Any) -> SequenceItems:
         return SequenceItems(load_sft_sequences(data, model.tokenizer, seed=seed, **source))

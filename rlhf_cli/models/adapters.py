@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.config.model import AdapterConfig, LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError, first_line
-from rlhf_cli.models.classifiers import set_padding
+from rlhf_cli.models.classifiers import refuse_classifier, set_padding
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.loading import (
     ADAPTER_FILE,
@@ -38,6 +38,8 @@ BASE_FILE = "adapter_base.json"
 MODEL_FILE = "model_config.json"
 """Configuration of base and adapter together; where it is called config.json, transformers sees a whole model."""
 HEAD = "score"
+SCORES = "SEQ_CLS"
+"""PEFT's task type of adapters on a model with a head."""
 PREFIX = "base_model.model."
 """Before every name in PEFT's files: there the model sits in two wrappers."""
 ACTIVE = "default"
@@ -85,6 +87,14 @@ def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Adapt
         require_same_base(folder, base, mark)
     weights = None if folder is None else folder / WEIGHTS_FILE
     return AdapterPlan(base, mark, config, weights, in_4bit, seed)
+
+
+def require_language_model(model: ModelConfig, architecture: PretrainedConfig, plan: AdapterPlan | None) -> None:
+    """UsageError where the model of the settings, or the adapter that it is, gives scores."""
+    what = f"--pretrain {model.pretrain!r}"
+    refuse_classifier(architecture, what)
+    if plan is not None and plan.config.task_type == SCORES:
+        raise UsageError(f"{what} is the adapter of a reward model, which gives scores: give a language model")
 
 
 def _new_config(adapter: LoraConfig) -> Any:
@@ -169,7 +179,7 @@ def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
     from peft import inject_adapter_in_model
 
     config = copy.deepcopy(plan.config)
-    config.task_type = "SEQ_CLS" if _has_head(model) else "CAUSAL_LM"
+    config.task_type = SCORES if _has_head(model) else "CAUSAL_LM"
     with torch.random.fork_rng():
         torch.manual_seed(plan.seed)  # the same weights however the model was loaded
         try:
@@ -283,7 +293,8 @@ def _load_weights(model: PreTrainedModel, file: Path) -> None:
         raise UsageError(f"adapter {file.parent} has an {ADAPTER_FILE} but no {file.name}")
     weights = load_file(file)
     wanted = {file_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    problem = next((name for name in sorted(wanted.keys() ^ weights.keys()) if not name.endswith(f"{HEAD}.weight")), "")
+    missing = {name for name in wanted if name not in weights and not name.endswith(f"{HEAD}.weight")}
+    problem = min(missing | (weights.keys() - wanted.keys()), default="")
     for name, parameter in wanted.items():
         if name in weights and weights[name].shape != getattr(parameter, "ds_shape", parameter.shape):
             problem = name

@@ -26,6 +26,12 @@ def refuse_several_labels(config: PretrainedConfig, what: str) -> None:
         raise UsageError(f"{what} has {config.num_labels} labels, and a reward model has one")
 
 
+def refuse_classifier(config: PretrainedConfig, what: str) -> None:
+    """UsageError naming a classifier where a language model is needed: with tied embeddings it would load as one."""
+    if is_classifier(config):
+        raise UsageError(f"{what} is {' '.join(config.architectures)}, which gives scores: give a language model")
+
+
 def padding_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> str | None:
     """A special token that ends no response and that the model has an embedding of; None if there is none.
 

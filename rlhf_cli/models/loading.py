@@ -33,7 +33,7 @@ from transformers.utils import is_bitsandbytes_available, is_liger_kernel_availa
 from rlhf_cli.config.model import ModelConfig, ModelSource, TokenizerSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention import attention_needs, resolve_attention
-from rlhf_cli.models.classifiers import set_padding
+from rlhf_cli.models.classifiers import refuse_classifier, set_padding
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.weight_files import fingerprint, folder_of
 
@@ -163,8 +163,9 @@ def load_causal_lm(
     """Causal language model in evaluation mode, attention and gradient checkpointing set.
 
     With `zero3_config`, a DeepSpeed configuration of stage 3, weights are partitioned over ranks while they are loaded;
-    with `in_4bit` they are quantised, for training an adapter on them.
+    with `in_4bit` they are quantised, for training an adapter on them. UsageError for a model that gives scores.
     """
+    refuse_classifier(load_config(config), f"pretrain {config.pretrain!r}")
     options = _quantised(config) if in_4bit else {"device_map": device_map}
     return _load(AutoModelForCausalLM, config, zero3_config=zero3_config, in_4bit=in_4bit, **options)
 
