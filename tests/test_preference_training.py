@@ -1,7 +1,9 @@
 """Reward models, dpo and kto under the real engine: steps do not depend on how they are cut, packed or shared."""
 
+import json
 import math
 import re
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,13 +34,17 @@ from rlhf_cli.algorithms.ragged import segment_sum
 from rlhf_cli.backends import distributed
 from rlhf_cli.backends.reference import kept_columns
 from rlhf_cli.commands.dpo import DPOConfig, make_objective
+from rlhf_cli.commands.offline import Items, TrainedModel
+from rlhf_cli.commands.references import check_reference, pair_reference
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.preference import LOSS_DEFAULTS, PAIR_LOSSES
+from rlhf_cli.config.preference import LOSS_DEFAULTS, PAIR_LOSSES, ReferenceConfig
+from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing import Sequence, at_targets, only_end, pack
 from rlhf_cli.data.trees import Tree, pack_trees
+from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import flags_of
 from rlhf_cli.models.classifiers import padding_token
-from rlhf_cli.models.loading import load_value_backbone, save_hf
+from rlhf_cli.models.loading import load_config, load_tokenizer, load_value_backbone, save_hf
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.options import build_config
 from rlhf_cli.trainers import dpo
@@ -181,6 +187,53 @@ def test_ranks_without_an_item_get_the_reference_columns_of_all(max_sequences):
             ),
         ):
             assert stored.tolist() == expected
+
+
+def model_of(folder):
+    source = ModelConfig(pretrain=str(folder), param_dtype="fp32")
+    return TrainedModel(source, None, load_config(source), load_tokenizer(source))
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_a_given_reference_is_the_model_that_dpo_compares_with(
+    tiny_model_dir, tiny_llama_dir, tmp_path, monkeypatch, precomputed
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = ReferenceConfig(ref_pretrain=tiny_llama_dir, precompute_ref_log_probs=precomputed)
+    task, deepspeed, model = dpo_task("sigmoid"), DeepSpeedConfig(), model_of(tiny_model_dir)
+    check_reference(settings, model, deepspeed, is_needed=True)
+    items, reference = pair_reference(
+        settings, task.objective, Items(task.items, None), Layout().share(), model=model, deepspeed=deepspeed
+    )
+    batches = [items.data.collate([2, 5])]
+    [batch] = batches if reference.prepare is None else reference.prepare(None, batches)
+    _, given = load_policy(tiny_llama_dir, 0)
+    pairs = [make_pairs().pairs[number] for number in (2, 5)]
+    expected = torch.stack([logprob_of(given, p.prompt_ids, b) for p in pairs for b in (p.chosen, p.rejected)])
+    torch.testing.assert_close(batch.columns[dpo.REF], expected.view(2, 2), atol=1e-4, rtol=1e-5)
+
+
+def test_a_reference_that_reads_other_tokens_is_refused(tiny_model_dir, tmp_path):
+    def refused(folder):
+        with pytest.raises(UsageError) as caught:
+            check_reference(
+                ReferenceConfig(ref_pretrain=str(folder)), model_of(tiny_model_dir), DeepSpeedConfig(), is_needed=True
+            )
+        return str(caught.value)
+
+    assert refused(tmp_path / "nowhere").startswith("--ref_pretrain: pretrain '")
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 259}))
+    assert refused(folder).endswith("has 259 embeddings, fewer than the 260 tokens it would read")
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForSequenceClassification"]}))
+    assert refused(folder).endswith("is Qwen2ForSequenceClassification, which gives scores: give a language model")
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "another vocabulary than the policy, whose token ids it would read: 2 of 260 tokens" in refused(folder)
 
 
 def test_data_that_differ_in_one_token_have_another_digest():

@@ -13,7 +13,9 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import FrozenReferenceConfig, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.loading import load_config
+from rlhf_cli.models.classifiers import refuse_classifier
+from rlhf_cli.models.loading import load_config, load_tokenizer
+from rlhf_cli.models.reward_model import require_same_tokens
 from rlhf_cli.trainers import dpo, kto
 from rlhf_cli.trainers.loop import Share
 from rlhf_cli.trainers.reference_columns import all_results, digest_of_pairs, digest_of_responses
@@ -33,7 +35,23 @@ def check_reference(
         raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
     if moves and settings.zero_stage == 3:
         raise UsageError("ref_sync_steps does not go with --zero_stage 3, which partitions both models")
-    load_config(_source(reference, model))
+    if reference.ref_pretrain is not None:
+        _check_given(_source(reference, model), model)
+
+
+def _check_given(source: ModelConfig, model: TrainedModel) -> None:
+    """UsageError for a model that cannot be the reference, or reads other token ids than the trained one."""
+    what = f"--ref_pretrain {source.pretrain!r}"
+    try:
+        architecture, tokenizer = load_config(source), load_tokenizer(source)
+    except UsageError as error:
+        raise UsageError(f"--ref_pretrain: {error}") from error
+    refuse_classifier(architecture, what)
+    require_same_tokens(tokenizer, model.tokenizer, what)
+    last_token = max(model.tokenizer.get_vocab().values())
+    sizes = [config.get_text_config().vocab_size for config in (architecture, model.architecture)]
+    if sizes[0] < min(last_token + 1, sizes[1]):  # rows of padding beyond the tokens may differ
+        raise UsageError(f"{what} has {sizes[0]:,} embeddings, fewer than the {last_token + 1:,} tokens it would read")
 
 
 def _source(reference: FrozenReferenceConfig, model: TrainedModel) -> ModelConfig:

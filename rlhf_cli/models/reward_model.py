@@ -1,6 +1,6 @@
-"""Whether a reward model fits the policy it is to judge, seen from configuration and tokenizer alone.
+"""Whether a model that reads the policy's token ids fits it, seen from configuration and tokenizer alone.
 
-Leaves out its weights, which the ranks of its role load.
+A reward model above all, of whose weights nothing is here: the ranks of its role load them.
 """
 
 import math
@@ -44,7 +44,7 @@ def find_reward_model(
     """
     changes = {"pretrain": reward_pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
     found, own_tokenizer = read_reward_model(policy.model_copy(update=changes), normalize=normalize)
-    _require_same_tokens(own_tokenizer, tokenizer, reward_pretrain)
+    require_same_tokens(own_tokenizer, tokenizer, f"--reward_pretrain {reward_pretrain!r}")
     return found
 
 
@@ -85,14 +85,17 @@ def _require_one_label(config: PretrainedConfig, name: str) -> None:
     refuse_several_labels(config, f"--reward_pretrain {name!r}")
 
 
-def _require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, name: str) -> None:
-    """Token ids of the policy go to the reward model as they are; tokens that only it has do no harm."""
+def require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, what: str) -> None:
+    """UsageError naming a model that reads other ids; the policy's go to it as they are.
+
+    Tokens that only it has do no harm.
+    """
     own_ids = own.get_vocab()
     others = sorted((number, token) for token, number in policy.get_vocab().items() if own_ids.get(token) != number)
     if others:
         number, token = others[0]
         said = f"{own_ids[token]} there" if token in own_ids else "not there"
         raise UsageError(
-            f"--reward_pretrain {name!r} has another vocabulary than the policy, whose token ids it would read: "
+            f"{what} has another vocabulary than the policy, whose token ids it would read: "
             f"{len(others):,} of {len(policy):,} tokens differ, the first is {token!r}: {number} here, {said}"
         )
