@@ -400,3 +400,21 @@ def test_what_a_reference_said_is_found_again_whatever_its_path(tiny_model_dir, 
     assert again["ref"].tolist() == of_the_run["ref"].tolist() == [0, 1, 2]
     others = kept_columns(ModelConfig(pretrain=tiny_model_dir), "other rows", lambda: {"ref": np.zeros(1)})
     assert others["ref"].tolist() == [0]
+
+
+@pytest.mark.parametrize("damaged", [lambda whole: whole[:-40], lambda whole: b"", lambda whole: b"text"])
+def test_what_a_reference_said_is_asked_again_where_its_file_is_damaged(tiny_model_dir, tmp_path, monkeypatch, damaged):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = ModelConfig(pretrain=tiny_model_dir)
+    kept_columns(source, "rows", lambda: {"ref": np.arange(3.0)})
+    [file] = tmp_path.rglob("*.npz")
+    file.write_bytes(damaged(file.read_bytes()))
+    assert kept_columns(source, "rows", lambda: {"ref": np.ones(2)})["ref"].tolist() == [1, 1]
+    assert kept_columns(source, "rows", lambda: pytest.fail("it was kept"))["ref"].tolist() == [1, 1]
+
+
+def test_what_a_reference_said_is_used_where_it_cannot_be_kept(tiny_model_dir, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder can be made in a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    columns = kept_columns(ModelConfig(pretrain=tiny_model_dir), "rows", lambda: {"ref": np.arange(3.0)})
+    assert columns["ref"].tolist() == [0, 1, 2]

@@ -3,8 +3,10 @@
 import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -78,18 +80,33 @@ def kept_columns(source: ModelConfig, digest: str, compute: Callable[[], Columns
     key = hashlib.blake2b(digest_size=16)
     key.update(f"{weights_of(source.pretrain)} {source.param_dtype} {digest}".encode())
     path = user_cache("reference") / f"{key.hexdigest()}.npz"
-    if not distributed.any_rank(not path.is_file()):
-        with np.load(path) as stored:
-            return dict(stored)
+    stored = _read(path)
+    if not distributed.any_rank(stored is None):
+        assert stored is not None, "no rank is without"
+        return stored
     columns = compute()
     if dist.get_rank() == 0:
-        _write(path, columns)
+        with suppress(OSError):  # a folder that cannot be written: the next run computes anew
+            _write(path, columns)
     distributed.barrier()
     return columns
+
+
+def _read(path: Path) -> Columns | None:
+    """The columns kept at `path`; None if there are none or they are damaged."""
+    try:
+        with np.load(path) as stored:
+            return dict(stored)
+    except (OSError, ValueError, EOFError, TypeError, BadZipFile):
+        return None
 
 
 def _write(path: Path, columns: Columns) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
-        np.savez(file, **columns)  # type: ignore[arg-type]
-    Path(file.name).rename(path)
+        try:
+            np.savez(file, **columns)  # type: ignore[arg-type]
+            file.flush()
+            Path(file.name).rename(path)
+        finally:
+            Path(file.name).unlink(missing_ok=True)
