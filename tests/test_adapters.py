@@ -292,6 +292,15 @@ def saved(model, pretrain, path):
     return path
 
 
+def test_an_adapter_without_a_tokenizer_has_that_of_its_base(tiny_model_dir, tmp_path):
+    folder = saved(load(tiny_model_dir), tiny_model_dir, tmp_path / "adapter")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink()
+    expected, found = (load_tokenizer(settings(path)) for path in (tiny_model_dir, folder))
+    assert found.get_vocab() == expected.get_vocab()
+    assert found.chat_template == expected.chat_template
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_adapter_is_trained_further_from_its_folder_or_its_run(tiny_model_dir, items, tmp_path, stage):
     model = load(tiny_model_dir, lora_alpha=3)

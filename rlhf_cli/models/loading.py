@@ -5,6 +5,7 @@ What a model computes on a pack is in `policy`; engines and sharding are in the 
 
 import contextlib
 import copy
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,14 +135,27 @@ def load_tokenizer(config: TokenizerSource) -> PreTrainedTokenizerBase:
 
     No padding token is made up: training never pads, and one equal to the end of sequence would hide that token.
     """
-    path = str(adapter_folder(config.pretrain) or resolve_model_path(config.pretrain))
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+    path = _tokenizer_path(config.pretrain)
+    if Path(path).is_dir() and not _has_tokenizer(Path(path)):
         raise UsageError(f"pretrain {path!r} has no tokenizer (tokenizer.json)")
     with _naming_the_model(path, "the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     if config.tokenizer_chat_template is not None:
         tokenizer.chat_template = _chat_template(config.tokenizer_chat_template)
     return tokenizer
+
+
+def _tokenizer_path(pretrain: str) -> str:
+    """Where the tokenizer is: with the model or adapter, or with the base of an adapter as PEFT alone saves it."""
+    adapter = adapter_folder(pretrain)
+    if adapter is None:
+        return resolve_model_path(pretrain)
+    base = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    return str(adapter) if _has_tokenizer(adapter) or not base else resolve_model_path(base)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _chat_template(source: str) -> str:
