@@ -177,6 +177,12 @@ def test_the_terminal_is_told_how_much_is_trained(tiny_model_dir):
     assert parameters_said(load_causal_lm(settings(tiny_model_dir))) == "0.0M parameters"
 
 
+@pytest.mark.parametrize("given", [{"lora_alpha": 32}, {"lora_dropout": 0.1}, {"target_modules": ["q_proj"]}])
+def test_settings_of_an_adapter_are_refused_where_there_is_none(tiny_model_dir, given):
+    with pytest.raises(UsageError, match=f"{next(iter(given))} is about an adapter: give --lora_rank"):
+        load(tiny_model_dir, lora_rank=0, **given)
+
+
 def test_4_bits_are_refused_without_a_gpu_and_without_an_adapter(tiny_model_dir):
     if torch.cuda.is_available():
         pytest.skip("this machine has one")

@@ -69,13 +69,16 @@ def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Adapt
     """What the settings ask for: a new adapter, the one at `pretrain`, or None.
 
     Raises:
-        UsageError: the adapter at `pretrain` has another rank than asked for, or its base is not what it was.
+        UsageError: the adapter at `pretrain` has another rank than asked for, or its base is not what it was; settings
+            of an adapter are given and there is none.
     """
     folder = adapter_folder(model.pretrain)
     in_4bit = isinstance(adapter, AdapterConfig) and adapter.load_in_4bit
     if folder is None and adapter.lora_rank == 0:
         if in_4bit:
             raise UsageError("load_in_4bit: weights in 4 bits cannot be trained themselves; give --lora_rank")
+        if given := adapter.changed("lora_alpha", "lora_dropout", "target_modules"):
+            raise UsageError(f"{given} is about an adapter: give --lora_rank")
         return None
     config = _new_config(adapter) if folder is None else _stored_config(folder, adapter)
     base = resolve_model_path(model.pretrain) if folder is None else base_of(folder, config)
@@ -116,6 +119,8 @@ def _stored_config(folder: Path, adapter: LoraConfig) -> Any:
             f"pretrain {str(folder)!r} is an adapter of rank {config.r}, not {adapter.lora_rank}: leave --lora_rank "
             "away to train it further, or fold it into its base with `rlhf merge` to begin another"
         )
+    if given := adapter.changed("lora_alpha", "target_modules"):
+        raise UsageError(f"pretrain {str(folder)!r} is an adapter that has its own {given}: leave --{given} away")
     if others := set(config.modules_to_save or ()) - {HEAD}:
         raise UsageError(f"pretrain {str(folder)!r}: adapters that save {', '.join(sorted(others))} are not trained")
     config.inference_mode, config.modules_to_save = False, None
