@@ -37,7 +37,8 @@ class Trained:
     def __init__(self, root, pretrain, *, stage=0, dtype="fp32", lora_rank=0, value=False, name="model"):
         config = ModelConfig(pretrain=str(pretrain), param_dtype=dtype)
         tokenizer = load_tokenizer(config)
-        plan = plan_adapter(config, AdapterConfig(lora_rank=lora_rank, lora_alpha=8), seed=1)
+        adapter = AdapterConfig(lora_rank=lora_rank, lora_alpha=8) if lora_rank else AdapterConfig()
+        plan = plan_adapter(config, adapter, seed=1)
         zero3 = deepspeed_config(DeepSpeedConfig(zero_stage=stage), param_dtype=dtype, max_norm=1.0)
         load = load_value_backbone if value else load_causal_lm
         self.hf_model = load_with_adapter(load, config, plan, zero3_config=zero3 if stage == 3 else None)

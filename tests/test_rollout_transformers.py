@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_cli.backends.engine_group import rollout_backend
 from rlhf_cli.backends.rollout_engine import EngineSettings, eos_token_ids
 from rlhf_cli.backends.rollout_transformers import TransformersEngine
 from rlhf_cli.backends.weight_transfer import WeightSender, weights_checksum
 from rlhf_cli.backends.weight_transfer_shm import ShmTransport
+from rlhf_cli.config.online import EngineConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 
@@ -353,10 +355,8 @@ def test_nothing_is_generated_asleep_or_in_the_middle_of_an_update(engine):
     assert len(engine.generate(REQUESTS, SAMPLING)) == 18
 
 
-@pytest.mark.parametrize(
-    ("changes", "flag"),
-    [({"sync_backend": "nccl"}, "vllm_sync_backend"), ({"tensor_parallel_size": 2}, "parallel_size")],
-)
-def test_settings_that_need_vllm_are_refused_by_name(tiny_model_dir, changes, flag):
-    with pytest.raises(UsageError, match=flag):
-        TransformersEngine(tiny_model_dir, replace(SETTINGS, **changes))
+def test_settings_that_need_vllm_are_refused_by_name(tiny_model_dir):
+    with pytest.raises(UsageError, match="--vllm_sync_backend nccl needs vLLM"):
+        TransformersEngine(tiny_model_dir, replace(SETTINGS, sync_backend="nccl"))
+    with pytest.raises(UsageError, match="--vllm_tensor_parallel_size needs vLLM"):
+        rollout_backend(EngineConfig(rollout_backend="transformers", vllm_tensor_parallel_size=2))

@@ -180,8 +180,7 @@ def load_causal_lm(
     with `in_4bit` they are quantised, for training an adapter on them. UsageError for a model that gives scores.
     """
     refuse_classifier(load_config(config), f"pretrain {config.pretrain!r}")
-    options = _quantised(config) if in_4bit else {"device_map": device_map}
-    return _load(AutoModelForCausalLM, config, zero3_config=zero3_config, in_4bit=in_4bit, **options)
+    return _load(AutoModelForCausalLM, config, zero3_config=zero3_config, in_4bit=in_4bit, device_map=device_map)
 
 
 def load_value_backbone(
@@ -195,8 +194,14 @@ def load_value_backbone(
 
     Its weights are normal with spread 1 / (hidden size + 1): normed hidden states then give values well under 1.
     """
-    options = {"num_labels": 1} | (_quantised(config) if in_4bit else {"device_map": device_map})
-    return _load(AutoModelForSequenceClassification, config, zero3_config=zero3_config, in_4bit=in_4bit, **options)
+    return _load(
+        AutoModelForSequenceClassification,
+        config,
+        zero3_config=zero3_config,
+        in_4bit=in_4bit,
+        device_map=device_map,
+        num_labels=1,
+    )
 
 
 def load_reward_model(config: ModelConfig, *, zero3_config: dict[str, Any] | None = None) -> PreTrainedModel:
@@ -261,6 +266,7 @@ def _load(
     zero3_config: dict[str, Any] | None,
     in_4bit: bool = False,
     has_score_head: bool = False,
+    device_map: str | dict[str, Any] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     path = resolve_model_path(config.pretrain)
@@ -275,6 +281,7 @@ def _load(
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            **(_quantised(config) if in_4bit else {"device_map": device_map}),
             **options,
         )
     if not model.is_backend_compatible():
