@@ -39,9 +39,9 @@ from rlhf_cli.models.loading import (
     num_parameters,
     quadratic_cost,
     resolve_model_path,
-    save_hf,
 )
 from rlhf_cli.models.policy import PolicyModel, ValueModel, logit_transform, parameter_groups
+from rlhf_cli.models.saving import save_hf
 
 
 def settings(pretrain, **changes):

@@ -44,8 +44,9 @@ from rlhf_cli.data.trees import Tree, pack_trees
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import flags_of
 from rlhf_cli.models.classifiers import padding_token
-from rlhf_cli.models.loading import load_config, load_tokenizer, load_value_backbone, save_hf
+from rlhf_cli.models.loading import load_config, load_tokenizer, load_value_backbone
 from rlhf_cli.models.policy import ValueModel
+from rlhf_cli.models.saving import save_hf
 from rlhf_cli.options import build_config
 from rlhf_cli.trainers import dpo
 from rlhf_cli.trainers.kto import KTOPreparation, partners_of

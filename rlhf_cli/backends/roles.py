@@ -57,11 +57,10 @@ from rlhf_cli.models.loading import (
     load_reward_model,
     load_tokenizer,
     load_value_backbone,
-    save_all_but_weights,
-    save_hf,
 )
 from rlhf_cli.models.merging import folded, in_folding_order, parameters_without_adapter
 from rlhf_cli.models.policy import PolicyModel, ValueModel
+from rlhf_cli.models.saving import save_all_but_weights, save_hf
 from rlhf_cli.models.varlen import VARLEN
 
 

@@ -24,12 +24,11 @@ from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.loading import (
     ADAPTER_FILE,
     adapter_folder,
-    config_to_save,
     fill,
     num_parameters,
     resolve_model_path,
-    save_tokenizer,
 )
+from rlhf_cli.models.saving import config_to_save, save_tokenizer
 from rlhf_cli.models.weight_files import fingerprint, folder_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -1,10 +1,10 @@
-"""Models and tokenizers from folders or the Hub, and back to folders that transformers loads.
+"""Models and tokenizers from folders or the Hub.
 
-What a model computes on a pack is in `policy`; engines and sharding are in the backends.
+What a model computes on a pack is in `policy`, how it becomes a folder again in `saving`; engines and sharding are in
+the backends.
 """
 
 import contextlib
-import copy
 import json
 import socket
 from collections.abc import Iterator
@@ -24,7 +24,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -34,8 +33,7 @@ from transformers.utils import is_bitsandbytes_available, is_liger_kernel_availa
 from rlhf_cli.config.model import ModelConfig, ModelSource, TokenizerSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention import attention_needs, resolve_attention
-from rlhf_cli.models.classifiers import refuse_classifier, set_padding
-from rlhf_cli.models.folders import whole_folder
+from rlhf_cli.models.classifiers import refuse_classifier
 from rlhf_cli.models.weight_files import fingerprint, folder_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -386,79 +384,3 @@ def quadratic_cost(config: PretrainedConfig) -> float:
     intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
     weights = layers * (2 * hidden * query + 2 * hidden * key_value + 3 * hidden * intermediate)
     return layers * query / (weights + hidden * text.vocab_size)
-
-
-def save_hf(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    path: str | Path,
-    *,
-    state_dict: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Writes model, tokenizer, chat template and generation settings to `path`, whole or not at all.
-
-    `state_dict` (Hugging Face names) replaces the model's own weights, where those are partitioned. What was at `path`
-    stays until the new folder is complete and on disk.
-    """
-    with whole_folder(path) as written:
-        tokenizer = set_padding(model, tokenizer)
-        make_generation_valid(model, tokenizer)
-        model.save_pretrained(written, state_dict=_without_tied_copies(model, state_dict))
-        tokenizer.save_pretrained(written)
-
-
-def save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes what a Hugging Face folder has besides weights: configuration, tokenizer, template, generation."""
-    tokenizer = set_padding(model, tokenizer)
-    config_to_save(model).save_pretrained(folder)
-    save_tokenizer(model, tokenizer, folder)
-
-
-def config_to_save(model: PreTrainedModel) -> PretrainedConfig:
-    """The model's configuration as `save_pretrained` writes it, but without a quantisation of weights in memory."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.dtype = model.dtype
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
-
-
-def save_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes tokenizer, template and generation settings."""
-    make_generation_valid(model, tokenizer)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _without_tied_copies(
-    model: PreTrainedModel, state_dict: dict[str, torch.Tensor] | None
-) -> dict[str, torch.Tensor] | None:
-    """Gathered weights no longer share memory, which is how transformers recognises tied ones: they are left out."""
-    if state_dict is None:
-        return None
-    tied = model.all_tied_weights_keys  # name of the copy -> name of the weight
-    return {name: tensor for name, tensor in state_dict.items() if tied.get(name) not in state_dict}
-
-
-def make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Generation stops at the tokenizer's end of sequence, pads with something, and has no contradicting settings."""
-    generation: GenerationConfig | None = getattr(model, "generation_config", None)
-    if generation is None:
-        return
-    ends = generation.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
-        ends = [tokenizer.eos_token_id, *ends]
-    if ends:
-        generation.eos_token_id = ends if len(ends) > 1 else ends[0]
-    if generation.pad_token_id is None:
-        generation.pad_token_id = (
-            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        )
-    try:
-        generation.validate(strict=True)
-    except ValueError:
-        # Published models carry a temperature without sampling, which transformers refuses to save.
-        generation.do_sample = True
