@@ -294,18 +294,35 @@ def test_too_few_gpus_for_a_role_of_several_nodes_counts_what_it_would_take_itse
 
 
 @pytest.mark.parametrize(
-    ("flag", "sizes", "said"),
+    ("placement", "node_gpus", "expected"),
     [
-        ("colocate_all_models", shape(1, 2, "actor", "critic"), "actor 1 x 2, critic 1 x 2, ref 1 x 1"),
-        ("colocate_actor_ref", shape(2, 1, "ref"), "actor 1 x 1, ref 2 x 1"),
-        ("colocate_critic_reward", shape(1, 2, "reward"), "critic 1 x 1, reward 1 x 2"),
+        (
+            {"colocate_all_models": True, **shape(1, 4, "actor"), **shape(1, 2, "critic"), **shape(1, 1, "ref")},
+            [8],
+            [["actor", "critic", "ref", ENGINE], ["actor", "critic", ENGINE], ["actor", ENGINE], ["actor", ENGINE]],
+        ),
+        (
+            {"colocate_actor_ref": True, **shape(2, 1, "ref"), **shape(1, 2, "actor")},
+            [2, 1, 2, 4],
+            [["actor", "ref"], ["actor"], ["ref"], ["critic"], *[[ENGINE]] * 4],
+        ),
+        (
+            {"colocate_all_models": True, **shape(1, 4, "actor"), **shape(2, 4, "critic")},
+            [4, 4],
+            [["actor", "critic", "ref", ENGINE], *[["actor", "critic", ENGINE]] * 3, *[["critic"]] * 4],
+        ),
     ],
 )
-def test_roles_of_unequal_shape_do_not_share(flag, sizes, said):
-    with pytest.raises(UsageError) as caught:
-        layout_of([8, 8], roles=JUDGED if "reward" in said else ROLES, **(sizes | {flag: True}))
-    assert str(caught.value).endswith(f"got {said}")
-    assert f"--{flag} " in str(caught.value)
+def test_roles_that_share_may_be_of_unequal_size(placement, node_gpus, expected):
+    layout = layout_of(node_gpus, engines=4, **placement)
+    assert users(layout) == expected
+    assert_sound(layout, node_gpus)
+
+
+def test_a_rank_that_sits_alone_among_roles_that_share_has_its_gpu_to_itself():
+    layout = layout_of([4], **shape(1, 2, "critic"), colocate_critic_reward=True, roles=("actor", "critic", "reward"))
+    assert [seat.shared for seat in layout.of("critic")] == [True, False]
+    assert [seat.shared for seat in layout.of("reward")] == [True]
 
 
 def test_shared_engines_that_do_not_cover_the_actor_are_told_the_right_number():

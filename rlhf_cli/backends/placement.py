@@ -64,15 +64,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Pool:
-    """Roles that share the same GPUs."""
+    """Roles that share GPUs: each has the first ones of the first nodes, as many as it needs."""
 
-    roles: tuple[str, ...]
-    num_nodes: int
-    gpus_per_node: int
+    shapes: dict[str, tuple[int, int]]  # nodes and GPUs on each, by role
     flags: str  # that set its size
+
+    @property
+    def gpus_by_node(self) -> list[int]:
+        """GPUs on each of its nodes: those of the largest role that sits there."""
+        num_nodes = max(nodes for nodes, _ in self.shapes.values())
+        return [max(gpus for nodes, gpus in self.shapes.values() if nodes > node) for node in range(num_nodes)]
 
 
 ENGINE = "engine"
+ENGINE_FLAGS = "--vllm_num_engines or --vllm_tensor_parallel_size"
+
+_Place = tuple[int, tuple[int, ...]]
+"""Island and positions in it of a rank or engine."""
 
 
 def plan_layout(
@@ -85,21 +93,24 @@ def plan_layout(
         node_gpus: free GPUs of each node, largest first.
 
     Raises:
-        UsageError: the roles do not fit, or sharing roles differ in size; names what is needed and what there is.
+        UsageError: the roles do not fit; names what is needed and what there is.
     """
     free = list(node_gpus)
     islands: list[Island] = []
-    seats: list[Seat] = []
+    places: dict[str, list[_Place]] = {}
     for pool in _pools(placement, roles):
         first = len(islands)
-        islands += [Island(node, pool.gpus_per_node) for node in _take(free, pool, total=node_gpus)]
-        shared = len(pool.roles) > 1 or placement.colocate_all_models
-        seats += [seat for role in pool.roles for seat in _rank_seats(role, islands, first=first, shared=shared)]
+        islands += _take(free, pool, total=node_gpus)
+        for role, (nodes, gpus) in pool.shapes.items():
+            places[role] = [(first + node, (gpu,)) for node in range(nodes) for gpu in range(gpus)]
     if placement.colocate_all_models:
-        seats += _shared_engines(rollout, islands)
+        places[ENGINE] = _shared_engines(rollout, _shape(placement, "actor"))
     else:
-        seats += _own_engines(rollout, islands, free, total=node_gpus)
-    return Layout(tuple(islands), tuple(seats))
+        size, first = rollout.vllm_tensor_parallel_size, len(islands)
+        pool = _Pool({"rollout engines": (rollout.vllm_num_engines, size)}, ENGINE_FLAGS)
+        islands += _take(free, pool, total=node_gpus)
+        places[ENGINE] = [(first + number, tuple(range(size))) for number in range(rollout.vllm_num_engines)]
+    return Layout(tuple(islands), tuple(_seats(places)))
 
 
 def check_layout(placement: PlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...]) -> None:
@@ -107,89 +118,84 @@ def check_layout(placement: PlacementConfig, rollout: RolloutConfig, *, roles: t
     plan_layout(placement, rollout, roles=roles, node_gpus=[sys.maxsize])
 
 
+def _seats(places: dict[str, list[_Place]]) -> list[Seat]:
+    """Ranks in the order of their places; a seat is shared if another role sits on one of its GPUs."""
+    users = Counter((island, gpu) for found in places.values() for island, gpus in found for gpu in gpus)
+    return [
+        Seat(role, rank, island, gpus, any(users[island, gpu] > 1 for gpu in gpus))
+        for role, found in places.items()
+        for rank, (island, gpus) in enumerate(found)
+    ]
+
+
 def _pools(placement: PlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:
     if placement.colocate_all_models:
-        return [_pool(placement, roles, "colocate_all_models")]
+        return [_pool(placement, roles)]
     together = []
     if placement.colocate_actor_ref:
-        together.append((("actor", "ref"), "colocate_actor_ref"))
+        together.append(("actor", "ref"))
     if isinstance(placement, CriticPlacementConfig) and placement.colocate_critic_reward:
-        together.append((("critic", "reward"), "colocate_critic_reward"))
+        together.append(("critic", "reward"))
     pools, seated = [], set()
-    for pair, flag in together:
+    for pair in together:
         members = tuple(role for role in pair if role in roles)
         if members:
-            pools.append(_pool(placement, members, flag))
+            pools.append(_pool(placement, members))
             seated |= set(members)
-    return pools + [_pool(placement, (role,), "") for role in roles if role not in seated]
+    return pools + [_pool(placement, (role,)) for role in roles if role not in seated]
 
 
-def _pool(placement: PlacementConfig, roles: tuple[str, ...], flag: str) -> _Pool:
+def _pool(placement: PlacementConfig, roles: tuple[str, ...]) -> _Pool:
     shapes = {role: _shape(placement, role) for role in roles}
-    if len(set(shapes.values())) > 1:
-        sizes = ", ".join(f"{role} {nodes} x {gpus}" for role, (nodes, gpus) in shapes.items())
-        raise UsageError(f"--{flag} needs the same nodes and GPUs per node for all that share them, got {sizes}")
-    return _Pool(roles, *shapes[roles[0]], flags=f"--{roles[0]}_num_nodes or --{roles[0]}_num_gpus_per_node")
+    largest = max(roles, key=lambda role: shapes[role][0] * shapes[role][1])
+    return _Pool(shapes, flags=f"--{largest}_num_nodes or --{largest}_num_gpus_per_node")
 
 
 def _shape(placement: PlacementConfig, role: str) -> tuple[int, int]:
     return getattr(placement, f"{role}_num_nodes"), getattr(placement, f"{role}_num_gpus_per_node")
 
 
-def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[int]:
-    """Nodes for the islands of a pool: those with the least that still suffices, so that large blocks stay whole."""
+def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:
+    """Islands of a pool, on nodes with the least that still suffices, so that large blocks stay whole."""
     left = list(free)
-    nodes = []
-    for _ in range(pool.num_nodes):
-        fitting = [node for node, count in enumerate(free) if count >= pool.gpus_per_node]
+    islands = []
+    for size in pool.gpus_by_node:
+        fitting = [node for node, count in enumerate(free) if count >= size]
         if not fitting:
+            needed = " + ".join(f"{count} x {gpus}" for gpus, count in Counter(pool.gpus_by_node).items())
             raise UsageError(
-                f"{' + '.join(pool.roles)}: {pool.num_nodes} x {pool.gpus_per_node} GPUs are needed (nodes x GPUs on "
-                f"each), and of {_shapes(total)} there are {_shapes(left)} not taken by other roles; let roles share "
+                f"{' + '.join(pool.shapes)}: {needed} GPUs are needed (nodes x GPUs on "
+                f"each), and of {_sizes(total)} there are {_sizes(left)} not taken by other roles; let roles share "
                 f"GPUs with --colocate_all_models, or lower {pool.flags}"
             )
-        nodes.append(min(fitting, key=lambda candidate: (free[candidate], candidate)))
-        free[nodes[-1]] -= pool.gpus_per_node
-    return nodes
+        node = min(fitting, key=lambda candidate: (free[candidate], candidate))
+        islands.append(Island(node, size))
+        free[node] -= size
+    return islands
 
 
-def _shapes(node_gpus: list[int]) -> str:
+def _sizes(node_gpus: list[int]) -> str:
     """Nodes by their number of GPUs, "3 x 8 + 1 x 4"."""
     counts = Counter(count for count in node_gpus if count)
     return " + ".join(f"{counts[size]} x {size}" for size in sorted(counts, reverse=True)) or "none"
 
 
-def _rank_seats(role: str, islands: list[Island], *, first: int, shared: bool) -> list[Seat]:
-    places = [(i, gpu) for i in range(first, len(islands)) for gpu in range(islands[i].num_gpus)]
-    return [Seat(role, rank, island, (gpu,), shared) for rank, (island, gpu) in enumerate(places)]
-
-
-def _shared_engines(rollout: RolloutConfig, islands: list[Island]) -> list[Seat]:
+def _shared_engines(rollout: RolloutConfig, actor: tuple[int, int]) -> list[_Place]:
+    """Places of the engines on the GPUs of the actor, who sits on the first islands: weights reach them there alone."""
     size, count = rollout.vllm_tensor_parallel_size, rollout.vllm_num_engines
-    num_gpus = sum(island.num_gpus for island in islands)
-    if any(island.num_gpus % size for island in islands):
+    num_nodes, gpus_per_node = actor
+    if gpus_per_node % size:
         raise UsageError(
-            f"--vllm_tensor_parallel_size {size} does not divide the {islands[0].num_gpus} GPUs per node that the "
+            f"--vllm_tensor_parallel_size {size} does not divide the {gpus_per_node} GPUs per node that the "
             "engines share with the actor under --colocate_all_models"
         )
+    num_gpus = num_nodes * gpus_per_node
     if size * count != num_gpus:
         raise UsageError(
             f"--colocate_all_models: {count} engines of {size} GPUs do not cover the {num_gpus} GPUs of the actor; "
             f"give --vllm_num_engines {num_gpus // size} with --vllm_tensor_parallel_size {size}"
         )
-    starts = [(i, gpu) for i, island in enumerate(islands) for gpu in range(0, island.num_gpus, size)]
-    return [Seat(ENGINE, n, i, tuple(range(gpu, gpu + size)), True) for n, (i, gpu) in enumerate(starts)]
-
-
-def _own_engines(rollout: RolloutConfig, islands: list[Island], free: list[int], *, total: list[int]) -> list[Seat]:
-    size = rollout.vllm_tensor_parallel_size
-    flags = "--vllm_num_engines or --vllm_tensor_parallel_size"
-    pool = _Pool(("rollout engines",), rollout.vllm_num_engines, size, flags)
-    seats = []
-    for rank, node in enumerate(_take(free, pool, total=total)):
-        islands.append(Island(node, size))
-        seats.append(Seat(ENGINE, rank, len(islands) - 1, tuple(range(size)), False))
-    return seats
+    return [(node, tuple(range(gpu, gpu + size))) for node in range(num_nodes) for gpu in range(0, gpus_per_node, size)]
 
 
 def on_nodes(layout: Layout, nodes: Sequence[int]) -> Layout:
