@@ -18,7 +18,7 @@ from rlhf_cli.commands.data_view import show, visible
 from rlhf_cli.commands.dpo import DPOConfig
 from rlhf_cli.commands.inspection import DATA_CONFIGS, PROMPT_NAMES, inspect_data, settings_of
 from rlhf_cli.commands.kto import KTOConfig
-from rlhf_cli.commands.ppo import PPOConfig
+from rlhf_cli.commands.online_config import CriticConfig
 from rlhf_cli.commands.rm import RMConfig
 from rlhf_cli.commands.sft import SFTConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
@@ -203,7 +203,13 @@ def test_evaluation_data_are_shown_too(write, model):
 
 def test_the_settings_are_those_of_the_commands():
     """Each setting of theirs is one here, with the same default; none here belongs to no command."""
-    configs: dict[str, Any] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "kto": KTOConfig, "ppo": PPOConfig}
+    configs: dict[str, Any] = {
+        "sft": SFTConfig,
+        "rm": RMConfig,
+        "dpo": DPOConfig,
+        "kto": KTOConfig,
+        "ppo": CriticConfig,
+    }
     names = {theirs: ours for ours, theirs in PROMPT_NAMES.items()}
     ours, used = ShownDataConfig.model_fields, {"max_new_tokens"}
     assert ours["max_new_tokens"].default == RolloutConfig.model_fields["max_new_tokens"].default

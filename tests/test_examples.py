@@ -15,7 +15,7 @@ from test_docs_parse import commands_in
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.placement import plan_layout
 from rlhf_cli.commands.online import check_batches
-from rlhf_cli.commands.ppo import PPOConfig
+from rlhf_cli.commands.online_config import CriticConfig
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs
@@ -199,7 +199,7 @@ def test_the_settings_of_the_launchers_fit_the_nodes_they_are_for():
                 values[flag] = "true"
             else:
                 values[flag] = word
-        config = build_config(PPOConfig, values)
+        config = build_config(CriticConfig, values)
         check_batches(config, ALGORITHMS["ppo"])
         layout = plan_layout(config.placement, config.rollout, roles=("actor", "critic", "ref"), node_gpus=[8, 8, 8, 8])
         assert layout.num_gpus == 32

@@ -18,6 +18,8 @@ from rlhf_cli.trainers.rl_state import OnlineSettings
 ONLINE = [name for name, entry in cli.COMMANDS.items() if entry.panel == cli.ONLINE]
 CRITIC = {
     "critic_learning_rate",
+    "critic_pretrain",
+    "critic_zero_stage",
     "critic_num_nodes",
     "critic_num_gpus_per_node",
     "colocate_critic_reward",

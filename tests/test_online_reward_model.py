@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tiny_tokenizer
+from safetensors.torch import load_file
 from tiny_training import OPTIM, make_sequences
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
 from rlhf_cli.algorithms.shaping import clip_scores, normalised_scores
-from rlhf_cli.backends.roles import Reward, RoleSettings
+from rlhf_cli.backends.roles import Critic, Reward, RoleSettings
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig
@@ -89,6 +90,14 @@ def test_the_tokenizer_of_a_saved_policy_is_that_of_its_reward_model(tiny_model_
 def test_a_folder_without_a_score_head_gets_no_random_one(tiny_model_dir):
     with pytest.raises(UsageError, match=r"1 missing or of another shape, the first is score\.weight"):
         load_reward_model(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32"))
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_critic_that_starts_from_a_reward_model_keeps_its_head(reward_dir, stage):
+    critic = Critic(role_settings(reward_dir, stage))
+    weights = dict(critic.role.engine.named_weights(critic.role.hf_model))
+    assert weights["score.weight"].equal(load_file(reward_dir / "model.safetensors")["score.weight"])
 
 
 def test_scores_are_normalised_before_they_are_clipped():

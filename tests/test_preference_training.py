@@ -192,7 +192,7 @@ def test_ranks_without_an_item_get_the_reference_columns_of_all(max_sequences):
 
 def model_of(folder):
     source = ModelConfig(pretrain=str(folder), param_dtype="fp32")
-    return TrainedModel(source, None, load_config(source), load_tokenizer(source))
+    return TrainedModel(source, source, None, load_config(source), load_tokenizer(source))
 
 
 @pytest.mark.parametrize("precomputed", [False, True])

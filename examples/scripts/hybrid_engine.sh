@@ -32,7 +32,7 @@ SHARED=(
   --gradient_checkpointing --save_steps 20
 )
 if [ "$COMMAND" = ppo ]; then
-  rlhf ppo "${SHARED[@]}" --critic_num_gpus_per_node "$GPUS" --critic_learning_rate 9e-6 ${FLAGS:-}
+  rlhf ppo "${SHARED[@]}" --critic_num_gpus_per_node "$GPUS" --critic_learning_rate 9e-6 --critic_pretrain "$REWARD_MODEL" ${FLAGS:-}
 else
   rlhf reinforce++ "${SHARED[@]}" ${FLAGS:-}
 fi

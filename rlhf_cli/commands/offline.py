@@ -96,8 +96,12 @@ def no_reference(items: Items, share: Share) -> tuple[Items, Reference]:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model that the settings name, perhaps under an adapter, before its weights are loaded."""
+    """The model that the settings name, perhaps under an adapter, before its weights are loaded.
 
+    `base` is what they name, or the model under the adapter that they name.
+    """
+
+    source: ModelConfig
     base: ModelConfig
     plan: AdapterPlan | None
     architecture: Any
@@ -113,7 +117,7 @@ def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Trai
     """The model of the settings. UsageError where it is none, or its adapter belongs to another one."""
     plan = plan_adapter(model, adapter, seed=seed)
     base = model if plan is None else model.model_copy(update={"pretrain": plan.base})
-    return TrainedModel(base, plan, load_config(base), load_tokenizer(model))
+    return TrainedModel(model, base, plan, load_config(base), load_tokenizer(model))
 
 
 def offline_model(config: OfflineConfig) -> TrainedModel:

@@ -15,7 +15,7 @@ from rlhf_cli.backends.engine_group import rollout_backend
 from rlhf_cli.backends.placement import check_layout, describe, plan_layout
 from rlhf_cli.backends.ray_cluster import Reservation, ray_cluster
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
-from rlhf_cli.commands.offline import TrainedModel, conclude, trained_model
+from rlhf_cli.commands.offline import conclude
 from rlhf_cli.commands.online_config import FilteringConfig, OnlineConfig
 from rlhf_cli.commands.online_evaluation import (
     best_facts,
@@ -23,6 +23,7 @@ from rlhf_cli.commands.online_evaluation import (
     load_evaluation_prompts,
     make_evaluator,
 )
+from rlhf_cli.commands.online_models import OnlineModels, find_models
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, role_names
 from rlhf_cli.commands.restarts import with_restarts
 from rlhf_cli.commands.run_directory import RunDirectory, prepare_run_directory, run_directory
@@ -32,9 +33,7 @@ from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.adapters import require_language_model
-from rlhf_cli.models.loading import check_trainable, dtype_note
-from rlhf_cli.models.reward_model import RewardModel, find_reward_model
+from rlhf_cli.models.loading import dtype_note
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.report import write_report
@@ -55,10 +54,9 @@ class _Run:
     command: str
     algorithm: Algorithm
     backend: str
-    model: TrainedModel
+    models: OnlineModels
     data: PromptData
     eval_data: PromptData | None
-    reward_model: RewardModel | None
     paths: RunDirectory
     store: CheckpointStore
     resume: Checkpoint | None
@@ -66,7 +64,7 @@ class _Run:
     @property
     def tokenizer(self) -> Any:
         """The policy's tokenizer."""
-        return self.model.tokenizer
+        return self.models.policy.tokenizer
 
     @property
     def settings(self) -> OnlineSettings:
@@ -99,16 +97,24 @@ class _Run:
         """What has to be equal for a checkpoint to be continued."""
         config = self.config
         placement = config.placement
-        ranks = {"number of actor ranks": placement.actor_num_nodes * placement.actor_num_gpus_per_node}
-        if isinstance(placement, CriticPlacementConfig):
-            ranks["number of critic ranks"] = placement.critic_num_nodes * placement.critic_num_gpus_per_node
+        actor = self.models.policy
+        roles = {
+            "zero_stage": config.deepspeed.zero_stage,
+            "adapter": actor.plan.identity() if actor.plan else None,
+            "number of actor ranks": placement.actor_num_nodes * placement.actor_num_gpus_per_node,
+        }
+        if critic := self.models.critic:
+            assert isinstance(placement, CriticPlacementConfig)
+            roles |= {
+                "zero stage of the critic": config.deepspeed.of("critic").zero_stage,
+                "adapter of the critic": critic.plan.identity() if critic.plan else None,
+                "number of critic ranks": placement.critic_num_nodes * placement.critic_num_gpus_per_node,
+            }
         return {
             "command": self.command,
             "algorithm": self.algorithm.name,
-            "zero_stage": config.deepspeed.zero_stage,
             "param_dtype": config.model.param_dtype,
-            "adapter": self.model.plan.identity() if self.model.plan else None,
-            **ranks,
+            **roles,
             "number of prompts": len(self.data.prompts),
             "fingerprint of the prompts": self.data.fingerprint,
             "rollout_batch_size": config.rollout.rollout_batch_size,
@@ -177,29 +183,23 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     check_filtering(config)
     if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
         raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
-    check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype)
+    for role in ("actor", "critic"):
+        check_deepspeed(config.deepspeed.of(role), param_dtype=config.model.param_dtype)
     backend = rollout_backend(config.rollout)
-    model = trained_model(config.model, config.adapter, seed=config.batch.seed)
-    require_language_model(config.model, model.architecture, model.plan)
-    check_trainable(model.base, model.architecture, partitioned=config.deepspeed.zero_stage == 3)
-    if model.plan is not None and config.reference.ref_sync_steps:
-        raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
-    check_layout(config.placement, config.rollout, roles=role_names(config, algorithm, adapted=model.plan is not None))
-    reward_model = None
-    if config.reward.reward_pretrain is not None:
-        reward_model = find_reward_model(
-            config.reward.reward_pretrain, model.base, model.tokenizer, normalize=config.reward.normalize_reward
-        )
+    models = find_models(config, algorithm)
+    model = models.policy
+    check_layout(config.placement, config.rollout, roles=role_names(config, models))
     longest, seed = config.rollout.max_new_tokens, config.batch.seed
     data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed)
     eval_data = load_evaluation_prompts(config, model.tokenizer)
     all_data = [data] if eval_data is None else [data, eval_data]
-    for read in all_data:
-        check_token_ids(read.report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
+    for trained in (model, models.critic or model):
+        for read in all_data:
+            check_token_ids(read.report, model.tokenizer, trained.architecture, pretrain=trained.base.pretrain)
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
-    run = _Run(config, command, algorithm, backend, model, data, eval_data, reward_model, paths, store, resume)
+    run = _Run(config, command, algorithm, backend, models, data, eval_data, paths, store, resume)
     if resume is not None:
         check_same_run(resume, run.identity)
     if not run.total_steps.actor:
@@ -295,8 +295,8 @@ def _tracker(run: _Run, console: Console) -> Tracker:
 def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
     config = run.config
     cluster = stack.enter_context(ray_cluster())
-    adapter = run.model.plan
-    names = role_names(config, run.algorithm, adapted=adapter is not None)
+    models, adapter = run.models, run.models.policy.plan
+    names = role_names(config, models)
     layout = plan_layout(config.placement, config.rollout, roles=names, node_gpus=cluster.node_gpus)
     reservation = Reservation(layout, cluster)
     stack.callback(reservation.release)
@@ -305,7 +305,8 @@ def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
             "Model": config.model.pretrain + (f", adapter of rank {adapter.config.r}" if adapter else ""),
             "Prompts": run.data.report.summary,
             **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
-            **({"Reward model": run.reward_model.source.pretrain} if run.reward_model else {}),
+            **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
+            **({"Reward model": models.reward.source.pretrain} if models.reward else {}),
             "Engine": f"{config.rollout.vllm_num_engines} x {run.backend}",
             "Placement": "; ".join(describe(reservation.layout, unit=cluster.unit)),
             **({} if cluster.has_gpus else dtype_note(config.model)),
@@ -313,9 +314,7 @@ def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
         }
     )
     where = OnlineCluster(cluster, reservation, run.paths.logs, run.backend)
-    return OnlineRoles(
-        config, run.algorithm, where, model=run.model, reward_model=run.reward_model, total_steps=run.total_steps
-    )
+    return OnlineRoles(config, where, models, total_steps=run.total_steps)
 
 
 def _train(

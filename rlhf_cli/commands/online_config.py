@@ -9,16 +9,22 @@ from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.model import LoraConfig, ModelConfig, MovingReferenceConfig
 from rlhf_cli.config.online import (
+    ActorCriticBatchConfig,
+    ActorCriticDeepSpeedConfig,
+    ActorCriticOptimConfig,
     ActorOptimConfig,
+    CriticModelConfig,
+    CriticPlacementConfig,
     DynamicSamplingConfig,
     OnlineBatchConfig,
+    OnlineDeepSpeedConfig,
     OnlineRewardConfig,
     PlacementConfig,
     RolloutConfig,
 )
-from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.presets import defaults_of_loss
-from rlhf_cli.config.train import DeepSpeedConfig, OnlineCheckpointConfig, TrackingConfig
+from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
 
 
 class OnlineConfig(BaseModel):
@@ -37,7 +43,7 @@ class OnlineConfig(BaseModel):
     batch: OnlineBatchConfig = OnlineBatchConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     optim: ActorOptimConfig = ActorOptimConfig()
-    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    deepspeed: OnlineDeepSpeedConfig = OnlineDeepSpeedConfig()
     checkpoint: OnlineCheckpointConfig
     tracking: TrackingConfig = TrackingConfig()
 
@@ -60,3 +66,14 @@ class FilteringConfig(OnlineConfig):
     """Settings of an online command that can replace prompts by what their responses are worth."""
 
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
+
+
+class CriticConfig(FilteringConfig):
+    """Settings of an online command that trains a critic."""
+
+    policy: ActorCriticPolicyConfig = ActorCriticPolicyConfig()
+    critic: CriticModelConfig = CriticModelConfig()
+    placement: CriticPlacementConfig = CriticPlacementConfig()
+    batch: ActorCriticBatchConfig = ActorCriticBatchConfig()
+    optim: ActorCriticOptimConfig = ActorCriticOptimConfig()
+    deepspeed: ActorCriticDeepSpeedConfig = ActorCriticDeepSpeedConfig()

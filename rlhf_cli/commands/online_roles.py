@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.backends.engine_group import EngineGroup, host_engine
 from rlhf_cli.backends.online_roles import (
     ActorGroup,
@@ -23,8 +22,10 @@ from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.backends.weight_transfer import choose_sync_backend
 from rlhf_cli.commands.offline import TrainedModel
 from rlhf_cli.commands.online_config import OnlineConfig
+from rlhf_cli.commands.online_models import OnlineModels
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig
+from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.loading import quadratic_cost, resolve_model_path
 from rlhf_cli.models.reward_model import RewardModel
 from rlhf_cli.rewards.scorer import Scorer
@@ -32,12 +33,12 @@ from rlhf_cli.trainers.rl import Roles, awake
 from rlhf_cli.trainers.update_plan import StepCounts
 
 
-def role_names(config: OnlineConfig, algorithm: Algorithm, *, adapted: bool) -> tuple[str, ...]:
+def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
     """The roles this run has besides the engines; a reference only where the KL divergence counts, from another model
     than the one under the actor's adapter."""
-    critic = ("critic",) if algorithm.critic else ()
-    reference = ("ref",) if config.policy.init_kl_coef > 0 and not adapted else ()
-    reward = ("reward",) if config.reward.reward_pretrain is not None else ()
+    critic = ("critic",) if models.critic else ()
+    reference = ("ref",) if config.policy.init_kl_coef > 0 and models.policy.plan is None else ()
+    reward = ("reward",) if models.reward else ()
     return ("actor", *critic, *reference, *reward)
 
 
@@ -62,42 +63,37 @@ class OnlineRoles:
     def __init__(
         self,
         config: OnlineConfig,
-        algorithm: Algorithm,
         where: OnlineCluster,
+        models: OnlineModels,
         *,
-        model: TrainedModel,
-        reward_model: RewardModel | None,
         total_steps: StepCounts,
     ) -> None:
         self._config = config
         self._where = where
-        self._model = model
+        self._models = models
         self._total_steps = total_steps
         self._is_settled = False
         self._sync_backend = choose_sync_backend(
             config.rollout.vllm_sync_backend, on_gpu=where.cluster.has_gpus, shares_gpus=shares_gpus(where.layout)
         )
         self._takes_turns = config.placement.deepspeed_enable_sleep
-        self._quadratic_cost = quadratic_cost(model.architecture)
-        started = self._start_models(role_names(config, algorithm, adapted=model.plan is not None), reward_model)
+        started = self._start_models(role_names(config, models))
         groups = {role: group for role, (group, _) in started.items()}
-        self.actor = ActorGroup(self._trained(groups["actor"]))
-        self.critic = CriticGroup(self._trained(groups["critic"])) if "critic" in groups else None
+        self.actor = ActorGroup(self._trained(groups["actor"], models.policy))
+        self.critic = CriticGroup(self._trained(groups["critic"], models.critic)) if models.critic else None
         self.reference: ReferenceGroup | BaseReference | None = None
-        if config.policy.init_kl_coef > 0 and model.plan is not None:
+        if config.policy.init_kl_coef > 0 and models.policy.plan is not None:
             self.reference = BaseReference(self.actor.trained)
         if "ref" in groups:
             self.reference = self._reference_group(groups["ref"])
-        self.reward_model = None
-        if reward_model is not None:
-            self.reward_model = self._reward_group(groups["reward"], reward_model)
+        self.reward_model = self._reward_group(groups["reward"], models.reward) if models.reward else None
         if shares_gpus(where.layout) and where.cluster.has_gpus:
             self._settle(started)  # an engine measures what memory is free while it starts
         self.engines = self._start_engines()
         self._settle(started)
         self.engines.wait_until_built()
         self.engines.connect()
-        if model.plan is not None and model.plan.weights is not None:
+        if models.policy.plan is not None and models.policy.plan.weights is not None:
             self._push(0)  # the engines have started with the base
 
     def with_scorer(self, scorer: Scorer) -> Roles:
@@ -137,18 +133,19 @@ class OnlineRoles:
     def __exit__(self, *error: object) -> None:
         self.engines.shutdown()
 
-    def _start_models(
-        self, names: tuple[str, ...], reward_model: RewardModel | None
-    ) -> dict[str, tuple[WorkerGroup, list[Any]]]:
-        model, optim = self._config.model, self._config.optim
-        started = {"actor": self._start("actor", Actor, model, optim.actor_learning_rate)}
-        if "critic" in names:
+    def _start_models(self, names: tuple[str, ...]) -> dict[str, tuple[WorkerGroup, list[Any]]]:
+        models, rate = self._models, self._config.optim.actor_learning_rate
+        policy = models.policy.source
+        started = {"actor": self._start("actor", Actor, policy, rate, models.policy.plan)}
+        if models.critic is not None:
+            optim = self._config.optim
             assert isinstance(optim, ActorCriticOptimConfig)
-            started["critic"] = self._start("critic", Critic, model, optim.critic_learning_rate)
+            critic = models.critic
+            started["critic"] = self._start("critic", Critic, critic.source, optim.critic_learning_rate, critic.plan)
         if "ref" in names:
-            started["ref"] = self._start("ref", Reference, model, optim.actor_learning_rate)
-        if reward_model is not None:
-            started["reward"] = self._start("reward", Reward, reward_model.source, optim.actor_learning_rate)
+            started["ref"] = self._start("ref", Reference, policy, rate)
+        if models.reward is not None:
+            started["reward"] = self._start("reward", Reward, models.reward.source, rate)
         return started
 
     def _settle(self, started: dict[str, tuple[WorkerGroup, list[Any]]]) -> None:
@@ -185,22 +182,22 @@ class OnlineRoles:
     def _reference_group(self, group: WorkerGroup) -> ReferenceGroup:
         return ReferenceGroup(
             group,
-            self._dealer(group, "packer"),
+            self._dealer(group, "packer", self._models.policy),
             takes_turns=self._takes_turns,
             actor=self.actor.trained,
             alpha=self._config.reference.ref_mixup_alpha,
         )
 
-    def _trained(self, group: WorkerGroup) -> TrainedGroup:
-        return TrainedGroup(group, self._dealer(group, "role.packer"), takes_turns=self._takes_turns)
+    def _trained(self, group: WorkerGroup, model: TrainedModel) -> TrainedGroup:
+        return TrainedGroup(group, self._dealer(group, "role.packer", model), takes_turns=self._takes_turns)
 
-    def _dealer(self, group: WorkerGroup, packer: str) -> Dealer:
+    def _dealer(self, group: WorkerGroup, packer: str, model: TrainedModel) -> Dealer:
         """Deals to the ranks, which pack with what is there under that name."""
 
         def do_share_prompts() -> bool:
             return bool(group.all(f"{packer}.shares_prompts")[0])
 
-        return Dealer(len(group), self._config.batch, self._quadratic_cost, do_share_prompts)
+        return Dealer(len(group), self._config.batch, quadratic_cost(model.architecture), do_share_prompts)
 
     def _reward_group(self, group: WorkerGroup, model: RewardModel) -> RewardGroup:
         dealer = Dealer(len(group), self._config.batch, model.quadratic_cost)
@@ -211,12 +208,12 @@ class OnlineRoles:
         return self._where.cluster.threads(len(self._where.layout.of(role)))
 
     def _start(
-        self, role: str, factory: type, model: ModelConfig, learning_rate: float
+        self, role: str, factory: type, model: ModelConfig, learning_rate: float, adapter: AdapterPlan | None = None
     ) -> tuple[WorkerGroup, list[Any]]:
         config = self._config
         settings = RoleSettings(
             model=model,
-            deepspeed=config.deepspeed,
+            deepspeed=config.deepspeed.of(role),
             optim=config.optim,
             learning_rate=learning_rate,
             total_steps=self._total_steps.critic if role == "critic" else self._total_steps.actor,
@@ -225,7 +222,7 @@ class OnlineRoles:
             max_new_tokens=config.rollout.max_new_tokens,
             policy=config.policy,
             share_prompts=config.batch.share_prompts and config.batch.micro_train_batch_size is None,
-            adapter=self._model.plan if role in ("actor", "critic") else None,
+            adapter=adapter,
             ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,
         )
         return start_ranks(
@@ -261,7 +258,7 @@ class OnlineRoles:
             threads=self._threads(ENGINE),
             environment=self._engine_environment(seat),
             factory=host_engine,
-            args=(self._where.backend, resolve_model_path(self._model.base.pretrain), settings),
+            args=(self._where.backend, resolve_model_path(self._models.policy.base.pretrain), settings),
         )
 
     def _engine_environment(self, seat: Seat) -> dict[str, str]:

@@ -3,21 +3,10 @@
 Leaves out the loop itself (trainers/) and everything heavy: importing this module costs settings only.
 """
 
-from rlhf_cli.commands.online_config import FilteringConfig
-from rlhf_cli.config.online import ActorCriticBatchConfig, ActorCriticOptimConfig, CriticPlacementConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig
+from rlhf_cli.commands.online_config import CriticConfig
 
 
-class PPOConfig(FilteringConfig):
-    """Settings of `rlhf ppo`."""
-
-    policy: ActorCriticPolicyConfig = ActorCriticPolicyConfig()
-    placement: CriticPlacementConfig = CriticPlacementConfig()
-    batch: ActorCriticBatchConfig = ActorCriticBatchConfig()
-    optim: ActorCriticOptimConfig = ActorCriticOptimConfig()
-
-
-def ppo(config: PPOConfig) -> None:
+def ppo(config: CriticConfig) -> None:
     """Train a policy and a critic online: sample responses, score them, update both (PPO with GAE)."""
     from rlhf_cli.commands.run_directory import check_run_directory
 

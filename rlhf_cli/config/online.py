@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_cli.config.base import Group
 from rlhf_cli.config.rewards import REWARDS, RewardCall, read_calls
-from rlhf_cli.config.train import BatchConfig, OptimConfig
+from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 
 
 class EngineConfig(Group):
@@ -287,9 +287,9 @@ class PlacementConfig(Group):
     reward_num_gpus_per_node: int = Field(1, gt=0)
     """Reward model ranks per node."""
     colocate_all_models: bool = False
-    """All models and engines share the same GPUs and take turns."""
+    """All models share GPUs, the engines those of the actor, and take turns; each has the first ones it needs."""
     colocate_actor_ref: bool = False
-    """Actor and reference share GPUs."""
+    """Actor and reference share GPUs, the smaller one the first of the other's."""
     deepspeed_enable_sleep: bool = False
     """Move weights, gradients and optimizer states of idle trainers to host memory."""
 
@@ -302,7 +302,44 @@ class CriticPlacementConfig(PlacementConfig):
     critic_num_gpus_per_node: int = Field(1, gt=0)
     """Critic ranks per node."""
     colocate_critic_reward: bool = False
-    """Critic and reward model share GPUs."""
+    """Critic and reward model share GPUs, the smaller one the first of the other's."""
+
+
+class CriticModelConfig(Group):
+    """Critic"""
+
+    critic_pretrain: str | None = None
+    """Model that the critic starts from, by default the actor's: a language model, or a reward model, whose head it
+    keeps; same token ids."""
+
+
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+class OnlineDeepSpeedConfig(DeepSpeedConfig):
+    """DeepSpeed"""
+
+    ref_zero_stage: ZeroStage | None = None
+    """Stage of the reference, by default zero_stage; frozen weights are partitioned at 3 and whole at the others."""
+    reward_zero_stage: ZeroStage | None = None
+    """Stage of the reward model, by default zero_stage."""
+
+    def of(self, role: str) -> "OnlineDeepSpeedConfig":
+        """What holds for a role: "actor", "critic", "ref" or "reward"."""
+        stage = getattr(self, f"{role}_zero_stage", None)
+        return self if stage is None else self.model_copy(update={"zero_stage": stage})
+
+    @property
+    def stages(self) -> set[int]:
+        """The stages of all roles there can be."""
+        return {self.of(role).zero_stage for role in ("actor", "critic", "ref", "reward")}
+
+
+class ActorCriticDeepSpeedConfig(OnlineDeepSpeedConfig):
+    """DeepSpeed"""
+
+    critic_zero_stage: ZeroStage | None = None
+    """Stage of the critic, by default zero_stage."""
 
 
 class OnlineBatchConfig(BatchConfig):

@@ -81,9 +81,14 @@ class DeepSpeedConfig(Group):
 
     @model_validator(mode="after")
     def _parts_are_of_partitioned_weights(self) -> "DeepSpeedConfig":
-        if self.zero_stage != 3 and self.changed("zpg"):
+        if 3 not in self.stages and self.changed("zpg"):
             raise ValueError("zpg is about weights that ZeRO partitions: give --zero_stage 3")
         return self
+
+    @property
+    def stages(self) -> set[int]:
+        """The stages of all models that are run by these settings."""
+        return {self.zero_stage}
 
 
 class LaunchConfig(Group):

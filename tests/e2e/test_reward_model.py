@@ -38,14 +38,18 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder) -> Path:
-    """A finished ppo run of two iterations that the reward model and a verifier judge."""
+    """A finished ppo run of two iterations that the reward model and a verifier judge; the critic starts from it too.
+
+    The reward model has two ranks, on the first of which sits the critic; each role has a ZeRO stage of its own.
+    """
     output = folder / "ppo"
     words = (
         f"ppo --pretrain {folder}/sft --prompt_data {folder}/sums.jsonl --output {output} --param_dtype fp32 "
         f"--reward_pretrain {folder}/rm --normalize_reward --reward_model_weight {WEIGHT} --reward_funcs exact "
         "--max_len 64 --max_new_tokens 2 --rollout_batch_size 8 --n_samples_per_prompt 2 --train_batch_size 8 "
         "--max_iterations 2 --actor_learning_rate 1e-4 --critic_learning_rate 1e-3 --rollout_backend transformers "
-        "--colocate_critic_reward --deepspeed_enable_sleep --reward_num_gpus_per_node 2 --critic_num_gpus_per_node 2"
+        f"--colocate_critic_reward --deepspeed_enable_sleep --reward_num_gpus_per_node 2 --critic_pretrain {folder}/rm "
+        "--zero_stage 1 --critic_zero_stage 2 --ref_zero_stage 0 --reward_zero_stage 3"
     )
     finish(rlhf(*words.split()))
     assert_nothing_left(output)

@@ -1,0 +1,61 @@
+"""The models of an online command: which ones there are, and which do not fit together."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_tiny_tokenizer
+from test_online_commands import resolve
+from test_online_reward_model import save_reward_model
+
+from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.commands.online_models import OnlineModels, find_models
+from rlhf_cli.errors import UsageError
+
+
+def find(command: str, pretrain: str, **given: Any) -> OnlineModels:
+    return find_models(resolve(command, pretrain=pretrain, **given), ALGORITHMS[command])
+
+
+def test_a_critic_starts_from_the_policy_where_nothing_else_is_said(tiny_model_dir):
+    found = find("ppo", tiny_model_dir)
+    assert found.critic == found.policy
+    assert find("grpo", tiny_model_dir).critic is None
+
+
+def test_a_critic_from_another_base_is_loaded_as_the_policy_is(tiny_model_dir, tmp_path):
+    other = save_reward_model(tmp_path, hidden_size=64)
+    found = find("ppo", tiny_model_dir, critic_pretrain=str(other), gradient_checkpointing="true")
+    assert found.critic is not None
+    assert found.critic.source == found.policy.source.model_copy(update={"pretrain": str(other)})
+    assert found.critic.architecture.hidden_size == 64
+    assert found.policy.architecture.hidden_size != 64
+
+
+def test_each_has_an_adapter_on_its_own_base(tiny_model_dir, tmp_path):
+    other = save_reward_model(tmp_path)
+    found = find("ppo", tiny_model_dir, critic_pretrain=str(other), lora_rank=4)
+    assert found.critic is not None
+    plans = (found.policy.plan, found.critic.plan)
+    assert [plan and plan.base for plan in plans] == [str(Path(path).resolve()) for path in (tiny_model_dir, other)]
+
+
+def test_a_critic_that_does_not_fit_is_refused(tiny_model_dir, tmp_path):
+    with pytest.raises(UsageError, match="has 3 labels, and a reward model has one"):
+        find("ppo", tiny_model_dir, critic_pretrain=str(save_reward_model(tmp_path / "labels", num_labels=3)))
+    with pytest.raises(UsageError, match=r"^--critic_pretrain: pretrain '.*nowhere': there is no such folder"):
+        find("ppo", tiny_model_dir, critic_pretrain=str(tmp_path / "nowhere"))
+    policy = shutil.copytree(tiny_model_dir, tmp_path / "policy")
+    larger = make_tiny_tokenizer()
+    larger.add_tokens(["<|extra|>"])
+    larger.save_pretrained(policy)
+    with pytest.raises(UsageError, match=r"^--critic_pretrain '.*' has another vocabulary than the policy"):
+        find("ppo", str(policy), critic_pretrain=str(save_reward_model(tmp_path / "critic")))
+
+
+def test_a_role_has_its_own_stage_or_that_of_all():
+    deepspeed = resolve("ppo", zero_stage=2, critic_zero_stage=3, ref_zero_stage=0, zpg=2).deepspeed
+    assert [deepspeed.of(role).zero_stage for role in ("actor", "critic", "ref", "reward")] == [2, 3, 0, 2]
+    with pytest.raises(UsageError, match="zpg is about weights that ZeRO partitions"):
+        resolve("ppo", zero_stage=2, ref_zero_stage=0, zpg=2)
