@@ -38,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sums = [(rng.randrange(100), rng.randrange(100)) for _ in range(64)]
     rows = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in sums]
     (folder / "sums.jsonl").write_text("\n".join(rows))
-    shape = ("--hidden_size", 32, "--intermediate_size", 48, "--num_hidden_layers", 2, "--num_attention_heads", 4)
+    shape = ("--hidden_size", 64, "--intermediate_size", 96, "--num_hidden_layers", 2, "--num_attention_heads", 2)
     rlhf("scratch", "--dataset", folder / "sums.jsonl", *shape, "--vocab_size", 300, "--output", folder / "tiny")
     return folder
 
@@ -144,18 +144,22 @@ def test_another_adapter_does_not_continue_a_checkpoint(place, sft):
 
 def test_actor_and_critic_train_adapters_online_and_engines_sample_from_the_merged_weights(place):
     prompts = ("--prompt_data", place / "sums.jsonl", "--label_key", "response", "--reward_funcs", "exact")
-    rollout = ("--rollout_backend", "transformers", "--max_len", 64, "--max_new_tokens", 6, "--rollout_batch_size", 4)
-    usual = (*prompts, *rollout, "--n_samples_per_prompt", 2, "--train_batch_size", 4, "--param_dtype", "fp32")
+    rollout = ("--max_len", 64, "--max_new_tokens", 6, "--rollout_batch_size", 4, "--n_samples_per_prompt", 2)
+    usual = (*prompts, *rollout, "--train_batch_size", 4)
     rates = ("--actor_learning_rate", "1e-2", "--critic_learning_rate", "1e-2", "--max_iterations", 2)
-    rlhf("ppo", "--pretrain", place / "tiny", *usual, *rates, "--lora_rank", 4, "--output", place / "ppo")
+    engine = ("--rollout_backend", "vllm", "--enforce_eager")
+    rlhf("ppo", "--pretrain", place / "tiny", *usual, *rates, *engine, "--lora_rank", 4, "--output", place / "ppo")
     assert {path.stem for path in (place / "ppo" / "logs").glob("*-*.log")} == {"actor-0", "critic-0", "engine-0"}
     first, second = read_metrics(place / "ppo").values()
     assert first["kl"] == 0.0  # a new adapter changes nothing, and the reference is the model under it
     assert abs(second["kl"]) > 1e-4
     rlhf("merge", "--model", place / "ppo", "--output", place / "ppo_merged")
     # From the adapter on: before the first iteration the engines get what it has learned.
-    rlhf("rloo", "--pretrain", place / "ppo", *usual, "--max_iterations", 1, "--output", place / "rloo")
+    exact = ("--rollout_backend", "transformers", "--param_dtype", "fp32", "--max_iterations", 1)
+    rlhf("rloo", "--pretrain", place / "ppo", *usual, *exact, "--output", place / "rloo")
     (third,) = read_metrics(place / "rloo").values()
     assert abs(third["kl"]) > 1e-4
-    for metrics in (first, second, third):
-        assert metrics["rollout_diff_max"] < 1e-3
+    assert third["rollout_diff_max"] < 1e-3
+    for metrics in (first, second):  # in bfloat16, as of whole weights (test_ppo)
+        assert metrics["rollout_diff_max"] < 0.2
+        assert metrics["rollout_prob_correlation"] > 0.99
