@@ -1,7 +1,7 @@
 """Rows of one data file: JSON lines, a JSON list, CSV or Parquet, each also gzipped.
 
-Files are read through memory maps: a row is parsed when it is asked for, so memory does not grow with the file
-(a JSON list keeps its text). A file's rows keep its order. Columns are not typed: what one row holds as a number
+Files are read through memory maps: a row is parsed when it is asked for, so memory does not grow with the file but for
+where its rows start. A file's rows keep its order. Columns are not typed: what one row holds as a number
 another may hold as text.
 """
 
@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import json
 import mmap
-import re
 import shutil
 import tempfile
 import zlib
@@ -25,6 +24,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
+from rlhf_cli.data.json_lists import DECODER, beyond_limits, blocks, checked_object, element_bounds
 from rlhf_cli.data.store import TableWriter
 from rlhf_cli.errors import UsageError, first_line
 
@@ -35,15 +35,6 @@ MAX_BLANK = 2
 """Bytes of a line that may turn out to be blank; a longer one has at least `{}` to be a row."""
 CSV_BLOCK = 1 << 26
 """Bytes parsed at a time; no row may be longer than this."""
-SPACE = re.compile(r"\s*")
-
-
-def _constant(name: str) -> float | None:
-    """NaN is what pandas writes for an empty cell."""
-    return None if name == "NaN" else float(name)
-
-
-DECODER = json.JSONDecoder(parse_constant=_constant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,79 +129,34 @@ def _json_lines(mapped: mmap.mmap, path: str) -> Table:
                 "a JSON file holds one object per line, or a list of objects"
             ) from error
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path} line {number + 1} {_beyond_limits(error)}") from error
-        return _checked_object(row, f"{path} line {number + 1}")
+            raise UsageError(f"{path} line {number + 1} {beyond_limits(error)}") from error
+        return checked_object(row, f"{path} line {number + 1}")
 
     return Table(path, lines.size, read, lambda index: f"line {lines[index] + 1}")
 
 
 def _line_ends(mapped: mmap.mmap) -> np.ndarray:
     """Byte position of the end of every line, int64; the last line needs no line break."""
-    step = 1 << 26  # 64 MiB at a time, so that the comparison's result stays small
     found = [
-        np.flatnonzero(np.frombuffer(mapped[start : start + step], dtype=np.uint8) == NEWLINE) + start
-        for start in range(0, len(mapped), step)
+        np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE) + start
+        for start, block in blocks(mapped, 0, len(mapped))
     ]
     ends = np.concatenate(found)
     return ends if mapped[-1] == NEWLINE else np.append(ends, len(mapped))
 
 
 def _json_list(mapped: mmap.mmap, path: str) -> Table:
-    try:
-        text = mapped[:].decode("utf-8-sig")
-        starts = np.fromiter(_element_starts(text, path), dtype=np.int64)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"{path} line {error.lineno} is not valid JSON: {error.msg} at column {error.colno}"
-        ) from error
-    return Table(path, starts.size, lambda i: DECODER.raw_decode(text, int(starts[i]))[0], lambda i: f"row {i + 1}")
+    bounds = np.fromiter(element_bounds(mapped, path), dtype=np.int64)
 
+    def read(index: int) -> dict[str, Any]:
+        start, stop = bounds[index : index + 2]
+        return DECODER.raw_decode(mapped[start:stop].decode())[0]  # type: ignore[no-any-return]
 
-def _element_starts(text: str, path: str) -> Iterator[int]:
-    """Where each element of the list starts; every element is parsed once, none is kept."""
-    position, number = _skip_space(text, text.index("[") + 1), 0
-    while text[position : position + 1] != "]" or number:
-        number += 1
-        try:
-            value, end = DECODER.raw_decode(text, position)
-        except json.JSONDecodeError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path} row {number} {_beyond_limits(error)}") from error
-        _checked_object(value, f"{path} row {number}")
-        yield position
-        position = _skip_space(text, end)
-        if text[position : position + 1] == "]":
-            break
-        if text[position : position + 1] != ",":
-            raise json.JSONDecodeError("Expecting ',' or ']' after a row", text, position)
-        position = _skip_space(text, position + 1)
-    rest = _skip_space(text, position + 1)
-    if rest < len(text):
-        raise json.JSONDecodeError("Extra data after the list", text, rest)
-
-
-def _beyond_limits(error: ValueError | RecursionError) -> str:
-    """What Python refuses of valid JSON."""
-    deep = isinstance(error, RecursionError)
-    return "is nested too deeply" if deep else "has a whole number of too many digits: write it as text"
-
-
-def _skip_space(text: str, position: int) -> int:
-    match = SPACE.match(text, position)
-    return match.end() if match else position
+    return Table(path, bounds.size - 1, read, lambda index: f"row {index + 1}")
 
 
 def _no_rows(path: str) -> Table:
     return Table(path, 0, lambda index: {}, str)
-
-
-def _checked_object(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise UsageError(f"{where} is {json.dumps(row):.40}, expected an object with columns: {{...}}")
-    return row
 
 
 def _read_csv(file: IO[bytes], path: str) -> Table:
