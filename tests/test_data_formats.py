@@ -320,6 +320,10 @@ def test_bad_row_is_named_by_file_and_line(name, tmp_path):
     ("row", "reason"),
     [
         ({"prompt": "Q", "answer": ""}, "the response is empty"),
+        (
+            {"prompt": "Q", "answer": [OPENAI[1] | {"weight": 0.5}]},
+            "message 2 has weight 0.5, but every turn that is tr",
+        ),
         ({"prompt": "Q", "answer": None}, "column 'answer' is not text but null"),
         ({"prompt": None, "answer": "A"}, "column 'prompt' is not text but null"),
         ({"prompt": "Q"}, "column 'answer' is not text but missing; columns present: prompt"),
@@ -356,6 +360,10 @@ PROMPTS = {
         (conversation(("user", "Q"), ("assistant", "A"), ("user", "Q2")), None),
     ),
     "no label": ({"prompt": "Q"}, (Q, None)),
+    "weight of a turn that is not trained": (
+        {"messages": [OPENAI[0], OPENAI[1] | {"weight": 0}, OPENAI[0]]},
+        (conversation(("user", "Q"), ("assistant", "A"), ("user", "Q")), None),
+    ),
 }
 
 

@@ -180,7 +180,16 @@ def test_columns_that_hold_no_pairs_are_named(name, tmp_path):
 
 
 GOOD = {"prompt": "Q", "chosen": "A", "rejected": "B"}
+UNWEIGHED = [openai("Q", "A")[0], openai("Q", "A")[1] | {"weight": 0}]
 BAD_PAIRS = {
+    "weight 0": (
+        {"chosen": UNWEIGHED, "rejected": openai("Q", "B")},
+        "chosen: message 2 has weight 0, but every turn that is trained has weight 1",
+    ),
+    "weight 0 beside a prompt": (
+        GOOD | {"rejected": UNWEIGHED[1] | {"content": "B"}},
+        "rejected: message 2 has weight 0, but every turn that is trained",
+    ),
     "identical sides": (GOOD | {"rejected": "A"}, "chosen and rejected are the same"),
     "identical conversations": (
         {"chosen": openai("Q", "A"), "rejected": openai("Q", "A")},
@@ -238,6 +247,14 @@ def test_bad_pair_is_named_by_file_and_line(name, tmp_path):
     with pytest.raises(UsageError, match=reason) as caught:
         read_pairs(tmp_path, GOOD, row)
     assert str(caught.value).startswith(f"{tmp_path}/rows.jsonl line 2: ")
+
+
+def test_weight_of_a_turn_that_both_sides_share_is_none_that_is_trained(tmp_path):
+    shared = UNWEIGHED + openai("R")
+    (pair,) = read_pairs(tmp_path, {"prompt": shared, "chosen": "A", "rejected": "B"})[1]
+    assert pair == Preference(turns("Q", "A", "R"), (A,), (B,), None)
+    (labelled,) = read_labelled(tmp_path, {"prompt": shared, "response": "A", "label": 1})[1]
+    assert labelled.prompt == turns("Q", "A", "R")
 
 
 def test_response_without_any_prompt_is_told_where_to_put_it(tmp_path):
@@ -303,6 +320,7 @@ BAD_LABELLED = {
     "word as label": (ROW | {"label": "good"}, "column 'label' is neither true nor false .* but a str: 'good'"),
     "list as label": (ROW | {"label": [True]}, "column 'label' is neither true nor false .* but a list"),
     "empty response": (ROW | {"completion": ""}, "the response is empty"),
+    "weight 0": (ROW | {"completion": UNWEIGHED[1:]}, "message 2 has weight 0, but every turn that is trained"),
 }
 
 

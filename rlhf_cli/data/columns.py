@@ -171,7 +171,8 @@ def _message(row: Row, number: int, entry: Any, keys: tuple[str, str]) -> Messag
     if content is None and not calls:
         raise row.error(f"message {number} from {role} has null content")
     named = {key: str(entry[key]) for key in ("tool_call_id", "name") if role == "tool" and entry.get(key)}
-    return Message(role, content or "", calls, reasoning=_reasoning(row, number, role, entry), **named)
+    reasoning = _reasoning(row, number, role, entry)
+    return Message(role, content or "", calls, reasoning=reasoning, weight=entry.get("weight"), **named)
 
 
 def _reasoning(row: Row, number: int, role: Role, entry: dict[str, Any]) -> str:

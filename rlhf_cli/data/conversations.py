@@ -3,7 +3,7 @@
 Images are not represented.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -31,7 +31,8 @@ class ToolCall:
 class Message:
     """One turn of a conversation. An assistant's may be tool calls with or without text; a tool's may name its call.
 
-    `reasoning` is what the assistant thought before it, where the row has that apart from the content.
+    `reasoning` is what the assistant thought before it, where the row has that apart from the content. `weight` is what
+    the row says of the turn's share in the loss, None where it says nothing; it makes no other message.
     """
 
     role: Role
@@ -40,6 +41,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str = ""
+    weight: Any = field(default=None, compare=False)
 
     def with_reasoning_in_text(self) -> "Message":
         """The same message with its reasoning before the content, in the tags of reasoning models."""
@@ -122,6 +124,17 @@ def fault_of_example(messages: tuple[Message, ...]) -> str | None:
         return "the response is empty"
     last = messages[-1].role
     return f"the conversation ends with {last}, expected an assistant turn at its end" if last != "assistant" else None
+
+
+def fault_of_weights(trained: tuple[Message, ...], *, first: int = 1) -> str | None:
+    """Which turn asks for a weight that training does not give, None if none does; `first` numbers the first message.
+
+    OpenAI's fine-tuning leaves out turns of weight 0; here every turn of the assistant that is trained counts alike.
+    """
+    for number, message in enumerate(trained, start=first):
+        if message.role == "assistant" and message.weight not in (None, 1):
+            return f"message {number} has weight {message.weight!r}, but every turn that is trained has weight 1"
+    return None
 
 
 def num_common(first: tuple[Message, ...], second: tuple[Message, ...]) -> int:

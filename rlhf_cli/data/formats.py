@@ -6,7 +6,6 @@ Preference pairs and unpaired labels are read in `preference_formats`; step labe
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf_cli.data.columns import (
     MESSAGE_COLUMNS,
@@ -26,7 +25,7 @@ from rlhf_cli.data.columns import (
     text_of,
     with_system,
 )
-from rlhf_cli.data.conversations import Conversation, Document, Message, fault_of_example, fault_of_prompt
+from rlhf_cli.data.conversations import Conversation, Document, fault_of_example, fault_of_prompt, fault_of_weights
 from rlhf_cli.data.sources import Row, Source
 from rlhf_cli.data.tools import tools_of
 
@@ -119,7 +118,7 @@ def _prompt_response(present: Present, wanted: Columns) -> Format:
 
     def read(row: Row) -> Example:
         messages = read_prompt(row) + response_turn(row, response)
-        refuse(row, fault_of_example(messages))
+        refuse(row, fault_of_example(messages) or fault_of_weights(messages))
         return Conversation(messages, tools_of(row))
 
     return Format("prompt_response", f"{prompt} -> {response}", read)
@@ -133,7 +132,7 @@ def _messages_in(name: str) -> Callable[[Present, Columns], Format]:
 
         def read(row: Row) -> Example:
             said = messages_of(row, column, MESSAGE_KEYS[name])
-            refuse(row, _fault_of_weights(said, row[column]))
+            refuse(row, fault_of_weights(said))
             messages = with_system(said, row)
             refuse(row, fault_of_example(messages))
             return Conversation(messages, tools_of(row))
@@ -141,15 +140,6 @@ def _messages_in(name: str) -> Callable[[Present, Columns], Format]:
         return Format(name, column, read)
 
     return make
-
-
-def _fault_of_weights(messages: tuple[Message, ...], entries: list[dict[str, Any]]) -> str | None:
-    """OpenAI's fine-tuning leaves out turns of weight 0; here all of the assistant's are trained."""
-    for number, (message, entry) in enumerate(zip(messages, entries, strict=True), start=1):
-        weight = entry.get("weight")
-        if message.role == "assistant" and weight not in (None, 1):
-            return f"message {number} has weight {weight!r}, but every turn of the assistant is trained with weight 1"
-    return None
 
 
 def _text(present: Present, wanted: Columns) -> Format:
