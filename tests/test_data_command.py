@@ -232,9 +232,42 @@ def test_settings_of_other_commands_are_refused_by_name():
         settings_of("dpo", given)
     with pytest.raises(UsageError, match=r"^--data_format text: must be auto, unpaired or preference$"):
         settings_of("kto", ShownDataConfig(dataset="d", data_format="text"))
+    with pytest.raises(UsageError, match=r"^--data_format text: must be auto, explicit_prompt or shared_prompt$"):
+        settings_of("dpo", ShownDataConfig(dataset="d", data_format="text"))
     assert settings_of("ppo", ShownDataConfig(dataset="d", dataset_split="test")) == PromptConfig(
         prompt_data="d", prompt_split="test"
     )
+
+
+@pytest.mark.parametrize("data_format", ["auto", "explicit_prompt", "shared_prompt"])
+def test_a_forced_format_of_pairs_is_shown_as_it_is_trained(write, model, data_format):
+    write(PAIRS)
+    config = PreferenceDataConfig(dataset="rows.jsonl", data_format=data_format)
+    if data_format == "shared_prompt":
+        with pytest.raises(
+            UsageError, match=r"line 1: column 'chosen' holds no conversation with its prompt"
+        ) as training:
+            load_pairs(config, make_tokenizer(CHATML), dataset="rows.jsonl", split="train", seed=42)
+        with pytest.raises(UsageError) as shown:
+            preview("dpo", "rows.jsonl", model, data_format=data_format)
+        assert str(shown.value) == str(training.value)
+    else:
+        assert preview("dpo", "rows.jsonl", model, data_format=data_format).num_items == len(PAIRS)
+
+
+@pytest.mark.parametrize(("data_format", "question"), [("prompt", "text?"), ("messages", "message?")])
+def test_a_forced_format_of_prompts_is_shown_as_it_is_read(write, model, data_format, question):
+    write([{"prompt": "text?", "messages": [{"role": "user", "content": "message?"}]}])
+    made = preview("ppo", "rows.jsonl", model, data_format=data_format)
+    (prompt,) = load_prompts(
+        PromptConfig(prompt_data="rows.jsonl", data_format=data_format),
+        make_tokenizer(CHATML),
+        max_new_tokens=16,
+        seed=42,
+    ).prompts
+    shown = "".join(piece.text for piece in made.examples[0].parts[0].pieces)
+    assert shown == prompt.text
+    assert question in shown
 
 
 @pytest.mark.parametrize("rows", [[{"prompt": "What?", "answer": ""}], [{"a": 1}], [*PAIRS[:1], {"prompt": "a"}]])

@@ -339,9 +339,10 @@ def test_bad_prompt_or_response_is_named_by_file_and_line(row, reason, tmp_path)
         read(tmp_path, {"prompt": "Q", "answer": "A"}, row)
 
 
-def prompts(tmp_path, *rows, input_key=None, label_key=None):
+def prompts(tmp_path, *rows, data_format="auto", input_key=None, label_key=None):
     loaded = rows_of(tmp_path, *rows)
-    form = choose_prompt_format(loaded.sources[0], Columns(input_key, label_key=label_key))
+    columns = Columns(input_key, label_key=label_key)
+    form = choose_prompt_format(loaded.sources[0], columns, data_format=data_format)
     return [(form.read_prompt(row), form.read_label(row)) for row in loaded]
 
 
@@ -371,6 +372,32 @@ PROMPTS = {
 def test_prompts_and_ground_truths_are_found(name, tmp_path):
     row, expected = PROMPTS[name]
     assert prompts(tmp_path, row) == [expected]
+
+
+def format_of_prompt(row):
+    first = row.get("prompt", row.get("messages"))
+    return ("sharegpt" if "from" in first[0] else "messages") if isinstance(first, list) else "prompt"
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_format_of_prompts_can_be_forced_and_rows_of_others_are_refused(name, tmp_path):
+    row, expected = PROMPTS[name]
+    forced = format_of_prompt(row)
+    assert prompts(tmp_path, row, data_format=forced) == [expected]
+    for other in {"prompt", "messages", "sharegpt"} - {forced}:
+        fault = (
+            rf"line 1: column '\w+' is read as {other} \(--data_format\), but is a (str|list): |no column for the pro"
+        )
+        with pytest.raises(UsageError, match=fault):
+            prompts(tmp_path, row, data_format=other)
+
+
+def test_prompt_and_messages_side_by_side_are_read_as_the_settings_say(tmp_path):
+    row = {"prompt": "P", "messages": OPENAI[:1], "question": "Q"}
+    assert prompts(tmp_path, row, data_format="messages") == [(Q, None)]
+    assert prompts(tmp_path, row, data_format="prompt", input_key="question") == [(Q, None)]
+    with pytest.raises(UsageError, match=r"line 2: column 'messages' is read as messages .* but is null"):
+        prompts(tmp_path, row, row | {"messages": None}, data_format="messages")
 
 
 def test_ground_truths_that_appear_late_are_read(tmp_path):

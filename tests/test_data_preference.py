@@ -235,6 +235,13 @@ def test_columns_of_the_other_format_are_refused(settings, reason):
         LabelledDataConfig(dataset="rows.jsonl", **settings)
 
 
+def test_named_prompt_is_refused_where_the_sides_hold_it():
+    with pytest.raises(
+        ValidationError, match=r"input_key 'nope' names the prompt of .* rows are read as shared_prompt"
+    ):
+        PreferenceDataConfig(dataset="rows.jsonl", data_format="shared_prompt", input_key="nope")
+
+
 def test_invalid_rows_are_dropped_and_counted_where_wanted(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     rows = [ASKED, ASKED | {"rejected": ASKED["chosen"]}, ASKED | {"chosen": None}, ASKED | {"prompt": "Why?"}]

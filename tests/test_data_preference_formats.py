@@ -16,9 +16,10 @@ def rows_of(tmp_path, *rows):
     return load_rows(str(path), split="train", seed=0)
 
 
-def read_pairs(tmp_path, *rows, **named):
+def read_pairs(tmp_path, *rows, data_format="auto", **named):
     loaded = rows_of(tmp_path, *rows)
-    form = choose_pair_format(loaded.sources[0], PairColumns(**{"input_key": None, **named}))
+    columns = PairColumns(**{"input_key": None, **named})
+    form = choose_pair_format(loaded.sources[0], columns, data_format=data_format)
     return form, [form.read(row) for row in loaded]
 
 
@@ -119,6 +120,38 @@ def test_pairs_are_read_as_prompt_and_two_sides(name, tmp_path):
     row, expected = PAIRS[name]
     expected = expected or Preference(LATER.prompt, (Message("assistant", " A"),), (Message("assistant", " B"),), None)
     assert read_pairs(tmp_path, row)[1] == [expected]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_format_of_pairs_can_be_forced_and_rows_of_the_other_are_refused(name, tmp_path):
+    row = PAIRS[name][0]
+    form, pairs = read_pairs(tmp_path, row)
+    forced, other = "explicit_prompt", "shared_prompt"
+    if "->" not in form.columns:
+        forced, other = other, forced
+    assert read_pairs(tmp_path, row, data_format=forced)[1] == pairs
+    with pytest.raises(
+        UsageError, match=rf"rows are read as {other} \(--data_format\): it is a|column.* the prompt|be the prompt"
+    ):
+        read_pairs(tmp_path, row, data_format=other)
+
+
+def test_pair_that_does_not_fit_the_forced_format_is_named_by_file_and_line(tmp_path):
+    apart = {"prompt": "Q", "chosen": "A", "rejected": "B"}
+    whole = {"prompt": "other", "chosen": openai("Q", "A"), "rejected": openai("Q", "B")}
+    with pytest.raises(
+        UsageError,
+        match=r"rows\.jsonl line 2: column 'chosen' holds a conversation with its prompt, but rows are read as",
+    ):
+        read_pairs(tmp_path, apart, whole, data_format="explicit_prompt")
+    for row, found in ((apart, "a str: 'A'"), (apart | {"chosen": openai("", "A")[1:]}, "a list: "), ({}, "missing")):
+        with pytest.raises(
+            UsageError,
+            match=f"rows.jsonl line 2: column 'chosen' holds no conversation with its prompt, .* it is {found}",
+        ):
+            read_pairs(tmp_path, whole, row, data_format="shared_prompt")
+    with pytest.raises(UsageError, match=r"no column for the prompt \(prompt, .*--input_key"):
+        read_pairs(tmp_path, {"chosen": "A", "rejected": "B"}, data_format="explicit_prompt")
 
 
 def test_columns_of_pairs_can_be_named(tmp_path):

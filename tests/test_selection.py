@@ -137,7 +137,7 @@ def source_of(tmp_path, rows):
 def test_pairs_are_read_as_preferences_with_the_prompt_that_was_asked(tmp_path, conversation, worse):
     samples = [sample(text, score, **prompt_cells(conversation)) for text, score in (("good", 1.0), (worse, 0.0))]
     source, rows = source_of(tmp_path, select(json.loads(json.dumps(samples)), "best_worst")[0])
-    pair = choose_pair_format(source, PairColumns(None)).read(rows[0])
+    pair = choose_pair_format(source, PairColumns(None), data_format="auto").read(rows[0])
     assert pair.prompt == conversation.messages
     assert (pair.chosen, pair.rejected) == ((Message("assistant", "good"),), (Message("assistant", worse),))
     assert (pair.margin, pair.tools) == (1.0, conversation.tools)

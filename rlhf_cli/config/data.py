@@ -75,8 +75,8 @@ class DataConfig(OfflineDataConfig):
         return self
 
 
-class PreferenceDataConfig(OfflineDataConfig):
-    """Data"""
+class SidesConfig(OfflineDataConfig):
+    """Where the two sides of a pair stand: shared by preference data and labelled data, which may be pairs."""
 
     chosen_key: str | None = None
     """Column with the better response, or the conversation with it; found by its name if not given."""
@@ -84,11 +84,27 @@ class PreferenceDataConfig(OfflineDataConfig):
     """Column with the worse response, or the conversation with it; found by its name if not given."""
 
 
+class PreferenceDataConfig(SidesConfig):
+    """Data"""
+
+    data_format: Literal["auto", "explicit_prompt", "shared_prompt"] = "auto"
+    """Where a pair's prompt is: in its own column, or what both sides begin with; auto decides by the columns."""
+
+    @model_validator(mode="after")
+    def _prompt_is_read(self) -> "PreferenceDataConfig":
+        if self.input_key is not None and self.data_format == "shared_prompt":
+            raise ValueError(
+                f"input_key {self.input_key!r} names the prompt of data_format explicit_prompt, and rows are read as "
+                "shared_prompt: leave one of them out"
+            )
+        return self
+
+
 KEYS_OF_LABELLED = {"unpaired": ("output_key", "label_key"), "preference": ("chosen_key", "rejected_key")}
 """Settings that name columns of only one format of labelled data."""
 
 
-class LabelledDataConfig(PreferenceDataConfig):
+class LabelledDataConfig(SidesConfig):
     """Data"""
 
     data_format: Literal["auto", "unpaired", "preference"] = "auto"
@@ -121,6 +137,8 @@ class PromptConfig(TextConfig):
     """Share of each of several prompt sets in the mixture, separated by commas; all rows of all if not given."""
     prompt_split: str = "train"
     """Split read where the name gives none."""
+    data_format: Literal["auto", "prompt", "messages", "sharegpt"] = "auto"
+    """How prompts are read: text in a column for it, or messages; auto decides by the columns, then row by row."""
     label_key: str | None = None
     """Column with the ground truth; found by its name if not given."""
     pass_rate_range: tuple[float, float] | None = None

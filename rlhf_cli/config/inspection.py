@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf_cli.config.base import Group
-from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.data import SidesConfig
 
 
 class ShowConfig(Group):
@@ -22,11 +22,26 @@ class ShowConfig(Group):
     """Seed of the order in which mixed data sets are read, as of the command."""
 
 
-class ShownDataConfig(PreferenceDataConfig):
+DataFormat = Literal[
+    "auto",
+    "prompt_response",
+    "messages",
+    "sharegpt",
+    "text",
+    "explicit_prompt",
+    "shared_prompt",
+    "unpaired",
+    "preference",
+    "prompt",
+]
+
+
+class ShownDataConfig(SidesConfig):
     """Data"""
 
-    data_format: Literal["auto", "prompt_response", "messages", "sharegpt", "text", "unpaired", "preference"] = "auto"
-    """How rows are read; auto decides by the columns. Of sft: prompt_response to text; of kto: unpaired, preference."""
+    data_format: DataFormat = "auto"
+    """How rows are read; auto decides by the columns. prompt_response to text are of sft, explicit_prompt and
+    shared_prompt of rm and dpo, unpaired and preference of kto, prompt, messages and sharegpt of ppo."""
     output_key: str | None = None
     """Column with the response (sft, kto); found by its name if not given."""
     label_key: str | None = None

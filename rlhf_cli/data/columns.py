@@ -93,9 +93,14 @@ def is_dialogue(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
+def format_of(listed: list[dict[str, Any]]) -> str:
+    """Name of the format that a list of messages has, by its first."""
+    return "sharegpt" if "from" in listed[0] else "messages"
+
+
 def keys_of(listed: list[dict[str, Any]]) -> tuple[str, str]:
-    """Keys of role and text in a list of messages, by its first."""
-    return MESSAGE_KEYS["sharegpt" if "from" in listed[0] else "messages"]
+    """Keys of role and text in a list of messages."""
+    return MESSAGE_KEYS[format_of(listed)]
 
 
 def prompt_reader(column: str, *, joined: bool) -> Callable[[Row], tuple[Message, ...]]:

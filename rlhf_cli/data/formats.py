@@ -15,6 +15,7 @@ from rlhf_cli.data.columns import (
     Columns,
     Present,
     described,
+    format_of,
     is_dialogue,
     messages_of,
     prompt_reader,
@@ -62,19 +63,21 @@ def choose_format(source: Source, wanted: Columns, *, data_format: str) -> Forma
     return FORMATS[_detected(present, wanted) if data_format == "auto" else data_format](present, wanted)
 
 
-def choose_prompt_format(source: Source, wanted: Columns) -> PromptFormat:
-    """Where prompts and ground truths of a source stand. Raises UsageError naming the columns present."""
+def choose_prompt_format(source: Source, wanted: Columns, *, data_format: str) -> PromptFormat:
+    """Where prompts and ground truths of a source stand, and whether prompts are text ('prompt'), messages in either
+    format, or whichever of these a row has ('auto').
+
+    Raises UsageError naming the columns present.
+    """
     present = Present(source, source.columns())
-    prompt = present.named(wanted.input_key, "input_key")
-    prompt = prompt or present.only(PROMPT_COLUMNS, "the prompt", "input_key") or present.first(MESSAGE_COLUMNS)
-    if prompt is None:
-        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS + MESSAGE_COLUMNS)}): --input_key")
+    prompt = _prompt_column(present, wanted, data_format)
     named = present.named(wanted.label_key, "label_key")
     labels = (named,) if named else tuple(name for name in LABEL_COLUMNS if name != prompt)
     read = prompt_reader(prompt, joined=wanted.input_key is None)
 
     def read_prompt(row: Row) -> Conversation:
         refuse_images(row)
+        refuse(row, _fault_of_prompt_cell(row, prompt, data_format))
         messages = read(row)
         refuse(row, fault_of_prompt(messages))
         return Conversation(messages, tools_of(row))
@@ -87,12 +90,30 @@ def choose_prompt_format(source: Source, wanted: Columns) -> PromptFormat:
     return PromptFormat(columns, read_prompt, read_label)
 
 
+def _prompt_column(present: Present, wanted: Columns, data_format: str) -> str:
+    lists = () if data_format == "prompt" else MESSAGE_COLUMNS
+    asked = present.first(lists) if data_format in MESSAGE_KEYS else None
+    found = present.named(wanted.input_key, "input_key") or asked
+    found = found or present.only(PROMPT_COLUMNS, "the prompt", "input_key") or present.first(lists)
+    if found is None:
+        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS + lists)}): --input_key")
+    return found
+
+
+def _fault_of_prompt_cell(row: Row, column: str, data_format: str) -> str | None:
+    """Why the cell is none of the format that the settings ask for, None if it is."""
+    value = row.get(column)
+    if data_format in ("auto", format_of(value) if is_dialogue(value) else "prompt"):
+        return None
+    return f"column {column!r} is read as {data_format} (--data_format), but is {described(value, row, column)}"
+
+
 def _detected(present: Present, wanted: Columns) -> str:
     """Name of the format that the columns have."""
     listed = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
     value = present.source.row(0).get(listed) if listed else None
     if wanted.output_key is None and (is_dialogue(value) or listed in MESSAGE_COLUMNS):
-        return "sharegpt" if is_dialogue(value) and "from" in value[0] else "messages"
+        return format_of(value) if is_dialogue(value) else "messages"
     if wanted.input_key or wanted.output_key or (present.first(PROMPT_COLUMNS) and present.first(RESPONSE_COLUMNS)):
         return "prompt_response"
     if "text" in present.names:

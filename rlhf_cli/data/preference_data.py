@@ -156,7 +156,9 @@ def load_pairs(
     """
     rows = _rows(config, dataset, split, seed)
     wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key)
-    formats = {source.name: choose_pair_format(source, wanted) for source in rows.sources}
+    formats = {
+        source.name: choose_pair_format(source, wanted, data_format=config.data_format) for source in rows.sources
+    }
     forms = [formats[source.name].columns for source in rows.sources]
     report = DataReport("pairs", read_sources(rows, forms), rows=len(rows))
 

@@ -44,6 +44,9 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 """What a label may be, in lower case; 1 and 0 are equal to True and False."""
 
+PROMPT_APART = {"explicit_prompt": True, "shared_prompt": False}
+"""Formats of pairs, and whether their prompt stands in a column of its own."""
+
 Turns = tuple[Message, ...]
 
 
@@ -75,9 +78,12 @@ class LabelledFormat:
     read: Callable[[Row], list[Labelled]]
 
 
-def choose_pair_format(source: Source, wanted: PairColumns) -> PairFormat:
-    """Where the sides of a source's pairs stand. Raises UsageError naming the columns present."""
-    return _pairs(Present(source, source.columns()), wanted)
+def choose_pair_format(source: Source, wanted: PairColumns, *, data_format: str) -> PairFormat:
+    """Where the sides of a source's pairs stand, and their prompt: by `PROMPT_APART`, or by the columns if 'auto'.
+
+    Raises UsageError naming the columns present.
+    """
+    return _pairs(Present(source, source.columns()), wanted, data_format)
 
 
 def choose_labelled_format(source: Source, wanted: PairColumns, *, data_format: str) -> LabelledFormat:
@@ -87,7 +93,7 @@ def choose_labelled_format(source: Source, wanted: PairColumns, *, data_format: 
     """
     present = Present(source, source.columns())
     if data_format == "preference" or (data_format == "auto" and _has_pairs(present, wanted)):
-        pairs = _pairs(present, wanted)
+        pairs = _pairs(present, wanted, "auto")
         return LabelledFormat("preference", pairs.columns, lambda row: _both(pairs.read(row)))
     return _unpaired(present, wanted)
 
@@ -104,17 +110,22 @@ def _both(pair: Preference) -> list[Labelled]:
     return [Labelled(pair.prompt, response, desirable, pair.tools) for response, desirable in sides]
 
 
-def _pairs(present: Present, wanted: PairColumns) -> PairFormat:
+def _pairs(present: Present, wanted: PairColumns, data_format: str) -> PairFormat:
     chosen = present.named(wanted.chosen_key, "chosen_key") or present.first((CHOSEN_COLUMN,))
     rejected = present.named(wanted.rejected_key, "rejected_key") or present.first((REJECTED_COLUMN,))
     if chosen is None or rejected is None:
         side = "chosen" if chosen is None else "rejected"
         raise present.error(f"no column for the {side} response ({side}): name it with --{side}_key")
-    alone = _are_whole(present, wanted, (chosen, rejected))
+    apart = PROMPT_APART.get(data_format)
+    alone = _are_whole(present, wanted, (chosen, rejected)) if apart is None else not apart
     prompt = None if alone else _prompt_column(present, wanted, used=(chosen, rejected))
+    if prompt is None and apart:
+        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): name it with --input_key")
     read_prompt = _reader_of_prompt(prompt, joined=wanted.input_key is None)
 
     def read(row: Row) -> Preference:
+        for column in (chosen, rejected) if apart is not None else ():
+            refuse(row, _fault_of_side(row, column, data_format))
         sides = [_conversation(row, column, read_prompt) for column in (chosen, rejected)]
         return _preference(row, sides[0], sides[1], (chosen, rejected))
 
@@ -197,6 +208,16 @@ def _is_whole(value: Any) -> bool:
     first = value[0] if is_dialogue(value) else value if isinstance(value, dict) else {}
     role = str(first.get("role", first.get("from", "assistant")))
     return ROLES.get(role.lower()) != "assistant"
+
+
+def _fault_of_side(row: Row, column: str, data_format: str) -> str | None:
+    """Why the cell is none of the format that the settings ask for, None if it is."""
+    whole = _is_whole(row.get(column))
+    if whole != PROMPT_APART[data_format]:
+        return None
+    held = "a conversation with its prompt" if whole else "no conversation with its prompt"
+    found = described(row.get(column), row, column)
+    return f"column {column!r} holds {held}, but rows are read as {data_format} (--data_format): it is {found}"
 
 
 def _conversation(row: Row, column: str, read_prompt: Callable[[Row], Turns]) -> Turns:

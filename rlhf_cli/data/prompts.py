@@ -124,7 +124,9 @@ def load_prompts(
         max_samples=config.max_samples,
     )
     wanted = Columns(config.input_key, label_key=config.label_key)
-    formats = {source.name: choose_prompt_format(source, wanted) for source in rows.sources}
+    formats = {
+        source.name: choose_prompt_format(source, wanted, data_format=config.data_format) for source in rows.sources
+    }
     report = PromptReport(read_sources(rows, [formats[source.name].columns for source in rows.sources]), len(rows))
     writer = TableWriter(SCHEMA)
     fingerprint = hashlib.blake2b(digest_size=16)
