@@ -250,7 +250,7 @@ def test_answers_are_judged_the_same_without_the_sandbox():
 
 def scores(responses, *, label, **settings):
     requests = [
-        ScoreRequest("", "", text, label, num_tokens=1, truncated=False, group=str(number))
+        ScoreRequest("", "", text, label, num_tokens=1, truncated=False, group=str(number), sample=0, group_size=1)
         for number, text in enumerate(responses)
     ]
     with Scorer(ScoringConfig(reward_funcs=["code(timeout=2, memory_mb=200)"], **settings)) as scorer:

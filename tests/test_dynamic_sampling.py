@@ -56,7 +56,10 @@ def test_what_the_scores_of_a_group_say_of_its_prompt(scores, config, found):
 def group(place: int, *lengths: int, useful: bool = True) -> Group:
     answers = [Generation([7] * length, [-0.5] * length, "stop", 0) for length in lengths]
     scores = [RIGHT, *[WRONG if useful else RIGHT] * (len(lengths) - 1)]
-    questions = [ScoreRequest("q", "p", "r", "1", length, False, "g") for length in lengths]
+    questions = [
+        ScoreRequest("q", "p", "r", "1", length, False, "g", sample, len(lengths))
+        for sample, length in enumerate(lengths)
+    ]
     return Group(place, Prompt([1], "p", "1", "a.jsonl", place), answers, questions, scores)
 
 

@@ -184,8 +184,8 @@ class FakeSession:
         first, self.reported = self.reported, len(self.requests)
         return [(number, self.scorer.judge(self.requests[number])) for number in range(first, self.reported)]
 
-    def finish(self, order: Sequence[int] | None = None) -> list[Score]:
-        scorer, numbers = self.scorer, list(range(len(self.requests)) if order is None else order)
+    def finish(self) -> list[Score]:
+        scorer, numbers = self.scorer, sorted(range(len(self.requests)), key=self._order)
         scorer.journal.append("scorer.score")
         scorer.asked.append([self.requests[number] for number in numbers])
         found = {
@@ -193,6 +193,11 @@ class FakeSession:
             for place, number in enumerate(numbers)
         }
         return [found[number] for number in range(len(numbers))]
+
+    def _order(self, number: int) -> tuple[bool, int, int]:
+        """Of prompts, then of samples; greedy responses come last."""
+        place, _, greedy = self.requests[number].group.partition(" ")
+        return bool(greedy), int(place), self.requests[number].sample
 
 
 class FakeTracker:
@@ -502,7 +507,9 @@ def test_greedy_responses_are_scored_with_the_others_and_not_trained_on():
     assert [sampling.greedy for sampling in run.engines.sampling] == [False, True]
     sampled, greedy = run.engines.requests
     assert [request.prompt_ids for request in greedy] == [request.prompt_ids for request in sampled[::2]]
-    assert [len(asked) for asked in run.scorer.asked] == [9]
+    (asked,) = run.scorer.asked
+    assert [request.group_size for request in asked] == [SAMPLES_EACH] * 6 + [1] * 3
+    assert len({request.group for request in asked}) == 3 + 3  # a greedy response is compared with no other
     samples, steps = run.actor.updates[0]
     assert [sample.sequence.token_ids[:2].tolist() for sample in samples] == [r.prompt_ids for r in sampled]
     assert sorted(index for step in steps for index in step) == [0, 1, 2, 3, 4, 5]

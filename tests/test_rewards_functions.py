@@ -15,7 +15,7 @@ from rlhf_cli.rewards.texts import has_format, reasoning_steps, repetition_penal
 
 
 def request(num_tokens: int) -> ScoreRequest:
-    return ScoreRequest("", "", "", None, num_tokens=num_tokens, truncated=False, group="g")
+    return ScoreRequest("", "", "", None, num_tokens=num_tokens, truncated=False, group="g", sample=0, group_size=1)
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,9 @@ def test_equal_answers_have_the_same_key() -> None:
 
 
 def request(response: str, label: str = "1") -> ScoreRequest:
-    return ScoreRequest(response, "", response, label, num_tokens=1, truncated=False, group="g")
+    return ScoreRequest(
+        response, "", response, label, num_tokens=1, truncated=False, group=response, sample=0, group_size=1
+    )
 
 
 def test_what_takes_too_long_fails_alone() -> None:

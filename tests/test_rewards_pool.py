@@ -110,6 +110,19 @@ def test_a_task_that_can_no_longer_be_loaded_fails_what_waits(path: str) -> None
         assert all("is not valid Python" in result for result in results[1:])
 
 
+def test_a_further_worker_that_cannot_load_the_task_leaves_it_to_those_that_have(tmp_path: Path, caplog) -> None:
+    (tmp_path / "reward.py").write_text(
+        "import os, time\n"
+        f"os.mkdir({str(tmp_path / 'taken')!r})  # there is room for one\n"
+        "def reward_func(queries, prompts, labels):\n    time.sleep(0.1)\n    return [float(queries[0])]\n"
+    )
+    with pool_of(str(tmp_path / "reward.py")) as pool:
+        assert pool.start() is None
+        assert values(pool, {}, 20) == [float(i) for i in range(20)]
+        assert pool.num_workers == 1
+    assert "a further reward worker raised FileExistsError" in caplog.text
+
+
 def test_ten_thousand_items_keep_their_order(path: str) -> None:
     with pool_of(path, chunk_size=64) as pool:
         assert values(pool, {}, 10_000) == [float(i) for i in range(10_000)]

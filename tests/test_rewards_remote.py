@@ -1,12 +1,13 @@
 """The client of reward servers against real HTTP servers of this process, which answer as a test tells them."""
 
+import itertools
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -107,9 +108,14 @@ def asking(*servers: Server | str, retries: int = 1, timeout: float = 10.0, batc
     return RemoteRewards(urls, key=None, timeout=timeout, retries=retries, batch_size=batch_size)
 
 
+NUMBERS = itertools.count()
+
+
 def request(query: str, *, prompt: str = "", label: str | None = None) -> ScoreRequest:
+    """A response that is a group of its own."""
     response = query.removeprefix(prompt)
-    return ScoreRequest(query, prompt, response, label, num_tokens=len(response), truncated=False, group=prompt)
+    group = str(next(NUMBERS))
+    return ScoreRequest(query, prompt, response, label, len(response), False, group, sample=0, group_size=1)
 
 
 def requests(count: int) -> list[ScoreRequest]:
@@ -446,10 +452,14 @@ def test_every_kind_of_reward_keeps_to_its_response_in_whatever_order_they_are_c
         server, remote_rm_batch_size=1, reward_funcs=["exact", "length"], reward_func=str(file), remote_rm_weight=10.0
     )
     asked = [request("p=44", prompt="p=", label="44"), request("p=4", prompt="p=", label="4")]
+    asked.append(request("p=4444", prompt="p=", label="4"))
+    first, *others = [
+        replace(one, group="g", sample=sample, group_size=3) for one, sample in zip(asked, (2, 0, 1), strict=True)
+    ]
     with Scorer(settings) as scorer, scorer.session() as session:
-        session.add(asked)
-        session.add([request("p=4444", prompt="p=", label="4")])
-        scores = session.finish([1, 2, 0])
+        session.add([first])
+        session.add(others)
+        scores = session.finish()
     # Lengths 2, 1 and 4: 0.5 - 1/3 and 0.5 - 0 for right answers, no more than 0.5 - 1 for the wrong one.
     assert [score.parts for score in scores] == [
         {"exact": 1.0, "length": pytest.approx(1 / 6), "reward_func": 2.0, "remote_rm": 4.0},

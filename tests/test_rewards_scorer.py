@@ -1,5 +1,6 @@
 """The scorer with real worker processes: rewards that are right, wrong, raise, hang or die, and what is left behind."""
 
+import itertools
 import math
 import os
 import signal
@@ -20,6 +21,7 @@ from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.rewards.session import ScoringSession
 
 WriteFile = Callable[[str], str]
 
@@ -44,21 +46,36 @@ def config(**settings) -> RewardConfig:
     return RewardConfig.model_validate({"reward_timeout": 20.0, "reward_retries": 0} | settings)
 
 
+NUMBERS = itertools.count()
+
+
+def group(*responses: str, label: str | None = "18") -> list[ScoreRequest]:
+    """The samples of one prompt."""
+    name = str(next(NUMBERS))
+    return [
+        ScoreRequest(
+            query="Q: " + response,
+            prompt="Q: ",
+            response=response,
+            label=label,
+            num_tokens=len(response),
+            truncated=False,
+            group=name,
+            sample=sample,
+            group_size=len(responses),
+        )
+        for sample, response in enumerate(responses)
+    ]
+
+
 def request(response: str, label: str | None = "18") -> ScoreRequest:
-    return ScoreRequest(
-        query="Q: " + response,
-        prompt="Q: ",
-        response=response,
-        label=label,
-        num_tokens=len(response),
-        truncated=False,
-        group="a.jsonl 0",
-    )
+    """The only sample of a prompt."""
+    return group(response, label=label)[0]
 
 
 def score(settings: RewardConfig, *responses: str) -> list[Score]:
     with Scorer(settings) as scorer:
-        return scorer.score([request(response) for response in responses])
+        return scorer.score(group(*responses))
 
 
 def values(settings: RewardConfig, *responses: str) -> list[float | None]:
@@ -234,13 +251,18 @@ def test_a_reward_that_hangs_is_killed_and_the_next_call_works(reward_file: Writ
             return [2.0] * len(queries)
     """)
     with Scorer(config(reward_func=path, reward_timeout=1.0, reward_max_failures=1.0)) as scorer:
-        failed = scorer.score([request("hang"), request("a")])
+        *failed, other = scorer.score([*group("hang", "a"), request("a")])
         assert [(s.value, s.detail) for s in failed] == [(None, "reward_func did not answer within 1 s")] * 2
+        assert other.value == 2.0
         assert [s.value for s in scorer.score([request("a")])] == [2.0]
 
 
-def asked(response: str, label: str, *, tokens: int = 1, group: str = "g", prompt: str = "Q: ") -> ScoreRequest:
-    return ScoreRequest(prompt + response, prompt, response, label, num_tokens=tokens, truncated=False, group=group)
+def asked(
+    response: str, label: str, *, tokens: int = 1, of: int = 1, sample: int = 0, prompt: str = "Q: "
+) -> ScoreRequest:
+    """A sample of a prompt of which there are `of`; a group of its own if it is the only one."""
+    group = "g" if of > 1 else str(next(NUMBERS))
+    return ScoreRequest(prompt + response, prompt, response, label, tokens, False, group, sample, of)
 
 
 def test_rewards_of_every_kind_add_up_with_weights_and_parameters() -> None:
@@ -251,7 +273,11 @@ def test_rewards_of_every_kind_add_up_with_weights_and_parameters() -> None:
     right, wrong = "<think>a</think><answer>\\boxed{4}</answer>", "3"
     with Scorer(settings) as scorer:
         first, second, other = scorer.score(
-            [asked(right, "4", tokens=0), asked(wrong, "4", tokens=100), asked(wrong, "4", tokens=100, group="h")]
+            [
+                asked(right, "4", tokens=0, of=2, sample=0),
+                asked(wrong, "4", tokens=100, of=2, sample=1),
+                asked(wrong, "4", tokens=100),
+            ]
         )
     assert first.parts == {"format": 1.0, "cosine": 1.0, "math": 1.0, "length": 0.5, "soft_overlong": 0.0}
     assert (first.value, first.status, first.answer) == (8.5, "correct", "4")
@@ -269,7 +295,9 @@ def test_rewards_of_every_kind_add_up_with_weights_and_parameters() -> None:
 def test_what_goes_by_a_verdict_fails_with_it() -> None:
     settings = config(reward_funcs=["cosine", "format", "boxed", "length"], reward_max_failures=0.5)
     with Scorer(settings) as scorer:
-        failed, good = scorer.score([asked("\\boxed{1}", "x"), asked("\\boxed{1}", "1", tokens=2)])
+        failed, good = scorer.score(
+            [asked("\\boxed{1}", "x", of=2, sample=0), asked("\\boxed{1}", "1", tokens=2, of=2, sample=1)]
+        )
     assert (failed.status, failed.detail, failed.parts) == (
         "failed",
         "boxed: label 'x' is not a number",
@@ -290,12 +318,22 @@ def test_a_tag_that_the_prompt_opened_counts_as_the_responses() -> None:
     assert [result.value for result in scores] == [0.0, 1.0]
 
 
-def test_a_reward_that_compares_a_group_is_complete_at_the_end() -> None:
+def test_a_reward_that_compares_a_group_is_ready_with_its_last_response() -> None:
     with Scorer(config(reward_funcs=["exact", "length"])) as scorer, scorer.session() as session:
-        session.add([asked("4", "4", tokens=1)])
-        session.add([asked("4", "4", tokens=3)])
-        assert session.ready() == []
-        assert [result.parts["length"] for result in session.finish()] == [0.5, -0.5]
+        session.add([asked("4", "4", tokens=3, of=2, sample=1)])
+        session.add([asked("5", "4", tokens=3, of=1)])
+        assert _ready(session, 1).keys() == {1}
+        session.add([asked("4", "4", tokens=1, of=2, sample=0)])
+        compared = _ready(session, 2)
+        assert compared.keys() == {0, 2}
+        assert [result.parts["length"] for result in session.finish()] == [-0.5, 0.0, 0.5]
+
+
+def _ready(session: ScoringSession, count: int) -> dict[int, Score]:
+    """The next scores of a session before its end."""
+    found: dict[int, Score] = {}
+    _wait_until(lambda: bool(found.update(session.ready())) or len(found) >= count)
+    return found
 
 
 def test_a_session_gives_the_scores_of_a_whole_batch() -> None:
@@ -327,17 +365,80 @@ def test_every_score_is_ready_once_before_the_end() -> None:
         assert session.ready() == []
 
 
-def test_a_reward_file_is_asked_once_about_all_responses_of_a_session(reward_file: WriteFile) -> None:
-    path = reward_file("""
-        def reward_func(queries, prompts, labels):
-            return [float(len(queries))] * len(queries)
-    """)
-    with Scorer(config(reward_funcs=["exact"], reward_func=path)) as scorer, scorer.session() as session:
-        session.add([request("18")])
-        session.add([request("17")])
+PLACES = """
+    def reward_func(queries, prompts, labels):
+        return [float(10 * len(queries) + place) for place in range(len(queries))]
+"""
+
+
+def test_a_reward_file_is_asked_about_a_group_as_soon_as_it_is_complete(reward_file: WriteFile) -> None:
+    first, second, third = group("18", "17", "16")
+    settings = config(reward_funcs=["exact"], reward_func=reward_file(PLACES))
+    with Scorer(settings) as scorer, scorer.session() as session:
+        session.add([third, request("4"), first])
+        assert _ready(session, 1) == {1: Score(10.0, "wrong", "4", {"exact": 0.0, "reward_func": 10.0}, "4")}
+        session.add([second])
+        found = _ready(session, 3)
+        assert {number: score.value for number, score in found.items()} == {0: 32.0, 2: 31.0, 3: 31.0}
+        assert [score.value for score in session.finish()] == [32.0, 10.0, 31.0, 31.0]
         assert session.ready() == []
-        assert [result.value for result in session.finish()] == [3.0, 2.0]
-        assert [number for number, _ in session.ready()] == [0, 1]
+
+
+def test_what_compares_a_group_does_not_depend_on_the_order_of_arrival(reward_file: WriteFile) -> None:
+    asked = [*group("18", "1", "144"), *group("7", "77")]
+    settings = config(reward_funcs=["exact", "length"], reward_func=reward_file(PLACES))
+    found = []
+    with Scorer(settings) as scorer:
+        for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1]):
+            with scorer.session() as session:
+                for number in order:
+                    session.add([asked[number]])
+                found.append(dict(sorted(zip(order, session.finish(), strict=True))))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("funcs", [[], ["exact", "length"]])
+def test_a_group_that_stays_incomplete_is_compared_as_it_is(reward_file: WriteFile, funcs: list[str]) -> None:
+    settings = config(reward_funcs=funcs, reward_func=reward_file(PLACES))
+    first, _, third = group("18", "1", "177")
+    with Scorer(settings) as scorer, scorer.session() as session:
+        session.add([third])
+        session.add([first])
+        scores = session.finish()
+    assert [score.parts["reward_func"] for score in scores] == [21.0, 20.0]
+    if funcs:
+        assert [score.parts["length"] for score in scores] == [-0.5, 0.5]
+
+
+def test_groups_fail_one_by_one(reward_file: WriteFile) -> None:
+    path = reward_file("""
+        import os
+        def reward_func(queries, prompts, labels):
+            if "die" in queries[0]:
+                os._exit(3)
+            return [1 / ("raise" not in query) for query in queries]
+    """)
+    with Scorer(config(reward_func=path, reward_max_failures=1.0)) as scorer:
+        scores = scorer.score([*group("a", "b"), *group("a", "raise"), *group("die", "a"), request("a")])
+    assert [score.value for score in scores] == [1.0, 1.0, None, None, None, None, 1.0]
+    assert [score.detail.partition("\n")[0] for score in scores[3:5]] == [
+        "reward_func raised ZeroDivisionError: division by zero (reward.py, line 6)",
+        "reward_func ended its process with exit code 3",
+    ]
+
+
+def test_several_workers_run_the_file_at_the_same_time(reward_file: WriteFile, tmp_path: Path) -> None:
+    path = reward_file(f"""
+        import os, time
+        from pathlib import Path
+        def reward_func(queries, prompts, labels):
+            (Path({str(tmp_path)!r}) / f"seen {{os.getpid()}}").touch()
+            while len(list(Path({str(tmp_path)!r}).glob("seen *"))) < 2:  # each waits for the other
+                time.sleep(0.01)
+            return [1.0]
+    """)
+    with Scorer(config(reward_func=path)) as scorer:
+        assert [result.value for result in scorer.score([request("a"), request("b")])] == [1.0, 1.0]
 
 
 def test_a_session_that_ends_early_leaves_no_work_for_the_next() -> None:
@@ -515,11 +616,11 @@ from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 
 scorer = Scorer(RewardConfig(reward_funcs=["exact"], reward_func=sys.argv[1]))
-asked = [ScoreRequest("q", "p", "r", "l", 1, False, "g")]
+asked = [ScoreRequest("q", "p", "r", "l", 1, False, "g", 0, 1)]
 thread = threading.Thread(target=scorer.score, args=(asked,))  # a thread that ends must not take workers with it
 thread.start()
 thread.join()
-asked = [ScoreRequest("hang", "p", "r", "l", 1, False, "g")]
+asked = [ScoreRequest("hang", "p", "r", "l", 1, False, "g", 0, 1)]
 scorer.score(asked)
 """
 

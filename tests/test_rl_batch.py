@@ -12,6 +12,7 @@ from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.rl_batch import (
     Evaluated,
+    GroupPlace,
     Rollouts,
     as_sequence,
     learning_samples,
@@ -21,12 +22,14 @@ from rlhf_cli.trainers.rl_batch import (
     scored_rollouts,
     split_last_values,
     weighted_parts,
+    whole_groups,
     with_greedy,
     with_last_states,
 )
 
 FAILED = Score(None, "failed", "timed out after 30 s", {"format": 1.0})
 REWARD = OnlineRewardConfig(reward_funcs=["exact"])
+PLACES = whole_groups(1, 2)
 
 
 def prompt(number: int, source: str = "a.jsonl") -> Prompt:
@@ -252,7 +255,7 @@ def test_plain_scores_have_no_accuracy():
 
 
 def test_rewards_are_asked_about_prompt_and_response():
-    (request,) = score_requests([prompt(4)], [generation(1, 2)], lambda token_ids: f"<{token_ids}>", groups=[0])
+    (request,) = score_requests([prompt(4)], [generation(1, 2)], lambda token_ids: f"<{token_ids}>", places=PLACES[:1])
     assert (request.query, request.prompt, request.response, request.label) == (
         "a.jsonl 4? <[1, 2]>",
         "a.jsonl 4? ",
@@ -261,20 +264,33 @@ def test_rewards_are_asked_about_prompt_and_response():
     )
 
 
+def test_samples_of_a_prompt_are_neighbours_in_a_group_of_their_own():
+    assert whole_groups(2, 2) == [
+        GroupPlace("0", 0, 2),
+        GroupPlace("0", 1, 2),
+        GroupPlace("1", 0, 2),
+        GroupPlace("1", 1, 2),
+    ]
+
+
 def test_rewards_are_told_length_cut_and_group_of_a_response():
     requests = score_requests(
         [prompt(4)] * 3,
         [generation(1, 2), generation(3, cut=True), generation(5)],
         lambda token_ids: "",
-        groups=[7, 7, 8],
+        places=[GroupPlace("7", 0, 2), GroupPlace("7", 1, 2), GroupPlace("8", 0, 1)],
     )
     assert [(request.num_tokens, request.truncated) for request in requests] == [(2, False), (1, True), (1, False)]
-    assert requests[0].group == requests[1].group != requests[2].group
+    assert [(request.group, request.sample, request.group_size) for request in requests] == [
+        ("7", 0, 2),
+        ("7", 1, 2),
+        ("8", 0, 1),
+    ]
 
 
 def test_rows_of_samples_say_everything_about_a_response():
     generations = [generation(1, 2, cut=True), generation(3)]
-    requests = score_requests([prompt(4), prompt(5)], generations, str, groups=[0, 1])
+    requests = score_requests([prompt(4), prompt(5)], generations, str, places=PLACES)
     rows = sample_rows(requests, generations, [scored(1.0, "correct", exact=1.0), FAILED])
     assert rows[0] == {
         "prompt": "a.jsonl 4? ",

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,10 @@ def test_verifiers_and_a_file_are_served_with_labels_and_weights(tmp_path):
     )
     reward = ServedRewardConfig(reward_funcs=["exact"], reward_weights=[10.0], reward_func=str(file))
     with scoring(reward, ServedModelConfig()) as score:
-        one = [request("2+2=4", prompt="2+2=", label="4"), request("12+2=4", prompt="12+2=", label="14")]
+        one = [
+            replace(request("2+2=4", prompt="2+2=", label="4"), group="one", sample=0, group_size=2),
+            replace(request("12+2=4", prompt="12+2=", label="14"), group="one", sample=1, group_size=2),
+        ]
         other = [request("112+2=4", prompt="112+2=", label="4")]
         scores = score([one, other])
     assert [[each.value for each in job] for job in scores] == [[10.0, 1.0], [10.0]], "a file compares within a request"

@@ -26,7 +26,7 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers import rl
-from rlhf_cli.trainers.rl_batch import length_metrics, rollout_metrics, score_requests
+from rlhf_cli.trainers.rl_batch import length_metrics, rollout_metrics, score_requests, whole_groups
 from rlhf_cli.trainers.rl_evaluation import score_responses
 
 
@@ -196,8 +196,8 @@ def _answer(
     with timer("generate"):
         generations = answering.engines.generate(requests, sampling_params(sampling))
     with timer("reward"):
-        groups = [place // sampling.n_samples_per_prompt for place in range(len(asked))]
-        questions = score_requests(asked, generations, answering.decode, groups=groups)
+        places = whole_groups(len(prompts), sampling.n_samples_per_prompt)
+        questions = score_requests(asked, generations, answering.decode, places=places)
         scores = None
         if answering.scorer is not None:
             scores = score_responses(

@@ -101,7 +101,8 @@ class ScoringConfig(Group):
     reward_weights: list[float] = []
     """Weight of each of reward_funcs; 1 by default."""
     reward_func: str | None = None
-    """Python file with reward_func(queries, prompts, labels) -> list of floats; plain or async."""
+    """Python file with reward_func(queries, prompts, labels) -> list of floats, a function, plain or async, or a class;
+    called about the responses to one prompt at a time, by several processes."""
     reward_timeout: float = Field(30.0, gt=0)
     """Seconds a call of a reward may take before it is killed and counts as failed."""
     reward_retries: int = Field(1, ge=0)

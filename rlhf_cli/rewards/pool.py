@@ -7,6 +7,7 @@ business (worker.py), how one is started and killed is in process.py.
 
 import contextlib
 import json
+import logging
 import math
 import socket
 import threading
@@ -19,6 +20,8 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from rlhf_cli.rewards.process import LOAD_LIMIT, Worker
+
+logger = logging.getLogger(__name__)
 
 FailureKind = Literal["raised", "bad_result", "timeout", "died", "load"]
 
@@ -310,12 +313,17 @@ class _Desk:
 
     def _lose(self, worker: Worker, failure: Failure) -> None:
         """Kill a worker. The item it was at takes the blame, those after it wait again; a task that cannot be loaded
-        fails all that wait, since the next worker would fare no better."""
+        fails all that wait, since the next worker would fare no better, unless others have loaded it: they go on."""
         self._pool.remove(worker)
         if worker.is_loaded:
             first = worker.chunk.popleft()
             self._waiting.extendleft(reversed(worker.chunk))
             self._conclude(first, Outcome(failure=failure))
+            return
+        others = sum(other.is_loaded for other in self._pool.workers)
+        if others:  # there is no room for one more, say: each may hold a model of its own
+            logger.warning("a further reward worker %s: %d go on without it", failure.reason, others)
+            self._pool.num_workers = len(self._pool.workers)
             return
         self._load_failure = Failure("load", failure.reason, failure.trace)
         for number in self._waiting:

@@ -12,7 +12,8 @@ class ScoreRequest:
 
     `query` is prompt and response together; `label` the prompt's ground truth, if any; `num_tokens` counts what was
     sampled, the end-of-sequence token included; `truncated` says that the response was cut at the limit; responses of
-    the same `group` are the samples of one prompt, which makes two groups where it is asked twice.
+    the same `group` are the samples of one prompt, which makes two groups where it is asked twice: `sample` says which
+    of them this is, `group_size` how many there will be.
     """
 
     query: str
@@ -22,6 +23,8 @@ class ScoreRequest:
     num_tokens: int
     truncated: bool
     group: str
+    sample: int
+    group_size: int
 
 
 @dataclass(frozen=True, slots=True)

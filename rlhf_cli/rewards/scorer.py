@@ -121,23 +121,29 @@ def _prepare_code(config: ScoringConfig) -> None:
     require_sandbox(sandboxed=not config.code_unsandboxed)
 
 
+def _num_workers() -> int:
+    return min(MAX_WORKERS, os.cpu_count() or 1)
+
+
 def _worker_pool(config: ScoringConfig) -> WorkerPool:
     return WorkerPool(
         "rlhf_cli.rewards.functions:load",
         [[call.name, call.parameters | _settings(config, call)] for call in _calls(config)],
         limit=config.reward_timeout,
-        num_workers=min(MAX_WORKERS, os.cpu_count() or 1),
+        num_workers=_num_workers(),
         chunk_size=CHUNK,
         retries=config.reward_retries,
     )
 
 
 def _file_pool(reward_func: str, config: ScoringConfig) -> WorkerPool:
-    """A worker that has loaded the user's file."""
+    """Workers for the user's file, one of which has loaded it."""
     path = Path(reward_func).expanduser().resolve()
     if not path.is_file():
         raise UsageError(f"--reward_func {reward_func}: there is no such file")
-    pool = WorkerPool("rlhf_cli.rewards.user_file:load", str(path), limit=config.reward_timeout)
+    pool = WorkerPool(
+        "rlhf_cli.rewards.user_file:load", str(path), limit=config.reward_timeout, num_workers=_num_workers()
+    )
     failure = pool.start()
     if failure is not None:
         logger.warning("%s %s\n%s", path, failure.reason, failure.trace)

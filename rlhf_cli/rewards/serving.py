@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
+from uuid import uuid4
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
@@ -115,11 +116,20 @@ def _questions(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
         if len(text) > config.max_chars:
             said = f"text {number} of query has {len(text):,} characters, more than {config.max_chars:,} (--max_chars)"
             raise HTTPException(422, said)
+    group = uuid4().hex  # what comes in one request may be compared
     return [
         ScoreRequest(
-            query, prompt, query.removeprefix(prompt), label, num_tokens=0, truncated=False, group=prompt
-        )  # the wire says nothing of tokens and cuts; no reward that is served goes by them (config.serve)
-        for query, prompt, label in zip(asked.query, prompts, labels, strict=True)
+            query,
+            prompt,
+            query.removeprefix(prompt),
+            label,
+            num_tokens=0,  # the wire says nothing of tokens and cuts; no reward that is served goes by them
+            truncated=False,
+            group=group,
+            sample=number,
+            group_size=count,
+        )
+        for number, (query, prompt, label) in enumerate(zip(asked.query, prompts, labels, strict=True))
     ]
 
 

@@ -4,16 +4,17 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 from rlhf_cli.config.online import ScoringConfig
+from rlhf_cli.rewards.file_feed import FileFeed
 from rlhf_cli.rewards.functions import resolve
 from rlhf_cli.rewards.parts import (
     FILE_PART,
     REMOTE_PART,
     Part,
-    file_parts,
     is_correct,
     join,
     judged_part,
@@ -30,12 +31,26 @@ logger = logging.getLogger(__name__)
 _OPENED = "<think>"  # templates that make a model think end in it, so that responses begin behind it
 
 
+@dataclass(eq=False)
+class _Group:
+    """The responses to one prompt: `size` of them are to come, `num_judged` have all parts that workers give."""
+
+    size: int
+    numbers: list[int] = field(default_factory=list)
+    num_judged: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.numbers) == self.size
+
+
 class ScoringSession:
     """One round of scoring; a context manager that leaves no work behind it.
 
     Workers and servers begin with a response when it is added, whatever the caller does meanwhile; which responses come
     to a server in one request depends on when they are added. The reward file and rewards that compare the responses to
-    a prompt are asked at the end; with one of them no score is complete before `finish`.
+    a prompt get them all, in the order of their samples, as soon as the last one is there: what these say does not
+    depend on which was finished first. A group that stays incomplete is compared as it is in `finish`.
     """
 
     def __init__(
@@ -47,7 +62,7 @@ class ScoringSession:
         file: WorkerPool | None,
         servers: RemoteRewards | None,
     ) -> None:
-        self._config, self._weights, self._file = config, weights, file
+        self._config, self._weights = config, weights
         calls = config.rewards
         others = {FILE_PART: file, REMOTE_PART: servers}
         self._names = [*(call.name for call in calls), *(name for name, source in others.items() if source is not None)]
@@ -56,12 +71,16 @@ class ScoringSession:
         self._of_length = [(call, resolve(call)) for call in calls if call.row.kind == "length"]
         self._of_groups = [(call, resolve(call)) for call in calls if call.row.kind == "group"]
         self._requests: list[ScoreRequest] = []
+        self._groups: dict[str, _Group] = {}
         self._parts: list[dict[str, Part]] = []  # of each response, by name of the reward
         self._scores: dict[int, Score] = {}
         self._unreported: list[int] = []  # of the scores
         self._failures: list[Failure] = []
         with ExitStack() as stack:
             self._feed: Feed | None = stack.enter_context(workers.feed()) if workers is not None else None
+            self._file: FileFeed | None = None
+            if file is not None:
+                self._file = stack.enter_context(FileFeed(file, retries=config.reward_retries))
             self._remote: RemoteFeed | None = stack.enter_context(servers.feed()) if servers is not None else None
             self._resources = stack.pop_all()
 
@@ -78,15 +97,23 @@ class ScoringSession:
         numbers = range(len(self._requests), len(self._requests) + len(requests))
         self._requests += requests
         self._parts += [{} for _ in requests]
+        for number in numbers:
+            group = self._group(number)
+            assert not group.is_complete, f"group {self._requests[number].group} has more responses than it was to have"
+            group.numbers.append(number)
         if self._feed is not None:
             places = range(len(self._of_workers))
             self._feed.add(self._item(request, place) for request in requests for place in places)
         else:
             for number in numbers:
-                self._judge_length(number)
-                self._conclude_if_complete(number)
+                self._judge(number)
         if self._remote is not None:
             self._remote.add(requests)
+        if self._file is not None:
+            self._collect_from_file(self._file)  # what it failed with is asked again from here on
+            for group in dict.fromkeys(map(self._group, numbers)):
+                if group.is_complete:
+                    self._ask_file(self._file, group)
         return numbers
 
     def ready(self) -> list[tuple[int, Score]]:
@@ -95,27 +122,22 @@ class ScoringSession:
         numbers, self._unreported = self._unreported, []
         return [(number, self._scores[number]) for number in numbers]
 
-    def finish(self, order: Sequence[int] | None = None) -> list[Score]:
+    def finish(self) -> list[Score]:
         """Wait for all scores; they come in the order of adding.
-
-        Rewards that see several responses get them in `order` of their numbers, that of adding if it is not given:
-        what they say must not depend on which response was finished first.
 
         Raises RunError if the share of failed ones is above reward_max_failures.
         """
-        if self._feed is not None:
-            self._feed.finish()
-        if self._remote is not None:
-            self._remote.finish()
-        self._collect()
-        if (self._file is not None or self._of_groups) and self._requests:
-            numbers = range(len(self._requests)) if order is None else order
-            self._compare_groups(numbers)
+        open_groups = [group for group in self._groups.values() if not group.is_complete]
+        for group in open_groups:
+            group.size = len(group.numbers)
             if self._file is not None:
-                for number, part in zip(numbers, self._ask_file(self._file, numbers), strict=True):
-                    self._parts[number][FILE_PART] = part
-            for number in numbers:
-                self._conclude_if_complete(number)
+                self._ask_file(self._file, group)
+        for feed in (self._feed, self._remote, self._file):
+            if feed is not None:
+                feed.finish()
+        for group in open_groups:
+            self._compare_if_judged(group)
+        self._collect()
         self._log()
         scores = [self._scores[number] for number in range(len(self._requests))]
         stop_if_too_many_failed(scores, self._config.reward_max_failures)
@@ -126,30 +148,64 @@ class ScoringSession:
         opened = self._of_workers[place].row.kind == "text" and request.prompt.rstrip().endswith(_OPENED)
         return [place, (_OPENED if opened else "") + request.response, request.label]
 
+    def _group(self, number: int) -> _Group:
+        request = self._requests[number]
+        return self._groups.setdefault(request.group, _Group(request.group_size))
+
+    def _in_order(self, group: _Group) -> list[int]:
+        return sorted(group.numbers, key=lambda number: self._requests[number].sample)
+
+    def _ask_file(self, file: FileFeed, group: _Group) -> None:
+        numbers = self._in_order(group)
+        file.add(numbers, [self._requests[number] for number in numbers])
+
     def _collect(self) -> None:
-        """Take what workers and servers have found."""
+        """Take what workers, servers and the file have found."""
         for item, outcome in self._feed.ready() if self._feed is not None else []:
             number, place = divmod(item, len(self._of_workers))
             call = self._of_workers[place]
             self._parts[number][call.name] = worker_part(call, outcome)
             self._failures += [outcome.failure] if outcome.failure is not None else []
             if all(call.name in self._parts[number] for call in self._of_workers):
-                self._judge_length(number)
-                self._conclude_if_complete(number)
+                self._judge(number)
         for number, outcome in self._remote.ready() if self._remote is not None else []:
-            self._parts[number][REMOTE_PART] = remote_part(outcome)
             self._failures += [outcome.failure] if outcome.failure is not None else []
-            self._conclude_if_complete(number)
+            self._take(number, REMOTE_PART, remote_part(outcome))
+        if self._file is not None:
+            self._collect_from_file(self._file)
+
+    def _collect_from_file(self, file: FileFeed) -> None:
+        for number, part in file.ready():
+            self._take(number, FILE_PART, part)
 
     def _verdict(self, number: int) -> Part | None:
         return None if self._verifier is None else self._parts[number][self._verifier]
 
-    def _judge_length(self, number: int) -> None:
-        """Add the parts that go by the length of a response and by what the workers found."""
+    def _judge(self, number: int) -> None:
+        """Add the parts that go by lengths of responses and by what the workers found, all of which is there."""
         verdict = self._verdict(number)
         for call, function in self._of_length:
             value = function(self._requests[number], is_correct(verdict))
             self._parts[number][call.name] = judged_part(call, value, verdict)
+        self._conclude_if_complete(number)
+        group = self._group(number)
+        group.num_judged += 1
+        self._compare_if_judged(group)
+
+    def _compare_if_judged(self, group: _Group) -> None:
+        """Add the parts of rewards that compare the responses to a prompt, if all of them are there and judged."""
+        if group.num_judged < group.size:
+            return
+        numbers = self._in_order(group)
+        for call, function in self._of_groups:
+            verdicts = [self._verdict(number) for number in numbers]
+            values = function([self._requests[number] for number in numbers], [*map(is_correct, verdicts)])
+            for number, value, verdict in zip(numbers, values, verdicts, strict=True):
+                self._take(number, call.name, judged_part(call, value, verdict))
+
+    def _take(self, number: int, name: str, part: Part) -> None:
+        self._parts[number][name] = part
+        self._conclude_if_complete(number)
 
     def _conclude_if_complete(self, number: int) -> None:
         """Make the score of a response whose last part has just come."""
@@ -158,38 +214,8 @@ class ScoringSession:
             self._scores[number] = join({name: parts[name] for name in self._names}, self._weights)
             self._unreported.append(number)
 
-    def _compare_groups(self, order: Sequence[int]) -> None:
-        """Add the parts of rewards that compare the responses to a prompt."""
-        groups: dict[str, list[int]] = {}
-        for number in order:
-            groups.setdefault(self._requests[number].group, []).append(number)
-        for call, function in self._of_groups:
-            for numbers in groups.values():
-                verdicts = [self._verdict(number) for number in numbers]
-                values = function([self._requests[number] for number in numbers], [*map(is_correct, verdicts)])
-                for number, value, verdict in zip(numbers, values, verdicts, strict=True):
-                    self._parts[number][call.name] = judged_part(call, value, verdict)
-
-    def _ask_file(self, pool: WorkerPool, numbers: Sequence[int]) -> list[Part]:
-        """Parts from the reward file; where it failed, it is asked about all responses again."""
-        requests = [self._requests[number] for number in numbers]
-        batch = {
-            "queries": [request.query for request in requests],
-            "prompts": [request.prompt for request in requests],
-            "labels": [request.label for request in requests],
-        }
-        parts: list[Part] = []
-        for _ in range(1 + self._config.reward_retries):
-            outcome = pool.map([batch])[0]
-            self._failures += [outcome.failure] if outcome.failure is not None else []
-            new = file_parts(outcome, len(self._requests))
-            parts = [old if old.value is not None else now for old, now in zip(parts or new, new, strict=True)]
-            if all(part.value is not None for part in parts):
-                break
-        return parts
-
     def _log(self) -> None:
         """Each kind of failure once and in full; the person at the terminal gets one sentence if it matters."""
-        for failure, count in Counter(self._failures).items():
+        failures = self._failures + (self._file.failures if self._file is not None else [])
+        for failure, count in Counter(failures).items():
             logger.warning("%d rewards failed: %s\n%s", count, failure.reason, failure.trace)
-        self._failures.clear()

@@ -1,8 +1,8 @@
 """A user's Python file with `reward_func(queries, prompts, labels)`, inside a worker process.
 
 `reward_func` is a function, an async function, an object that can be called, or a class whose instances can be; it is
-called with the whole batch and returns one finite number per response. Runs in the worker only: nothing of the file is
-imported into the trainer.
+called with the responses to one prompt and returns one finite number for each. Runs in the worker only: nothing of the
+file is imported into the trainer. Several workers may run the same file, each with an instance of its own.
 """
 
 import importlib.machinery

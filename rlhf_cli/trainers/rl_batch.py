@@ -253,17 +253,33 @@ def length_metrics(generations: Seq[Generation]) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """Which response something is, counted from 0, of the `size` in a group."""
+
+    group: str
+    sample: int
+    size: int
+
+
+def whole_groups(num_prompts: int, num_samples: int) -> list[GroupPlace]:
+    """The places of all samples of prompts, those of one next to each other."""
+    return [
+        GroupPlace(str(group), sample, num_samples) for group in range(num_prompts) for sample in range(num_samples)
+    ]
+
+
 def score_requests(
-    prompts: Seq[Prompt], generations: Seq[Generation], decode: Callable[[Seq[int]], str], *, groups: Seq[int]
+    prompts: Seq[Prompt], generations: Seq[Generation], decode: Callable[[Seq[int]], str], *, places: Seq[GroupPlace]
 ) -> list[ScoreRequest]:
     """What the rewards are asked about: texts of prompts and responses, special tokens left out of the response.
 
     Args:
         prompts: the prompt of each response.
-        groups: the number of each response's group: a prompt may be asked twice in an iteration.
+        places: the place of each response in its group: a prompt may be asked twice in an iteration.
     """
     requests = []
-    for prompt, generation, group in zip(prompts, generations, groups, strict=True):
+    for prompt, generation, place in zip(prompts, generations, places, strict=True):
         response = decode(generation.token_ids)
         requests.append(
             ScoreRequest(
@@ -273,7 +289,9 @@ def score_requests(
                 label=prompt.label,
                 num_tokens=len(generation.token_ids),
                 truncated=generation.finish_reason == "length",
-                group=str(group),
+                group=place.group,
+                sample=place.sample,
+                group_size=place.size,
             )
         )
     return requests

@@ -20,7 +20,7 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.loop import is_due
 from rlhf_cli.trainers.rl import RewardModel, Roles, Scoring, awake, return_weights
-from rlhf_cli.trainers.rl_batch import as_sequence, score_requests
+from rlhf_cli.trainers.rl_batch import as_sequence, score_requests, whole_groups
 
 EVALUATION = 0x6576616C  # "eval": tells the seeds of evaluations from those of training
 
@@ -139,8 +139,8 @@ class Evaluator:
         engines.wake_cache()
         generations = engines.generate(requests, task.sampling)
         engines.sleep()
-        groups = [number // num_samples for number in range(len(asked))]
-        questions = score_requests(asked, generations, task.decode, groups=groups)
+        places = whole_groups(len(task.prompts), num_samples)
+        questions = score_requests(asked, generations, task.decode, places=places)
         scores = score_responses(
             self._roles.scorer,
             self._roles.reward_model,

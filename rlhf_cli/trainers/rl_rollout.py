@@ -16,7 +16,7 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.rl_batch import rollout_metrics, score_requests
+from rlhf_cli.trainers.rl_batch import GroupPlace, rollout_metrics, score_requests
 from rlhf_cli.trainers.rl_groups import Group, longest_needed, sort_round, usefulness
 
 _LOOK_SECONDS = 0.1  # between looks at scores that may make the batch full
@@ -57,8 +57,8 @@ class ScoringSession(Protocol):
     def ready(self) -> list[tuple[int, Score]]:
         """(number of the response, score) of what is complete since the last call; never waits."""
 
-    def finish(self, order: Sequence[int] | None = None) -> list[Score]:
-        """All scores in the order of adding; rewards that read all responses together read them in this order."""
+    def finish(self) -> list[Score]:
+        """All scores in the order of adding."""
 
 
 class Scoring(Protocol):
@@ -140,8 +140,7 @@ class Round:
 
     def finish(self) -> None:
         """Wait for the scores that are missing. Raises RunError where too many fail."""
-        by_request = sorted(range(len(self._added)), key=self._added.__getitem__)
-        self._scores |= zip(self._added, self._session.finish(by_request), strict=True)
+        self._scores |= zip(self._added, self._session.finish(), strict=True)
 
     def group(self, slot: int) -> Group | None:
         """The responses to the prompt of that number; None if one of them, or its score, is not there."""
@@ -176,7 +175,7 @@ class Round:
             [one.prompt for one in asked],
             [generation for _, generation in arrived],
             self._sampler.decode,
-            groups=[one.place for one in asked],
+            places=[self._place(number) for number, _ in arrived],
         )
         self._session.add(questions)
         for (number, generation), question in zip(arrived, questions, strict=True):
@@ -186,6 +185,13 @@ class Round:
     def _slot(self, number: int) -> int:
         sampled = len(self._requests)
         return number - sampled if number >= sampled else number // self._sampler.num_samples
+
+    def _place(self, number: int) -> GroupPlace:
+        """The place of a response in its group; a greedy one is a group of its own."""
+        place, num_samples = self._asked[self._slot(number)].place, self._sampler.num_samples
+        if number >= len(self._requests):
+            return GroupPlace(f"{place} greedy", 0, 1)
+        return GroupPlace(str(place), number % num_samples, num_samples)
 
     def _has_new_scores(self) -> bool:
         ready = self._session.ready()

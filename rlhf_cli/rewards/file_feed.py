@@ -1,0 +1,90 @@
+"""Calls of the user's reward file, each about the responses to one prompt, beside whatever the caller does.
+
+Leaves out what runs in a worker (user_file.py) and when a prompt's responses are all there (session.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rlhf_cli.rewards.parts import Part, file_parts
+from rlhf_cli.rewards.pool import Failure, WorkerPool
+from rlhf_cli.rewards.records import ScoreRequest
+from rlhf_cli.rewards.user_file import Batch
+
+
+@dataclass(eq=False)
+class _Call:
+    """Some responses by their numbers, what the file is given of them, and what it has said of each so far."""
+
+    numbers: Sequence[int]
+    batch: Batch
+    tries: int = 0
+    parts: list[Part] = field(default_factory=list)
+
+
+class FileFeed:
+    """One round of calls; a context manager.
+
+    Where a call fails, or values of it do, the file is asked about all its responses again, `retries` times at most;
+    values that were good are kept.
+    """
+
+    def __init__(self, pool: WorkerPool, *, retries: int) -> None:
+        self._feed = pool.feed()
+        self._retries = retries
+        self._calls: list[_Call] = []  # by number of the item
+        self._num_open = 0
+        self._found: list[tuple[int, Part]] = []  # not yet given out
+        self.failures: list[Failure] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._feed.close()
+
+    def add(self, numbers: Sequence[int], requests: Sequence[ScoreRequest]) -> None:
+        """Have the file called with these responses. Returns at once."""
+        batch = Batch(
+            queries=[request.query for request in requests],
+            prompts=[request.prompt for request in requests],
+            labels=[request.label for request in requests],
+        )
+        self._num_open += 1
+        self._send(_Call(numbers, batch))
+
+    def ready(self) -> list[tuple[int, Part]]:
+        """Parts that have come since the last call, each with the number of its response. Never waits."""
+        self._advance()
+        found, self._found = self._found, []
+        return found
+
+    def finish(self) -> None:
+        """Wait for all calls. No failure is raised."""
+        while self._num_open:
+            self._feed.finish()
+            self._advance()
+
+    def _send(self, call: _Call) -> None:
+        self._calls.append(call)
+        self._feed.add([call.batch])
+
+    def _advance(self) -> None:
+        """Take what calls have brought, and begin again with those that failed."""
+        for item, outcome in self._feed.ready():
+            call = self._calls[item]
+            self.failures += [outcome.failure] if outcome.failure is not None else []
+            new = file_parts(outcome, len(call.numbers))
+            call.parts = [
+                old if old.value is not None else now for old, now in zip(call.parts or new, new, strict=True)
+            ]
+            call.tries += 1
+            if call.tries <= self._retries and any(part.value is None for part in call.parts):
+                self._send(call)
+            else:
+                self._num_open -= 1
+                self._found += zip(call.numbers, call.parts, strict=True)
