@@ -50,6 +50,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "remote_rm_batch_size": {"remote_rm_url": "http://a"},
     "remote_rm_timeout": {"remote_rm_url": "http://a"},
     "remote_rm_weight": {"remote_rm_url": "http://a"},
+    "reward_func_weight": {"reward_func": "x.py"},
     "reward_model_weight": {"reward_pretrain": "x"},
     "rollout_correction_range": {"rollout_correction": "token_mask"},
     "sapo_tau": {"policy_loss": "sapo"},

@@ -97,11 +97,13 @@ def test_rewards_are_added_with_their_weights_and_kept_apart(reward_file: WriteF
             assert labels == ["18", "18"]
             return [0.25, -1]
     """)
-    settings = config(reward_funcs=["exact", "gsm8k"], reward_weights=[2.0, 0.5], reward_func=path)
+    settings = config(
+        reward_funcs=["exact", "gsm8k"], reward_weights=[2.0, 0.5], reward_func=path, reward_func_weight=3.0
+    )
     first, second = score(settings, "18", "#### 18")
-    assert (first.value, first.status) == (2.25, "correct")
+    assert (first.value, first.status) == (2.75, "correct")
     assert first.parts == {"exact": 1.0, "gsm8k": 0.0, "reward_func": 0.25}
-    assert (second.value, second.status) == (-0.5, "wrong")
+    assert (second.value, second.status) == (-2.5, "wrong")
 
 
 def test_scores_keep_their_order_over_many_chunks_and_workers() -> None:
@@ -547,6 +549,7 @@ def test_labels_that_a_verifier_cannot_use_are_found_beforehand() -> None:
         ({"reward_funcs": ["exact", "exact"]}, "named twice"),
         ({"reward_funcs": ["exact"], "reward_weights": [1.0, 2.0]}, "2 values for 1"),
         ({"reward_funcs": ["exact"], "reward_clip_range": (1.0, 1.0)}, "is empty"),
+        ({"reward_funcs": ["exact"], "reward_func_weight": 2.0}, "reward_func_weight is about .*: give --reward_func"),
     ],
 )
 def test_bad_reward_settings_are_refused(settings: dict, message: str) -> None:

@@ -127,6 +127,7 @@ def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
         "reward_funcs": reward.reward_funcs,
         "reward_weights": reward.reward_weights,
         "reward_func": reward.reward_func,
+        "reward_func_weight": reward.reward_func_weight,
         "reward_pretrain": reward.reward_pretrain,
         "fingerprint of the reward model": None
         if reward.reward_pretrain is None

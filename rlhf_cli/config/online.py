@@ -103,6 +103,8 @@ class ScoringConfig(Group):
     reward_func: str | None = None
     """Python file with reward_func(queries, prompts, labels) -> list of floats, a function, plain or async, or a class;
     called about the responses to one prompt at a time, by several processes."""
+    reward_func_weight: float = 1.0
+    """Weight of what reward_func says."""
     reward_timeout: float = Field(30.0, gt=0)
     """Seconds a call of a reward may take before it is killed and counts as failed."""
     reward_retries: int = Field(1, ge=0)
@@ -134,6 +136,12 @@ class ScoringConfig(Group):
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward_funcs"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _a_weight_is_of_a_file(self) -> "ScoringConfig":
+        if self.reward_func is None and self.changed("reward_func_weight"):
+            raise ValueError("reward_func_weight is about what a reward file says: give --reward_func FILE.py")
         return self
 
     @model_validator(mode="after")

@@ -33,7 +33,8 @@ MAX_WORKERS = 4
 def weights_of_parts(config: ScoringConfig) -> dict[str, float]:
     """The weight of each reward but a reward model's by the name of its part of a score."""
     names = [call.name for call in config.rewards]
-    weights = dict.fromkeys([*names, FILE_PART], 1.0) | dict(zip(names, config.reward_weights, strict=False))
+    weights = dict.fromkeys(names, 1.0) | dict(zip(names, config.reward_weights, strict=False))
+    weights[FILE_PART] = config.reward_func_weight
     return weights | ({REMOTE_PART: config.remote_rm_weight} if isinstance(config, RemoteScoringConfig) else {})
 
 
