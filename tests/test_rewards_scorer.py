@@ -439,8 +439,18 @@ def test_several_workers_run_the_file_at_the_same_time(reward_file: WriteFile, t
                 time.sleep(0.01)
             return [1.0]
     """)
-    with Scorer(config(reward_func=path)) as scorer:
+    with Scorer(config(reward_func=path, reward_num_workers=2)) as scorer:
         assert [result.value for result in scorer.score([request("a"), request("b")])] == [1.0, 1.0]
+
+
+def test_there_are_as_many_workers_as_the_settings_say(reward_file: WriteFile) -> None:
+    path = reward_file("import os\ndef reward_func(queries, prompts, labels): return [os.getpid()] * len(queries)")
+    for number in (1, 3):
+        settings = config(reward_funcs=["gsm8k"], reward_func=path, reward_num_workers=number)
+        with Scorer(settings) as scorer:
+            scores = scorer.score([request("a") for _ in range(2_000)])
+            assert len(process_tree(os.getpid())) == 2 * number
+        assert len({score.parts["reward_func"] for score in scores}) <= number
 
 
 def test_a_session_that_ends_early_leaves_no_work_for_the_next() -> None:

@@ -109,6 +109,9 @@ class ScoringConfig(Group):
     """Seconds a call of a reward may take before it is killed and counts as failed."""
     reward_retries: int = Field(1, ge=0)
     """Further attempts for a reward that failed; a built-in one that took too long gets none."""
+    reward_num_workers: int | None = Field(None, gt=0)
+    """Processes that run reward_funcs, and as many that run reward_func, each of which loads the file; by default one
+    for each CPU, but four at most."""
     reward_max_failures: float = Field(0.1, ge=0, le=1)
     """Share of an iteration's rewards that may fail; above it the run stops."""
     code_unsandboxed: bool = False

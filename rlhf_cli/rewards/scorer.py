@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 # Responses that travel to a worker together at most: enough to hide the way there, few enough to balance workers.
 CHUNK = 64
-MAX_WORKERS = 4
+
+# Worker processes at most where the settings do not say how many.
+DEFAULT_MAX_WORKERS = 4
 
 
 def weights_of_parts(config: ScoringConfig) -> dict[str, float]:
@@ -122,8 +124,8 @@ def _prepare_code(config: ScoringConfig) -> None:
     require_sandbox(sandboxed=not config.code_unsandboxed)
 
 
-def _num_workers() -> int:
-    return min(MAX_WORKERS, os.cpu_count() or 1)
+def _num_workers(config: ScoringConfig) -> int:
+    return config.reward_num_workers or min(DEFAULT_MAX_WORKERS, os.cpu_count() or 1)
 
 
 def _worker_pool(config: ScoringConfig) -> WorkerPool:
@@ -131,7 +133,7 @@ def _worker_pool(config: ScoringConfig) -> WorkerPool:
         "rlhf_cli.rewards.functions:load",
         [[call.name, call.parameters | _settings(config, call)] for call in _calls(config)],
         limit=config.reward_timeout,
-        num_workers=_num_workers(),
+        num_workers=_num_workers(config),
         chunk_size=CHUNK,
         retries=config.reward_retries,
     )
@@ -143,7 +145,7 @@ def _file_pool(reward_func: str, config: ScoringConfig) -> WorkerPool:
     if not path.is_file():
         raise UsageError(f"--reward_func {reward_func}: there is no such file")
     pool = WorkerPool(
-        "rlhf_cli.rewards.user_file:load", str(path), limit=config.reward_timeout, num_workers=_num_workers()
+        "rlhf_cli.rewards.user_file:load", str(path), limit=config.reward_timeout, num_workers=_num_workers(config)
     )
     failure = pool.start()
     if failure is not None:
