@@ -242,6 +242,31 @@ def test_a_short_batch_is_trained_on_and_said():
     assert message.endswith("dynamic_max_rounds is reached")
 
 
+def failing(*, limit: float, rounds: int, fails_in: int, fails: int) -> Run:
+    """A run whose rounds ask three prompts twice, all in vain; the first rewards of its first rounds fail."""
+    made = run(judge=lambda request: RIGHT, oversample=0.0, rounds=rounds)
+    reward = made.settings.reward.model_copy(update={"reward_max_failures": limit})
+    made.settings = dataclasses.replace(made.settings, reward=reward)
+    made.scorer.fails = lambda index: index < fails and len(made.scorer.asked) <= fails_in
+    return made
+
+
+def test_rewards_that_failed_are_a_share_of_those_of_all_rounds():
+    # A third of the first round's six, which is a sixth of the iteration's twelve.
+    with pytest.raises(RunError, match="gave no group to learn from"):
+        failing(limit=2 / 12, rounds=2, fails_in=1, fails=2)()
+    with pytest.raises(RunError, match=r"^2 of 6 rewards failed, more than --reward_max_failures 0\.16 allows: grader"):
+        failing(limit=0.16, rounds=2, fails_in=1, fails=2)()
+
+
+@pytest.mark.parametrize(("limit", "num_rounds"), [(0.24, 1), (0.26, 2), (0.99, 4)])
+def test_a_run_ends_with_the_round_that_later_ones_cannot_make_up_for(limit, num_rounds):
+    made = failing(limit=limit, rounds=4, fails_in=4, fails=6)  # six of at most 24 in each round
+    with pytest.raises(RunError, match=rf"^{6 * num_rounds} of {6 * num_rounds} rewards failed"):
+        made()
+    assert len(made.engines.requests) == num_rounds
+
+
 def test_without_any_useful_group_the_run_stops_and_says_what_the_prompts_were():
     with pytest.raises(RunError, match=r"iteration 1: 6 prompts in 2 rounds .* \(100% all right, 0% all wrong, 0% all"):
         run(judge=lambda request: RIGHT, oversample=0.0, rounds=2)()

@@ -32,7 +32,7 @@ WITHOUT_REFERENCE, WITH_REFERENCE = ActorCriticPolicyConfig(init_kl_coef=0.0), A
 ONE_STEP = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
 TWO_STEPS = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
 FAILED = Score(None, "failed", "grader broke")
-EXACT = OnlineRewardConfig(reward_funcs=["exact"])
+EXACT = OnlineRewardConfig(reward_funcs=["exact"], reward_max_failures=1.0)
 WITH_REWARD_MODEL = OnlineRewardConfig(reward_funcs=["exact"], reward_pretrain="rm", reward_model_weight=0.5)
 
 
@@ -394,6 +394,21 @@ def test_failed_rewards_are_left_out_of_both_updates():
     assert metrics["reward_failed"] == pytest.approx(2 / 6)
     assert metrics["reward"] == pytest.approx(np.mean([row["reward"] for row in rows if row["reward"] is not None]))
     assert [row["verdict"] for row in rows].count("failed") == 2
+
+
+def test_failures_of_graders_and_of_the_reward_model_count_together():
+    def run(limit: float) -> Run:
+        reward = WITH_REWARD_MODEL.model_copy(update={"reward_max_failures": limit})
+        made = Run(reward=reward, fails=lambda index: index in (0, 1))
+        assert made.reward_model is not None
+        made.reward_model.scores = lambda sequences: [1.0, np.nan, np.nan, 1.0, 1.0, 1.0]  # type: ignore[method-assign]
+        return made
+
+    run(0.5)(total_iterations=1)
+    with pytest.raises(
+        RunError, match=r"^3 of 6 rewards failed, more than --reward_max_failures 0\.49 allows: grader b"
+    ):
+        run(0.49)(total_iterations=1)
 
 
 def test_an_iteration_whose_rewards_all_failed_ends_the_run_before_anything_is_trained():

@@ -19,6 +19,7 @@ from rlhf_cli.backends.rollout_processes import process_tree
 from rlhf_cli.config.online import OnlineRewardConfig, RewardConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards.model_scores import with_model_scores
+from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.rewards.session import ScoringSession
@@ -460,12 +461,14 @@ def test_a_session_that_ends_early_leaves_no_work_for_the_next() -> None:
         assert [result.value for result in scorer.score([request("#### 18")])] == [1.0]
 
 
-def test_a_session_stops_the_run_when_too_many_failed() -> None:
-    settings = config(reward_funcs=["gsm8k"], reward_max_failures=0.2)
-    with Scorer(settings) as scorer, scorer.session() as session:
-        session.add([request("#### 18"), request("#### 18", label="eighteen")])
+def test_a_session_is_no_whole_iteration_and_leaves_failures_to_be_judged_by_others() -> None:
+    asked = [request("#### 18"), request("#### 18", label="eighteen")]
+    with Scorer(config(reward_funcs=["gsm8k"], reward_max_failures=0.2)) as scorer:
+        with scorer.session() as session:
+            session.add(asked)
+            assert [score.status for score in session.finish()] == ["correct", "failed"]
         with pytest.raises(RunError, match="1 of 2 rewards failed"):
-            session.finish()
+            scorer.score(asked)
 
 
 def test_a_failure_is_retried_as_often_as_allowed(reward_file: WriteFile, tmp_path: Path) -> None:
@@ -592,7 +595,7 @@ def test_a_reward_model_alone_starts_from_zero_and_no_process() -> None:
 
 def test_a_reward_models_score_is_added_with_its_weight() -> None:
     scores = [Score(1.0, "correct", "18", {"gsm8k": 1.0}), Score(0.0, "wrong"), Score(None, "failed", "grader broke")]
-    joined = with_model_scores(scores, [2.0, -3.0, 4.0], weight=0.25, max_failures=0.5)
+    joined = with_model_scores(scores, [2.0, -3.0, 4.0], weight=0.25)
     assert joined == [
         Score(1.5, "correct", "18", {"gsm8k": 1.0, "reward_model": 2.0}),
         Score(-0.75, "wrong", "", {"reward_model": -3.0}),
@@ -600,12 +603,25 @@ def test_a_reward_models_score_is_added_with_its_weight() -> None:
     ]
 
 
-def test_a_score_that_is_no_number_has_failed_and_too_many_of_them_stop_the_run() -> None:
-    scores = [Score(1.0, "correct", "18")] * 4
-    joined = with_model_scores(scores, [1.0, math.nan, 1.0, 1.0], weight=1.0, max_failures=0.25)
-    assert joined[1] == Score(None, "failed", "the reward model's score is nan")
-    with pytest.raises(RunError, match=r"2 of 4 rewards failed, more than .* 0.25 allows: the reward model's score is"):
-        with_model_scores(scores, [1.0, math.inf, math.inf, 1.0], weight=1.0, max_failures=0.25)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_score_of_a_reward_model_that_is_no_number_has_failed(value: float) -> None:
+    scores = [Score(1.0, "correct", "18")] * 2
+    joined = with_model_scores(scores, [1.0, value], weight=1.0)
+    assert joined[0].value == 2.0
+    assert joined[1] == Score(None, "failed", f"the reward model's score is {value}")
+
+
+def test_too_many_failures_stop_a_run_unless_scores_to_come_may_make_up_for_them() -> None:
+    scores = [
+        Score(1.0, "correct"),
+        Score(None, "failed", "a"),
+        Score(None, "failed", "b\nat"),
+        Score(None, "failed", "b"),
+    ]
+    stop_if_too_many_failed(scores, 0.75)
+    stop_if_too_many_failed(scores, 0.5, num_to_come=2)
+    with pytest.raises(RunError, match=r"^3 of 4 rewards failed, more than --reward_max_failures 0\.5 allows: b$"):
+        stop_if_too_many_failed(scores, 0.5, num_to_come=1)
 
 
 def test_an_exception_in_the_run_leaves_no_process(reward_file: WriteFile) -> None:

@@ -103,7 +103,7 @@ def _score(
         return scores
     said = model.scores([request.query for request in requests])
     values = [float("nan") if isinstance(value, str) else value for value in said]
-    joined = with_model_scores(scores, values, weight=reward.reward_model_weight, max_failures=1.0)
+    joined = with_model_scores(scores, values, weight=reward.reward_model_weight)
     told = [
         Score(None, "failed", why, score.parts) if isinstance(why, str) else score
         for score, why in zip(joined, said, strict=True)

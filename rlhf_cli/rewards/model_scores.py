@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_cli.config.online import ModelScoringConfig
-from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import weights_of_parts
 
@@ -21,17 +20,12 @@ def weights_of_all_parts(reward: ModelScoringConfig) -> dict[str, float]:
     return weights_of_parts(reward) | {MODEL_PART: reward.reward_model_weight}
 
 
-def with_model_scores(
-    scores: Sequence[Score], values: Sequence[float], *, weight: float, max_failures: float
-) -> list[Score]:
+def with_model_scores(scores: Sequence[Score], values: Sequence[float], *, weight: float) -> list[Score]:
     """The scores with `weight` times the reward model's values on top; the verdict stays that of the other rewards.
 
-    What has failed stays failed, and a value that is not finite is a failure. Raises RunError if the share of failed
-    ones is above `max_failures`.
+    What has failed stays failed, and a value that is not finite is a failure.
     """
-    joined = [_joined(score, float(value), weight) for score, value in zip(scores, values, strict=True)]
-    stop_if_too_many_failed(joined, max_failures)
-    return joined
+    return [_joined(score, float(value), weight) for score, value in zip(scores, values, strict=True)]
 
 
 def _joined(score: Score, value: float, weight: float) -> Score:

@@ -88,10 +88,13 @@ def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
     return Score(total, first.status, first.detail, values, first.answer)
 
 
-def stop_if_too_many_failed(scores: Sequence[Score], limit: float) -> None:
-    """Raise RunError, with the most frequent reason, if more than this share of the scores failed."""
+def stop_if_too_many_failed(scores: Sequence[Score], limit: float, *, num_to_come: int = 0) -> None:
+    """Raise RunError, with the most frequent reason, if more than this share of the scores failed.
+
+    Where more scores are to come, it is raised as soon as they could not bring the share down to the limit.
+    """
     failed = [score.detail.partition("\n")[0] for score in scores if score.value is None]
-    if len(failed) > limit * len(scores):
+    if len(failed) > limit * (len(scores) + num_to_come):
         reason, _ = Counter(failed).most_common(1)[0]
         raise RunError(
             f"{len(failed)} of {len(scores)} rewards failed, more than --reward_max_failures {limit:g} allows: {reason}"

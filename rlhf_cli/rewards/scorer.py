@@ -16,7 +16,7 @@ from rlhf_cli.config.online import RemoteScoringConfig, ScoringConfig
 from rlhf_cli.config.rewards import RewardCall
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.api_key import api_key
-from rlhf_cli.rewards.parts import FILE_PART, REMOTE_PART, worker_part
+from rlhf_cli.rewards.parts import FILE_PART, REMOTE_PART, stop_if_too_many_failed, worker_part
 from rlhf_cli.rewards.pool import WorkerPool
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote import RemoteRewards, check_servers
@@ -102,7 +102,9 @@ class Scorer:
         """
         with self.session() as session:
             session.add(requests)
-            return session.finish()
+            scores = session.finish()
+        stop_if_too_many_failed(scores, self._config.reward_max_failures)
+        return scores
 
 
 def _calls(config: ScoringConfig) -> list[RewardCall]:

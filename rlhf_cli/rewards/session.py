@@ -19,7 +19,6 @@ from rlhf_cli.rewards.parts import (
     join,
     judged_part,
     remote_part,
-    stop_if_too_many_failed,
     worker_part,
 )
 from rlhf_cli.rewards.pool import Failure, Feed, WorkerPool
@@ -62,7 +61,7 @@ class ScoringSession:
         file: WorkerPool | None,
         servers: RemoteRewards | None,
     ) -> None:
-        self._config, self._weights = config, weights
+        self._weights = weights
         calls = config.rewards
         others = {FILE_PART: file, REMOTE_PART: servers}
         self._names = [*(call.name for call in calls), *(name for name, source in others.items() if source is not None)]
@@ -123,10 +122,7 @@ class ScoringSession:
         return [(number, self._scores[number]) for number in numbers]
 
     def finish(self) -> list[Score]:
-        """Wait for all scores; they come in the order of adding.
-
-        Raises RunError if the share of failed ones is above reward_max_failures.
-        """
+        """Wait for all scores, failed ones too; they come in the order of adding."""
         open_groups = [group for group in self._groups.values() if not group.is_complete]
         for group in open_groups:
             group.size = len(group.numbers)
@@ -139,9 +135,7 @@ class ScoringSession:
             self._compare_if_judged(group)
         self._collect()
         self._log()
-        scores = [self._scores[number] for number in range(len(self._requests))]
-        stop_if_too_many_failed(scores, self._config.reward_max_failures)
-        return scores
+        return [self._scores[number] for number in range(len(self._requests))]
 
     def _item(self, request: ScoreRequest, place: int) -> list[Any]:
         """What a worker is told: of a text reward the response as it reads behind its prompt's last tag."""

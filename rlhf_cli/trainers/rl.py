@@ -21,6 +21,8 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.samples import Sample
 from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.rewards.model_scores import with_model_scores
+from rlhf_cli.rewards.parts import stop_if_too_many_failed
+from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.loop import Finished, is_due
 from rlhf_cli.trainers.rl_batch import (
@@ -184,10 +186,14 @@ def train_online(
 
 @dataclass(frozen=True)
 class _Experience:
-    """What an iteration learns from: those of the sampled responses that have a score, and the greedy ones beside."""
+    """What an iteration learns from: those of the sampled responses that have a score, and the greedy ones beside.
+
+    `scores` are all that the iteration came by, also those of groups that taught nothing.
+    """
 
     rollout: Rollout
     sampled: Responses
+    scores: list[Score]
     rollouts: Rollouts
     greedy: Rollouts | None
 
@@ -204,8 +210,10 @@ def _experience(
         sampled, likeliest = (flat(groups) for groups in (rollout.groups, rollout.greedy))
         if roles.reward_model is not None:
             sampled, likeliest = _with_model_scores(roles.reward_model, settings.reward, sampled, likeliest)
+        scores = sampled.scores + likeliest.scores + flat(rollout.filtered).scores
+        stop_if_too_many_failed(scores, settings.reward.reward_max_failures)
         rollouts, greedy = _scored(settings, sampled, likeliest, iteration=state.iteration + 1)
-    return _Experience(rollout, sampled, rollouts, greedy)
+    return _Experience(rollout, sampled, scores, rollouts, greedy)
 
 
 def _learn(
@@ -296,7 +304,6 @@ def _with_model_scores(model: RewardModel, reward: OnlineRewardConfig, *response
         [score for found in responses for score in found.scores],
         values,
         weight=reward.reward_model_weight,
-        max_failures=reward.reward_max_failures,
     )
     rest = iter(scores)
     return tuple(replace(found, scores=list(islice(rest, len(found.scores)))) for found in responses)

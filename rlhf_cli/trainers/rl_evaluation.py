@@ -16,6 +16,7 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers
 from rlhf_cli.rewards.model_scores import with_model_scores
+from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.loop import is_due
@@ -193,4 +194,6 @@ def score_responses(
     pairs = zip(asked, generations, strict=True)
     with awake(reward_model):
         values = reward_model.scores([as_sequence(prompt.prompt_ids, found.token_ids) for prompt, found in pairs])
-    return with_model_scores(scores, values, weight=reward.reward_model_weight, max_failures=reward.reward_max_failures)
+    joined = with_model_scores(scores, values, weight=reward.reward_model_weight)
+    stop_if_too_many_failed(joined, reward.reward_max_failures)
+    return joined

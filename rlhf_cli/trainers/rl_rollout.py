@@ -14,10 +14,11 @@ import numpy as np
 from rlhf_cli.config.online import DynamicSamplingConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
+from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.rl_batch import GroupPlace, rollout_metrics, score_requests
-from rlhf_cli.trainers.rl_groups import Group, longest_needed, sort_round, usefulness
+from rlhf_cli.trainers.rl_groups import Group, flat, longest_needed, sort_round, usefulness
 
 _LOOK_SECONDS = 0.1  # between looks at scores that may make the batch full
 
@@ -139,7 +140,7 @@ class Round:
             self._take(list(enumerate(found, start=len(self._requests))))
 
     def finish(self) -> None:
-        """Wait for the scores that are missing. Raises RunError where too many fail."""
+        """Wait for the scores that are missing."""
         self._scores |= zip(self._added, self._session.finish(), strict=True)
 
     def group(self, slot: int) -> Group | None:
@@ -203,12 +204,14 @@ class Round:
 class Rollout:
     """The groups of an iteration, and what is left for the next one.
 
-    `greedy` are the greedy responses to the same prompts; `num_taken` counts the prompts taken from the order of the
-    run so far, `num_carried` the first of the groups, which an earlier policy sampled.
+    `greedy` are the greedy responses to the same prompts; `filtered` the groups that taught nothing; `num_taken` counts
+    the prompts taken from the order of the run so far, `num_carried` the first of the groups, which an earlier policy
+    sampled.
     """
 
     groups: list[Group]
     greedy: list[Group]
+    filtered: list[Group]
     num_carried: int
     surplus: list[Group]
     postponed: list[int]
@@ -226,7 +229,7 @@ def sample_once(sampler: Sampler, asked: Sequence[Asked], timer: PhaseTimer) -> 
         with timer("reward"):
             one.finish()
         groups = [group for group in one.groups() if group is not None]
-        return Rollout(groups, one.greedy_groups(), 0, [], [], 0, {})
+        return Rollout(groups, one.greedy_groups(), [], 0, [], [], 0, {})
 
 
 @dataclass(frozen=True)
@@ -246,12 +249,14 @@ def sample_until_full(
     num_places: int,
     ask: Callable[[int], Asked],
     left: Left,
+    max_failures: float,
     timer: PhaseTimer,
 ) -> Rollout:
     """Useful groups until there are `batch_size` of them, the rounds are used up, or no prompt is left.
 
     Surplus of the last iteration comes first. Each round asks the postponed prompts, then further ones, as many as
-    groups are missing and a share more.
+    groups are missing and a share more. RunError as soon as a share of the iteration's rewards above `max_failures` is
+    sure to have failed, whatever the rounds that are left bring; surplus counts where it is trained on.
 
     Args:
         num_places: prompts in the order of the run.
@@ -261,11 +266,17 @@ def sample_until_full(
     num_carried, num_rounds, num_asked = len(groups), 0, 0
     postponed, num_taken = list(left.postponed), left.num_taken
     judged: list[Group] = []
+    filtered: list[Group] = []
+
+    def round_size() -> int:
+        wanted = math.ceil((batch_size - len(groups)) * (1 + config.dynamic_oversample))
+        return min(wanted, len(postponed) + num_places - num_taken)
+
     with timer("generate"):
         sampler.engines.wake_cache()
     while (missing := batch_size - len(groups)) and num_rounds < config.dynamic_max_rounds:
         waiting = [*postponed, *range(num_taken, num_places)]
-        places = waiting[: math.ceil(missing * (1 + config.dynamic_oversample))]
+        places = waiting[: round_size()]
         if not places:
             break
         num_taken += max(0, len(places) - len(postponed))
@@ -278,9 +289,12 @@ def sample_until_full(
         groups += found.accepted
         surplus += found.surplus
         judged += found.judged
+        filtered += [group for group in found.judged if usefulness(group.scores, config) != "useful"]
         postponed = [*found.postponed, *postponed[len(places) :]]
         num_rounds += 1
         num_asked += len(places)
+        most = (config.dynamic_max_rounds - num_rounds) * round_size() * sampler.num_samples
+        stop_if_too_many_failed(flat([*groups, *filtered]).scores, max_failures, num_to_come=most)
     with timer("generate"):
         sampler.engines.sleep()
     metrics = _filter_metrics(judged, config) | {
@@ -290,7 +304,7 @@ def sample_until_full(
         "dynamic/carried_over": float(len(surplus)),
         "dynamic/postponed": float(len(postponed)),
     }
-    return Rollout(groups, [], num_carried, surplus, postponed, num_taken, metrics)
+    return Rollout(groups, [], filtered, num_carried, surplus, postponed, num_taken, metrics)
 
 
 def _until_full(num_slots: int, missing: int, config: DynamicSamplingConfig) -> Callable[[Round], int | None]:

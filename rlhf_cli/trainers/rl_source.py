@@ -64,6 +64,7 @@ class RolloutSource:
             num_places=self._num_places,
             ask=lambda place: self._asked(place, self._index(place), state),
             left=Left(state.surplus, state.postponed, state.num_taken),
+            max_failures=self.settings.reward.reward_max_failures,
             timer=timer,
         )
         self._report_shortage(rollout, state)
