@@ -251,6 +251,17 @@ def failing(*, limit: float, rounds: int, fails_in: int, fails: int) -> Run:
     return made
 
 
+def test_failures_of_groups_that_were_replaced_are_counted():
+    made = run(oversample=0.0)
+    made.scorer.fails = lambda index: index < 2 and len(made.scorer.asked) == 1
+    reward = made.settings.reward.model_copy(update={"reward_max_failures": 1.0})
+    made.settings = dataclasses.replace(made.settings, reward=reward)
+    made(total_iterations=2)
+    first, second = (metrics for _, metrics in made.tracker.logged)
+    assert (first["reward/failed_raised"], first["reward_failed"]) == (2.0, 0.0)
+    assert not any(name.startswith("reward/failed") for name in second)
+
+
 def test_rewards_that_failed_are_a_share_of_those_of_all_rounds():
     # A third of the first round's six, which is a sixth of the iteration's twelve.
     with pytest.raises(RunError, match="gave no group to learn from"):

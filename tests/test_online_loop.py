@@ -31,7 +31,7 @@ NUM_PROMPTS, BATCH, SAMPLES_EACH = 6, 3, 2
 WITHOUT_REFERENCE, WITH_REFERENCE = ActorCriticPolicyConfig(init_kl_coef=0.0), ActorCriticPolicyConfig(init_kl_coef=0.1)
 ONE_STEP = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
 TWO_STEPS = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
-FAILED = Score(None, "failed", "grader broke")
+FAILED = Score(None, "failed", "grader broke", failure="raised")
 EXACT = OnlineRewardConfig(reward_funcs=["exact"], reward_max_failures=1.0)
 WITH_REWARD_MODEL = OnlineRewardConfig(reward_funcs=["exact"], reward_pretrain="rm", reward_model_weight=0.5)
 
@@ -404,7 +404,11 @@ def test_failures_of_graders_and_of_the_reward_model_count_together():
         made.reward_model.scores = lambda sequences: [1.0, np.nan, np.nan, 1.0, 1.0, 1.0]  # type: ignore[method-assign]
         return made
 
-    run(0.5)(total_iterations=1)
+    enough = run(0.5)
+    enough(total_iterations=1)
+    metrics = enough.tracker.logged[0][1]
+    assert (metrics["reward/failed_raised"], metrics["reward/failed_bad_result"]) == (2.0, 1.0)
+    assert metrics["reward_failed"] == 0.5
     with pytest.raises(
         RunError, match=r"^3 of 6 rewards failed, more than --reward_max_failures 0\.49 allows: grader b"
     ):

@@ -172,7 +172,7 @@ def test_what_takes_too_long_fails_alone() -> None:
     with Scorer(settings) as scorer:
         scores = scorer.score([request(r"\boxed{1}"), request(endless), request(r"\boxed{2}")])
     assert [score.status for score in scores] == ["correct", "failed", "wrong"]
-    assert scores[1] == Score(None, "failed", "math did not answer within 2 s", {})
+    assert scores[1] == Score(None, "failed", "math did not answer within 2 s", {}, failure="timeout")
 
 
 DATA = Path(__file__).parents[2] / "shared" / "data"

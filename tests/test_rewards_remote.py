@@ -208,7 +208,7 @@ def test_a_slow_server_has_failed_after_its_timeout_and_is_named(server, caplog)
         ((500, b'{"detail": "out of\\n memory"}', {}), "raised", "answered with status 500: out of memory"),
         ((401, b"", {}), "raised", "answered with status 401"),
         ((302, b"", {"Location": "http://127.0.0.1:9/"}), "raised", "answered with status 302"),
-        (HANG_UP, "died", "broke the connection off (ServerDisconnectedError)"),
+        (HANG_UP, "crashed", "broke the connection off (ServerDisconnectedError)"),
     ],
 )
 def test_a_wrong_answer_is_a_failure_with_its_kind_and_never_a_reward(server, answer, kind, reason):
@@ -283,7 +283,7 @@ def test_what_waits_fails_when_no_server_was_there_for_the_timeout():
         first = ask(client, requests(3))
         second = ask(client, requests(1))
     for kind, reason in reasons(first + second):
-        assert kind == "died"
+        assert kind == "unreachable"
         assert reason.startswith(f"{url} cannot be reached (")
     assert values(first + second) == [None] * 4
 
@@ -342,7 +342,7 @@ def test_closing_ends_the_thread_and_lets_nobody_wait(server):
     client.close()
     client.close()
     released.set()
-    assert reasons([future.result(timeout=1) for future in waiting]) == {("died", "was not waited for any longer")}
+    assert reasons([future.result(timeout=1) for future in waiting]) == {("crashed", "was not waited for any longer")}
     assert all(future.result().failure for future in waiting)
     assert "remote-rewards" not in {thread.name for thread in threading.enumerate()}
 

@@ -255,7 +255,7 @@ def test_a_reward_that_hangs_is_killed_and_the_next_call_works(reward_file: Writ
     """)
     with Scorer(config(reward_func=path, reward_timeout=1.0, reward_max_failures=1.0)) as scorer:
         *failed, other = scorer.score([*group("hang", "a"), request("a")])
-        assert [(s.value, s.detail) for s in failed] == [(None, "reward_func did not answer within 1 s")] * 2
+        assert [(s.failure, s.detail) for s in failed] == [("timeout", "reward_func did not answer within 1 s")] * 2
         assert other.value == 2.0
         assert [s.value for s in scorer.score([request("a")])] == [2.0]
 
@@ -301,11 +301,7 @@ def test_what_goes_by_a_verdict_fails_with_it() -> None:
         failed, good = scorer.score(
             [asked("\\boxed{1}", "x", of=2, sample=0), asked("\\boxed{1}", "1", tokens=2, of=2, sample=1)]
         )
-    assert (failed.status, failed.detail, failed.parts) == (
-        "failed",
-        "boxed: label 'x' is not a number",
-        {"format": 0.0},
-    )
+    assert failed == Score(None, "failed", "boxed: label 'x' is not a number", {"format": 0.0}, failure="unjudged")
     assert (good.status, good.parts["length"]) == ("correct", -0.5)
 
 
@@ -424,6 +420,7 @@ def test_groups_fail_one_by_one(reward_file: WriteFile) -> None:
     with Scorer(config(reward_func=path, reward_max_failures=1.0)) as scorer:
         scores = scorer.score([*group("a", "b"), *group("a", "raise"), *group("die", "a"), request("a")])
     assert [score.value for score in scores] == [1.0, 1.0, None, None, None, None, 1.0]
+    assert [score.failure for score in scores] == [None, None, "raised", "raised", "crashed", "crashed", None]
     assert [score.detail.partition("\n")[0] for score in scores[3:5]] == [
         "reward_func raised ZeroDivisionError: division by zero (reward.py, line 6)",
         "reward_func ended its process with exit code 3",
@@ -496,7 +493,11 @@ def test_values_that_were_good_are_kept_when_others_are_asked_for_again(reward_f
             return [float(calls), float(calls) if calls > 1 else float("nan"), float("nan")]
     """)
     settings = config(reward_func=path, reward_retries=1, reward_max_failures=0.5)
-    assert values(settings, "a", "b", "c") == [1.0, 2.0, None]
+    assert [(s.value, s.failure) for s in score(settings, "a", "b", "c")] == [
+        (1.0, None),
+        (2.0, None),
+        (None, "bad_result"),
+    ]
 
 
 def test_failures_up_to_the_allowed_share_only_mark_their_samples(reward_file: WriteFile) -> None:
@@ -608,7 +609,7 @@ def test_a_score_of_a_reward_model_that_is_no_number_has_failed(value: float) ->
     scores = [Score(1.0, "correct", "18")] * 2
     joined = with_model_scores(scores, [1.0, value], weight=1.0)
     assert joined[0].value == 2.0
-    assert joined[1] == Score(None, "failed", f"the reward model's score is {value}")
+    assert joined[1] == Score(None, "failed", f"the reward model's score is {value}", failure="bad_result")
 
 
 def test_too_many_failures_stop_a_run_unless_scores_to_come_may_make_up_for_them() -> None:

@@ -15,6 +15,7 @@ from rlhf_cli.trainers.rl_batch import (
     GroupPlace,
     Rollouts,
     as_sequence,
+    failure_metrics,
     learning_samples,
     rollout_metrics,
     sample_rows,
@@ -248,6 +249,15 @@ def test_failed_rewards_are_counted_and_not_averaged_in():
             "reward/format": 2.5 / 4,
         }
     )
+
+
+def test_failures_are_counted_by_kind_where_there_are_any():
+    late, odd = (Score(None, "failed", failure=kind) for kind in ("timeout", "bad_result"))
+    assert failure_metrics([late, scored(1.0), odd, late]) == {
+        "reward/failed_bad_result": 1.0,
+        "reward/failed_timeout": 2.0,
+    }
+    assert failure_metrics([scored(1.0)]) == {}
 
 
 def test_plain_scores_have_no_accuracy():

@@ -26,7 +26,7 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers import rl
-from rlhf_cli.trainers.rl_batch import length_metrics, rollout_metrics, score_requests, whole_groups
+from rlhf_cli.trainers.rl_batch import failure_metrics, length_metrics, rollout_metrics, score_requests, whole_groups
 from rlhf_cli.trainers.rl_evaluation import score_responses
 
 
@@ -225,7 +225,7 @@ def _metrics(answers: Answers) -> dict[str, float]:
     if answers.scores is None:
         metrics = length_metrics(answers.generations)
     else:
-        metrics = rollout_metrics(answers.generations, answers.scores)
+        metrics = rollout_metrics(answers.generations, answers.scores) | failure_metrics(answers.scores)
     return metrics | {"num_tokens": float(sum(len(generation.token_ids) for generation in answers.generations))}
 
 

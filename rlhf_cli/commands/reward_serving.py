@@ -105,7 +105,7 @@ def _score(
     values = [float("nan") if isinstance(value, str) else value for value in said]
     joined = with_model_scores(scores, values, weight=reward.reward_model_weight)
     told = [
-        Score(None, "failed", why, score.parts) if isinstance(why, str) else score
+        Score(None, "failed", why, score.parts, failure="bad_result") if isinstance(why, str) else score
         for score, why in zip(joined, said, strict=True)
     ]
     stop_if_too_many_failed(told, reward.reward_max_failures)

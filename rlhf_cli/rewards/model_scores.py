@@ -30,7 +30,10 @@ def with_model_scores(scores: Sequence[Score], values: Sequence[float], *, weigh
 
 def _joined(score: Score, value: float, weight: float) -> Score:
     if not math.isfinite(value):
-        said = score.detail if score.status == "failed" else f"the reward model's score is {value}"
-        return replace(score, value=None, status="failed", detail=said)
+        if score.status == "failed":
+            return score
+        return replace(
+            score, value=None, status="failed", detail=f"the reward model's score is {value}", failure="bad_result"
+        )
     total = None if score.value is None else score.value + weight * value
     return replace(score, value=total, parts=score.parts | {MODEL_PART: value})

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_cli.config.rewards import RewardCall
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.pool import Outcome
-from rlhf_cli.rewards.records import Score, Status
+from rlhf_cli.rewards.records import FailureKind, Score, Status
 
 FILE_PART = "reward_func"  # name of the reward file's part of a score
 REMOTE_PART = "remote_rm"  # name of the part that reward servers say
@@ -20,30 +20,31 @@ _TRACE_LINES = 12  # of a user's traceback kept with a failed score
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one reward said of one response; `value` is None exactly where it failed."""
+    """What one reward said of one response; `value` is None and `failure` its kind exactly where it failed."""
 
     value: float | None
     status: Status
     detail: str
     answer: str | None = None
+    failure: FailureKind | None = None
 
 
 def worker_part(call: RewardCall, outcome: Outcome) -> Part:
     """The part of a reward that a worker was asked for."""
     if outcome.failure is not None:
-        return Part(None, "failed", f"{call.name} {outcome.failure.reason}")
+        return Part(None, "failed", f"{call.name} {outcome.failure.reason}", failure=outcome.failure.kind)
     if call.row.kind == "text":
         return Part(outcome.value, "scored", "")
     status, detail, answer, value = outcome.value
     if status == "failed":
-        return Part(None, status, f"{call.name}: {detail}")
+        return Part(None, status, f"{call.name}: {detail}", failure="unjudged")
     return Part(VERDICT_VALUES[status] if value is None else value, status, detail, answer)
 
 
 def judged_part(call: RewardCall, value: float, verdict: Part | None) -> Part:
     """The part of a reward of length; it failed where it goes by a verdict and that failed."""
     if call.row.needs_verdict and verdict is not None and verdict.value is None:
-        return Part(None, "failed", verdict.detail)
+        return Part(None, "failed", verdict.detail, failure=verdict.failure)
     return Part(value, "scored", "")
 
 
@@ -57,10 +58,13 @@ def file_parts(outcome: Outcome, num_responses: int) -> list[Part]:
     failure = outcome.failure
     if failure is not None:
         trace = "\n".join(failure.trace.splitlines()[:_TRACE_LINES])
-        return [Part(None, "failed", f"{FILE_PART} {failure.reason}\n{trace}".strip())] * num_responses
+        said = f"{FILE_PART} {failure.reason}\n{trace}".strip()
+        return [Part(None, "failed", said, failure=failure.kind)] * num_responses
     rows: list[tuple[Any, str]] = outcome.value
     return [
-        Part(value, "failed" if value is None else "scored", f"{FILE_PART} {problem}" if problem else "")
+        Part(None, "failed", f"{FILE_PART} {problem}", failure="bad_result")
+        if value is None
+        else Part(value, "scored", "")
         for value, problem in rows
     ]
 
@@ -68,7 +72,7 @@ def file_parts(outcome: Outcome, num_responses: int) -> list[Part]:
 def remote_part(outcome: Outcome) -> Part:
     """The part of the reward servers, from one of them."""
     if outcome.failure is not None:
-        return Part(None, "failed", f"{REMOTE_PART} {outcome.failure.reason}")
+        return Part(None, "failed", f"{REMOTE_PART} {outcome.failure.reason}", failure=outcome.failure.kind)
     return Part(outcome.value, "scored", "")
 
 
@@ -82,7 +86,7 @@ def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
     values = {name: part.value for name, part in parts.items() if part.value is not None}
     if len(values) < len(parts):
         failed = next(part for part in parts.values() if part.value is None)
-        return Score(None, "failed", failed.detail, values)
+        return Score(None, "failed", failed.detail, values, failure=failed.failure)
     first = next((part for part in parts.values() if part.status != "scored"), next(iter(parts.values())))
     total = sum(weights[name] * value for name, value in values.items())
     return Score(total, first.status, first.detail, values, first.answer)

@@ -17,13 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rlhf_cli.rewards.process import LOAD_LIMIT, Worker
+from rlhf_cli.rewards.records import FailureKind
 
 logger = logging.getLogger(__name__)
-
-FailureKind = Literal["raised", "bad_result", "timeout", "died", "load"]
 
 # Seconds between looks at whether a worker has died. The end of its socket is noticed at once; this is for a worker
 # that left its socket to a child.
@@ -270,11 +269,11 @@ class _Desk:
             if worker.socket in ready:
                 answers = worker.receive()
                 if answers is None:
-                    self._lose(worker, Failure("died", worker.last_words()))
+                    self._lose(worker, Failure("crashed", worker.last_words()))
                 for answer in answers or []:
                     self._take(worker, answer)
             elif worker.is_gone():
-                self._lose(worker, Failure("died", worker.last_words()))
+                self._lose(worker, Failure("crashed", worker.last_words()))
             elif time.monotonic() > self._deadline(worker):
                 self._lose(worker, Failure("timeout", self._lateness(worker)))
 

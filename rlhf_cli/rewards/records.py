@@ -5,6 +5,10 @@ from typing import Literal
 
 Status = Literal["correct", "wrong", "invalid", "failed", "scored"]
 
+FailureKind = Literal["raised", "bad_result", "timeout", "crashed", "unreachable", "load", "unjudged"]
+"""Why there is no reward: an exception or an error of a server, an answer that is no reward, no answer in time, a
+process or connection that ended, no connection, a file that cannot be loaded, a label or sandbox that is of no use."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
@@ -35,7 +39,7 @@ class Score:
     0. "correct", "wrong" and "invalid" (no answer to judge) come from a verifier, "scored" from a file alone.
     `detail` is the answer found, or why the reward failed; `parts` the unweighted value of each reward by its name.
     `answer` is what a verifier found in a form in which equal answers are equal texts, None where there is none: the
-    key of a majority vote.
+    key of a majority vote. `failure` is the kind of the failure where the status is "failed".
     """
 
     value: float | None
@@ -43,6 +47,7 @@ class Score:
     detail: str = ""
     parts: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
+    failure: FailureKind | None = None
 
 
 class BadResult(Exception):

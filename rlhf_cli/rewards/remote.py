@@ -116,7 +116,7 @@ class RemoteRewards:
                 self._loop.run_until_complete(self._main)
         finally:
             while self._waiting:
-                self._waiting.popleft().end(Outcome(failure=Failure("died", "was not waited for any longer")))
+                self._waiting.popleft().end(Outcome(failure=Failure("crashed", "was not waited for any longer")))
 
     async def _serve(self) -> None:
         async with reward_session(self._key) as session, asyncio.TaskGroup() as tasks:

@@ -14,8 +14,8 @@ from urllib.parse import urljoin
 
 import aiohttp
 
-from rlhf_cli.rewards.pool import Failure, FailureKind, Outcome
-from rlhf_cli.rewards.records import BadResult, ScoreRequest
+from rlhf_cli.rewards.pool import Failure, Outcome
+from rlhf_cli.rewards.records import BadResult, FailureKind, ScoreRequest
 from rlhf_cli.rewards.user_file import checked
 
 SERVICE = "rlhf serve-rm"
@@ -102,8 +102,9 @@ async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
 def _broken(error: aiohttp.ClientError) -> CallFailed:
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = getattr(error, "os_error", error)  # a wrong certificate has none
-        return CallFailed("died", f"cannot be reached ({getattr(cause, 'strerror', None) or cause})", counts=False)
-    return CallFailed("died", f"broke the connection off ({type(error).__name__})")
+        said = f"cannot be reached ({getattr(cause, 'strerror', None) or cause})"
+        return CallFailed("unreachable", said, counts=False)
+    return CallFailed("crashed", f"broke the connection off ({type(error).__name__})")
 
 
 def _refusal(response: aiohttp.ClientResponse, said: bytes) -> Exception:

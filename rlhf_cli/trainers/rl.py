@@ -29,6 +29,7 @@ from rlhf_cli.trainers.rl_batch import (
     Evaluated,
     Rollouts,
     as_sequence,
+    failure_metrics,
     greedy_metrics,
     learning_samples,
     rollout_metrics,
@@ -258,6 +259,7 @@ def _learn(
         with timer("transfer"), awake(roles.moving_reference):
             roles.moving_reference.move()
     metrics |= rollout_metrics(sampled.generations, sampled.scores) | greedy_metrics(greedy) | rollout.metrics
+    metrics |= failure_metrics(experience.scores)
     metrics["num_tokens"] = float(sum(len(sequence) for sequence in rollouts.sequences))
     after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(rollouts))
     tracker.log(iteration, metrics | controlled(policy, state, metrics), timer.take())

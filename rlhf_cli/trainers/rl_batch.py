@@ -3,6 +3,7 @@
 Pure functions over flat arrays; who computes log-probs and values is the loop's business.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -236,6 +237,12 @@ def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[st
         for name, value in score.parts.items():
             parts.setdefault(f"reward/{name}", []).append(value)
     return metrics | {name: float(np.mean(part)) for name, part in parts.items()}
+
+
+def failure_metrics(scores: Seq[Score]) -> dict[str, float]:
+    """How many rewards failed in each way, of the ways in which some did."""
+    counts = Counter(score.failure for score in scores if score.failure is not None)
+    return {f"reward/failed_{kind}": float(count) for kind, count in sorted(counts.items())}
 
 
 def greedy_metrics(greedy: Rollouts | None) -> dict[str, float]:
