@@ -277,6 +277,31 @@ def test_a_server_that_comes_back_is_asked_again(caplog):
     assert f"the reward server {url} answers again" in caplog.text
 
 
+def test_a_lone_server_that_falls_silent_is_told_and_not_asked_again_before_it_answers_a_probe(server):
+    told: list[str] = []
+    released = threading.Event()
+
+    def silent(body: dict) -> Answer:
+        released.wait(60)
+        return lengths(body)
+
+    server.answer, server.health = silent, (503, b"", {})
+    with RemoteRewards([server.url], key=None, timeout=0.3, retries=5, batch_size=4, tell=told.append) as client:
+        outcomes = ask(client, requests(2))
+        assert reasons(outcomes) == {("raised", f"{server.url} answered with status 503")}  # what the last probe found
+        assert server.num_queries == [2]  # for all its retries
+        assert told == [
+            f"the reward server {server.url} did not answer within 0.3 s: it is left out until it answers a probe, and "
+            "rewards fail if none does within 0.3 s"
+        ]
+        server.answer, server.health = lengths, (200, b"{}", {})
+        while len(told) < 2:
+            time.sleep(0.01)
+        assert values(ask(client, requests(2))) == [1, 2]
+        assert told[1:] == [f"the reward server {server.url} answers again"]
+    released.set()
+
+
 def test_what_waits_fails_when_no_server_was_there_for_the_timeout():
     url = dead_url()
     with asking(url, timeout=0.3) as client:

@@ -151,7 +151,9 @@ def answer_prompts(
     """Start the model, answer its chunks from `begin` on and end it; whether the last chunk was reached."""
     config = examinee.config
     with ExitStack() as stack:
-        scorer = stack.enter_context(Scorer(config.reward)) if config.reward.is_given else None
+        scorer = None
+        if config.reward.is_given:
+            scorer = stack.enter_context(Scorer(config.reward, tell=hooks.tracker.message))
         models = stack.enter_context(
             started_models(
                 config, examinee.backend, examinee.reward_model, cluster=cluster, log_dir=log_dir, announce=announce

@@ -163,8 +163,8 @@ def _attempt(run: _Run, stop: StopSignal) -> Finished:
     with ExitStack() as stack:
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
-        scorer = stack.enter_context(Scorer(config.reward))
         tracker = stack.enter_context(_tracker(run, terminal.console))
+        scorer = stack.enter_context(Scorer(config.reward, tell=tracker.message))
         roles = stack.enter_context(_start_roles(run, tracker, stack))
         finished, best = _train(run, roles, scorer, tracker, stop)
         if not finished.interrupted:

@@ -186,8 +186,9 @@ class RemoteScoringConfig(ModelScoringConfig):
     They get texts alone: a reward model there reads a response that was cut as if it had ended."""
     remote_rm_weight: float = 1.0
     """Weight of the reward servers' score."""
-    remote_rm_timeout: float = Field(30.0, gt=0)
-    """Seconds in which a reward server has to answer; later it is left out for a while and another one asked."""
+    remote_rm_timeout: float = Field(20.0, gt=0)
+    """Seconds in which a reward server has to answer; later it is named, left out until it answers a probe, and another
+    one asked."""
     remote_rm_batch_size: int = Field(16, gt=0)
     """Responses in one request to a reward server at most; which come together depends on when they are finished."""
     remote_rm_api_key_env: str = REMOTE_RM_KEY

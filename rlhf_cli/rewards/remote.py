@@ -68,11 +68,22 @@ class RemoteRewards:
 
     `timeout` are the seconds a call may take. A response is asked about again `retries` times after a call with it
     failed, by another server where there is one. Where no server could be reached for `timeout` seconds, all that
-    wait fail.
+    wait fail. `tell` is called, in a thread of its own, with a sentence about a server that goes or comes back; it is
+    in the log besides.
     """
 
-    def __init__(self, urls: Sequence[str], *, key: str | None, timeout: float, retries: int, batch_size: int) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        key: str | None,
+        timeout: float,
+        retries: int,
+        batch_size: int,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
         self._servers = [_Server(url) for url in urls]
+        self._tell = tell
         self._key, self._timeout, self._retries, self._batch_size = key, timeout, retries, batch_size
         self._waiting: deque[_Item] = deque()
         self._is_given_up = False
@@ -258,18 +269,26 @@ class RemoteRewards:
         server.is_away = True
         server.failures += 1
         server.last = failure
-        logger.warning("the reward server %s %s: it is left out for %g s", server.url, failure.reason, server.absence)
+        consequence = "it is left out until it answers a probe"
         if all(other.is_away for other in self._servers):
             self._giving_up = self._loop.call_later(self._timeout, self._give_up)
+            consequence += f", and rewards fail if none does within {self._timeout:g} s"
+        self._say(f"the reward server {server.url} {failure.reason}: {consequence}")
         self._news.set()
 
     def _take_in(self, server: _Server) -> None:
         server.is_away = False
-        logger.warning("the reward server %s answers again", server.url)
+        self._say(f"the reward server {server.url} answers again")
         if self._giving_up is not None:
             self._giving_up.cancel()
         self._is_given_up = False
         self._news.set()
+
+    def _say(self, sentence: str) -> None:
+        logger.warning("%s", sentence)
+        if self._tell is not None:
+            with suppress(OSError):  # a terminal that is gone is no reason to stop asking
+                self._tell(sentence)
 
     def _give_up(self) -> None:
         """No server has been there for long: fail what waits, and what comes until one is there again."""

@@ -6,7 +6,7 @@ run stops when too many are. Clipping and shaping of scores is left to algorithm
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -43,11 +43,13 @@ def weights_of_parts(config: ScoringConfig) -> dict[str, float]:
 class Scorer:
     """All rewards of a run; a context manager that owns their worker processes and leaves none behind.
 
+    `tell` is called, in a thread of its own, with a sentence about a reward server that goes or comes back.
+
     Raises UsageError on construction if the reward file is missing, cannot be imported or has no `reward_func`, if
     code is to be run and this machine has no sandbox for it, or if a reward server does not answer.
     """
 
-    def __init__(self, config: ScoringConfig) -> None:
+    def __init__(self, config: ScoringConfig, *, tell: Callable[[str], None] | None = None) -> None:
         self._config = config
         self._weights = weights_of_parts(config)
         if any(call.row.runs_code for call in config.rewards):
@@ -57,7 +59,7 @@ class Scorer:
             self._file = stack.enter_context(_file_pool(config.reward_func, config)) if config.reward_func else None
             self._servers = None
             if isinstance(config, RemoteScoringConfig) and config.remote_rm_url:
-                self._servers = stack.enter_context(_reward_servers(config))
+                self._servers = stack.enter_context(_reward_servers(config, tell))
             self._processes = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -156,7 +158,7 @@ def _file_pool(reward_func: str, config: ScoringConfig) -> WorkerPool:
     return pool
 
 
-def _reward_servers(config: RemoteScoringConfig) -> RemoteRewards:
+def _reward_servers(config: RemoteScoringConfig, tell: Callable[[str], None] | None) -> RemoteRewards:
     """The servers of the settings, all of which have answered."""
     key = api_key(config.remote_rm_api_key_env)
     check_servers(config.remote_rm_url, key=key, timeout=config.remote_rm_timeout)
@@ -166,4 +168,5 @@ def _reward_servers(config: RemoteScoringConfig) -> RemoteRewards:
         timeout=config.remote_rm_timeout,
         retries=config.reward_retries,
         batch_size=config.remote_rm_batch_size,
+        tell=tell,
     )
