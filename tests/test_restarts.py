@@ -24,8 +24,14 @@ class Attempts:
             raise outcome
         return outcome
 
-    def run(self, *, max_restarts: int, stopped: bool = False) -> Finished:
-        return with_restarts(self, max_restarts=max_restarts, should_stop=lambda: stopped, say=self.said.append)
+    def run(self, *, max_restarts: int, stopped: bool = False, saved_after: int = 0) -> Finished:
+        return with_restarts(
+            self,
+            max_restarts=max_restarts,
+            should_stop=lambda: stopped,
+            has_checkpoint=lambda: len(self.continues) > saved_after,
+            say=self.said.append,
+        )
 
 
 DONE = Finished(4, interrupted=False)
@@ -38,6 +44,15 @@ def test_every_attempt_after_the_first_continues_and_is_announced():
     assert attempts.continues == [False, True, True]
     assert attempts.said == [
         f"actor rank 0 died; going on from the last checkpoint (restart {number} of 2)" for number in (1, 2)
+    ]
+
+
+def test_a_death_before_the_first_checkpoint_begins_anew_and_says_so():
+    attempts = Attempts(DEATH, DEATH, DONE)
+    assert attempts.run(max_restarts=2, saved_after=1) == DONE
+    assert attempts.said == [
+        "actor rank 0 died; no checkpoint yet, beginning anew (restart 1 of 2)",
+        "actor rank 0 died; going on from the last checkpoint (restart 2 of 2)",
     ]
 
 

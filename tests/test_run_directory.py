@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from rlhf_cli.backends.checkpoint import CheckpointStore
-from rlhf_cli.commands.run_directory import begin_log, check_run_directory, prepare_run_directory, run_directory
+from rlhf_cli.commands.run_directory import (
+    begin_log,
+    begin_logs,
+    check_run_directory,
+    prepare_run_directory,
+    run_directory,
+)
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 
@@ -67,6 +73,7 @@ def test_an_earlier_run_is_never_replaced_unasked(tmp_path):
 
 def test_replacing_removes_all_of_the_run_and_nothing_else(tmp_path):
     add_run(tmp_path)
+    begin_logs(run_directory(settings(tmp_path)), keep=False)
     prepare_run_directory(settings(tmp_path, overwrite=True), "seed: 2\n", keep=False)
     assert names(tmp_path) == {"config.yaml", "logs", "checkpoints", "notes.txt"}
     assert not any((tmp_path / "checkpoints").iterdir())
@@ -158,6 +165,34 @@ def test_a_rank_that_is_early_is_no_earlier_run(tmp_path):
     begin.parent.mkdir()
     begin.write_text("rank 1 was faster")
     check_run_directory(settings(tmp_path))
+
+
+def test_a_run_that_is_not_built_costs_an_earlier_one_its_logs_alone(tmp_path):
+    add_run(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    paths = run_directory(settings(tmp_path, overwrite=True))
+    begin_logs(paths, keep=False)
+    (paths.logs / "driver.log").write_text("it could not be built")
+    del before[paths.logs / "rank0.log"]
+    before[paths.logs / "driver.log"] = b"it could not be built"
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    prepare_run_directory(settings(tmp_path, overwrite=True), "", keep=False)
+    assert names(paths.logs) == {"driver.log"}  # what is being written stays when the folder is prepared
+
+
+def test_what_a_run_that_was_not_built_left_is_no_earlier_run(tmp_path):
+    begin_logs(run_directory(settings(tmp_path)), keep=False)
+    (tmp_path / "logs" / "actor-0.log").write_text("no room for the model")
+    (tmp_path / "error.log").write_text("Traceback")
+    check_run_directory(settings(tmp_path))
+    prepare_run_directory(settings(tmp_path), "", keep=False)
+    assert names(tmp_path) == {"config.yaml", "logs"}
+
+
+def test_logs_of_all_processes_go_on_where_a_run_is_continued(tmp_path):
+    add_run(tmp_path)
+    begin_logs(run_directory(settings(tmp_path)), keep=True)
+    assert names(tmp_path / "logs") == {"rank0.log"}
 
 
 def test_a_log_begins_anew_with_a_new_run_and_goes_on_with_a_continued_one(tmp_path):

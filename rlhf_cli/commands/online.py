@@ -26,13 +26,13 @@ from rlhf_cli.commands.online_evaluation import (
 from rlhf_cli.commands.online_models import OnlineModels, find_models
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, role_names
 from rlhf_cli.commands.restarts import with_restarts
-from rlhf_cli.commands.run_directory import RunDirectory, prepare_run_directory, run_directory
+from rlhf_cli.commands.run_directory import RunDirectory, begin_logs, prepare_run_directory, run_directory
 from rlhf_cli.commands.surplus import load_surplus, save_surplus
 from rlhf_cli.config.online import CriticPlacementConfig, DynamicSamplingConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenising import check_token_ids
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import ProcessDied, RunError, UsageError
 from rlhf_cli.models.loading import dtype_note
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
@@ -137,6 +137,7 @@ def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
         algorithm: the row of the table of algorithms.
     """
     first, stop = _check(config, command, ALGORITHMS[algorithm]), StopSignal()
+    begin_logs(first.paths, keep=first.resume is not None)
 
     def attempt(continues: bool) -> Finished:
         return _attempt(_continued(first) if continues else first, stop)
@@ -145,6 +146,7 @@ def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
         attempt,
         max_restarts=config.checkpoint.max_restarts,
         should_stop=stop,
+        has_checkpoint=lambda: bool(first.store.steps()),
         say=lambda message: print(f"rlhf {command}: {message}", file=sys.stderr, flush=True),
     )
     if finished.interrupted:
@@ -161,11 +163,15 @@ def _attempt(run: _Run, stop: StopSignal) -> Finished:
     """Start everything, train, save and end everything."""
     config = run.config
     with ExitStack() as stack:
-        prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
+        where = _reserve(run, stack)
+        placement = "; ".join(describe(where.layout, unit=where.cluster.unit))
+        terminal.console.print(f"Starting on {placement}; logs in {run.paths.logs}", markup=False, soft_wrap=True)
+        roles = stack.enter_context(_build(run, where))
+        prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
         tracker = stack.enter_context(_tracker(run, terminal.console))
         scorer = stack.enter_context(Scorer(config.reward, tell=tracker.message))
-        roles = stack.enter_context(_start_roles(run, tracker, stack))
+        tracker.start(_facts(run, where))
         finished, best = _train(run, roles, scorer, tracker, stop)
         if not finished.interrupted:
             roles.actor.trained.save_model(run.paths.model)
@@ -292,29 +298,40 @@ def _tracker(run: _Run, console: Console) -> Tracker:
     )
 
 
-def _start_roles(run: _Run, tracker: Tracker, stack: ExitStack) -> OnlineRoles:
+def _reserve(run: _Run, stack: ExitStack) -> OnlineCluster:
     config = run.config
     cluster = stack.enter_context(ray_cluster())
-    models, adapter = run.models, run.models.policy.plan
-    names = role_names(config, models)
-    layout = plan_layout(config.placement, config.rollout, roles=names, node_gpus=cluster.node_gpus)
+    layout = plan_layout(
+        config.placement, config.rollout, roles=role_names(config, run.models), node_gpus=cluster.node_gpus
+    )
     reservation = Reservation(layout, cluster)
     stack.callback(reservation.release)
-    tracker.start(
-        {
-            "Model": config.model.pretrain + (f", adapter of rank {adapter.config.r}" if adapter else ""),
-            "Prompts": run.data.report.summary,
-            **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
-            **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
-            **({"Reward model": models.reward.source.pretrain} if models.reward else {}),
-            "Engine": f"{config.rollout.vllm_num_engines} x {run.backend}",
-            "Placement": "; ".join(describe(reservation.layout, unit=cluster.unit)),
-            **({} if cluster.has_gpus else dtype_note(config.model)),
-            "Logs": str(run.paths.logs),
-        }
-    )
-    where = OnlineCluster(cluster, reservation, run.paths.logs, run.backend)
-    return OnlineRoles(config, where, models, total_steps=run.total_steps)
+    return OnlineCluster(cluster, reservation, run.paths.logs, run.backend)
+
+
+def _build(run: _Run, where: OnlineCluster) -> OnlineRoles:
+    try:
+        return OnlineRoles(run.config, where, run.models, total_steps=run.total_steps)
+    except ProcessDied as death:
+        if run.resume is not None:
+            raise
+        raise RunError(death.said) from death  # a checkpoint to go on from could only be that of an earlier run
+
+
+def _facts(run: _Run, where: OnlineCluster) -> dict[str, str]:
+    """What to say about the run at its start."""
+    config, models, adapter = run.config, run.models, run.models.policy.plan
+    return {
+        "Model": config.model.pretrain + (f", adapter of rank {adapter.config.r}" if adapter else ""),
+        "Prompts": run.data.report.summary,
+        **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
+        **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
+        **({"Reward model": models.reward.source.pretrain} if models.reward else {}),
+        "Engine": f"{config.rollout.vllm_num_engines} x {run.backend}",
+        "Placement": "; ".join(describe(where.layout, unit=where.cluster.unit)),
+        **({} if where.cluster.has_gpus else dtype_note(config.model)),
+        "Logs": str(run.paths.logs),
+    }
 
 
 def _train(

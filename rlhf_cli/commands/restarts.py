@@ -11,9 +11,10 @@ def with_restarts(
     *,
     max_restarts: int,
     should_stop: Callable[[], bool],
+    has_checkpoint: Callable[[], bool],
     say: Callable[[str], None],
 ) -> Finished:
-    """How `attempt(continues)` ended, which is called again from the last checkpoint on after a process has died.
+    """How `attempt(continues)` ended, called again from the last checkpoint, or the start, after a process has died.
 
     An attempt leaves no process behind, also when it fails. Other errors would come again: they are raised.
     """
@@ -25,4 +26,5 @@ def with_restarts(
             if restarts == max_restarts or should_stop():
                 raise
             restarts += 1
-            say(f"{death.said}; going on from the last checkpoint (restart {restarts} of {max_restarts})")
+            way = "going on from the last checkpoint" if has_checkpoint() else "no checkpoint yet, beginning anew"
+            say(f"{death.said}; {way} (restart {restarts} of {max_restarts})")

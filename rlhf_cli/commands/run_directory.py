@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from rlhf_cli.errors import UsageError
 
 CONFIG, LOGS, REPORT, BEST, EMA = "config.yaml", "logs", "report.html", "best", "ema"
 BEST_FILE = "best.json"  # in `BEST`: the metric, its value, and after which iteration
-OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, BEST, EMA, "tensorboard", "error.log")
+ERRORS = "error.log"
+OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, BEST, EMA, "tensorboard", ERRORS)
 OF_A_MODEL = ("config.json", "adapter_config.json")
 
 
@@ -56,7 +58,8 @@ def run_directory(settings: CheckpointConfig) -> RunDirectory:
 def check_run_directory(settings: CheckpointConfig) -> None:
     """Raise UsageError if the run would mix with an earlier one or destroy something; nothing is touched.
 
-    Logs alone are no earlier run: the ranks of this one write theirs as soon as they start.
+    Logs alone are no earlier run: the ranks of this one write theirs as soon as they start, and one that could not be
+    built leaves nothing else.
     """
     paths = run_directory(settings)
     for path in (paths.root, paths.checkpoints, paths.model):
@@ -66,7 +69,8 @@ def check_run_directory(settings: CheckpointConfig) -> None:
         raise UsageError(
             f"{paths.model} is where the model is to be saved, but holds other things: choose another --save_path"
         )
-    found = [*_leftovers(paths), *_steps(paths), *([paths.model] if _is_used(paths.model) else [])]
+    left = [path for path in _leftovers(paths) if path.name != ERRORS]
+    found = [*left, *_steps(paths), *([paths.model] if _is_used(paths.model) else [])]
     models = [*([paths.model] if _is_used(paths.model) else []), *([paths.best] if _is_trained(paths.best) else [])]
     if settings.load_checkpoint and models and not _steps(paths):
         raise UsageError(
@@ -81,18 +85,20 @@ def check_run_directory(settings: CheckpointConfig) -> None:
 
 
 def prepare_run_directory(
-    settings: CheckpointConfig, config_yaml: str, *, keep: bool, num_ranks: int = 0
+    settings: CheckpointConfig, config_yaml: str, *, keep: bool, num_ranks: int | None = None
 ) -> RunDirectory:
-    """The run's folder with its settings written down; one process of the run calls it.
+    """The run's folder with its settings written down; one process of the run calls it when the models stand.
+
+    Not before: what cannot be built must not cost an earlier run.
 
     Args:
         keep: whether an earlier run is continued; otherwise what it left is removed.
-        num_ranks: ranks that are already writing their logs, which stay.
+        num_ranks: ranks that are already writing their logs, which stay; None where all logs are this run's.
     """
     paths = run_directory(settings)
     if not keep:
-        for path in [*_leftovers(paths), *_old_logs(paths, num_ranks)]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        old_logs = [] if num_ranks is None else _old_logs(paths, num_ranks)
+        _remove([*_leftovers(paths), *old_logs])
         CheckpointStore(paths.checkpoints, max_num=1).clear()
     paths.logs.mkdir(parents=True, exist_ok=True)
     (paths.root / CONFIG).write_text(config_yaml)
@@ -105,6 +111,13 @@ def begin_log(paths: RunDirectory, rank: int, *, keep: bool) -> Path:
     if not keep:
         log.unlink(missing_ok=True)
     return log
+
+
+def begin_logs(paths: RunDirectory, *, keep: bool) -> None:
+    """Make room for the logs of all processes; those of an earlier run are removed unless that is continued."""
+    if not keep:
+        _remove(_old_logs(paths, num_ranks=0))
+    paths.logs.mkdir(parents=True, exist_ok=True)
 
 
 def _leftovers(paths: RunDirectory) -> list[Path]:
@@ -121,6 +134,11 @@ def _steps(paths: RunDirectory) -> list[Path]:
 def _old_logs(paths: RunDirectory, num_ranks: int) -> list[Path]:
     in_use = {paths.log_of_rank(rank) for rank in range(num_ranks)}
     return [log for log in paths.logs.glob("*") if log not in in_use]
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _is_trained(best: Path) -> bool:

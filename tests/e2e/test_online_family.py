@@ -18,8 +18,8 @@ EVALUATED = "--eval_dataset {problems} --eval_max_samples 5 --eval_steps 1 --bes
 MEASURED = ("time/", "perf/", "memory/")
 
 
-def rlhf(*words: str) -> str:
-    """The output of a command that has to succeed; one thread each, so that sums are the same in every run."""
+def rlhf(*words: str, status: int = 0) -> str:
+    """What a command that has to end like that prints; one thread each, so that sums are the same in every run."""
     done = subprocess.run(
         [sys.executable, "-m", "rlhf_cli", *words],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -27,8 +27,8 @@ def rlhf(*words: str) -> str:
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +113,22 @@ def test_grpo_gives_the_same_numbers_twice(run, tmp_path):
     # Measured in the loss; the entropy of an untrained model is below 10 nats, so its bonus grows with every step.
     assert first[2]["kl"] > 0
     assert [first[step]["entropy_coef"] for step in (1, 2)] == pytest.approx([0.0, 2e-4])
+
+
+def test_models_that_cannot_be_built_cost_no_earlier_run_and_leave_the_folder_free(model, problems, reward, tmp_path):
+    earlier, fresh = tmp_path / "earlier", tmp_path / "fresh"
+    (earlier / "checkpoints" / "step_000002").mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl", "checkpoints/step_000002/manifest.json"):
+        (earlier / name).write_text("{}")
+    before = {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
+    words = (
+        f"rloo --pretrain {model} --prompt_data {problems} --label_key answer --reward_func {reward} --max_len 64 "
+        "--max_new_tokens 6 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 --max_iterations 1 "
+        "--rollout_backend transformers --use_liger_kernel --output"
+    )
+    for output in ([str(earlier), "--overwrite"], [str(fresh)]):
+        printed = rlhf(*words.split(), *output, status=2)
+        assert "use_liger_kernel needs an NVIDIA GPU" in printed
+    assert {path: path.read_bytes() for path in before} == before
+    assert {path.name for path in earlier.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "logs"}
+    assert {path.name for path in fresh.iterdir()} == {"logs"}
