@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, combine_metrics
+from rlhf_cli.algorithms.aggregation import LossAgg, Metrics, StepTotals, combine_metrics
 from rlhf_cli.algorithms.correction import correction_weights, correlation
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.kl import kl_estimate
@@ -316,8 +316,10 @@ def test_value_objective_and_explained_variance_add_up_over_micro_batches() -> N
             values_K[first:last],
             old_values_K=columns["old_values_K"][first:last],
             returns_K=columns["returns_K"][first:last],
+            cu=torch.tensor([0, last - first]),
             settings=ActorCriticPolicyConfig(value_clip=0.2),
             totals=totals,
+            max_new_tokens=9,
         )
         loss, metrics = loss + part, combine_metrics(metrics, part_metrics)
     loss.backward()
@@ -332,6 +334,30 @@ def test_value_objective_and_explained_variance_add_up_over_micro_batches() -> N
     assert finished["value_clip"] == pytest.approx(
         float(((clipped - returns) ** 2 > (values - returns) ** 2).float().mean())
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    # What a token weighs: 1 of the 4; 1 of 2 responses with 3 and 1; 1 of 2 responses of up to 5.
+    [("token_mean", [1 / 4] * 4), ("seq_mean", [1 / 6, 1 / 6, 1 / 6, 1 / 2]), ("seq_sum_norm", [1 / 10] * 4)],
+)
+def test_the_mean_of_the_value_loss_is_the_actors(kind: LossAgg, weights: list[float]) -> None:
+    """Values 1, 2, 3 and 4 where returns are 0: errors are the values, and losses half their squares."""
+    values_K = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    loss, metrics = value_objective(
+        values_K,
+        old_values_K=values_K.detach(),
+        returns_K=torch.zeros(4),
+        cu=torch.tensor([0, 3, 4]),
+        settings=ActorCriticPolicyConfig(loss_agg=kind),
+        totals=StepTotals(num_tokens=4, num_sequences=2),
+        max_new_tokens=5,
+    )
+    expected = sum(w * half for w, half in zip(weights, [0.5, 2.0, 4.5, 8.0], strict=True))
+    assert loss.item() == pytest.approx(expected)
+    assert metrics["value_loss"].item() == pytest.approx(expected)
+    (gradient_K,) = torch.autograd.grad(loss, values_K)
+    assert gradient_K.tolist() == pytest.approx([w * v for w, v in zip(weights, [1, 2, 3, 4], strict=True)])
 
 
 def test_explained_variance_of_a_perfect_critic_is_one_and_of_constant_returns_zero() -> None:

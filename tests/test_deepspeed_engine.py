@@ -145,14 +145,21 @@ def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run(tiny_model_dir,
 VALUE_COLUMNS = ("old_values", "returns")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_critic_packed_learns_as_one_by_one(tiny_model_dir, stage):
+@pytest.mark.parametrize(("stage", "loss_agg"), [(0, "token_mean"), (3, "seq_mean")])
+def test_a_critic_packed_learns_as_one_by_one(tiny_model_dir, stage, loss_agg):
     samples = value_samples(7)
     totals = StepTotals(sum(sample.sequence.num_trained for sample in samples), len(samples))
 
     def loss(model: nn.Module, batch: Any) -> Any:
-        columns = {"old_values_K": batch.columns["old_values"], "returns_K": batch.columns["returns"]}
-        return value_objective(model(batch.pack), **columns, settings=ActorCriticPolicyConfig(), totals=totals)
+        return value_objective(
+            model(batch.pack),
+            old_values_K=batch.columns["old_values"],
+            returns_K=batch.columns["returns"],
+            cu=batch.pack.cu_trained,
+            settings=ActorCriticPolicyConfig(loss_agg=loss_agg),
+            totals=totals,
+            max_new_tokens=9,
+        )
 
     results = []
     for micro_batches in ([samples], [[sample] for sample in samples]):

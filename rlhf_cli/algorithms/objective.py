@@ -132,11 +132,21 @@ def next_weights(weights: LossWeights, metrics: Mapping[str, float], *, settings
 
 
 def value_objective(
-    values_K: Tensor, *, old_values_K: Tensor, returns_K: Tensor, settings: ActorCriticPolicyConfig, totals: StepTotals
+    values_K: Tensor,
+    *,
+    old_values_K: Tensor,
+    returns_K: Tensor,
+    cu: Tensor,
+    settings: ActorCriticPolicyConfig,
+    totals: StepTotals,
+    max_new_tokens: int,
 ) -> tuple[Tensor, Metrics]:
-    """(part of the critic's loss, with gradient; metrics without)."""
+    """(part of the critic's loss, with gradient; metrics without); the mean of the loss is that of the actor's.
+
+    `cu` int64 `[B+1]` bounds the sequences.
+    """
     loss_K, clipped_K = clipped_value_loss(values_K, old_values_K, returns_K, value_clip=settings.value_clip)
-    loss = token_mean(loss_K, totals)
+    loss = aggregate(loss_K, cu, totals, kind=settings.loss_agg, max_new_tokens=max_new_tokens)
     returns, errors = returns_K.double(), (returns_K - values_K.detach()).double()
     return loss, {
         "value_loss": loss.detach(),

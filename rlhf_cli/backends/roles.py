@@ -311,12 +311,19 @@ class Critic:
         ]
 
     def _loss(self, totals: StepTotals) -> ComputeLoss:
-        policy = self.role.settings.policy
+        policy, max_new_tokens = self.role.settings.policy, self.role.settings.max_new_tokens
         assert isinstance(policy, ActorCriticPolicyConfig)
 
         def loss(model: nn.Module, batch: SamplePack) -> tuple[torch.Tensor, Metrics]:
-            columns = {"old_values_K": batch.columns["old_values"], "returns_K": batch.columns["returns"]}
-            return value_objective(model(batch.pack), **columns, settings=policy, totals=totals)
+            return value_objective(
+                model(batch.pack),
+                old_values_K=batch.columns["old_values"],
+                returns_K=batch.columns["returns"],
+                cu=batch.pack.cu_trained,
+                settings=policy,
+                totals=totals,
+                max_new_tokens=max_new_tokens,
+            )
 
         return loss
 
