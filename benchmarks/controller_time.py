@@ -31,7 +31,7 @@ from rlhf_cli.backends.online_roles import ActorGroup, CriticGroup, Dealer, Refe
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineRewardConfig, RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
-from rlhf_cli.config.train import TrackingConfig
+from rlhf_cli.config.train import OptimConfig, TrackingConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.models.scratch import train_tokenizer
@@ -84,6 +84,7 @@ def settings_of(num_samples: int) -> OnlineSettings:
         policy=ActorCriticPolicyConfig(),
         batch=ActorCriticBatchConfig(train_batch_size=num_samples // STEPS),
         reference=MovingReferenceConfig(),
+        optim=OptimConfig(),
     )
 
 

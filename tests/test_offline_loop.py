@@ -10,6 +10,7 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.errors import RunError
 from rlhf_cli.trainers.loop import Finished, Hooks, Schedule, Share, evaluate, train
 
 NUM_ITEMS, BATCH, EPOCHS = 10, 4, 3
@@ -32,11 +33,14 @@ class FakeEngine:
         self.journal = journal
         self.steps: list[list[list[int]]] = []
         self.totals: list[StepTotals] = []
+        self.skipped: list[int] = []  # numbers of the steps that are
 
     def train_step(self, micro_batches: Sequence[Any], compute_loss: Any) -> dict[str, float]:
         self.journal.append("train")
         self.steps.append(list(micro_batches))
-        return self._sum(micro_batches, compute_loss)
+        last_good = max(step for step in range(len(self.steps) + 1) if step not in self.skipped)
+        in_a_row = {"skipped_in_a_row": float(len(self.steps) - last_good)}
+        return self._sum(micro_batches, compute_loss) | in_a_row
 
     def evaluate(self, micro_batches: Iterable[Any], compute_loss: Any) -> dict[str, float]:
         self.journal.append("evaluate")
@@ -85,7 +89,7 @@ class Run:
             data=FakeItems(),
             eval_data=FakeItems(eval_items) if eval_items else None,
             share=self.share,
-            schedule=Schedule(start, total, save_steps=save, eval_steps=evaluate),
+            schedule=Schedule(start, total, save_steps=save, eval_steps=evaluate, max_skipped_steps=2),
             hooks=Hooks(
                 self.tracker,
                 lambda step: self.journal.append(f"save {step}"),
@@ -222,3 +226,13 @@ def test_a_stop_in_the_last_step_is_the_end():
     run = Run(stop_after=STEPS)
     assert run() == Finished(STEPS, interrupted=False)
     assert saves(run) == []
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_and_are_saved_as_steps():
+    run = Run()
+    run.engine.skipped = [1, 2, 4, 5, 6, 7]
+    message = r"in 3 optimizer steps in a row \(--max_skipped_steps 2\).* --load_checkpoint goes on after step 6"
+    with pytest.raises(RunError, match=message):
+        run(eval_items=3, evaluate=1)
+    assert run.journal[-3:] == ["train", "log 6", "save 6"]
+    assert saves(run) == [6]

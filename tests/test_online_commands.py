@@ -168,7 +168,7 @@ def test_sizes_that_do_not_fit_together_are_refused(command, row, given, message
 def test_stop_strings_hold_for_training_and_for_its_evaluations(temperature):
     texts = ["</answer>", "\n\nQuestion, "]
     config = resolve("ppo", stop=texts, eval_dataset="x", eval_temperature=temperature)
-    groups = (config.rollout, config.reward, config.policy, config.batch, config.reference)
+    groups = (config.rollout, config.reward, config.policy, config.batch, config.reference, config.optim)
     assert OnlineSettings(ALGORITHMS["ppo"], *groups).sampling.stop == tuple(texts)
     task = evaluation_task(config, None, str, total_iterations=1)
     assert (task.sampling.stop, task.sampling.greedy) == (tuple(texts), temperature == "0")

@@ -14,7 +14,7 @@ from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineRewardConfig, RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
-from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -253,7 +253,7 @@ class Run:
             reward=reward,
             policy=policy,
             batch=batch,
-            **({"reference": MovingReferenceConfig()} | more),
+            **({"reference": MovingReferenceConfig(), "optim": OptimConfig()} | more),
         )
         self.stop_after = stop_after
         self.evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
@@ -434,6 +434,21 @@ def test_what_was_trained_before_an_iteration_without_rewards_is_saved():
     whole = Run()
     whole()
     assert run.tracker.rows == whole.tracker.rows
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_too_many_skipped_steps_end_the_run_after_their_iteration_which_is_saved(role):
+    run = Run(batch=TWO_STEPS, optim=OptimConfig(max_skipped_steps=2))
+    run.evaluate = lambda iteration, is_last: run.journal.append(f"evaluate {iteration}")
+    getattr(run, role).found = {"skipped_in_a_row": 2.0}
+    run(total_iterations=1)  # as many as are allowed
+    getattr(run, role).found = {"skipped_in_a_row": 3.0}
+    message = r"in 3 optimizer steps in a row \(--max_skipped_steps 2\).* --load_checkpoint goes on after iteration 2"
+    with pytest.raises(RunError, match=message):
+        run(state=LoopState(1, 0.0, 0.0))
+    assert [state.iteration for state in run.saved] == [2]
+    assert [step for step, _ in run.tracker.logged] == [1, 2]
+    assert run.journal[-3:] == ["engines.receive_weights 2", "actor.sleep", "engines.sleep"]
 
 
 def test_nothing_is_saved_twice_or_of_roles_that_died():

@@ -134,7 +134,9 @@ def train(config: OnlineConfig, row: str, folder: Path) -> tuple[list[Any], list
     )
     train_online(
         roles,
-        OnlineSettings(algorithm, config.rollout, config.reward, config.policy, config.batch, config.reference),
+        OnlineSettings(
+            algorithm, config.rollout, config.reward, config.policy, config.batch, config.reference, config.optim
+        ),
         prompts=PROMPTS,
         decode=lambda token_ids: "".join(map(chr, token_ids)),
         state=first_state(config.policy),

@@ -25,7 +25,7 @@ from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends import distributed
 from rlhf_cli.backends.deepspeed_weights import DEEPSPEED
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import PolicyModel, parameter_groups
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
@@ -126,7 +126,6 @@ class DeepSpeedEngine:
             config=config,
         )
         self._stage = settings.zero_stage
-        self._max_skipped_steps = optim.max_skipped_steps
         self._skipped_in_a_row = 0
         if self._stage == 3:
             register_external_parameters(module)
@@ -142,7 +141,7 @@ class DeepSpeedEngine:
         """One optimizer step; returns the metrics of the whole step over all ranks, `grad_norm` and `lr`.
 
         Where a loss or the gradient is not finite, no rank changes anything: `skipped_steps` counts such steps of the
-        run. RunError after too many in a row.
+        run, `skipped_in_a_row` those since the last good one, or since the start of this process.
 
         Args:
             micro_batches: this rank's share; every rank has the same number.
@@ -162,12 +161,13 @@ class DeepSpeedEngine:
             self._skip_plainly(not math.isfinite(own_norm))
         skipped_before = self._engine.skipped_steps
         self._engine.step()
-        self._count_skipped(self._engine.skipped_steps > skipped_before)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self._engine.skipped_steps > skipped_before else 0
         norm = own_norm if own_norm is not None else self._engine.get_global_grad_norm()
         reduced = distributed.reduce_metrics({name: float(value) for name, value in total.items()})
         assert norm is not None, "DeepSpeed reported no gradient norm"
-        skipped = float(self._engine.skipped_steps)
-        return reduced | {"grad_norm": float(norm), "lr": float(lr), "skipped_steps": skipped}
+        skipped = {"skipped_steps": self._engine.skipped_steps, "skipped_in_a_row": self._skipped_in_a_row}
+        counts = {name: float(count) for name, count in skipped.items()}
+        return reduced | {"grad_norm": float(norm), "lr": float(lr)} | counts
 
     def _plain_grad_norm(self) -> float | None:
         """The gradient norm where DeepSpeed leaves the step to the plain optimizer (fp32 at stage 0), else None."""
@@ -179,14 +179,6 @@ class DeepSpeedEngine:
         """Where the step is the plain optimizer's, tell its fused kernel, and DeepSpeed, whether it is skipped."""
         self._engine.optimizer.found_inf = torch.ones((), device=distributed.device()) if skip else None
         self._engine.optimizer.overflow = skip
-
-    def _count_skipped(self, skipped: bool) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row > self._max_skipped_steps:
-            raise RunError(
-                f"loss or gradient was not finite in {self._skipped_in_a_row} optimizer steps in a row "
-                f"(--max_skipped_steps {self._max_skipped_steps}): lower the learning rate, or look at the data"
-            )
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Any], compute_loss: ComputeLoss) -> dict[str, float]:

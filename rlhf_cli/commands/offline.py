@@ -309,6 +309,7 @@ class _Run:
                 total_steps=total_steps(config, self.task),
                 save_steps=config.checkpoint.save_steps,
                 eval_steps=config.batch.eval_steps,
+                max_skipped_steps=config.optim.max_skipped_steps,
                 stop_eval_loss=config.batch.stop_eval_loss,
             ),
             hooks=Hooks(

@@ -76,6 +76,7 @@ class _Run:
             config.policy,
             config.batch,
             config.reference,
+            config.optim,
             dynamic_sampling(config),
         )
 

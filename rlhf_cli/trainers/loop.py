@@ -4,7 +4,7 @@ Knows nothing of the objective beyond calling it, and nothing of processes: ever
 same order of items and takes its own share of each step.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from rlhf_cli.algorithms.answer_statistics import wilson_interval
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing import plan_packs
 from rlhf_cli.data.sampling import StepBatches
+from rlhf_cli.errors import RunError
 from rlhf_cli.tracking.phases import PhaseTimer
 
 Objective = Callable[[nn.Module, Any, StepTotals], tuple[torch.Tensor, Metrics]]
@@ -94,6 +95,7 @@ class Schedule:
     total_steps: int
     save_steps: int
     eval_steps: int
+    max_skipped_steps: int
     stop_eval_loss: float | None = None
 
 
@@ -131,7 +133,9 @@ def train(
 ) -> Finished:
     """Train from `schedule.start_step` to the end, or until `hooks.should_stop` says so.
 
-    Where a finished run is continued, nothing is left but to evaluate again what is saved once more.
+    Where a finished run is continued, nothing is left but to evaluate again what is saved once more. RunError where too
+    many steps in a row had to be skipped. What is saved then is the state after the last of them: they have changed
+    nothing, and other items come next.
     """
     batches = StepBatches(
         len(data.lengths), batch_size=share.batch.train_batch_size, epochs=share.batch.max_epochs, seed=share.batch.seed
@@ -152,6 +156,9 @@ def train(
                 hooks.after_step(engine, step)
         counts = {"num_tokens": float(totals.num_tokens), "num_sequences": float(totals.num_sequences)}
         hooks.tracker.log(step, metrics | counts, timer.take())
+        if reason := too_many_skipped(metrics, schedule.max_skipped_steps):
+            hooks.save_checkpoint(step)
+            raise RunError(f"{reason}; --load_checkpoint goes on after step {step}, which is saved")
         if eval_data is not None and is_due(step, schedule.eval_steps, schedule.total_steps):
             evaluated = evaluate(engine, objective, data=eval_data, share=share, hooks=hooks)
             hooks.tracker.evaluation(step, evaluated)
@@ -186,6 +193,17 @@ def evaluate(engine: Engine, objective: Objective, *, data: ItemData, share: Sha
 def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]:
     """The objective as the engine calls it, with the totals of the current step filled in."""
     return lambda model, micro_batch: objective(model, micro_batch, totals)
+
+
+def too_many_skipped(metrics: Mapping[str, float], limit: int) -> str | None:
+    """What to say where a role had to skip more than so many optimizer steps in a row; None where none had."""
+    most = max(metrics.get(f"{role}skipped_in_a_row", 0.0) for role in ("", "critic/"))
+    if most <= limit:
+        return None
+    return (
+        f"loss or gradient was not finite in {most:.0f} optimizer steps in a row (--max_skipped_steps {limit}): look "
+        "at the data, or begin anew with a lower learning rate"
+    )
 
 
 def is_due(step: int, every: int, last: int) -> bool:

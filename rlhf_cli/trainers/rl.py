@@ -24,7 +24,7 @@ from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.loop import Finished, is_due
+from rlhf_cli.trainers.loop import Finished, is_due, too_many_skipped
 from rlhf_cli.trainers.rl_batch import (
     Evaluated,
     Rollouts,
@@ -145,7 +145,9 @@ def train_online(
 
     The last one is number `total_iterations` or, under dynamic sampling, the one after which no prompt is left, or none
     that teaches anything. Where an iteration gives nothing to train on or an evaluation fails, as with its rewards, the
-    state before it is saved and RunError raised.
+    state before it is saved and RunError raised. The same where too many optimizer steps in a row were skipped, but
+    after the end of their iteration: others of its steps may have changed weights, of one role or both, and only at its
+    end do models, controllers and prompts belong together.
     """
     source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
     is_last = state.iteration >= total_iterations or source.is_used_up(state)
@@ -168,12 +170,14 @@ def train_online(
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         with saved_on_failure():
             experience = _experience(roles, settings, source, state, timer)
-        after = None
+        after, metrics = None, dict[str, float]()
         if experience is not None:
-            after = _learn(roles, settings, experience, state=state, tracker=hooks.tracker, timer=timer)
+            after, metrics = _learn(roles, settings, experience, state=state, tracker=hooks.tracker, timer=timer)
         is_last = after is None or after.iteration == total_iterations or source.is_used_up(after)
         state = after or state
         with saved_on_failure():
+            if reason := too_many_skipped(metrics, settings.optim.max_skipped_steps):
+                raise RunError(f"{reason}; --load_checkpoint goes on after iteration {state.iteration}, which is saved")
             hooks.evaluate(state.iteration, is_last)
         stop = hooks.should_stop() and not is_last
         is_due_now = save_steps > 0 and (is_last or is_due(state.iteration, save_steps, total_iterations))
@@ -225,8 +229,8 @@ def _learn(
     state: LoopState,
     tracker: RunTracker,
     timer: PhaseTimer,
-) -> LoopState:
-    """The rest of an iteration, from log-probabilities to the engines' new weights.
+) -> tuple[LoopState, dict[str, float]]:
+    """(state, metrics) after the rest of an iteration, from log-probabilities to the engines' new weights.
 
     The order of sleeping and waking keeps the memory peak of shared accelerators low.
     """
@@ -264,7 +268,7 @@ def _learn(
     after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(rollouts))
     tracker.log(iteration, metrics | controlled(policy, state, metrics), timer.take())
     tracker.samples(iteration, sample_rows(sampled.questions, sampled.generations, sampled.scores))
-    return after
+    return after, metrics
 
 
 def _plan(settings: OnlineSettings, rollouts: Rollouts, *, iteration: int) -> UpdatePlan:
@@ -373,7 +377,7 @@ def awake(role: Sleeper) -> Iterator[None]:
 def _mean(steps: Sequence[dict[str, float]], *, prefix: str) -> dict[str, float]:
     """Metrics over the optimizer steps of an iteration: means, and maxima of counts and of names that end in `_max`."""
     names = steps[0].keys()
-    merge = {name: np.max if name.endswith("_max") or name == "skipped_steps" else np.mean for name in names}
+    merge = {name: np.max if name.endswith("_max") or name.startswith("skipped_") else np.mean for name in names}
     return {prefix + name: float(merge[name]([step[name] for step in steps])) for name in names}
 
 

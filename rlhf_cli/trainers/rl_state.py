@@ -10,7 +10,7 @@ from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import DynamicSamplingConfig, OnlineRewardConfig, RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
-from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.trainers.rl_groups import Group
 
@@ -25,6 +25,7 @@ class OnlineSettings:
     policy: PolicyConfig
     batch: BatchConfig
     reference: MovingReferenceConfig
+    optim: OptimConfig
     dynamic: DynamicSamplingConfig | None = None  # None where every prompt's group is trained on
 
     @property
