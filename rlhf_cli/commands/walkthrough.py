@@ -22,7 +22,7 @@ from rlhf_cli.tracking.summary import Summary, summarise
 
 PARTS = ("data", "untrained", "sft", "practice", "eval", "report.html")
 
-CRITIC = "--lambd 0.95 --critic_learning_rate 5e-4"
+CRITIC = "--critic_learning_rate 5e-4"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Walkthrough:
             f"{self.algorithm} --pretrain {self._at('sft')} --prompt_data {self.train} --label_key answer "
             f"--reward_funcs exact --param_dtype fp32 --max_len 64 --max_new_tokens 8 --rollout_batch_size 256 "
             f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 24 --actor_learning_rate 3e-4 "
-            f"{CRITIC if self.algorithm == 'ppo' else ''} --lr_warmup_ratio 0.05 --init_kl_coef 0 --enforce_eager "
+            f"{CRITIC if self.algorithm == 'ppo' else ''} --lr_warmup_ratio 0.05 --enforce_eager "
             f"--seed {self.seed} --output {self._at('practice')} --logging_steps 2"
         )
         return shlex.split(words)
