@@ -21,6 +21,8 @@ MEASURED = ("time/", "perf/", "memory/")
 RAYS_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 """Processes of a Ray whose driver was killed that try for a minute to report it to a server that is gone too."""
 ITERATIONS = 4
+NOTICED_SECONDS = 30.0
+"""Within which a process of the run that died has to be noticed and named, as promised."""
 
 
 def rlhf(*words: str, **options) -> subprocess.Popen:
@@ -34,6 +36,15 @@ def rlhf(*words: str, **options) -> subprocess.Popen:
         text=True,
         **options,
     )
+
+
+def line_with(text: str, process: subprocess.Popen, *, seconds: float) -> str:
+    """The first line from here on that has the text; it has to be printed within so many seconds."""
+    assert process.stdout is not None
+    begin = time.monotonic()
+    line = next(line for line in process.stdout if text in line)
+    assert time.monotonic() - begin < seconds
+    return line
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -216,11 +227,11 @@ def test_a_run_whose_actor_is_killed_goes_on_by_itself_as_if_unharmed(finished_r
     try:
         wait_for(output / "checkpoints" / "step_000002" / "manifest.json", process)
         writer_of(output / "logs" / "actor-0.log", kind="Worker").kill()
-        printed = finish(process)
+        noticed = line_with("rlhf ppo: actor rank 0 died", process, seconds=NOTICED_SECONDS)
+        finish(process)
     finally:
         process.kill()
-    assert "rlhf ppo: actor rank 0 died" in printed
-    assert "going on from the last checkpoint (restart 1 of 1)" in printed
+    assert "going on from the last checkpoint (restart 1 of 1)" in noticed
     assert_same_run(whole, output)
     assert_nothing_left(output)
 
