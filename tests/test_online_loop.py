@@ -667,6 +667,33 @@ def test_the_critic_is_asked_for_the_last_state_of_cut_responses_alone():
         assert sample.sequence.num_trained == len(sample.columns["old_values"])
 
 
+def test_a_prompt_is_expected_to_get_responses_as_long_as_last_time_or_as_those_of_its_source():
+    run = Run(stop_after=3)
+    run()
+    asked = [
+        [(request.prompt_ids[0] - 20, request.expected_tokens) for request in batch] for batch in run.engines.requests
+    ]
+    lengths = [[row["length"] for row in rows] for _, rows in run.tracker.rows]
+    own = {
+        prompt: round(np.mean(lengths[i][j : j + 2]))
+        for i in (0, 1)
+        for j, (prompt, _) in enumerate(asked[i])
+        if j % 2 == 0
+    }
+    assert {expected for _, expected in asked[0]} == {0}
+    assert {expected for _, expected in asked[1]} == {round(np.mean(lengths[0]))}  # never asked before
+    assert asked[2] == [(prompt, own[prompt]) for prompt, _ in asked[2]]
+    assert len(set(own.values())) > 1
+    assert sum(len(of_source) for of_source in run.saved[-1].prompt_lengths.values()) == NUM_PROMPTS
+
+
+def test_a_run_of_one_episode_keeps_no_lengths_of_prompts():
+    run = Run(episodes=1, stop_after=1)
+    run()
+    assert run.saved[-1].lengths
+    assert not run.saved[-1].prompt_lengths
+
+
 def test_no_two_requests_of_a_run_share_a_seed():
     seeds = {request_seed(42, place, sample, num_samples=8) for place in range(200 * 128) for sample in range(8)}
     assert len(seeds) == 200 * 1024

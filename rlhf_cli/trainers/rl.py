@@ -40,7 +40,7 @@ from rlhf_cli.trainers.rl_batch import (
     with_last_states,
 )
 from rlhf_cli.trainers.rl_groups import Responses, flat
-from rlhf_cli.trainers.rl_rollout import Engines, Rollout, Scoring, mean_lengths
+from rlhf_cli.trainers.rl_rollout import Engines, Rollout, Scoring, mean_lengths, prompt_lengths
 from rlhf_cli.trainers.rl_source import RolloutSource
 from rlhf_cli.trainers.rl_state import LoopState, OnlineSettings
 from rlhf_cli.trainers.update_plan import UpdatePlan, plan_updates
@@ -392,6 +392,7 @@ def _next_state(
 ) -> LoopState:
     """What controllers make of an iteration; the actor's ranks have followed its steps alike."""
     policy, weights, kl_coef = settings.policy, state.weights, state.kl_coef
+    is_asked_again = settings.rollout.num_episodes > 1
     for step in updates.of_actor:
         weights = next_weights(weights, step, settings=policy)
     if "kl" in metrics:
@@ -408,6 +409,7 @@ def _next_state(
         weights.entropy.coef,
         weights.entropy.applied,
         lengths={**state.lengths, **mean_lengths(rollout.groups)},
+        prompt_lengths=prompt_lengths(state.prompt_lengths, rollout.groups) if is_asked_again else {},
         num_taken=rollout.num_taken,
         postponed=rollout.postponed,
         surplus=rollout.surplus,

@@ -4,7 +4,7 @@ Leaves out which groups count (rl_groups) and what they are turned into (rl_batc
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
@@ -335,3 +335,15 @@ def mean_lengths(groups: Sequence[Group]) -> dict[str, float]:
         found = [len(generation.token_ids) for generation in group.generations]
         lengths.setdefault(group.prompt.source, []).extend(found)
     return {source: float(np.mean(found)) for source, found in lengths.items()}
+
+
+def prompt_lengths(known: Mapping[str, Mapping[str, int]], groups: Sequence[Group]) -> dict[str, dict[str, int]]:
+    """What is known of each prompt's mean response length in tokens, by source and number of the row, with the groups'.
+
+    Numbers are texts, as JSON has them.
+    """
+    lengths = {source: dict(found) for source, found in known.items()}
+    for group in groups:
+        mean = np.mean([len(generation.token_ids) for generation in group.generations])
+        lengths.setdefault(group.prompt.source, {})[str(group.prompt.index)] = round(mean)
+    return lengths

@@ -98,7 +98,8 @@ class RolloutSource:
     def _asked(self, place: int, index: int, state: LoopState) -> Asked:
         prompt = self.prompts[index]
         known = state.lengths.get(prompt.source, max(state.lengths.values(), default=0))
-        return Asked(place, prompt, round(known))
+        own = state.prompt_lengths.get(prompt.source, {}).get(str(prompt.index), round(known))
+        return Asked(place, prompt, own)
 
     def _report_shortage(self, rollout: Rollout, state: LoopState) -> None:
         size, iteration = self.settings.rollout.rollout_batch_size, state.iteration + 1

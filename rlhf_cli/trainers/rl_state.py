@@ -55,8 +55,10 @@ class OnlineSettings:
 class LoopState:
     """What the loop carries from one iteration to the next besides the models.
 
-    `lengths` are mean response lengths in tokens by source. Under dynamic sampling `num_taken` counts the prompts taken
-    from the order of the run, of which `postponed` are to be asked again; `surplus` are groups for the next iteration.
+    `lengths` are mean response lengths in tokens by source; in runs of several episodes `prompt_lengths` are those of
+    single prompts when they were last trained on, by source and number of the row. Under dynamic sampling `num_taken`
+    counts the prompts taken from the order of the run, of which `postponed` are to be asked again; `surplus` are groups
+    for the next iteration.
     """
 
     iteration: int
@@ -64,6 +66,7 @@ class LoopState:
     entropy_coef: float
     entropy_applied: bool = True
     lengths: Mapping[str, float] = field(default_factory=dict)
+    prompt_lengths: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     num_taken: int = 0
     postponed: Sequence[int] = ()
     surplus: Sequence[Group] = ()
