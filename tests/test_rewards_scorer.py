@@ -150,6 +150,26 @@ def test_an_async_reward_keeps_its_event_loop_between_calls(reward_file: WriteFi
         assert [scorer.score([request("a")])[0].value for _ in range(3)] == [1.0, 1.0, 1.0]
 
 
+def test_calls_of_an_async_reward_that_wait_are_open_at_the_same_time(reward_file: WriteFile) -> None:
+    path = reward_file("""
+        import asyncio
+        running = 0
+        async def reward_func(queries, prompts, labels):
+            global running
+            running += 1
+            await asyncio.sleep(0.05)
+            running, seen = running - 1, running
+            if queries[0].endswith("bad"):
+                raise ValueError
+            return [float(seen)]
+    """)
+    requests = [request("bad" if i == 4 else "a") for i in range(9)]
+    with Scorer(config(reward_func=path, reward_num_workers=1, reward_max_failures=1)) as scorer:
+        scores = scorer.score(requests)
+    assert [score.status for score in scores].count("failed") == 1
+    assert max(score.value or 0 for score in scores) > 2
+
+
 def test_a_class_is_instantiated_once(reward_file: WriteFile) -> None:
     path = reward_file("""
         class reward_func:

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 # Responses that travel to a worker together at most: enough to hide the way there, few enough to balance workers.
 CHUNK = 64
 
+# Calls of a reward file that travel to a worker together at most; an async function works on them at the same time.
+FILE_CHUNK = 16
+
 # Worker processes at most where the settings do not say how many.
 DEFAULT_MAX_WORKERS = 4
 
@@ -149,7 +152,11 @@ def _file_pool(reward_func: str, config: ScoringConfig) -> WorkerPool:
     if not path.is_file():
         raise UsageError(f"--reward_func {reward_func}: there is no such file")
     pool = WorkerPool(
-        "rlhf_cli.rewards.user_file:load", str(path), limit=config.reward_timeout, num_workers=_num_workers(config)
+        "rlhf_cli.rewards.user_file:load",
+        str(path),
+        limit=config.reward_timeout,
+        num_workers=_num_workers(config),
+        chunk_size=FILE_CHUNK,
     )
     failure = pool.start()
     if failure is not None:

@@ -10,9 +10,9 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from rlhf_cli.rewards.records import BadResult
 
@@ -27,8 +27,10 @@ class Batch(TypedDict):
     labels: list[str | None]
 
 
-def load(path: str) -> Callable[[Batch], list[list[Any]]]:
+def load(path: str) -> Callable[[Batch], Any]:
     """The handler of a worker: `[value, ""]` for each response, or `[None, what is wrong with its value]`.
+
+    Where the function is async, what the handler returns has to be awaited for that.
 
     Raises:
         BadResult: the file has no usable function; the message ends the sentence "reward.py ...".
@@ -36,11 +38,15 @@ def load(path: str) -> Callable[[Batch], list[list[Any]]]:
     """
     reward = _reward_function(_import(Path(path)))
 
-    def handle(batch: Batch) -> list[list[Any]]:
-        result = reward(batch["queries"], batch["prompts"], batch["labels"])
-        return checked(result, len(batch["queries"]))
+    def handle(batch: Batch) -> Any:
+        result, expected = reward(batch["queries"], batch["prompts"], batch["labels"]), len(batch["queries"])
+        return _checked_later(result, expected) if inspect.isawaitable(result) else checked(result, expected)
 
     return handle
+
+
+async def _checked_later(result: Awaitable[Any], expected: int) -> list[list[Any]]:
+    return checked(await result, expected)
 
 
 def checked(result: Any, expected: int) -> list[list[Any]]:
@@ -96,26 +102,4 @@ def _reward_function(module: Any) -> Callable[..., Any]:
         raise BadResult(f"has {FUNCTION}, but it cannot be called with (queries, prompts, labels): {error}") from error
     except ValueError:  # a built-in without a signature
         pass
-    return _awaited(reward)
-
-
-def _awaited(reward: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its result waited for, if it is awaitable. One event loop serves all calls, so that sessions
-    a user keeps between calls stay valid."""
-    runner: Any = None
-
-    def call(*columns: Any) -> Any:
-        nonlocal runner
-        result = reward(*columns)
-        if not inspect.isawaitable(result):
-            return result
-        import asyncio  # 40 ms that a plain function does not need
-
-        runner = runner or asyncio.Runner()
-        return runner.run(_wait_for(result))
-
-    return call
-
-
-async def _wait_for(awaitable: Any) -> Any:
-    return await awaitable
+    return cast(Callable[..., Any], reward)

@@ -1,5 +1,7 @@
 """A worker process: loads one task, then answers items one by one until it is killed.
 
+Items of one list whose answers have to be awaited are worked on together, in an event loop that serves all lists.
+
 Started by rewards.pool in an interpreter of its own, so it inherits no threads and no memory of the trainer, and it
 imports nothing heavy itself. Limits of time are the pool's business: a worker may hang.
 
@@ -40,10 +42,45 @@ def serve(channel: socket.socket) -> None:
     _send(channel, failure or {"value": None})
     if failure:
         return
+    answers = _Answers(channel)
     for line in lines:
         for item in json.loads(line):
-            failure, value = _attempt(handle, item)
-            _send(channel, failure or {"value": value})
+            answers.give(_attempt(handle, item))
+        answers.await_all()
+
+
+class _Answers:
+    """Sends what came of the items of a list in their order."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._runner: Any = None
+        self._waiting: list[_Attempt] = []  # from the first one on that has to be awaited
+
+    def give(self, attempt: "_Attempt") -> None:
+        """Send it, or keep it with those that have to be awaited."""
+        failure, value = attempt
+        if self._waiting or hasattr(value, "__await__"):
+            self._waiting.append(attempt)
+        else:
+            _send(self._channel, failure or {"value": value})
+
+    def await_all(self) -> None:
+        """Await what was kept, all at once, and send each as soon as it and those before it are there."""
+        if not self._waiting:
+            return
+        import asyncio  # 40 ms that a plain function does not need
+
+        self._runner = self._runner or asyncio.Runner()  # one for all lists: sessions that a user keeps stay valid
+        self._runner.run(self._send_all())
+
+    async def _send_all(self) -> None:
+        import asyncio
+
+        attempts, self._waiting = self._waiting, []
+        for task in [asyncio.ensure_future(_settled(attempt)) for attempt in attempts]:
+            failure, value = await task
+            _send(self._channel, failure or {"value": value})
 
 
 def _send(channel: socket.socket, reply: dict[str, Any]) -> None:
@@ -83,14 +120,33 @@ def _load(loader: str, argument: Any) -> Callable[[Any], Any]:
     return handle
 
 
-def _attempt(function: Callable[..., Any], *arguments: Any) -> tuple[dict[str, Any], Any]:
-    """(failure or nothing, what the function returned)."""
+_Attempt = tuple[dict[str, Any], Any]
+"""(failure or nothing, what a function returned)."""
+
+
+def _attempt(function: Callable[..., Any], *arguments: Any) -> _Attempt:
     try:
         return {}, function(*arguments)
-    except BadResult as error:
-        return {"kind": "bad_result", "reason": str(error), "trace": ""}, None
-    except BaseException as error:  # sys.exit() in a reward is a failure of that reward as well
-        return {"kind": "raised", "reason": describe_error(error), "trace": _own_trace(error)}, None
+    except BaseException as error:
+        return _failure(error), None
+
+
+async def _settled(attempt: _Attempt) -> _Attempt:
+    """The attempt with its value awaited, if it is awaitable."""
+    failure, value = attempt
+    if failure or not hasattr(value, "__await__"):
+        return attempt
+    try:
+        return {}, await value
+    except BaseException as error:
+        return _failure(error), None
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """What to answer; sys.exit() in a reward is a failure of that reward as well."""
+    if isinstance(error, BadResult):
+        return {"kind": "bad_result", "reason": str(error), "trace": ""}
+    return {"kind": "raised", "reason": describe_error(error), "trace": _own_trace(error)}
 
 
 def describe_error(error: BaseException) -> str:
