@@ -96,7 +96,8 @@ class Scorer(FakeScorer):
     """A response is worth what its characters add up to, modulo 7."""
 
     def judge(self, request: ScoreRequest) -> Score:
-        return Score(float(sum(map(ord, request.response)) % 7), "scored")
+        value = float(sum(map(ord, request.response)) % 7)
+        return Score(value, "scored", parts={"exact": value})
 
 
 def role_settings(config: OnlineConfig, learning_rate: float) -> RoleSettings:
@@ -155,6 +156,8 @@ def train(config: OnlineConfig, row: str, folder: Path) -> tuple[list[Any], list
         ("reinforce++", "reinforce++", {}),
         ("reinforce++", "reinforce++_group", {"baseline": "group"}),
         ("grpo", "grpo", {}),
+        ("grpo", "grpo_passk", {"advantage": "passk"}),
+        ("grpo", "gdpo", {"aggregate": "normalize_then_sum", "use_kl_loss": "true", "kl_estimator": "k3"}),
         ("rloo", "rloo", {}),
         ("remax", "remax", {}),
     ],

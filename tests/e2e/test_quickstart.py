@@ -14,6 +14,18 @@ from rlhf_cli.commands.walkthrough import Walkthrough
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 SEED = 1
+SLOW = (
+    "rloo",
+    "remax",
+    "reinforce++ --baseline group",
+    "grpo --preset dr_grpo",
+    "grpo --preset dapo",
+    "grpo --preset gspo",
+    "grpo --preset cispo",
+    "grpo --preset sapo",
+    "grpo --advantage passk",
+    "grpo --aggregate normalize_then_sum --use_kl_loss --kl_estimator k3",
+)
 
 
 def rlhf(*words: str) -> str:
@@ -52,17 +64,18 @@ def test_ppo_makes_a_model_right_that_was_right_a_third_of_the_time(folder, outp
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["grpo", "reinforce++", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rloo", "remax"))]
+    "words", ["grpo", "reinforce++", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 @pytest.mark.usefixtures("output")
-def test_other_algorithms_teach_the_same_model(folder, tmp_path, algorithm):
+def test_other_algorithms_teach_the_same_model(folder, tmp_path, words):
+    algorithm, *flags = words.split()
     for part in ("data", "sft"):
         (tmp_path / part).symlink_to(folder / part)
     walk = Walkthrough(tmp_path, SEED, algorithm)
-    practice = walk.practice()
+    practice = walk.practice() + flags
     practice[practice.index("--max_iterations") + 1] = "12"  # without a critic, half as many do
-    for words in (practice, walk.evaluation()):
-        rlhf(*words)
+    for command in (practice, walk.evaluation()):
+        rlhf(*command)
     before, after = accuracies(tmp_path)
     assert before < 0.6
     assert after >= 0.9
