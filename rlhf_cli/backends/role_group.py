@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rlhf_cli.backends.placement import Layout, Seat
 from rlhf_cli.backends.ray_cluster import Reservation
 from rlhf_cli.backends.worker import AsyncWorker, Worker
-from rlhf_cli.environment import SPIN_COUNT
+from rlhf_cli.environment import SPIN_COUNT, onednn_caches
 from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
 
 DEATH_SECONDS = 5.0
@@ -146,5 +146,6 @@ def start_engine(
 def _worker(kind: type[Worker], seat: Seat, reservation: Reservation, *, log_dir: Path, threads: int) -> Any:
     options = reservation.options(seat) | {"max_restarts": 0}
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": SPIN_COUNT, "TOKENIZERS_PARALLELISM": "false"}
+    environment |= onednn_caches()
     log_file = log_dir / f"{seat.role}-{seat.rank}.log"
     return ray.remote(kind).options(**options).remote(environment=environment, log_file=log_file)
