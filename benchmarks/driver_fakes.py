@@ -145,7 +145,7 @@ class FakeSession:
         """None before all are asked for."""
         return []
 
-    def finish(self, order: Sequence[int] | None = None) -> list[Score]:
-        """All scores in the order of adding."""
+    def finish(self, *, is_all: bool = False) -> dict[int, Score]:
+        """All scores by number of the response."""
         with self._scorer.elsewhere:
-            return self._scorer.score(self._requests)
+            return dict(enumerate(self._scorer.score(self._requests)))

@@ -258,7 +258,7 @@ def test_failures_of_groups_that_were_replaced_are_counted():
     made.settings = dataclasses.replace(made.settings, reward=reward)
     made(total_iterations=2)
     first, second = (metrics for _, metrics in made.tracker.logged)
-    assert (first["reward/failed_raised"], first["reward_failed"]) == (2.0, 0.0)
+    assert (first["reward/failed_raised"], first["reward_failed"]) == (2.0, 0.25)
     assert not any(name.startswith("reward/failed") for name in second)
 
 

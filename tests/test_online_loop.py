@@ -154,7 +154,8 @@ class FakeScorer:
     def score(self, requests: list[ScoreRequest]) -> list[Score]:
         session = self.session()
         session.add(requests)
-        return session.finish()
+        found = session.finish()
+        return [found[number] for number in range(len(requests))]
 
     def session(self) -> "FakeSession":
         return FakeSession(self)
@@ -184,7 +185,7 @@ class FakeSession:
         first, self.reported = self.reported, len(self.requests)
         return [(number, self.scorer.judge(self.requests[number])) for number in range(first, self.reported)]
 
-    def finish(self) -> list[Score]:
+    def finish(self, *, is_all: bool = False) -> dict[int, Score]:
         scorer, numbers = self.scorer, sorted(range(len(self.requests)), key=self._order)
         scorer.journal.append("scorer.score")
         scorer.asked.append([self.requests[number] for number in numbers])
@@ -192,7 +193,7 @@ class FakeSession:
             number: FAILED if scorer.fails(place) else scorer.judge(self.requests[number])
             for place, number in enumerate(numbers)
         }
-        return [found[number] for number in range(len(numbers))]
+        return found
 
     def _order(self, number: int) -> tuple[bool, int, int]:
         """Of prompts, then of samples; greedy responses come last."""

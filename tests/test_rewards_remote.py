@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from test_rewards_scorer import finished
 
 from rlhf_cli.config.online import OnlineRewardConfig
 from rlhf_cli.errors import RunError, UsageError
@@ -286,13 +287,13 @@ def test_a_lone_server_that_falls_silent_is_told_and_not_asked_again_before_it_a
         return lengths(body)
 
     server.answer, server.health = silent, (503, b"", {})
-    with RemoteRewards([server.url], key=None, timeout=0.3, retries=5, batch_size=4, tell=told.append) as client:
+    with RemoteRewards([server.url], key=None, timeout=2.0, retries=5, batch_size=4, tell=told.append) as client:
         outcomes = ask(client, requests(2))
         assert reasons(outcomes) == {("raised", f"{server.url} answered with status 503")}  # what the last probe found
         assert server.num_queries == [2]  # for all its retries
         assert told == [
-            f"the reward server {server.url} did not answer within 0.3 s: it is left out until it answers a probe, and "
-            "rewards fail if none does within 0.3 s"
+            f"the reward server {server.url} did not answer within 2 s: it is left out until it answers a probe, and "
+            "rewards fail if none does within 2 s"
         ]
         server.answer, server.health = lengths, (200, b"{}", {})
         while len(told) < 2:
@@ -304,7 +305,7 @@ def test_a_lone_server_that_falls_silent_is_told_and_not_asked_again_before_it_a
 
 def test_what_waits_fails_when_no_server_was_there_for_the_timeout():
     url = dead_url()
-    with asking(url, timeout=0.3) as client:
+    with asking(url, timeout=2.0) as client:
         first = ask(client, requests(3))
         second = ask(client, requests(1))
     for kind, reason in reasons(first + second):
@@ -423,7 +424,7 @@ def test_responses_are_sent_when_they_are_added_and_scores_come_as_they_are_read
             found += [(number, score.value) for number, score in session.ready()]
         assert sorted(found) == [(0, 1.0), (1, 2.0)]
         session.add([request("abc")])
-        assert [score.value for score in session.finish()] == [1.0, 2.0, 3.0]
+        assert [score.value for score in finished(session)] == [1.0, 2.0, 3.0]
         assert [number for number, _ in session.ready()] == [2]
 
 
@@ -440,7 +441,7 @@ def test_a_score_waits_for_the_servers_where_all_else_is_there(server):
         session.add([request("abcd")])
         assert session.ready() == []
         released.set()
-        (score,) = session.finish()
+        (score,) = finished(session)
         assert session.ready() == [(0, score)]
     assert score.parts == {"soft_overlong": -1.0, "remote_rm": 4.0}
     assert score.value == 3.0
@@ -461,7 +462,7 @@ def test_a_score_has_the_parts_of_workers_and_servers_whichever_answer_first(ser
         ready: list[tuple[int, Score]] = []
         while len(ready) < 3:
             ready += session.ready()
-        assert [score for _, score in sorted(ready, key=lambda found: found[0])] == session.finish()
+        assert [score for _, score in sorted(ready, key=lambda found: found[0])] == finished(session)
         assert session.ready() == []
     assert {number: score.parts for number, score in ready} == {
         0: {"exact": 0.0, "tag_count": 0.0, "soft_overlong": -1.0, "remote_rm": 4.0},
@@ -484,7 +485,7 @@ def test_every_kind_of_reward_keeps_to_its_response_in_whatever_order_they_are_c
     with Scorer(settings) as scorer, scorer.session() as session:
         session.add([first])
         session.add(others)
-        scores = session.finish()
+        scores = finished(session)
     # Lengths 2, 1 and 4: 0.5 - 1/3 and 0.5 - 0 for right answers, no more than 0.5 - 1 for the wrong one.
     assert [score.parts for score in scores] == [
         {"exact": 1.0, "length": pytest.approx(1 / 6), "reward_func": 2.0, "remote_rm": 4.0},

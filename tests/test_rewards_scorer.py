@@ -74,6 +74,12 @@ def request(response: str, label: str | None = "18") -> ScoreRequest:
     return group(response, label=label)[0]
 
 
+def finished(session: ScoringSession) -> list[Score]:
+    """The scores that there are, by number of the response."""
+    found = session.finish()
+    return [found[number] for number in sorted(found)]
+
+
 def score(settings: RewardConfig, *responses: str) -> list[Score]:
     with Scorer(settings) as scorer:
         return scorer.score(group(*responses))
@@ -168,6 +174,23 @@ def test_calls_of_an_async_reward_that_wait_are_open_at_the_same_time(reward_fil
         scores = scorer.score(requests)
     assert [score.status for score in scores].count("failed") == 1
     assert max(score.value or 0 for score in scores) > 2
+
+
+def test_an_async_call_that_hangs_takes_no_other_along(reward_file: WriteFile, tmp_path: Path) -> None:
+    path = reward_file(f"""
+        import asyncio
+        async def reward_func(queries, prompts, labels):
+            open({str(tmp_path / "calls")!r}, "a").write(queries[0] + ",")
+            await asyncio.sleep(600 if "hang" in queries[0] else 0.01)
+            return [1.0]
+    """)
+    texts = ["hang 1", *(f"good {i}" for i in range(8)), "hang 2"]
+    settings = config(reward_func=path, reward_num_workers=1, reward_timeout=1.5, reward_max_failures=1)
+    with Scorer(settings) as scorer:
+        scores = scorer.score([request(text) for text in texts])
+    assert [score.failure for score in scores] == ["timeout", *[None] * 8, "timeout"]
+    calls = (tmp_path / "calls").read_text().removesuffix(",").split(",")
+    assert sorted(calls) == sorted("Q: " + text for text in texts)
 
 
 def test_a_class_is_instantiated_once(reward_file: WriteFile) -> None:
@@ -345,7 +368,7 @@ def test_a_reward_that_compares_a_group_is_ready_with_its_last_response() -> Non
         session.add([asked("4", "4", tokens=1, of=2, sample=0)])
         compared = _ready(session, 2)
         assert compared.keys() == {0, 2}
-        assert [result.parts["length"] for result in session.finish()] == [-0.5, 0.0, 0.5]
+        assert [result.parts["length"] for result in finished(session)] == [-0.5, 0.0, 0.5]
 
 
 def _ready(session: ScoringSession, count: int) -> dict[int, Score]:
@@ -364,7 +387,7 @@ def test_a_session_gives_the_scores_of_a_whole_batch() -> None:
                 for start in range(0, 100, size):
                     chunk = [request(response) for response in responses[start : start + size]]
                     assert session.add(chunk) == range(start, start + len(chunk))
-                assert session.finish() == score(settings, *responses)
+                assert finished(session) == score(settings, *responses)
 
 
 def test_every_score_is_ready_once_before_the_end() -> None:
@@ -380,7 +403,7 @@ def test_every_score_is_ready_once_before_the_end() -> None:
         session.add([request("#### 18"), request("#### 17")])
         session.add([request("18"), request("#### 18")])
         _wait_until(all_are_seen)
-        assert [seen[number] for number in range(4)] == session.finish()
+        assert [seen[number] for number in range(4)] == finished(session)
         assert session.ready() == []
 
 
@@ -399,7 +422,7 @@ def test_a_reward_file_is_asked_about_a_group_as_soon_as_it_is_complete(reward_f
         session.add([second])
         found = _ready(session, 3)
         assert {number: score.value for number, score in found.items()} == {0: 32.0, 2: 31.0, 3: 31.0}
-        assert [score.value for score in session.finish()] == [32.0, 10.0, 31.0, 31.0]
+        assert [score.value for score in finished(session)] == [32.0, 10.0, 31.0, 31.0]
         assert session.ready() == []
 
 
@@ -412,21 +435,26 @@ def test_what_compares_a_group_does_not_depend_on_the_order_of_arrival(reward_fi
             with scorer.session() as session:
                 for number in order:
                     session.add([asked[number]])
-                found.append(dict(sorted(zip(order, session.finish(), strict=True))))
+                found.append(dict(sorted(zip(order, finished(session), strict=True))))
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("funcs", [[], ["exact", "length"]])
-def test_a_group_that_stays_incomplete_is_compared_as_it_is(reward_file: WriteFile, funcs: list[str]) -> None:
-    settings = config(reward_funcs=funcs, reward_func=reward_file(PLACES))
+@pytest.mark.parametrize("way", ["reward_func", "length"])
+def test_a_group_that_stays_incomplete_is_not_compared(reward_file: WriteFile, way: str) -> None:
+    path = reward_file(PLACES) if way == "reward_func" else None
+    settings = config(reward_funcs=["exact", "length"] if way == "length" else ["exact"], reward_func=path)
     first, _, third = group("18", "1", "177")
     with Scorer(settings) as scorer, scorer.session() as session:
         session.add([third])
-        session.add([first])
-        scores = session.finish()
-    assert [score.parts["reward_func"] for score in scores] == [21.0, 20.0]
-    if funcs:
-        assert [score.parts["length"] for score in scores] == [-0.5, 0.5]
+        session.add([first, *group("18", "4")])
+        assert session.finish().keys() == {2, 3}
+
+
+def test_a_reward_file_that_hangs_is_not_waited_for_longer_than_it_takes_to_know(reward_file: WriteFile) -> None:
+    path = reward_file("def reward_func(queries, prompts, labels):\n    while True: pass")
+    settings = config(reward_func=path, reward_timeout=0.3, reward_num_workers=1)
+    with Scorer(settings) as scorer, pytest.raises(RunError, match=r"^2 of 2 rewards failed, .*within 0\.3 s"):
+        scorer.score([request("a") for _ in range(19)])
 
 
 def test_groups_fail_one_by_one(reward_file: WriteFile) -> None:
@@ -483,7 +511,7 @@ def test_a_session_is_no_whole_iteration_and_leaves_failures_to_be_judged_by_oth
     with Scorer(config(reward_funcs=["gsm8k"], reward_max_failures=0.2)) as scorer:
         with scorer.session() as session:
             session.add(asked)
-            assert [score.status for score in session.finish()] == ["correct", "failed"]
+            assert [score.status for score in finished(session)] == ["correct", "failed"]
         with pytest.raises(RunError, match="1 of 2 rewards failed"):
             scorer.score(asked)
 

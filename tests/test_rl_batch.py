@@ -226,7 +226,7 @@ def test_columns_have_a_value_for_every_trained_token():
         assert {column.dtype for column in sample.columns.values()} == {np.dtype(np.float32)}
 
 
-def test_failed_rewards_are_counted_and_not_averaged_in():
+def test_failed_rewards_are_not_averaged_in():
     metrics = rollout_metrics(
         [generation(1, 2, 3, 4, cut=True), generation(1), generation(1), generation(1, 2)],
         [
@@ -240,7 +240,6 @@ def test_failed_rewards_are_counted_and_not_averaged_in():
         {
             "reward": 0.0,
             "reward_std": (2 / 3) ** 0.5,
-            "reward_failed": 0.25,
             "response_length": 2.0,
             "response_length_max": 4.0,
             "truncated": 0.25,
@@ -254,10 +253,11 @@ def test_failed_rewards_are_counted_and_not_averaged_in():
 def test_failures_are_counted_by_kind_where_there_are_any():
     late, odd = (Score(None, "failed", failure=kind) for kind in ("timeout", "bad_result"))
     assert failure_metrics([late, scored(1.0), odd, late]) == {
+        "reward_failed": 0.75,
         "reward/failed_bad_result": 1.0,
         "reward/failed_timeout": 2.0,
     }
-    assert failure_metrics([scored(1.0)]) == {}
+    assert failure_metrics([scored(1.0)]) == {"reward_failed": 0.0}
 
 
 def test_plain_scores_have_no_accuracy():

@@ -10,6 +10,7 @@ from rlhf_cli.backends.checkpoint import CheckpointStore
 from rlhf_cli.commands.run_directory import (
     begin_log,
     begin_logs,
+    check_not_replaced,
     check_run_directory,
     prepare_run_directory,
     run_directory,
@@ -78,6 +79,16 @@ def test_replacing_removes_all_of_the_run_and_nothing_else(tmp_path):
     assert names(tmp_path) == {"config.yaml", "logs", "checkpoints", "notes.txt"}
     assert not any((tmp_path / "checkpoints").iterdir())
     assert not any((tmp_path / "logs").iterdir())
+
+
+def test_a_run_does_not_replace_the_model_it_starts_from(tmp_path):
+    settings = CheckpointConfig(output=str(tmp_path / "run"), overwrite=True)
+    check_not_replaced(settings, str(tmp_path / "other"), "owner/name", str(tmp_path / "run_2" / "model"))
+    for inside in ("run", "run/model", "run/best", "run/checkpoints/step_000001/actor"):
+        (tmp_path / inside).mkdir(parents=True, exist_ok=True)
+        with pytest.raises(UsageError, match=f"--overwrite would remove '.*{inside}', which this run starts from"):
+            check_not_replaced(settings, str(tmp_path / inside))
+    check_not_replaced(settings.model_copy(update={"overwrite": False}), str(tmp_path / "run"))
 
 
 def test_continuing_keeps_everything_and_writes_the_settings(tmp_path):

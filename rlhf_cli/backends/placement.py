@@ -67,7 +67,7 @@ class _Pool:
     """Roles that share GPUs: each has the first ones of the first nodes, as many as it needs."""
 
     shapes: dict[str, tuple[int, int]]  # nodes and GPUs on each, by role
-    flags: str  # that set its size
+    advice: str  # where there is no room for it
 
     @property
     def gpus_by_node(self) -> list[int]:
@@ -77,6 +77,7 @@ class _Pool:
 
 
 ENGINE = "engine"
+SHARE = "let roles share GPUs with --colocate_all_models"
 ENGINE_FLAGS = "--vllm_num_engines or --vllm_tensor_parallel_size"
 
 _Place = tuple[int, tuple[int, ...]]
@@ -107,7 +108,7 @@ def plan_layout(
         places[ENGINE] = _shared_engines(rollout, _shape(placement, "actor"))
     else:
         size, first = rollout.vllm_tensor_parallel_size, len(islands)
-        pool = _Pool({"rollout engines": (rollout.vllm_num_engines, size)}, ENGINE_FLAGS)
+        pool = _Pool({"rollout engines": (rollout.vllm_num_engines, size)}, f"{SHARE}, or lower {ENGINE_FLAGS}")
         islands += _take(free, pool, total=node_gpus)
         places[ENGINE] = [(first + number, tuple(range(size))) for number in range(rollout.vllm_num_engines)]
     return Layout(tuple(islands), tuple(_seats(places)))
@@ -148,7 +149,8 @@ def _pools(placement: PlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:
 def _pool(placement: PlacementConfig, roles: tuple[str, ...]) -> _Pool:
     shapes = {role: _shape(placement, role) for role in roles}
     largest = max(roles, key=lambda role: shapes[role][0] * shapes[role][1])
-    return _Pool(shapes, flags=f"--{largest}_num_nodes or --{largest}_num_gpus_per_node")
+    lower = f"lower --{largest}_num_nodes or --{largest}_num_gpus_per_node"
+    return _Pool(shapes, lower if placement.colocate_all_models else f"{SHARE}, or {lower}")
 
 
 def _shape(placement: PlacementConfig, role: str) -> tuple[int, int]:
@@ -165,8 +167,7 @@ def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:
             needed = " + ".join(f"{count} x {gpus}" for gpus, count in Counter(pool.gpus_by_node).items())
             raise UsageError(
                 f"{' + '.join(pool.shapes)}: {needed} GPUs are needed (nodes x GPUs on "
-                f"each), and of {_sizes(total)} there are {_sizes(left)} not taken by other roles; let roles share "
-                f"GPUs with --colocate_all_models, or lower {pool.flags}"
+                f"each), and of {_sizes(total)} there are {_sizes(left)} not taken by other roles; {pool.advice}"
             )
         node = min(fitting, key=lambda candidate: (free[candidate], candidate))
         islands.append(Island(node, size))

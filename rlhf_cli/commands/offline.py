@@ -15,7 +15,14 @@ from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, check_deepspeed,
 from rlhf_cli.backends.launch import stop_with_launcher
 from rlhf_cli.backends.roles import describe_model, save_whole_model
 from rlhf_cli.backends.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
-from rlhf_cli.commands.run_directory import REPORT, RunDirectory, begin_log, prepare_run_directory, run_directory
+from rlhf_cli.commands.run_directory import (
+    REPORT,
+    RunDirectory,
+    begin_log,
+    check_not_replaced,
+    prepare_run_directory,
+    run_directory,
+)
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.config.model import AdapterConfig, LoraConfig, ModelConfig
 from rlhf_cli.config.train import (
@@ -124,6 +131,7 @@ def offline_model(config: OfflineConfig) -> TrainedModel:
     """The model of an offline command. UsageError as `trained_model`, and where this process could not load it."""
     check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype)
     model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    check_not_replaced(config.checkpoint, config.model.pretrain, model.base.pretrain)
     in_4bit = model.plan is not None and model.plan.in_4bit
     check_loadable(model.base, model.architecture, in_4bit=in_4bit, partitioned=config.deepspeed.zero_stage == 3)
     return model

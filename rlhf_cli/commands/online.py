@@ -169,9 +169,9 @@ def _attempt(run: _Run, stop: StopSignal) -> Finished:
         placement = "; ".join(describe(where.layout, unit=where.cluster.unit))
         terminal.console.print(f"Starting on {placement}; logs in {run.paths.logs}", markup=False, soft_wrap=True)
         roles = stack.enter_context(_build(run, where))
+        scorer = stack.enter_context(Scorer(config.reward, tell=lambda text: tracker.message(text)))
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
         tracker = stack.enter_context(_tracker(run, terminal.console))
-        scorer = stack.enter_context(Scorer(config.reward, tell=tracker.message))
         tracker.start(_facts(run, where))
         finished, best = _train(run, roles, scorer, tracker, stop)
         if not finished.interrupted:

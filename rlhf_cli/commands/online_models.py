@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.commands.offline import TrainedModel, trained_model
 from rlhf_cli.commands.online_config import CriticConfig, OnlineConfig
+from rlhf_cli.commands.run_directory import check_not_replaced
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.classifiers import refuse_several_labels
@@ -33,7 +34,11 @@ def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
         reward = find_reward_model(
             config.reward.reward_pretrain, policy.base, policy.tokenizer, normalize=config.reward.normalize_reward
         )
-    return OnlineModels(policy, _critic(config, policy) if algorithm.critic else None, reward)
+    critic = _critic(config, policy) if algorithm.critic else None
+    trained = (policy, critic or policy)
+    names = {name for model in trained for name in (model.source.pretrain, model.base.pretrain)}
+    check_not_replaced(config.checkpoint, *sorted(names), *([reward.source.pretrain] if reward else []))
+    return OnlineModels(policy, critic, reward)
 
 
 def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:

@@ -84,6 +84,18 @@ def check_run_directory(settings: CheckpointConfig) -> None:
         )
 
 
+def check_not_replaced(settings: CheckpointConfig, *models: str) -> None:
+    """UsageError for a model to start from that lies in the earlier run which this one is to replace."""
+    if not settings.overwrite:
+        return
+    paths = run_directory(settings)
+    replaced = [path.resolve() for path in (*_leftovers(paths), paths.checkpoints)]
+    for model in models:
+        folder = Path(model).expanduser().resolve()
+        if folder == paths.root.resolve() or any(folder.is_relative_to(path) for path in replaced):
+            raise UsageError(f"--overwrite would remove {model!r}, which this run starts from: choose another --output")
+
+
 def prepare_run_directory(
     settings: CheckpointConfig, config_yaml: str, *, keep: bool, num_ranks: int | None = None
 ) -> RunDirectory:

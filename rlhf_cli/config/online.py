@@ -108,7 +108,7 @@ class ScoringConfig(Group):
     reward_timeout: float = Field(30.0, gt=0)
     """Seconds a call of a reward may take before it is killed and counts as failed."""
     reward_retries: int = Field(1, ge=0)
-    """Further attempts for a reward that failed; a built-in one that took too long gets none."""
+    """Further attempts for a reward that failed; one that took too long gets none."""
     reward_num_workers: int | None = Field(None, gt=0)
     """Processes that run reward_funcs, and as many that run reward_func, each of which loads the file; by default one
     for each CPU, but four at most."""

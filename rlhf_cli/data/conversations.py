@@ -126,14 +126,14 @@ def fault_of_example(messages: tuple[Message, ...]) -> str | None:
     return f"the conversation ends with {last}, expected an assistant turn at its end" if last != "assistant" else None
 
 
-def fault_of_weights(trained: tuple[Message, ...], *, first: int = 1) -> str | None:
-    """Which turn asks for a weight that training does not give, None if none does; `first` numbers the first message.
+def fault_of_weights(trained: tuple[Message, ...]) -> str | None:
+    """Whether a turn asks for a weight that training does not give, None if none does.
 
     OpenAI's fine-tuning leaves out turns of weight 0; here every turn of the assistant that is trained counts alike.
     """
-    for number, message in enumerate(trained, start=first):
+    for message in trained:
         if message.role == "assistant" and message.weight not in (None, 1):
-            return f"message {number} has weight {message.weight!r}, but every turn that is trained has weight 1"
+            return f"a turn has weight {message.weight!r}, but every turn that is trained has weight 1"
     return None
 
 

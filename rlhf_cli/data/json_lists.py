@@ -1,6 +1,6 @@
-"""Where the elements of a JSON list stand in a file, found with a window over its bytes, so that the file may be large.
+"""How JSON is decoded, and where the elements of a list stand in a file, found with a window over its bytes.
 
-Of an element nothing is kept but where it starts. What its columns mean is none of this.
+Of an element nothing is kept but where it starts, so that the file may be large. What its columns mean is none of this.
 """
 
 import codecs

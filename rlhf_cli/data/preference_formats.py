@@ -158,7 +158,7 @@ def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:
 
     def read(row: Row) -> list[Labelled]:
         turns = _conversation(row, response, read_prompt)
-        refuse(row, fault_of_example(turns) or fault_of_weights(turns[-1:], first=len(turns)))
+        refuse(row, fault_of_example(turns) or fault_of_weights(turns[-1:]))
         return [Labelled(turns[:-1], turns[-1:], _truth(row, label), tools_of(row))]
 
     columns = response if prompt is None else f"{prompt} -> {response}"
@@ -262,7 +262,7 @@ def _preference(row: Row, chosen: Turns, rejected: Turns, columns: tuple[str, st
     if all(message.role == "system" for message in chosen[:common]):
         raise row.error(f"{columns[0]} and {columns[1]} have no prompt in common: they begin with different questions")
     for turns, column in zip((chosen, rejected), columns, strict=True):
-        fault = fault_of_weights(turns[common:], first=common + 1)
+        fault = fault_of_weights(turns[common:])
         refuse(row, f"{column}: {fault}" if fault else None)
     return Preference(chosen[:common], chosen[common:], rejected[common:], _margin(row), tools_of(row))
 

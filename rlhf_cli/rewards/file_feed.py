@@ -27,8 +27,8 @@ class _Call:
 class FileFeed:
     """One round of calls; a context manager.
 
-    Where a call fails, or values of it do, the file is asked about all its responses again, `retries` times at most;
-    values that were good are kept.
+    Where a call fails, or values of it do, the file is asked about all its responses again, `retries` times at most,
+    unless it took too long; values that were good are kept.
     """
 
     def __init__(self, pool: WorkerPool, *, retries: int) -> None:
@@ -63,11 +63,14 @@ class FileFeed:
         found, self._found = self._found, []
         return found
 
-    def finish(self) -> None:
-        """Wait for all calls. No failure is raised."""
-        while self._num_open:
-            self._feed.finish()
-            self._advance()
+    @property
+    def is_open(self) -> bool:
+        """Whether there are parts that `ready` has not given yet."""
+        return self._num_open > 0 or bool(self._found)
+
+    def wait(self) -> None:
+        """Wait until a call has ended, or all have."""
+        self._feed.wait()
 
     def _send(self, call: _Call) -> None:
         self._calls.append(call)
@@ -83,7 +86,8 @@ class FileFeed:
                 old if old.value is not None else now for old, now in zip(call.parts or new, new, strict=True)
             ]
             call.tries += 1
-            if call.tries <= self._retries and any(part.value is None for part in call.parts):
+            is_late = outcome.failure is not None and outcome.failure.kind == "timeout"
+            if call.tries <= self._retries and not is_late and any(part.value is None for part in call.parts):
                 self._send(call)
             else:
                 self._num_open -= 1

@@ -157,6 +157,20 @@ class Feed:
             unseen, self._unseen = self._unseen, []
             return [(number, self._outcomes[number]) for number in unseen]
 
+    def wait(self) -> None:
+        """Wait for an outcome that `ready` has not given yet; returns at once where there is none to come."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._defect is not None or self._unseen or len(self._outcomes) == self._num_items
+            )
+            self._raise_defect()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are outcomes that `ready` has not given yet."""
+        with self._changed:
+            return bool(self._unseen) or len(self._outcomes) < self._num_items
+
     def finish(self) -> list[Outcome]:
         """Wait for all items; their outcomes by number. No failure of an item is raised."""
         with self._changed:
@@ -250,8 +264,9 @@ class _Desk:
                     pool.remove(worker)
                     continue
                 share = math.ceil(len(self._waiting) / pool.num_workers)
-                worker.chunk.extend(self._waiting.popleft() for _ in range(min(pool.chunk_size, share)))
-                worker.send(f"[{','.join(self._lines[number] for number in worker.chunk)}]", limit=pool.limit)
+                numbers = [self._waiting.popleft() for _ in range(min(pool.chunk_size, share))]
+                worker.chunk = dict(enumerate(numbers))
+                worker.send(f"[{','.join(self._lines[number] for number in numbers)}]", limit=pool.limit)
         starting = sum(not worker.is_loaded for worker in pool.workers)
         while starting * pool.chunk_size < len(self._waiting) and len(pool.workers) < pool.num_workers:
             pool.start_worker()
@@ -293,9 +308,12 @@ class _Desk:
         return f"was not loaded within {max(self._pool.limit, LOAD_LIMIT):g} s"
 
     def _take(self, worker: Worker, answer: dict[str, Any]) -> None:
+        if "together" in answer:
+            worker.works_together = True
+            return
         failure = Failure(answer["kind"], answer["reason"], answer["trace"]) if "kind" in answer else None
         if worker.is_loaded:
-            self._conclude(worker.chunk.popleft(), Outcome(answer.get("value"), failure))
+            self._conclude(worker.chunk.pop(answer["place"]), Outcome(answer.get("value"), failure))
         elif failure is not None:
             self._lose(worker, failure)
         else:
@@ -311,13 +329,15 @@ class _Desk:
         self._outcomes.append((number, outcome))
 
     def _lose(self, worker: Worker, failure: Failure) -> None:
-        """Kill a worker. The item it was at takes the blame, those after it wait again; a task that cannot be loaded
+        """Kill a worker. What it was at takes the blame, items after that wait again; a task that cannot be loaded
         fails all that wait, since the next worker would fare no better, unless others have loaded it: they go on."""
         self._pool.remove(worker)
         if worker.is_loaded:
-            first = worker.chunk.popleft()
-            self._waiting.extendleft(reversed(worker.chunk))
-            self._conclude(first, Outcome(failure=failure))
+            left = list(worker.chunk.values())
+            blamed = left if worker.works_together else left[:1]
+            self._waiting.extendleft(reversed(left[len(blamed) :]))
+            for number in blamed:
+                self._conclude(number, Outcome(failure=failure))
             return
         others = sum(other.is_loaded for other in self._pool.workers)
         if others:  # there is no room for one more, say: each may hold a model of its own

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,8 @@ class Worker:
             theirs.close()
             os.close(lifeline)
         self._received = b""
-        self.chunk: deque[int] = deque()  # items it was given and has not answered
+        self.chunk: dict[int, int] = {}  # items it was given and has not answered, by their place in the list
+        self.works_together = False  # whether at all of them; else at the first
         self.is_loaded = False
         self.since = time.monotonic()  # when it began what it is doing
         self.send(task, limit=LOAD_LIMIT)
@@ -71,7 +71,7 @@ class Worker:
 
     def send(self, line: str, *, limit: float) -> None:
         """Send one line of JSON; a worker that does not take it within the limit is found out when it answers late."""
-        self.since = time.monotonic()
+        self.since, self.works_together = time.monotonic(), False
         self.socket.settimeout(limit)
         with contextlib.suppress(OSError):
             self.socket.sendall(line.encode() + b"\n")
@@ -91,7 +91,8 @@ class Worker:
         if b"\n" not in data:
             return []
         *lines, self._received = self._received.split(b"\n")
-        self.since = time.monotonic()
+        if not self.works_together:
+            self.since = time.monotonic()
         return [json.loads(line) for line in lines]
 
     def is_gone(self) -> bool:

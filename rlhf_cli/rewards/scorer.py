@@ -107,7 +107,8 @@ class Scorer:
         """
         with self.session() as session:
             session.add(requests)
-            scores = session.finish()
+            found = session.finish(is_all=True)
+        scores = [found[number] for number in range(len(requests))]
         stop_if_too_many_failed(scores, self._config.reward_max_failures)
         return scores
 

@@ -19,6 +19,7 @@ from rlhf_cli.rewards.parts import (
     join,
     judged_part,
     remote_part,
+    stop_if_too_many_failed,
     worker_part,
 )
 from rlhf_cli.rewards.pool import Failure, Feed, WorkerPool
@@ -49,7 +50,7 @@ class ScoringSession:
     Workers and servers begin with a response when it is added, whatever the caller does meanwhile; which responses come
     to a server in one request depends on when they are added. The reward file and rewards that compare the responses to
     a prompt get them all, in the order of their samples, as soon as the last one is there: what these say does not
-    depend on which was finished first. A group that stays incomplete is compared as it is in `finish`.
+    depend on which was finished first. Of a group that stays incomplete they are not asked, and it gets no scores.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class ScoringSession:
         file: WorkerPool | None,
         servers: RemoteRewards | None,
     ) -> None:
-        self._weights = weights
+        self._config, self._weights = config, weights
         calls = config.rewards
         others = {FILE_PART: file, REMOTE_PART: servers}
         self._names = [*(call.name for call in calls), *(name for name, source in others.items() if source is not None)]
@@ -73,6 +74,7 @@ class ScoringSession:
         self._groups: dict[str, _Group] = {}
         self._parts: list[dict[str, Part]] = []  # of each response, by name of the reward
         self._scores: dict[int, Score] = {}
+        self._num_failed = 0
         self._unreported: list[int] = []  # of the scores
         self._failures: list[Failure] = []
         with ExitStack() as stack:
@@ -121,21 +123,26 @@ class ScoringSession:
         numbers, self._unreported = self._unreported, []
         return [(number, self._scores[number]) for number in numbers]
 
-    def finish(self) -> list[Score]:
-        """Wait for all scores, failed ones too; they come in the order of adding."""
-        open_groups = [group for group in self._groups.values() if not group.is_complete]
-        for group in open_groups:
-            group.size = len(group.numbers)
-            if self._file is not None:
-                self._ask_file(self._file, group)
-        for feed in (self._feed, self._remote, self._file):
-            if feed is not None:
-                feed.finish()
-        for group in open_groups:
-            self._compare_if_judged(group)
-        self._collect()
-        self._log()
-        return [self._scores[number] for number in range(len(self._requests))]
+    def finish(self, *, is_all: bool = False) -> dict[int, Score]:
+        """Wait for all scores, failed ones too; by number of the response.
+
+        Where they are all there are (`is_all`), RunError as soon as more than the share that may fail are sure to.
+        """
+        try:
+            for feed in (self._feed, self._file):
+                while feed is not None and feed.is_open:
+                    feed.wait()
+                    self._collect()
+                    if is_all and self._num_failed > self._config.reward_max_failures * len(self._requests):
+                        scores = list(self._scores.values())
+                        to_come = len(self._requests) - len(scores)
+                        stop_if_too_many_failed(scores, self._config.reward_max_failures, num_to_come=to_come)
+            if self._remote is not None:
+                self._remote.finish()
+            self._collect()
+        finally:
+            self._log()
+        return self._scores
 
     def _item(self, request: ScoreRequest, place: int) -> list[Any]:
         """What a worker is told: of a text reward the response as it reads behind its prompt's last tag."""
@@ -205,7 +212,8 @@ class ScoringSession:
         """Make the score of a response whose last part has just come."""
         parts = self._parts[number]
         if len(parts) == len(self._names):
-            self._scores[number] = join({name: parts[name] for name in self._names}, self._weights)
+            score = self._scores[number] = join({name: parts[name] for name in self._names}, self._weights)
+            self._num_failed += score.value is None
             self._unreported.append(number)
 
     def _log(self) -> None:

@@ -1,12 +1,14 @@
 """A worker process: loads one task, then answers items one by one until it is killed.
 
-Items of one list whose answers have to be awaited are worked on together, in an event loop that serves all lists.
+Items of one list whose answers have to be awaited are worked on together, in an event loop that serves all lists, and
+answered as each is done.
 
 Started by rewards.pool in an interpreter of its own, so it inherits no threads and no memory of the trainer, and it
 imports nothing heavy itself. Limits of time are the pool's business: a worker may hang.
 
 Protocol: one JSON value per line over a socket. In: `[loader, argument]`, then lists of items. Out: one answer to the
-loader and one to each item as soon as it is there, `{"value": ...}` or `{"kind": ..., "reason": ..., "trace": ...}`.
+loader and one to each item as soon as it is there, `{"value": ...}` or `{"kind": ..., "reason": ..., "trace": ...}`,
+that to an item with its `place` in the list; `{"together": true}` before items are worked on together.
 """
 
 import contextlib
@@ -44,43 +46,50 @@ def serve(channel: socket.socket) -> None:
         return
     answers = _Answers(channel)
     for line in lines:
-        for item in json.loads(line):
-            answers.give(_attempt(handle, item))
+        for place, item in enumerate(json.loads(line)):
+            answers.give(place, _attempt(handle, item))
         answers.await_all()
 
 
 class _Answers:
-    """Sends what came of the items of a list in their order."""
+    """Sends what came of the items of a list."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._runner: Any = None
-        self._waiting: list[_Attempt] = []  # from the first one on that has to be awaited
+        self._awaited: list[tuple[int, Any]] = []  # place and what has to be awaited
 
-    def give(self, attempt: "_Attempt") -> None:
-        """Send it, or keep it with those that have to be awaited."""
+    def give(self, place: int, attempt: "_Attempt") -> None:
+        """Send it, or keep it if it has to be awaited."""
         failure, value = attempt
-        if self._waiting or hasattr(value, "__await__"):
-            self._waiting.append(attempt)
+        if hasattr(value, "__await__"):
+            self._awaited.append((place, value))
         else:
-            _send(self._channel, failure or {"value": value})
+            self._send(place, failure, value)
 
     def await_all(self) -> None:
-        """Await what was kept, all at once, and send each as soon as it and those before it are there."""
-        if not self._waiting:
+        """Await what was kept, all at once, and send each as soon as it is there."""
+        if not self._awaited:
             return
         import asyncio  # 40 ms that a plain function does not need
 
+        async def all_at_once(awaited: list[tuple[int, Any]]) -> None:
+            await asyncio.gather(*(self._await(place, value) for place, value in awaited))
+
+        awaited, self._awaited = self._awaited, []
+        _send(self._channel, {"together": True})
         self._runner = self._runner or asyncio.Runner()  # one for all lists: sessions that a user keeps stay valid
-        self._runner.run(self._send_all())
+        self._runner.run(all_at_once(awaited))
 
-    async def _send_all(self) -> None:
-        import asyncio
+    async def _await(self, place: int, value: Any) -> None:
+        try:
+            failure, found = {}, await value
+        except BaseException as error:
+            failure, found = _failure(error), None
+        self._send(place, failure, found)
 
-        attempts, self._waiting = self._waiting, []
-        for task in [asyncio.ensure_future(_settled(attempt)) for attempt in attempts]:
-            failure, value = await task
-            _send(self._channel, failure or {"value": value})
+    def _send(self, place: int, failure: dict[str, Any], value: Any) -> None:
+        _send(self._channel, {"place": place} | (failure or {"value": value}))
 
 
 def _send(channel: socket.socket, reply: dict[str, Any]) -> None:
@@ -127,17 +136,6 @@ _Attempt = tuple[dict[str, Any], Any]
 def _attempt(function: Callable[..., Any], *arguments: Any) -> _Attempt:
     try:
         return {}, function(*arguments)
-    except BaseException as error:
-        return _failure(error), None
-
-
-async def _settled(attempt: _Attempt) -> _Attempt:
-    """The attempt with its value awaited, if it is awaitable."""
-    failure, value = attempt
-    if failure or not hasattr(value, "__await__"):
-        return attempt
-    try:
-        return {}, await value
     except BaseException as error:
         return _failure(error), None
 

@@ -221,13 +221,12 @@ def _split(values_N: torch.Tensor, cu: torch.Tensor) -> list[np.ndarray]:
 
 
 def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[str, float]:
-    """Rewards, verdicts and lengths of an iteration's responses; failed rewards are counted, not averaged in."""
+    """Rewards, verdicts and lengths of an iteration's responses; failed rewards are not averaged in."""
     values = [score.value for score in scores if score.value is not None]
     judged = [score.status for score in scores if score.status in ("correct", "wrong", "invalid")]
     metrics = {
         "reward": float(np.mean(values)) if values else 0.0,
         "reward_std": float(np.std(values)) if values else 0.0,
-        "reward_failed": float(np.mean([score.status == "failed" for score in scores])),
         **length_metrics(generations),
     }
     if judged:
@@ -240,9 +239,10 @@ def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[st
 
 
 def failure_metrics(scores: Seq[Score]) -> dict[str, float]:
-    """How many rewards failed in each way, of the ways in which some did."""
+    """The share of rewards that failed, and how many did in each way, of the ways in which some did."""
     counts = Counter(score.failure for score in scores if score.failure is not None)
-    return {f"reward/failed_{kind}": float(count) for kind, count in sorted(counts.items())}
+    share = {"reward_failed": float(np.mean([score.status == "failed" for score in scores]))}
+    return share | {f"reward/failed_{kind}": float(count) for kind, count in sorted(counts.items())}
 
 
 def greedy_metrics(greedy: Rollouts | None) -> dict[str, float]:

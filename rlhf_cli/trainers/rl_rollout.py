@@ -58,8 +58,11 @@ class ScoringSession(Protocol):
     def ready(self) -> list[tuple[int, Score]]:
         """(number of the response, score) of what is complete since the last call; never waits."""
 
-    def finish(self) -> list[Score]:
-        """All scores in the order of adding."""
+    def finish(self, *, is_all: bool = False) -> dict[int, Score]:
+        """All scores by number of the response; none of groups that stayed incomplete, where responses are compared.
+
+        RunError where these are all there are and too many failed.
+        """
 
 
 class Scoring(Protocol):
@@ -139,9 +142,10 @@ class Round:
             found = sampler.engines.generate(likeliest, replace(sampler.sampling, greedy=True))
             self._take(list(enumerate(found, start=len(self._requests))))
 
-    def finish(self) -> None:
-        """Wait for the scores that are missing."""
-        self._scores |= zip(self._added, self._session.finish(), strict=True)
+    def finish(self, *, is_all: bool) -> None:
+        """Wait for the scores that are missing. RunError where they are all of an iteration and too many failed."""
+        found = self._session.finish(is_all=is_all)
+        self._scores |= {self._added[number]: score for number, score in found.items()}
 
     def group(self, slot: int) -> Group | None:
         """The responses to the prompt of that number; None if one of them, or its score, is not there."""
@@ -227,7 +231,7 @@ def sample_once(sampler: Sampler, asked: Sequence[Asked], timer: PhaseTimer) -> 
             one.generate()
             sampler.engines.sleep()
         with timer("reward"):
-            one.finish()
+            one.finish(is_all=True)
         groups = [group for group in one.groups() if group is not None]
         return Rollout(groups, one.greedy_groups(), [], 0, [], [], 0, {})
 
@@ -284,7 +288,7 @@ def sample_until_full(
             with timer("generate"):
                 one.generate(enough=_until_full(len(places), missing, config))
             with timer("reward"):
-                one.finish()
+                one.finish(is_all=False)
             found = sort_round(places, one.groups(), missing=missing, config=config)
         groups += found.accepted
         surplus += found.surplus
