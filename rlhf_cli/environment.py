@@ -21,7 +21,7 @@ share cores starve each other (4 to 6 times slower); if it sleeps at once, wakin
 ONEDNN_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 ONEDNN_CAPACITY = "128"
 """Products in bf16 that oneDNN, and PyTorch on top of it, compile on a CPU and keep: one for each shape, and packs have
-ever new ones. By default each of both keeps 1,024, of up to a megabyte; a step needs a few dozen."""
+ever new ones. By default each of both keeps 1,024, of up to a megabyte: much for several processes."""
 
 
 def prepare_environment() -> None:
@@ -31,11 +31,10 @@ def prepare_environment() -> None:
     if not glob.glob("/dev/nvidia[0-9]*") and not os.path.exists("/dev/dxg"):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns about the lack of a GPU on import
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-        os.environ.update(onednn_caches())
 
 
 def onednn_caches() -> dict[str, str]:
-    """Variables that bound oneDNN's caches: the user's, or those of this program."""
+    """Variables that bound oneDNN's caches in the processes of a run: the user's, or those of this program."""
     return {name: os.environ.get(name, ONEDNN_CAPACITY) for name in ONEDNN_CACHES}
 
 
