@@ -11,6 +11,7 @@ from test_online_reward_model import save_reward_model
 
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.commands.online_models import OnlineModels, find_models
+from rlhf_cli.commands.online_roles import check_frozen_roles
 from rlhf_cli.errors import UsageError
 
 
@@ -59,3 +60,36 @@ def test_a_role_has_its_own_stage_or_that_of_all():
     assert [deepspeed.of(role).zero_stage for role in ("actor", "critic", "ref", "reward")] == [2, 3, 0, 2]
     with pytest.raises(UsageError, match="zpg is about weights that ZeRO partitions"):
         resolve("ppo", zero_stage=2, ref_zero_stage=0, zpg=2)
+
+
+@pytest.mark.parametrize(
+    ("roles", "given", "message"),
+    [
+        (
+            ("actor",),
+            {"ref_num_gpus_per_node": 2},
+            "--ref_num_gpus_per_node: there is a reference only with --init_kl_",
+        ),
+        (("actor",), {"ref_zero_stage": 3}, "--ref_zero_stage: there is a reference only with"),
+        (("actor", "critic"), {"colocate_actor_ref": "true"}, "--colocate_actor_ref: there is a reference only with"),
+        (("actor", "ref"), {"reward_num_nodes": 2}, "--reward_num_nodes: there is a reward model only with --reward_p"),
+        (
+            ("actor", "ref"),
+            {"colocate_critic_reward": "true"},
+            "--colocate_critic_reward: there is a reward model only",
+        ),
+        (("actor", "reward"), {"reward_zero_stage": 3, "compile_model": "true"}, "not go with --reward_zero_stage 3"),
+    ],
+)
+def test_settings_of_a_role_that_is_not_there_are_refused(roles, given, message):
+    config = resolve("ppo", **given)
+    with pytest.raises(UsageError, match=message):
+        check_frozen_roles(config, roles)
+    check_frozen_roles(resolve("ppo", **given | {"compile_model": "false"}), ("actor", "ref", "reward"))
+
+
+def test_models_are_compiled_where_no_role_that_is_there_is_partitioned(tiny_model_dir):
+    given = {"compile_model": "true", "zero_stage": 2}
+    find("ppo", tiny_model_dir, **given, reward_zero_stage=3)
+    with pytest.raises(UsageError, match="compile_model does not go with --zero_stage 3"):
+        find("ppo", tiny_model_dir, **given, critic_zero_stage=3, critic_pretrain=tiny_model_dir)

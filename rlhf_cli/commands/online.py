@@ -24,7 +24,7 @@ from rlhf_cli.commands.online_evaluation import (
     make_evaluator,
 )
 from rlhf_cli.commands.online_models import OnlineModels, find_models
-from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, role_names
+from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, check_frozen_roles, role_names
 from rlhf_cli.commands.restarts import with_restarts
 from rlhf_cli.commands.run_directory import RunDirectory, begin_logs, prepare_run_directory, run_directory
 from rlhf_cli.commands.surplus import load_surplus, save_surplus
@@ -195,7 +195,9 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     backend = rollout_backend(config.rollout)
     models = find_models(config, algorithm)
     model = models.policy
-    check_layout(config.placement, config.rollout, roles=role_names(config, models))
+    roles = role_names(config, models)
+    check_frozen_roles(config, roles)
+    check_layout(config.placement, config.rollout, roles=roles)
     longest, seed = config.rollout.max_new_tokens, config.batch.seed
     data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed)
     eval_data = load_evaluation_prompts(config, model.tokenizer)

@@ -1,5 +1,6 @@
 """Builds the roles of an online command on the cluster and keeps them together: start, save, load, end."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +26,7 @@ from rlhf_cli.commands.online_config import OnlineConfig
 from rlhf_cli.commands.online_models import OnlineModels
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig
+from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.loading import quadratic_cost, resolve_model_path
 from rlhf_cli.models.reward_model import RewardModel
@@ -40,6 +42,28 @@ def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
     reference = ("ref",) if config.policy.init_kl_coef > 0 and models.policy.plan is None else ()
     reward = ("reward",) if models.reward else ()
     return ("actor", *critic, *reference, *reward)
+
+
+_ABSENT = {
+    "ref": "there is a reference only with --init_kl_coef above 0, and under an adapter it is the actor's own base",
+    "reward": "there is a reward model only with --reward_pretrain",
+}
+_TOGETHER = {"ref": "colocate_actor_ref", "reward": "colocate_critic_reward"}
+
+
+def check_frozen_roles(config: OnlineConfig, roles: Sequence[str]) -> None:
+    """UsageError for settings of a frozen role that the run lacks, or that do not go together in one that it has."""
+    placement, deepspeed = config.placement, config.deepspeed
+    for role, absent in _ABSENT.items():
+        sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER[role])
+        given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
+        given = given or deepspeed.changed(f"{role}_zero_stage")
+        if given and role not in roles:
+            raise UsageError(f"--{given}: {absent}")
+        if role in roles and deepspeed.of(role).zero_stage == 3 and config.model.compile_model:
+            raise UsageError(
+                f"compile_model does not go with --{role}_zero_stage 3, which gathers weights between layers"
+            )
 
 
 @dataclass(frozen=True)

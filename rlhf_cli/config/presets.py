@@ -58,7 +58,7 @@ def defaults_of_preset(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def defaults_of_baseline(given: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults that go with the given `baseline`: with a group's mean the divergence belongs into the loss."""
-    if given.get("baseline") != "group" or str(given.get("use_kl_loss", True)).lower() == "false":
+    if given.get("baseline") != "group" or not _is_true(given.get("use_kl_loss", True)):
         return {}
     return {"use_kl_loss": True, "kl_estimator": "k2"}
 
@@ -74,4 +74,11 @@ def _share_of_response(given: Mapping[str, Any]) -> int:
 def _without_rivals(defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Less what would overrule, or contradict, a setting that was given."""
     rivals = {"eps_clip_low_high": "eps_clip", "overlong_buffer_len": "stop_properly_penalty_coef"}
-    return {name: value for name, value in defaults.items() if rivals.get(name) not in given}
+    kept = {name: value for name, value in defaults.items() if rivals.get(name) not in given}
+    if _is_true(given.get("use_kl_loss", False)):  # who asks for the divergence does not mean a coefficient of 0
+        kept.pop("init_kl_coef", None)
+    return kept
+
+
+def _is_true(given: Any) -> bool:
+    return str(given).lower() != "false"

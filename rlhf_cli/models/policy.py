@@ -5,7 +5,6 @@ Losses are no business of this module, and neither is generation.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,38 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logprobs import LogitTransform, token_logprobs
-
-
-class KeysLike(Protocol):
-    """Which keys the runs of a pack see where sequences share a beginning."""
-
-    @property
-    def index_U(self) -> torch.Tensor: ...
-    @property
-    def cu_seqlens(self) -> torch.Tensor: ...
-    @property
-    def max_seqlen(self) -> int: ...
-
-
-class PackLike(Protocol):
-    """What is read of a pack: T tokens of B sequences end to end, K of them targets."""
-
-    @property
-    def input_ids_T(self) -> torch.Tensor: ...
-    @property
-    def position_ids_T(self) -> torch.Tensor: ...
-    @property
-    def cu_seqlens(self) -> torch.Tensor: ...
-    @property
-    def max_seqlen(self) -> int: ...
-    @property
-    def rows_K(self) -> torch.Tensor: ...
-    @property
-    def read_R(self) -> torch.Tensor: ...
-    @property
-    def targets_K(self) -> torch.Tensor: ...
-    @property
-    def keys(self) -> KeysLike | None: ...
+from rlhf_cli.models.rounding import PackLike, rounded
 
 
 class Decoder:
@@ -146,7 +114,12 @@ class PolicyModel(nn.Module):
         Only hidden states that predict a target are projected. Without targets the results are empty, and a backward
         pass from them gives every parameter a gradient of zero.
         """
-        return self.head(self._decoder(pack), pack.targets_K, temperature=temperature, with_entropy=with_entropy)
+        rows = rounded(pack, self.model.dtype)
+        logprobs, entropies = self.head(
+            self._decoder(rows), rows.targets_K, temperature=temperature, with_entropy=with_entropy
+        )
+        num_targets = pack.targets_K.numel()
+        return logprobs[:num_targets], None if entropies is None else entropies[:num_targets]
 
 
 class ValueModel(nn.Module):
@@ -161,7 +134,8 @@ class ValueModel(nn.Module):
 
     def forward(self, pack: PackLike) -> torch.Tensor:
         """Values float32 [K]."""
-        return self.model.score(self._decoder(pack)).squeeze(-1).float()
+        hidden_KD = self._decoder(rounded(pack, self.model.dtype))
+        return self.model.score(hidden_KD)[: pack.targets_K.numel()].squeeze(-1).float()
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
