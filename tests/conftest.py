@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,23 @@ def ray_folder() -> Iterator[Path]:
     """Folder for a cluster's files; pytest's own folders are too deep for the 107 bytes of a Unix socket's path."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def reward_file(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a reward file and gives its path."""
+
+    def write(source: str) -> str:
+        path = tmp_path / "reward.py"
+        path.write_text(textwrap.dedent(source))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def no_process_is_left() -> Iterator[None]:
+    from rlhf_cli.backends.rollout_processes import process_tree
+
+    yield
+    assert not process_tree(os.getpid())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from test_online_loop import BATCH, NUM_PROMPTS, SAMPLES_EACH, WITHOUT_REFERENCE, Run
+from online_fakes import BATCH, NUM_PROMPTS, SAMPLES_EACH, WITHOUT_REFERENCE, Run
 
 from rlhf_cli.commands.surplus import load_surplus, save_surplus
 from rlhf_cli.config.online import DynamicSamplingConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_online_loop import FakeTracker, Run
+from online_fakes import FakeTracker, Run
 
 from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.data.prompts import Prompt

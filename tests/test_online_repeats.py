@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from online_fakes import FakeScorer, FakeTracker
 from test_online_commands import resolve
-from test_online_loop import FakeScorer, FakeTracker
 
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.online_roles import ActorGroup, CriticGroup, Dealer, ReferenceGroup, TrainedGroup

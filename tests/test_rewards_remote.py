@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from test_rewards_scorer import finished
+from scoring import finished
 
 from rlhf_cli.config.online import OnlineRewardConfig
 from rlhf_cli.errors import RunError, UsageError
