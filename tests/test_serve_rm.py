@@ -123,14 +123,41 @@ def test_a_served_reward_model_gives_the_scores_of_the_model(reward_dir):
     assert outcomes[-1].failure.reason == f"{url} failed: the text has 81 tokens, more than --max_len 64"
 
 
+def values_of(scores: Sequence[list[Score] | RunError]) -> list[list[float | None]]:
+    """By request, none of which was refused."""
+    return [[each.value for each in job] for job in scores if not isinstance(job, RunError)]
+
+
 def test_more_failures_than_allowed_fail_a_request_for_the_reason_they_have(reward_dir):
     reward = ServedRewardConfig(reward_pretrain=str(reward_dir), reward_max_failures=0.5)
     model = ServedModelConfig(param_dtype="fp32", max_len=10, max_tokens_per_gpu=64)
     with scoring(reward, model) as score:
-        (scores,) = score([[request("a"), request("z" * 20)]])
-        assert [each.value is None for each in scores] == [False, True]
-        with pytest.raises(RunError, match=r"2 of 3 rewards failed, .* 0\.5 allows: the text has 21 tokens, more than"):
-            score([[request("a"), request("z" * 20), request("y" * 20)]])
+        assert values_of(score([[request("a"), request("z" * 20)]]))[0][1] is None
+        jobs = [[request("a"), request("z" * 20), request("y" * 20)], [request("a")], [request("a"), request("b")]]
+        refused, *others = score(jobs)
+        assert isinstance(refused, RunError)
+        assert str(refused) == (
+            "2 of 3 rewards failed, more than --reward_max_failures 0.5 allows: "
+            "the text has 21 tokens, more than --max_len 10"
+        )
+        assert [[value is None for value in job] for job in values_of(others)] == [[False], [False, False]]
+
+
+def test_a_file_is_asked_about_several_requests_at_a_time(reward_file):
+    path = reward_file("""
+        import pathlib, time
+        def reward_func(queries, prompts, labels):
+            me, other = map(pathlib.Path, labels[0].split())
+            me.touch()
+            while not other.exists():
+                time.sleep(0.01)
+            return [float(len(queries))] * len(queries)
+    """)
+    folder = Path(path).parent
+    reward = ServedRewardConfig(reward_func=path, reward_num_workers=2, reward_timeout=20)
+    with scoring(reward, ServedModelConfig()) as score:
+        jobs = [[request("q", label=f"{folder}/{one} {folder}/{other}")] for one, other in (("a", "b"), ("b", "a"))]
+        assert values_of(score(jobs)) == [[1.0], [1.0]]
 
 
 def test_verifiers_and_a_file_are_served_with_labels_and_weights(tmp_path):
@@ -146,7 +173,7 @@ def test_verifiers_and_a_file_are_served_with_labels_and_weights(tmp_path):
         ]
         other = [request("112+2=4", prompt="112+2=", label="4")]
         scores = score([one, other])
-    assert [[each.value for each in job] for job in scores] == [[10.0, 1.0], [10.0]], "a file compares within a request"
+    assert values_of(scores) == [[10.0, 1.0], [10.0]], "a file compares within a request"
 
 
 def test_a_verifier_without_a_label_fails_by_itself_and_says_why():

@@ -6,13 +6,13 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.serve import ServeConfig, ServedModelConfig, ServedRewardConfig
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.reward_model import read_reward_model
 from rlhf_cli.rewards.api_key import api_key
 from rlhf_cli.rewards.batching import ScoreJobs
@@ -72,15 +72,10 @@ def scoring(reward: ServedRewardConfig, model: ServedModelConfig) -> Iterator[Sc
     text_model = _text_model(reward, model)
     with Scorer(reward) as scorer:
 
-        def score(jobs: list[Sequence[ScoreRequest]]) -> list[list[Score]]:
-            """A reward file sees the responses of one request at a time, and may compare them."""
-            if reward.reward_func is not None:
-                return [_score(job, scorer, text_model, reward) for job in jobs]
+        def score(jobs: Sequence[Sequence[ScoreRequest]]) -> Sequence[list[Score] | RunError]:
             scores = _score([request for job in jobs for request in job], scorer, text_model, reward)
-            bounds = [0]
-            for job in jobs:
-                bounds.append(bounds[-1] + len(job))
-            return [scores[low:high] for low, high in pairwise(bounds)]
+            bounds = [0, *accumulate(map(len, jobs))]
+            return [_within_limit(scores[low:high], reward) for low, high in pairwise(bounds)]
 
         yield score
 
@@ -98,18 +93,28 @@ def _text_model(reward: ServedRewardConfig, model: ServedModelConfig) -> TextRew
 def _score(
     requests: Sequence[ScoreRequest], scorer: Scorer, model: TextRewardModel | None, reward: ServedRewardConfig
 ) -> list[Score]:
-    scores = scorer.score(requests)
+    with scorer.session() as session:
+        session.add(requests)
+        found = session.finish()
+    scores = [found[number] for number in range(len(requests))]
     if model is None:
         return scores
     said = model.scores([request.query for request in requests])
     values = [float("nan") if isinstance(value, str) else value for value in said]
     joined = with_model_scores(scores, values, weight=reward.reward_model_weight)
-    told = [
+    return [
         Score(None, "failed", why, score.parts, failure="bad_result") if isinstance(why, str) else score
         for score, why in zip(joined, said, strict=True)
     ]
-    stop_if_too_many_failed(told, reward.reward_max_failures)
-    return told
+
+
+def _within_limit(scores: list[Score], reward: ServedRewardConfig) -> list[Score] | RunError:
+    """The scores of a request, or why it is refused where more of them failed than may."""
+    try:
+        stop_if_too_many_failed(scores, reward.reward_max_failures)
+    except RunError as error:
+        return error
+    return scores
 
 
 def _announce(listener: socket.socket, config: ServeConfig, made_key: str | None) -> None:

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 
-ScoreJobs = Callable[[list[Sequence[ScoreRequest]]], list[list[Score]]]
-"""Scores of several requests' responses; runs in a thread, one call at a time."""
+ScoreJobs = Callable[[Sequence[Sequence[ScoreRequest]]], Sequence[list[Score] | RunError]]
+"""For each of several requests the scores of its responses, or why it has none; in a thread, one call at a time."""
 
 
 class QueueFull(Exception):
@@ -85,6 +86,10 @@ class Batcher:
                     job.result.set_exception(error)
             return
         for job, scores in zip(jobs, scored, strict=True):
-            self.num_scored += len(scores)
-            if not job.result.done():
+            self.num_scored += len(job.requests)
+            if job.result.done():
+                continue
+            if isinstance(scores, RunError):
+                job.result.set_exception(scores)
+            else:
                 job.result.set_result(scores)
