@@ -1,6 +1,7 @@
 """Host memory over the iterations of an online run: it has to stay where it is once everything has been touched.
 
-    python benchmarks/memory_iterations.py [--iterations 200] [--rollout_backend transformers] [--folder DIR]
+    python benchmarks/memory_iterations.py [--iterations 200] [--rollout_backend vllm] [--param_dtype fp32]
+        [--folder DIR]
 
 Runs `rlhf ppo` with actor, critic, reference and a rollout engine on a tiny model and reads the memory of all processes
 of the run from its metrics.jsonl. Prints the memory over fifths of the run and a line through all but the first, and
@@ -40,6 +41,7 @@ def run_ppo(args: argparse.Namespace, model: Path, dataset: Path) -> Path:
     rollout = ["--rollout_backend", args.rollout_backend, "--rollout_batch_size", PROMPTS, "--max_new_tokens", 16]
     rollout += ["--n_samples_per_prompt", SAMPLES, "--max_len", 512, "--num_episodes", 1000]
     update = ["--train_batch_size", PROMPTS * SAMPLES // 2, "--max_iterations", args.iterations]
+    update += ["--param_dtype", args.param_dtype]
     command = [*RLHF, "ppo", *map(str, where + rollout + update), "--reward_funcs", "gsm8k", "--enforce_eager"]
     run_quietly(command, log=args.folder / "memory.log")
     return output
@@ -73,6 +75,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(gettempdir()) / "rlhf-benchmark", help="kept and reused")
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--rollout_backend", choices=("vllm", "transformers"), default="transformers")
+    parser.add_argument(
+        "--param_dtype", choices=("bf16", "fp32"), default="bf16", help="with bf16 oneDNN keeps products"
+    )
     args = parser.parse_args()
     if args.iterations < 2 * PARTS:
         parser.error(f"--iterations must be {2 * PARTS} or more")
@@ -80,7 +85,8 @@ def main() -> int:
     dataset = write_word_problems(args.folder / "rows.jsonl", num_rows=4000)
     steps = read_metrics(run_ppo(args, make_tiny_model(args.folder, dataset), dataset))
     memory = [step["memory/host_gib"] * 1024 for step in steps]
-    print(f"{machine()}\n{len(memory)} iterations of {PROMPTS} x {SAMPLES} responses, {args.rollout_backend}\n")
+    what = f"{PROMPTS} x {SAMPLES} responses, {args.rollout_backend}, {args.param_dtype}"
+    print(f"{machine()}\n{len(memory)} iterations of {what}\n")
     print("| iterations | MiB |\n|---|---|")
     for first, last, mean in fifths(memory):
         print(f"| {first} to {last} | {mean:,.1f} |")
