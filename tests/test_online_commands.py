@@ -81,7 +81,7 @@ def test_presets_show_in_the_resolved_settings(preset, expected, tmp_path):
     [
         ({"preset": "dapo", "init_kl_coef": "0.1"}, {"init_kl_coef": 0.1, "eps_clip_low_high": [0.2, 0.28]}),
         ({"preset": "dapo", "use_kl_loss": "true"}, {"init_kl_coef": 0.01, "use_kl_loss": True}),
-        ({"preset": "dapo", "use_kl_loss": "false"}, {"init_kl_coef": 0.0, "use_kl_loss": False}),
+        ({"preset": "dapo", "use_kl_loss": "no"}, {"init_kl_coef": 0.0, "use_kl_loss": False}),
         ({"preset": "dapo", "eps_clip": "0.1"}, {"eps_clip": 0.1, "eps_clip_low_high": None}),
         ({"preset": "dapo", "max_new_tokens": "20480"}, {"overlong_buffer_len": 4096}),
         ({"preset": "dapo", "stop_properly_penalty_coef": "0.5"}, {"overlong_buffer_len": None}),

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
-from rlhf_cli.data.packing import Sequence, pack
+from rlhf_cli.data.packing import Sequence, at_targets, pack
 from rlhf_cli.data.trees import Branch, Tree, pack_trees
-from rlhf_cli.models import policy
+from rlhf_cli.models import policy, rounding
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.rounding import LEAST_STEP, rounded, rounded_length
 from rlhf_cli.models.varlen import VARLEN
@@ -36,13 +36,27 @@ def shared():
     return pack_trees([Tree(rng.integers(0, 60, 20).astype(np.int32), branches)], share_prompts=True)
 
 
+def same_first_token():
+    """Three targets more than rows, as several responses to a prompt begin in its last token."""
+    mask = np.ones(1, dtype=bool)
+    branches = tuple(Branch(np.array([token], dtype=np.int32), mask) for token in (3, 4, 5, 6))
+    return pack_trees([Tree(np.arange(60, dtype=np.int32), branches)], share_prompts=True)
+
+
 PACKS = {
     "sequences": lambda: pack(sequences(40, 21, 33)),
     "a shared beginning": shared,
     "as long as it has to be": lambda: pack(sequences(128)),
-    "only the targets are short": lambda: pack(sequences(192)),
+    "no filler, but more targets": same_first_token,
+    "read at its targets": lambda: at_targets(pack(sequences(40, 21))),
+    "all but one token read": lambda: pack([Sequence(np.arange(60, dtype=np.int32), np.arange(60) > 0)]),
     "no sequence": lambda: pack([]),
 }
+
+
+@pytest.fixture(autouse=True)
+def _every_processor_compiles_products(monkeypatch):
+    monkeypatch.setattr(rounding, "has_bf16_products", lambda: True)
 
 
 @pytest.fixture(params=PACKS)
@@ -81,8 +95,9 @@ def test_values_and_gradients_stay(model, batch, monkeypatch):
 
 def test_all_lengths_are_rounded_and_runs_fit(batch):
     full = rounded(batch, torch.bfloat16)
-    for ids in (full.input_ids_T, full.read_R, full.targets_K):
-        assert ids.numel() % LEAST_STEP == 0
+    for name in ("input_ids_T", "read_R", "targets_K"):
+        assert getattr(full, name).numel() == rounded_length(getattr(batch, name).numel())
+    assert torch.isin(batch.rows_K, full.read_R).all()
     num_tokens = full.input_ids_T.numel()
     assert full.position_ids_T.numel() == full.cu_seqlens[-1] == num_tokens
     assert full.rows_K.numel() == full.targets_K.numel()
@@ -94,8 +109,10 @@ def test_all_lengths_are_rounded_and_runs_fit(batch):
     assert keys.cu_seqlens.numel() == full.cu_seqlens.numel()
 
 
-def test_a_pack_stays_where_products_do_not_depend_on_its_length(batch):
+def test_a_pack_stays_where_products_do_not_depend_on_its_length(batch, monkeypatch):
     assert rounded(batch, torch.float32) is batch
+    monkeypatch.setattr(rounding, "has_bf16_products", lambda: False)
+    assert rounded(batch, torch.bfloat16) is batch
 
 
 def test_lengths_are_few_and_near():

@@ -234,15 +234,17 @@ def test_a_body_of_unsaid_length_is_bounded_too():
 
 
 def test_what_goes_wrong_in_scoring_is_told_and_the_server_lives_on(caplog):
-    def score(jobs: Sequence[Sequence[ScoreRequest]]) -> list[list[Score]]:
+    def score(jobs: Sequence[Sequence[ScoreRequest]]) -> list[list[Score] | RunError]:
         if jobs[0][0].query == "run":
             raise RunError("3 of 4 rewards failed")
         if jobs[0][0].query == "bug":
             raise KeyError("no such thing")
-        return lengths(jobs)
+        refused = RunError("2 of 2 rewards failed")
+        return [refused if job[0].query == "this" else scores for job, scores in zip(jobs, lengths(jobs), strict=True)]
 
     with served(score) as url:
         assert send(url, {"query": ["run"]})[:2] == (500, {"detail": "3 of 4 rewards failed"})
+        assert send(url, {"query": ["this", "too"]})[:2] == (500, {"detail": "2 of 2 rewards failed"})
         assert send(url, {"query": ["bug"]})[:2] == (500, {"detail": "unexpected KeyError: 'no such thing'"})
         assert send(url, {"query": ["good"]})[0] == 200
     assert "Traceback" in caplog.text

@@ -24,7 +24,7 @@ from rlhf_cli.commands.online_evaluation import (
     make_evaluator,
 )
 from rlhf_cli.commands.online_models import OnlineModels, find_models
-from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, check_frozen_roles, role_names
+from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, check_stages, idle_settings, role_names
 from rlhf_cli.commands.restarts import with_restarts
 from rlhf_cli.commands.run_directory import RunDirectory, begin_logs, prepare_run_directory, run_directory
 from rlhf_cli.commands.surplus import load_surplus, save_surplus
@@ -167,7 +167,9 @@ def _attempt(run: _Run, stop: StopSignal) -> Finished:
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
         where = _reserve(run, stack)
         placement = "; ".join(describe(where.layout, unit=where.cluster.unit))
-        terminal.console.print(f"Starting on {placement}; logs in {run.paths.logs}", markup=False, soft_wrap=True)
+        idle = idle_settings(config, role_names(config, run.models))
+        for line in [*idle, f"Starting on {placement}; logs in {run.paths.logs}"]:
+            terminal.console.print(line, markup=False, soft_wrap=True)
         roles = stack.enter_context(_build(run, where))
         scorer = stack.enter_context(Scorer(config.reward, tell=lambda text: tracker.message(text)))
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
@@ -196,7 +198,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     models = find_models(config, algorithm)
     model = models.policy
     roles = role_names(config, models)
-    check_frozen_roles(config, roles)
+    check_stages(config, roles)
     check_layout(config.placement, config.rollout, roles=roles)
     longest, seed = config.rollout.max_new_tokens, config.batch.seed
     data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed)

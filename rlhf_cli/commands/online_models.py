@@ -26,7 +26,7 @@ def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
     """The models of the settings. UsageError where one is not what its role needs, or reads other token ids."""
     policy = trained_model(config.model, config.adapter, seed=config.batch.seed)
     require_language_model(config.model, policy.architecture, policy.plan)
-    check_trainable(policy.base, policy.architecture, partitioned=_is_partitioned(config, "actor"))
+    check_trainable(policy.architecture)
     if policy.plan is not None and config.reference.ref_sync_steps:
         raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
     reward = None
@@ -50,15 +50,10 @@ def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
     source = config.model.model_copy(update={"pretrain": pretrain, "tokenizer_chat_template": None})
     try:
         critic = trained_model(source, config.adapter, seed=config.batch.seed)
-        check_trainable(critic.base, critic.architecture, partitioned=_is_partitioned(config, "critic"))
+        check_trainable(critic.architecture)
     except UsageError as error:
         raise UsageError(f"--critic_pretrain: {error}") from error
     what = f"--critic_pretrain {pretrain!r}"
     refuse_several_labels(critic.architecture, what)
     require_same_tokens(critic.tokenizer, policy.tokenizer, what)
     return critic
-
-
-def _is_partitioned(config: OnlineConfig, role: str) -> bool:
-    """Whether the role's weights are spread over its ranks."""
-    return config.deepspeed.of(role).zero_stage == 3

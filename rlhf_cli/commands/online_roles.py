@@ -51,19 +51,28 @@ _ABSENT = {
 _TOGETHER = {"ref": "colocate_actor_ref", "reward": "colocate_critic_reward"}
 
 
-def check_frozen_roles(config: OnlineConfig, roles: Sequence[str]) -> None:
-    """UsageError for settings of a frozen role that the run lacks, or that do not go together in one that it has."""
-    placement, deepspeed = config.placement, config.deepspeed
-    for role, absent in _ABSENT.items():
+def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
+    """A sentence for each role that the run lacks and that something is said of.
+
+    Not refused: a command line goes on to work where the KL divergence is turned off or an adapter comes in.
+    """
+    placement, deepspeed, said = config.placement, config.deepspeed, []
+    for role in (role for role in _ABSENT if role not in roles):
         sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER[role])
         given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
-        given = given or deepspeed.changed(f"{role}_zero_stage")
-        if given and role not in roles:
-            raise UsageError(f"--{given}: {absent}")
-        if role in roles and deepspeed.of(role).zero_stage == 3 and config.model.compile_model:
-            raise UsageError(
-                f"compile_model does not go with --{role}_zero_stage 3, which gathers weights between layers"
-            )
+        if given := given or deepspeed.changed(f"{role}_zero_stage"):
+            said.append(f"--{given} means nothing here: {_ABSENT[role]}")
+    return said
+
+
+def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
+    """UsageError where blocks of a role are to be compiled whose weights are partitioned."""
+    deepspeed = config.deepspeed
+    for role in roles:
+        if config.model.compile_model and deepspeed.of(role).zero_stage == 3:
+            own = f"{role}_zero_stage"
+            stage = own if getattr(deepspeed, own, None) is not None else "zero_stage"
+            raise UsageError(f"compile_model does not go with --{stage} 3, which gathers weights between layers")
 
 
 @dataclass(frozen=True)

@@ -327,7 +327,6 @@ class CriticModelConfig(Group):
 
 
 ZeroStage = Literal[0, 1, 2, 3]
-ROLES = ("actor", "critic", "ref", "reward")
 
 
 class OnlineDeepSpeedConfig(DeepSpeedConfig):
@@ -339,14 +338,14 @@ class OnlineDeepSpeedConfig(DeepSpeedConfig):
     """Stage of the reward model, by default zero_stage."""
 
     def of(self, role: str) -> "OnlineDeepSpeedConfig":
-        """What holds for one of the roles."""
+        """What holds for a role: "actor", "critic", "ref" or "reward"."""
         stage = getattr(self, f"{role}_zero_stage", None)
         return self if stage is None else self.model_copy(update={"zero_stage": stage})
 
     @property
     def stages(self) -> set[int]:
         """The stages of all roles there can be."""
-        return {self.of(role).zero_stage for role in ROLES}
+        return {self.of(role).zero_stage for role in ("actor", "critic", "ref", "reward")}
 
 
 class ActorCriticDeepSpeedConfig(OnlineDeepSpeedConfig):

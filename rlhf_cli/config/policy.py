@@ -149,7 +149,8 @@ class GroupPolicyConfig(PolicyConfig):
     """Policy objective"""
 
     preset: Literal["dr_grpo", "dapo", "gspo", "cispo", "sapo"] | None = None
-    """Defaults of a paper for the loss, its mean, clip, KL and length penalty; settings that are given win."""
+    """Defaults of a paper for the loss, its mean, clip, KL and length penalty; settings that are given win, and with
+    use_kl_loss there is KL again."""
     advantage: Literal["group", "passk"] = "group"
     """Each response against the mean of its prompt, or the best one against the second best."""
     advantage_std: Literal["group", "none"] = "group"

@@ -7,6 +7,8 @@ Each function takes what was given, by flag or file, as text or typed, and retur
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from rlhf_cli.config.online import EngineConfig
 from rlhf_cli.config.policy import READ_BY
 from rlhf_cli.config.preference import LOSS_DEFAULTS
@@ -81,4 +83,7 @@ def _without_rivals(defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[
 
 
 def _is_true(given: Any) -> bool:
-    return str(given).lower() != "false"
+    try:
+        return TypeAdapter(bool).validate_python(given)
+    except ValidationError:
+        return True  # what is wrong with it is said where it is validated

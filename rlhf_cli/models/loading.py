@@ -34,6 +34,7 @@ from rlhf_cli.config.model import ModelConfig, ModelSource, TokenizerSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention import attention_needs, resolve_attention
 from rlhf_cli.models.classifiers import refuse_classifier
+from rlhf_cli.models.rounding import has_bf16_products
 from rlhf_cli.models.weight_files import fingerprint, folder_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -209,13 +210,8 @@ def load_reward_model(config: ModelConfig, *, zero3_config: dict[str, Any] | Non
     )
 
 
-def check_trainable(config: ModelConfig, architecture: PretrainedConfig, *, partitioned: bool) -> None:
-    """UsageError for a model that cannot be trained by any process, found before any weight is read.
-
-    `partitioned` is whether the weights are spread over ranks, at ZeRO 3.
-    """
-    if partitioned and config.compile_model:
-        raise UsageError("compile_model does not go with --zero_stage 3, which gathers weights between layers")
+def check_trainable(architecture: PretrainedConfig) -> None:
+    """UsageError for a model that cannot be trained by any process, found before any weight is read."""
     others = sorted(set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
     if others:  # recurrent, chunked, convolutions: they would mix the sequences of a pack
         kind = architecture.model_type
@@ -224,9 +220,13 @@ def check_trainable(config: ModelConfig, architecture: PretrainedConfig, *, part
 
 def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4bit: bool, partitioned: bool) -> None:
     """UsageError for what this process cannot load for training, found before any weight is read."""
-    check_trainable(config, architecture, partitioned=partitioned)
+    check_trainable(architecture)
     no_gpu = not torch.cuda.is_available()
     faults = (
+        (
+            partitioned and config.compile_model,
+            "compile_model does not go with --zero_stage 3, which gathers weights between layers",
+        ),
         (partitioned and in_4bit, "load_in_4bit does not go with --zero_stage 3, which cannot partition 4-bit weights"),
         (
             in_4bit and no_gpu,
@@ -310,7 +310,7 @@ def _partitioned(zero3_config: dict[str, Any] | None) -> Iterator[None]:
 
 def dtype_note(config: ModelConfig) -> dict[str, str]:
     """A line for the terminal, by its name, where models that run in this process would be slow in their type."""
-    is_slow = config.param_dtype == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    is_slow = config.param_dtype == "bf16" and not has_bf16_products()
     return {"Note": SLOW_BF16} if is_slow and not torch.cuda.is_available() else {}
 
 

@@ -13,7 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logprobs import LogitTransform, token_logprobs
-from rlhf_cli.models.rounding import PackLike, rounded
+from rlhf_cli.models.packs import PackLike
+from rlhf_cli.models.rounding import rounded
 
 
 class Decoder:
@@ -111,8 +112,8 @@ class PolicyModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities float32 [K] of the pack's targets, and entropies [K] if asked for.
 
-        Only hidden states that predict a target are projected. Without targets the results are empty, and a backward
-        pass from them gives every parameter a gradient of zero.
+        Only hidden states that predict a target are projected, and a few more where the pack is rounded up. Without
+        targets the results are empty, and a backward pass from them gives every parameter a gradient of zero.
         """
         rows = rounded(pack, self.model.dtype)
         logprobs, entropies = self.head(

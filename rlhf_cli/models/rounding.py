@@ -2,49 +2,19 @@
 
 On a CPU oneDNN compiles each product in bfloat16 for the very shape of its operands, which takes some milliseconds and
 up to a megabyte that it keeps, and packs have ever new lengths. A run of filler tokens that nobody else sees, and of
-which nothing is used, makes tokens, tokens that are read and targets few numbers each. Neither GPUs nor products in
-float32 compile anything by shape: packs stay as they are there.
+which nothing is used, makes tokens, tokens that are read and targets few numbers each; the tokens of each expert of a
+mixture stay as they come. GPUs, products in float32 and processors without products in bfloat16 compile nothing by
+shape: packs stay as they are there.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from rlhf_cli.models.packs import KeysLike, PackLike
+
 LEAST_STEP = 64
 """Lengths below 8,192 are multiples of it, longer ones of the power of two that is 1/128 to 1/64 of them."""
-
-
-class KeysLike(Protocol):
-    """Which keys the runs of a pack see where sequences share a beginning."""
-
-    @property
-    def index_U(self) -> torch.Tensor: ...
-    @property
-    def cu_seqlens(self) -> torch.Tensor: ...
-    @property
-    def max_seqlen(self) -> int: ...
-
-
-class PackLike(Protocol):
-    """What is read of a pack: T tokens of B sequences end to end, K of them targets."""
-
-    @property
-    def input_ids_T(self) -> torch.Tensor: ...
-    @property
-    def position_ids_T(self) -> torch.Tensor: ...
-    @property
-    def cu_seqlens(self) -> torch.Tensor: ...
-    @property
-    def max_seqlen(self) -> int: ...
-    @property
-    def rows_K(self) -> torch.Tensor: ...
-    @property
-    def read_R(self) -> torch.Tensor: ...
-    @property
-    def targets_K(self) -> torch.Tensor: ...
-    @property
-    def keys(self) -> KeysLike | None: ...
 
 
 @dataclass(frozen=True)
@@ -72,32 +42,34 @@ def rounded_length(length: int) -> int:
     return -(-length // step) * step
 
 
+def has_bf16_products() -> bool:
+    """Whether oneDNN multiplies in bfloat16 on this processor; else PyTorch does, slowly and without compiling."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def rounded(pack: PackLike, dtype: torch.dtype) -> PackLike:
     """The pack as a model of this type takes it: with filler behind what is there, or the pack itself.
 
     Its first K targets are those of the pack.
     """
-    if pack.input_ids_T.device.type != "cpu" or dtype != torch.bfloat16:
+    if pack.input_ids_T.device.type != "cpu" or dtype != torch.bfloat16 or not has_bf16_products():
         return pack
-    num_tokens, num_read, num_targets = (ids.numel() for ids in (pack.input_ids_T, pack.read_R, pack.targets_K))
-    more_read = rounded_length(num_read) - num_read
+    num_tokens, num_targets = pack.input_ids_T.numel(), pack.targets_K.numel()
+    filler = rounded_length(num_tokens) - num_tokens
     more_targets = rounded_length(num_targets) - num_targets
-    filler = rounded_length(num_tokens + more_read) - num_tokens
-    if filler == more_targets == 0:
-        return pack
-    positions_F = torch.arange(filler)
+    nothing_F = torch.zeros(filler, dtype=torch.int64)
     runs = [filler] if filler else []
     return _Pack(
-        input_ids_T=torch.cat([pack.input_ids_T, torch.zeros_like(positions_F)]),
-        position_ids_T=torch.cat([pack.position_ids_T, positions_F]),
+        input_ids_T=torch.cat([pack.input_ids_T, nothing_F]),
+        position_ids_T=torch.cat([pack.position_ids_T, nothing_F]),  # nobody looks at where filler stands
         cu_seqlens=_with_runs(pack.cu_seqlens, runs),
         max_seqlen=max(pack.max_seqlen, filler),
         rows_K=torch.cat([pack.rows_K, pack.rows_K[-1:].expand(more_targets)]),
-        read_R=torch.cat([pack.read_R, num_tokens + positions_F[:more_read]]),
+        read_R=_with_others(pack.read_R, num_tokens + filler),
         targets_K=torch.cat([pack.targets_K, pack.targets_K.new_zeros(more_targets)]),
         keys=pack.keys
         and _Keys(
-            index_U=torch.cat([pack.keys.index_U, num_tokens + positions_F]),
+            index_U=torch.cat([pack.keys.index_U, torch.arange(num_tokens, num_tokens + filler)]),
             cu_seqlens=_with_runs(pack.keys.cu_seqlens, runs),
             max_seqlen=max(pack.keys.max_seqlen, filler),
         ),
@@ -107,3 +79,10 @@ def rounded(pack: PackLike, dtype: torch.dtype) -> PackLike:
 def _with_runs(cu_seqlens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """Bounds with more runs of these lengths, one at most."""
     return torch.cat([cu_seqlens, *(cu_seqlens[-1:] + length for length in lengths)])
+
+
+def _with_others(read_R: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """As many positions as a rounded length says: those that are read, and some of the others there are."""
+    unread = torch.ones(num_tokens, dtype=torch.bool)
+    unread[read_R] = False
+    return torch.cat([read_R, unread.nonzero()[: rounded_length(read_R.numel()) - read_R.numel(), 0]])

@@ -1,0 +1,37 @@
+"""What models read of a pack: its data come from other layers."""
+
+from typing import Protocol
+
+import torch
+
+
+class KeysLike(Protocol):
+    """Which keys the runs of a pack see where sequences share a beginning."""
+
+    @property
+    def index_U(self) -> torch.Tensor: ...
+    @property
+    def cu_seqlens(self) -> torch.Tensor: ...
+    @property
+    def max_seqlen(self) -> int: ...
+
+
+class PackLike(Protocol):
+    """What is read of a pack: T tokens of B sequences end to end, K of them targets."""
+
+    @property
+    def input_ids_T(self) -> torch.Tensor: ...
+    @property
+    def position_ids_T(self) -> torch.Tensor: ...
+    @property
+    def cu_seqlens(self) -> torch.Tensor: ...
+    @property
+    def max_seqlen(self) -> int: ...
+    @property
+    def rows_K(self) -> torch.Tensor: ...
+    @property
+    def read_R(self) -> torch.Tensor: ...
+    @property
+    def targets_K(self) -> torch.Tensor: ...
+    @property
+    def keys(self) -> KeysLike | None: ...
