@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import ValidationError
+
 from rlhf_cli.backends.rollout_cache import head_size
 from rlhf_cli.backends.rollout_engine import Arrivals, Batch, EngineDead, EngineSettings, check_lengths, eos_token_ids
 from rlhf_cli.backends.rollout_processes import OWNER_VARIABLE, end_processes, process_tree
@@ -302,11 +304,18 @@ def _started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
     try:
         return _start(model_path, settings, on_cpu=on_cpu)
     except Exception as error:
-        reason = first_line(error)
+        reason = start_failure(error)
         raise RunError(
             f"vLLM could not be started with {model_path} ({reason}); "
             "the engine's log has the cause, --rollout_backend transformers does without vLLM"
         ) from error
+
+
+def start_failure(error: Exception) -> str:
+    """Why vLLM refused to start; where its settings did, their sentence and not pydantic's count of them."""
+    if isinstance(error, ValidationError):
+        return str(error.errors()[0]["msg"]).removeprefix("Value error, ").partition(". ")[0]
+    return first_line(error)
 
 
 def _check_head_size(model_path: str, settings: EngineSettings) -> None:

@@ -370,3 +370,12 @@ def test_after_a_push_of_other_weights_the_engine_agrees_with_them(engine, model
     engine.push(original, 3)
     assert engine.generate(REQUESTS, SAMPLING) == [replace(one, weight_version=3) for one in first_responses]
     sender.close()
+
+
+def test_an_engine_that_does_not_start_says_what_its_settings_lack(model_dir):
+    from rlhf_cli.backends.rollout_vllm import VllmEngine
+
+    positions = json.loads((Path(model_dir) / "config.json").read_text())["max_position_embeddings"]
+    too_long = replace(SETTINGS, max_model_len=positions + 1)
+    with pytest.raises(RunError, match=rf"max_model_len \({positions + 1}\) is greater than .*; the engine's log"):
+        VllmEngine(model_dir, too_long)
