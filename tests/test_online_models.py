@@ -10,8 +10,7 @@ from test_online_commands import resolve
 from test_online_reward_model import save_reward_model
 
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.commands.online_models import OnlineModels, find_models
-from rlhf_cli.commands.online_roles import check_stages, idle_settings
+from rlhf_cli.commands.online_models import OnlineModels, check_stages, find_models, idle_settings
 from rlhf_cli.errors import UsageError
 
 

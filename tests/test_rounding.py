@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from test_last_mlp import SHAPE
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from rlhf_cli.data.packing import Sequence, at_targets, pack
@@ -13,16 +14,6 @@ from rlhf_cli.models import policy, rounding
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.rounding import LEAST_STEP, rounded, rounded_length
 from rlhf_cli.models.varlen import VARLEN
-
-SHAPE = {
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.3,
-}
 
 
 def sequences(*lengths: int) -> list[Sequence]:

@@ -304,14 +304,14 @@ def _started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
     try:
         return _start(model_path, settings, on_cpu=on_cpu)
     except Exception as error:
-        reason = start_failure(error)
+        reason = _start_failure(error)
         raise RunError(
             f"vLLM could not be started with {model_path} ({reason}); "
             "the engine's log has the cause, --rollout_backend transformers does without vLLM"
         ) from error
 
 
-def start_failure(error: Exception) -> str:
+def _start_failure(error: Exception) -> str:
     """Why vLLM refused to start; where its settings did, their sentence and not pydantic's count of them."""
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"]).removeprefix("Value error, ").partition(". ")[0]

@@ -23,8 +23,8 @@ from rlhf_cli.commands.online_evaluation import (
     load_evaluation_prompts,
     make_evaluator,
 )
-from rlhf_cli.commands.online_models import OnlineModels, find_models
-from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles, check_stages, idle_settings, role_names
+from rlhf_cli.commands.online_models import OnlineModels, check_stages, find_models, idle_settings, role_names
+from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.commands.restarts import with_restarts
 from rlhf_cli.commands.run_directory import RunDirectory, begin_logs, prepare_run_directory, run_directory
 from rlhf_cli.commands.surplus import load_surplus, save_surplus

@@ -1,5 +1,6 @@
-"""The models of an online command, found and held against each other before any weight is read."""
+"""The models of an online command, found and held against each other before any weight is read; its roles."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_cli.algorithms.table import Algorithm
@@ -57,3 +58,43 @@ def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
     refuse_several_labels(critic.architecture, what)
     require_same_tokens(critic.tokenizer, policy.tokenizer, what)
     return critic
+
+
+def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
+    """The roles this run has besides the engines; a reference only where the KL divergence counts, from another model
+    than the one under the actor's adapter."""
+    critic = ("critic",) if models.critic else ()
+    reference = ("ref",) if config.policy.init_kl_coef > 0 and models.policy.plan is None else ()
+    reward = ("reward",) if models.reward else ()
+    return ("actor", *critic, *reference, *reward)
+
+
+_ABSENT = {
+    "ref": "there is a reference only with --init_kl_coef above 0, and under an adapter it is the actor's own base",
+    "reward": "there is a reward model only with --reward_pretrain",
+}
+_TOGETHER = {"ref": "colocate_actor_ref", "reward": "colocate_critic_reward"}
+
+
+def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
+    """A sentence for each role that the run lacks and that something is said of.
+
+    Not refused: a command line goes on to work where the KL divergence is turned off or an adapter comes in.
+    """
+    placement, deepspeed, said = config.placement, config.deepspeed, []
+    for role in (role for role in _ABSENT if role not in roles):
+        sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER[role])
+        given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
+        if given := given or deepspeed.changed(f"{role}_zero_stage"):
+            said.append(f"--{given} means nothing here: {_ABSENT[role]}")
+    return said
+
+
+def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
+    """UsageError where blocks of a role are to be compiled whose weights are partitioned."""
+    deepspeed = config.deepspeed
+    for role in roles:
+        if config.model.compile_model and deepspeed.of(role).zero_stage == 3:
+            own = f"{role}_zero_stage"
+            stage = own if getattr(deepspeed, own, None) is not None else "zero_stage"
+            raise UsageError(f"compile_model does not go with --{stage} 3, which gathers weights between layers")

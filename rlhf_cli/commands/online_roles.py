@@ -1,6 +1,5 @@
 """Builds the roles of an online command on the cluster and keeps them together: start, save, load, end."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,56 +22,15 @@ from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.backends.weight_transfer import choose_sync_backend
 from rlhf_cli.commands.offline import TrainedModel
 from rlhf_cli.commands.online_config import OnlineConfig
-from rlhf_cli.commands.online_models import OnlineModels
+from rlhf_cli.commands.online_models import OnlineModels, role_names
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig
-from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.loading import quadratic_cost, resolve_model_path
 from rlhf_cli.models.reward_model import RewardModel
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.trainers.rl import Roles, awake
 from rlhf_cli.trainers.update_plan import StepCounts
-
-
-def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
-    """The roles this run has besides the engines; a reference only where the KL divergence counts, from another model
-    than the one under the actor's adapter."""
-    critic = ("critic",) if models.critic else ()
-    reference = ("ref",) if config.policy.init_kl_coef > 0 and models.policy.plan is None else ()
-    reward = ("reward",) if models.reward else ()
-    return ("actor", *critic, *reference, *reward)
-
-
-_ABSENT = {
-    "ref": "there is a reference only with --init_kl_coef above 0, and under an adapter it is the actor's own base",
-    "reward": "there is a reward model only with --reward_pretrain",
-}
-_TOGETHER = {"ref": "colocate_actor_ref", "reward": "colocate_critic_reward"}
-
-
-def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
-    """A sentence for each role that the run lacks and that something is said of.
-
-    Not refused: a command line goes on to work where the KL divergence is turned off or an adapter comes in.
-    """
-    placement, deepspeed, said = config.placement, config.deepspeed, []
-    for role in (role for role in _ABSENT if role not in roles):
-        sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER[role])
-        given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
-        if given := given or deepspeed.changed(f"{role}_zero_stage"):
-            said.append(f"--{given} means nothing here: {_ABSENT[role]}")
-    return said
-
-
-def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
-    """UsageError where blocks of a role are to be compiled whose weights are partitioned."""
-    deepspeed = config.deepspeed
-    for role in roles:
-        if config.model.compile_model and deepspeed.of(role).zero_stage == 3:
-            own = f"{role}_zero_stage"
-            stage = own if getattr(deepspeed, own, None) is not None else "zero_stage"
-            raise UsageError(f"compile_model does not go with --{stage} 3, which gathers weights between layers")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """What models read of a pack: its data come from other layers."""
 
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 
 class KeysLike(Protocol):
-    """Which keys the runs of a pack see where sequences share a beginning."""
+    """Which keys the runs of a pack see where sequences share a beginning; a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def index_U(self) -> torch.Tensor: ...
@@ -17,7 +19,9 @@ class KeysLike(Protocol):
 
 
 class PackLike(Protocol):
-    """What is read of a pack: T tokens of B sequences end to end, K of them targets."""
+    """What is read of a pack: T tokens of B sequences end to end, K of them targets; a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def input_ids_T(self) -> torch.Tensor: ...

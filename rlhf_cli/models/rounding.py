@@ -7,33 +7,14 @@ mixture stay as they come. GPUs, products in float32 and processors without prod
 shape: packs stay as they are there.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
-from rlhf_cli.models.packs import KeysLike, PackLike
+from rlhf_cli.models.packs import PackLike
 
 LEAST_STEP = 64
 """Lengths below 8,192 are multiples of it, longer ones of the power of two that is 1/128 to 1/64 of them."""
-
-
-@dataclass(frozen=True)
-class _Keys:
-    index_U: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-
-
-@dataclass(frozen=True)
-class _Pack:
-    input_ids_T: torch.Tensor
-    position_ids_T: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-    rows_K: torch.Tensor
-    read_R: torch.Tensor
-    targets_K: torch.Tensor
-    keys: KeysLike | None
 
 
 def rounded_length(length: int) -> int:
@@ -59,7 +40,8 @@ def rounded(pack: PackLike, dtype: torch.dtype) -> PackLike:
     more_targets = rounded_length(num_targets) - num_targets
     nothing_F = torch.zeros(filler, dtype=torch.int64)
     runs = [filler] if filler else []
-    return _Pack(
+    return replace(
+        pack,
         input_ids_T=torch.cat([pack.input_ids_T, nothing_F]),
         position_ids_T=torch.cat([pack.position_ids_T, nothing_F]),  # nobody looks at where filler stands
         cu_seqlens=_with_runs(pack.cu_seqlens, runs),
@@ -68,7 +50,8 @@ def rounded(pack: PackLike, dtype: torch.dtype) -> PackLike:
         read_R=_with_others(pack.read_R, num_tokens + filler),
         targets_K=torch.cat([pack.targets_K, pack.targets_K.new_zeros(more_targets)]),
         keys=pack.keys
-        and _Keys(
+        and replace(
+            pack.keys,
             index_U=torch.cat([pack.keys.index_U, torch.arange(num_tokens, num_tokens + filler)]),
             cu_seqlens=_with_runs(pack.keys.cu_seqlens, runs),
             max_seqlen=max(pack.keys.max_seqlen, filler),
