@@ -10,6 +10,7 @@ from rich.console import Console
 
 from rlhf_cli.algorithms.answer_statistics import wilson_interval
 from rlhf_cli.commands.answering import Examinee
+from rlhf_cli.commands.answering_model import AnsweringModel
 from rlhf_cli.commands.eval import EvalConfig
 from rlhf_cli.commands.evaluation import EvalRun, results_of, rows_with_pass_rate
 from rlhf_cli.commands.generation_folder import Chunks
@@ -179,7 +180,10 @@ DATA = PromptData(
 def run(rows: int | None, *names: str, size: int = 2) -> EvalRun:
     settings = config(pretrain=",".join(names), n_samples_per_prompt=2, temperature=1.0)
     chunks = Chunks(len(PROMPTS), size, 2)
-    asked = [Examinee(settings, "transformers", None, DATA, None, chunks, 1 + 2 * i) for i in range(len(names))]
+    asked = [
+        Examinee(settings, "transformers", AnsweringModel(settings.model, None, None), DATA, None, chunks, 1 + 2 * i)
+        for i in range(len(names))
+    ]
     return EvalRun(settings, asked, {}, rows)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_cli.commands.answering import Answering, Examinee, Hooks, answer_chunks, sampling_params, settings_identity
+from rlhf_cli.commands.answering_model import AnsweringModel
 from rlhf_cli.commands.generate import GenerateConfig
 from rlhf_cli.commands.generation_folder import (
     Chunks,
@@ -167,7 +168,9 @@ def answer(tracker, *, begin=0, stop=lambda: False, size=3, scorer=None, reward_
     chosen = config(rollout_batch_size=size, n_samples_per_prompt=2, **settings)
     made: Any = engines or FakeEngines()
     answering = Answering(made, lambda ids: f"said {ids[0]}", scorer, reward_model)
-    asked = Examinee(chosen, "transformers", None, DATA, None, Chunks(len(PROMPTS), size, 2))
+    asked = Examinee(
+        chosen, "transformers", AnsweringModel(chosen.model, None, None), DATA, None, Chunks(len(PROMPTS), size, 2)
+    )
     return answer_chunks(answering, asked, begin=begin, hooks=Hooks(tracker, stop))
 
 

@@ -31,6 +31,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.host_memory import keep_freed_memory
 from rlhf_cli.models.loading import (
     SLOW_BF16,
+    check_positions,
     dtype_note,
     load_causal_lm,
     load_config,
@@ -459,3 +460,14 @@ def test_a_type_that_the_processor_is_slow_in_is_said(monkeypatch, dtype, is_fas
     monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: is_fast)
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     assert dtype_note(ModelConfig(pretrain="any", param_dtype=dtype)) == note
+
+
+def test_vllm_is_asked_for_no_more_positions_than_a_model_has(monkeypatch):
+    plain = Qwen2Config(max_position_embeddings=64)
+    stretched = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    check_positions(plain, 64)
+    check_positions(Qwen2Config(max_position_embeddings=64, rope_parameters=stretched), 65)
+    with pytest.raises(UsageError, match=r"--max_len 65: the model has 64 positions \(max_position_embeddings"):
+        check_positions(plain, 65)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    check_positions(plain, 65)

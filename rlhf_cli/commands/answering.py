@@ -11,7 +11,8 @@ from typing import Any
 
 from rlhf_cli.backends.engine_group import rollout_backend
 from rlhf_cli.backends.ray_cluster import Cluster
-from rlhf_cli.commands.generation_folder import Chunks
+from rlhf_cli.commands.answering_model import AnsweringModel, find_answering_model
+from rlhf_cli.commands.generation_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.commands.generation_models import started_models
 from rlhf_cli.config.generate import AnsweringConfig, SamplingConfig
 from rlhf_cli.config.model import ModelConfig
@@ -19,8 +20,7 @@ from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenising import check_token_ids
-from rlhf_cli.models.classifiers import refuse_classifier
-from rlhf_cli.models.loading import load_config, load_tokenizer, weights_of
+from rlhf_cli.models.loading import check_positions, weights_of
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
@@ -39,7 +39,7 @@ class Examinee:
 
     config: AnsweringConfig
     backend: str
-    tokenizer: Any
+    model: AnsweringModel
     data: PromptData
     reward_model: RewardModel | None
     chunks: Chunks
@@ -77,17 +77,18 @@ class Hooks:
 
 def examinee(config: AnsweringConfig, *, first_step: int = 1, cells: Mapping[str, Any] | None = None) -> Examinee:
     """The model of the settings with its prompts. UsageError for what can be found wrong with them."""
-    sampling = config.sampling
-    tokenizer, architecture = load_tokenizer(config.model), load_config(config.model)
-    refuse_classifier(architecture, f"--pretrain {config.model.pretrain!r}")
-    data = load_prompts(config.prompts, tokenizer, max_new_tokens=sampling.max_new_tokens, seed=config.out.seed)
-    check_token_ids(data.report, tokenizer, architecture, pretrain=config.model.pretrain)
+    sampling, backend = config.sampling, rollout_backend(config.sampling)
+    model = find_answering_model(config.model)
+    if backend == "vllm":
+        check_positions(model.architecture, config.prompts.max_len)
+    data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=sampling.max_new_tokens, seed=config.out.seed)
+    check_token_ids(data.report, model.tokenizer, model.architecture, pretrain=config.model.pretrain)
     return Examinee(
         config,
-        rollout_backend(sampling),
-        tokenizer,
+        backend,
+        model,
         data,
-        _reward_model(config, tokenizer),
+        _reward_model(config, model.tokenizer),
         Chunks(len(data.prompts), sampling.rollout_batch_size, sampling.n_samples_per_prompt),
         first_step,
         cells or {},
@@ -104,7 +105,7 @@ def _reward_model(config: AnsweringConfig, tokenizer: Any) -> RewardModel | None
 def model_identity(examinee: Examinee) -> dict[str, Any]:
     """What has to be equal for the rows of two runs to be answers of one model to the same prompts."""
     return {
-        "fingerprint of the weights": weights_of(examinee.config.model.pretrain),
+        "fingerprint of the weights": examinee.model.fingerprint(),
         "number of prompts": len(examinee.data.prompts),
         "fingerprint of the prompts": examinee.data.fingerprint,
     }
@@ -144,11 +145,15 @@ def answer_prompts(
     *,
     begin: int,
     cluster: Cluster,
+    root: Path,
     log_dir: Path,
     announce: Callable[[str], None],
     hooks: Hooks,
 ) -> bool:
-    """Start the model, answer its chunks from `begin` on and end it; whether the last chunk was reached."""
+    """Start the model, answer its chunks from `begin` on and end it; whether the last chunk was reached.
+
+    `root` is the folder of the run, where a model that has to be written first is meanwhile.
+    """
     config = examinee.config
     with ExitStack() as stack:
         scorer = None
@@ -156,12 +161,18 @@ def answer_prompts(
             scorer = stack.enter_context(Scorer(config.reward, tell=hooks.tracker.message))
         models = stack.enter_context(
             started_models(
-                config, examinee.backend, examinee.reward_model, cluster=cluster, log_dir=log_dir, announce=announce
+                config,
+                examinee.backend,
+                examinee.reward_model,
+                weights=examinee.model.whole(root / WHOLE_MODEL, tell=hooks.tracker.message),
+                cluster=cluster,
+                log_dir=log_dir,
+                announce=announce,
             )
         )
 
         def decode(token_ids: Sequence[int]) -> str:
-            return str(examinee.tokenizer.decode(token_ids, skip_special_tokens=True))
+            return str(examinee.model.tokenizer.decode(token_ids, skip_special_tokens=True))
 
         answering = Answering(models.engines, decode, scorer, models.reward_model)
         return answer_chunks(answering, examinee, begin=begin, hooks=hooks)

@@ -158,6 +158,7 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
                 asked,
                 begin=run.begins[number],
                 cluster=cluster,
+                root=root,
                 log_dir=root / LOGS / f"model_{number + 1}" if many else root / LOGS,
                 announce=announce,
                 hooks=Hooks(tracker, stop),

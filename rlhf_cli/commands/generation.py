@@ -106,6 +106,7 @@ def _generate(run: _Run, root: Path, tracker: Tracker, stop: StopSignal) -> bool
             asked,
             begin=run.done or 0,
             cluster=cluster,
+            root=root,
             log_dir=log_dir,
             announce=announce,
             hooks=Hooks(tracker, stop),

@@ -15,7 +15,9 @@ from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.errors import UsageError
 
 SAMPLES, SELECTED, FIGURES, IDENTITY = "samples.jsonl", "selected.jsonl", "eval.json", "generation.json"
-LEFTOVERS = (SAMPLES, SELECTED, FIGURES, "metrics.jsonl", "run.json", CONFIG, "error.log", LOGS, IDENTITY)
+WHOLE_MODEL = "whole_model"
+"""Folder of a model that is there only while engines need it."""
+LEFTOVERS = (SAMPLES, SELECTED, FIGURES, "metrics.jsonl", "run.json", CONFIG, "error.log", LOGS, IDENTITY, WHOLE_MODEL)
 BLOCK = 1 << 20
 
 

@@ -4,7 +4,7 @@ Weights stay those of the folders they were loaded from: there is nothing to pus
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from rlhf_cli.config.generate import AnsweringConfig
 from rlhf_cli.config.online import PlacementConfig, RolloutConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
-from rlhf_cli.models.loading import resolve_model_path
 from rlhf_cli.models.reward_model import RewardModel
 
 REWARD = "reward"
@@ -40,6 +39,7 @@ class _Places:
 
     config: AnsweringConfig
     backend: str
+    pretrain: str
     layout: Layout
     reservation: Reservation
     cluster: Cluster
@@ -56,19 +56,22 @@ def started_models(
     backend: str,
     reward_model: RewardModel | None,
     *,
+    weights: AbstractContextManager[str],
     cluster: Cluster,
     log_dir: Path,
     announce: Callable[[str], None],
 ) -> Iterator[Models]:
     """Engines and reward model, ready to use; all their processes end with the block.
 
-    `announce` is told the placement before anything is loaded.
+    `weights` are what engines load, a folder or Hub name; they are there within the block. `announce` is told the
+    placement before anything is loaded.
     """
     with ExitStack() as stack:
         reservation = Reservation(_layout(config, cluster, has_reward_model=reward_model is not None), cluster)
         stack.callback(reservation.release)
         announce("; ".join(describe(reservation.layout, unit=cluster.unit)))
-        places = _Places(config, backend, reservation.layout, reservation, cluster, log_dir)
+        pretrain = stack.enter_context(weights)
+        places = _Places(config, backend, pretrain, reservation.layout, reservation, cluster, log_dir)
         ranks = None if reward_model is None else _start_reward_model(places, reward_model)
         engines = _start_engines(places, ranks)
         stack.callback(engines.shutdown)
@@ -146,7 +149,7 @@ def _start_engines(places: _Places, ranks: WorkerGroup | None) -> EngineGroup:
             threads=places.threads(ENGINE),
             environment=_engine_environment(places, seat, ranks),
             factory=host_engine,
-            args=(places.backend, resolve_model_path(config.model.pretrain), settings),
+            args=(places.backend, places.pretrain, settings),
         )
 
     return EngineGroup(

@@ -33,7 +33,7 @@ from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.errors import ProcessDied, RunError, UsageError
-from rlhf_cli.models.loading import dtype_note
+from rlhf_cli.models.loading import check_positions, dtype_note
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.report import write_report
@@ -197,6 +197,8 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     backend = rollout_backend(config.rollout)
     models = find_models(config, algorithm)
     model = models.policy
+    if backend == "vllm":
+        check_positions(model.architecture, config.prompts.max_len)
     roles = role_names(config, models)
     check_stages(config, roles)
     check_layout(config.placement, config.rollout, roles=roles)

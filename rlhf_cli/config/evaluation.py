@@ -15,7 +15,8 @@ class EvaluatedModelConfig(ModelSource):
     """Model"""
 
     pretrain: str
-    """Models: local folders, run directories of this program, Hugging Face names; several separated by commas."""
+    """Models: local folders, run directories and checkpoints of this program, adapters, Hugging Face names; several are
+    separated by commas."""
 
     @property
     def names(self) -> list[str]:

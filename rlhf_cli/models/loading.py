@@ -6,6 +6,7 @@ the backends.
 
 import contextlib
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,7 +135,11 @@ def load_tokenizer(config: TokenizerSource) -> PreTrainedTokenizerBase:
 
     No padding token is made up: training never pads, and one equal to the end of sequence would hide that token.
     """
-    path = _tokenizer_path(config.pretrain)
+    return read_tokenizer(_tokenizer_path(config.pretrain), config)
+
+
+def read_tokenizer(path: str, config: TokenizerSource) -> PreTrainedTokenizerBase:
+    """As `load_tokenizer` does, from that folder or Hub name whatever model the settings name."""
     if Path(path).is_dir() and not _has_tokenizer(Path(path)):
         raise UsageError(f"pretrain {path!r} has no tokenizer (tokenizer.json)")
     with _naming_the_model(path, "the tokenizer"):
@@ -216,6 +221,24 @@ def check_trainable(architecture: PretrainedConfig) -> None:
     if others:  # recurrent, chunked, convolutions: they would mix the sequences of a pack
         kind = architecture.model_type
         raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(others)}")
+
+
+def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
+    """UsageError where vLLM would not start: sequences get longer than the model has positions, and none are scaled."""
+    text = architecture.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    known = max(positions or max_len, getattr(architecture, "model_max_length", None) or 0)
+    if max_len > known and not _has_scaled_positions(text) and "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in os.environ:
+        raise UsageError(
+            f"--max_len {max_len}: the model has {known} positions (max_position_embeddings in its config.json), and "
+            "vLLM takes no longer sequences"
+        )
+
+
+def _has_scaled_positions(text: PretrainedConfig) -> bool:
+    """Whether rotary positions are stretched by a factor, for all layers or for those of one kind."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return any(kind.get("factor") for kind in (rope, *rope.values()) if isinstance(kind, dict))
 
 
 def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4bit: bool, partitioned: bool) -> None:

@@ -147,7 +147,7 @@ def test_actor_and_critic_train_adapters_online_and_engines_sample_from_the_merg
     rollout = ("--max_len", 64, "--max_new_tokens", 6, "--rollout_batch_size", 4, "--n_samples_per_prompt", 2)
     usual = (*prompts, *rollout, "--train_batch_size", 4)
     rates = ("--actor_learning_rate", "1e-2", "--critic_learning_rate", "1e-2", "--max_iterations", 2)
-    engine = ("--rollout_backend", "vllm", "--enforce_eager")
+    engine = ("--rollout_backend", "vllm", "--no_enforce_eager")  # compiled, also after a push
     rlhf("ppo", "--pretrain", place / "tiny", *usual, *rates, *engine, "--lora_rank", 4, "--output", place / "ppo")
     assert {path.stem for path in (place / "ppo" / "logs").glob("*-*.log")} == {"actor-0", "critic-0", "engine-0"}
     first, second = read_metrics(place / "ppo").values()
@@ -160,6 +160,12 @@ def test_actor_and_critic_train_adapters_online_and_engines_sample_from_the_merg
     (third,) = read_metrics(place / "rloo").values()
     assert abs(third["kl"]) > 1e-4
     assert third["rollout_diff_max"] < 1e-3
+    answers = ("--rollout_backend", "transformers", "--max_len", 64, "--max_new_tokens", 6, "--output", place / "eval")
+    both = f"{place / 'ppo'},{place / 'ppo_merged'}"
+    rlhf("eval", "--pretrain", both, *prompts, *answers)
+    rows = [json.loads(line) for line in (place / "eval" / "samples.jsonl").read_text().splitlines()]
+    assert [row["response"] for row in rows[:64]] == [row["response"] for row in rows[64:]]
+    assert not (place / "eval" / "whole_model").exists()
     for metrics in (first, second):  # in bfloat16, as of whole weights (test_ppo)
         assert metrics["rollout_diff_max"] < 0.2
         assert metrics["rollout_prob_correlation"] > 0.99

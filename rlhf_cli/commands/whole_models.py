@@ -1,0 +1,195 @@
+"""Adapters and checkpoints as whole models: where their parts are, what they add up to, and writing that.
+
+Leaves out the arithmetic (models/merging.py) and reading the result again (merging.py).
+"""
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.backends.checkpoint import MANIFEST, verify
+from rlhf_cli.backends.deepspeed_weights import DEEPSPEED, DESCRIPTION, EngineWeights
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.adapters import (
+    MODEL_FILE,
+    WEIGHTS_FILE,
+    base_of,
+    file_name,
+    read_config,
+    require_same_base,
+)
+from rlhf_cli.models.loading import ADAPTER_FILE, TOKENIZER_FILES, adapter_folder, resolve_model_path
+from rlhf_cli.models.merging import FoldedAdapter, verify_shards, write_shards
+from rlhf_cli.models.weight_files import (
+    RenamedTensors,
+    SafetensorsFiles,
+    TensorSource,
+    fingerprint,
+    folder_of,
+    open_weights,
+)
+
+GENERATION = "generation_config.json"
+SHARD_BYTES = 4_000_000_000
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where everything of a model is."""
+
+    engine: Path | None  # a saved engine, or None where the adapter is a folder of its own
+    description: Path  # folder with configuration and tokenizer, and with those of an adapter
+    base: Path | None  # the model under the adapter, or None where there is no adapter
+
+    def file(self, names: tuple[str, ...]) -> Path | None:
+        """Folder that has one of these files: the model's own, or its base."""
+        folders = [self.description, *([self.base] if self.base else [])]
+        return next((folder for folder in folders if any((folder / name).is_file() for name in names)), None)
+
+    def fingerprint(self) -> str:
+        """A hash that tells these weights from others: of the adapter and its base, or of the checkpoint's contents."""
+        own = self.engine.parent / MANIFEST if self.engine else _adapter_file(self.description)
+        digest = hashlib.sha256(f"{self.engine.name if self.engine else ''} ".encode() + own.read_bytes())
+        if self.base is not None:
+            digest.update(fingerprint(self.base).encode())
+        return digest.hexdigest()[:32]
+
+
+def find_parts(model: str, *, flag: str, base: str | None = None) -> Parts | None:
+    """What the path stands for, given by `flag`; None where that is neither an adapter nor a checkpoint.
+
+    `base` is where the model under an adapter is, if not where it was in training.
+
+    Raises:
+        UsageError: the checkpoint has several models or is damaged, or the model under the adapter is another or gone.
+    """
+    path = Path(model).expanduser()
+    engine = _engine_folder(path, flag)
+    description = engine / DESCRIPTION if engine else adapter_folder(str(path))
+    if description is None:
+        return None
+    under = None
+    if (description / ADAPTER_FILE).is_file():
+        under = resolve_model_path(base) if base else base_of(description, read_config(description))
+        require_same_base(description, under, fingerprint(folder_of(under)))
+    return Parts(engine, description, folder_of(under) if under else None)
+
+
+def _engine_folder(path: Path, flag: str) -> Path | None:
+    """The saved engine that a checkpoint, or a folder in one, stands for; verified."""
+    checkpoint = path.parent if (path / DEEPSPEED).is_dir() else path
+    engines = sorted(folder.parent for folder in checkpoint.glob(f"*/{DEEPSPEED}"))
+    if not engines or not (checkpoint / MANIFEST).is_file():
+        return None
+    verify(checkpoint)
+    chosen = [engine for engine in engines if path in (checkpoint, engine)]
+    if len(chosen) != 1:
+        raise UsageError(f"{flag} {path} has several models: give one, {' or '.join(map(str, engines))}")
+    if not (chosen[0] / DESCRIPTION / "config.json").is_file():
+        raise UsageError(f"checkpoint {checkpoint} does not say what model it is of: it has no {DESCRIPTION}/")
+    return chosen[0]
+
+
+def configuration(parts: Parts, *, trust_remote_code: bool) -> Any:
+    """The configuration of the whole model, with the class that it is of."""
+    from transformers import AutoConfig
+
+    own = [parts.description / name for name in ("config.json", MODEL_FILE) if (parts.description / name).is_file()]
+    if own:
+        return AutoConfig.from_pretrained(own[0], trust_remote_code=trust_remote_code)
+    assert parts.base is not None, "a checkpoint has a configuration of its own"
+    config = AutoConfig.from_pretrained(parts.base, trust_remote_code=trust_remote_code)
+    if num_labels := _foreign_head(parts.description):  # PEFT alone does not say what model it was
+        config.num_labels = num_labels
+        config.architectures = [f"{config.architectures[0].removesuffix('ForCausalLM')}ForSequenceClassification"]
+    return config
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers for this configuration: of models with a scalar head, or of language models."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    has_head = (config.architectures or [""])[0].endswith("ForSequenceClassification")
+    return AutoModelForSequenceClassification if has_head else AutoModelForCausalLM
+
+
+def whole_weights(parts: Parts, config: Any, *, trust_remote_code: bool) -> TensorSource:
+    """The tensors of the whole model, of that configuration. UsageError where an adapter does not fit its base."""
+    if parts.engine is not None:
+        tied = set() if parts.base else _tied_names(config, trust_remote_code=trust_remote_code)
+        trained: TensorSource = EngineWeights(parts.engine, config.dtype, tied=tied)
+        if parts.base is None:
+            return trained
+        weights: TensorSource = RenamedTensors(trained, file_name)
+    else:
+        weights = SafetensorsFiles([_adapter_file(parts.description)])
+    assert parts.base is not None, "an adapter has a base"
+    return FoldedAdapter(open_weights(parts.base), weights, read_config(parts.description))
+
+
+def write_whole(
+    parts: Parts,
+    config: Any,
+    folder: Path,
+    *,
+    dtype: Any = None,
+    max_bytes: int = SHARD_BYTES,
+    trust_remote_code: bool = False,
+) -> int:
+    """Write the whole model to an empty folder, in shards of that size; the number of its files of weights.
+
+    `config` is its configuration; `dtype` the torch.dtype of the weights, by default the one that they have.
+    """
+    source = whole_weights(parts, config, trust_remote_code=trust_remote_code)
+    _describe(parts, config, folder, trust_remote_code=trust_remote_code)
+    num_files = write_shards(source, folder, dtype=dtype, max_bytes=max_bytes)
+    _set_dtype(folder, source, dtype)
+    verify_shards(source, folder, dtype=dtype)
+    return num_files
+
+
+def _foreign_head(folder: Path) -> int | None:
+    """Outputs of the scalar head among an adapter's weights, if there is one."""
+    weights = SafetensorsFiles([_adapter_file(folder)])
+    name = file_name("score.weight")
+    return weights.shape(name)[0] if name in weights.names() else None
+
+
+def _adapter_file(folder: Path) -> Path:
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise UsageError(f"adapter {folder} has no {WEIGHTS_FILE}")
+    return folder / WEIGHTS_FILE
+
+
+def _tied_names(config: Any, *, trust_remote_code: bool) -> set[str]:
+    """Names that are other names of weights, and so not in files."""
+    import torch
+
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    return set(model.all_tied_weights_keys)
+
+
+def _describe(parts: Parts, config: Any, folder: Path, *, trust_remote_code: bool) -> None:
+    """Write configuration, tokenizer, template and generation settings."""
+    from transformers import AutoTokenizer
+
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.save_pretrained(folder)
+    if source := parts.file(TOKENIZER_FILES):
+        AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(folder)
+    if source := parts.file((GENERATION,)):
+        shutil.copyfile(source / GENERATION, folder / GENERATION)
+    for code in parts.base.glob("*.py") if parts.base else ():
+        shutil.copyfile(code, folder / code.name)
+
+
+def _set_dtype(folder: Path, source: TensorSource, dtype: Any) -> None:
+    """Say in the configuration of which type the weights are; transformers loads them in it."""
+    file = folder / "config.json"
+    written = str(dtype or source.dtype(source.names()[0])).removeprefix("torch.")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": written}, indent=2) + "\n")
