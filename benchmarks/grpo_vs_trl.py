@@ -48,10 +48,12 @@ MAX_NEW_TOKENS, MAX_LEN = 128, 512
 AIM = 1.15  # of an iteration to the sum of its parts
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ENGINE_PER_CORE = ["--vllm_num_engines", str(os.cpu_count() or 1)]
+COMPILED = ["--compile_model", "--no_enforce_eager"]
 RLHF_SETTINGS = {
     "": [],
+    ", compiled": COMPILED,
     ", engine per core": ENGINE_PER_CORE,
-    ", engine per core, compiled": [*ENGINE_PER_CORE, "--compile_model"],
+    ", engine per core, compiled": [*ENGINE_PER_CORE, *COMPILED],
 }
 
 
@@ -131,6 +133,7 @@ VARIANTS: dict[str, Variant] = {
     **{f"TRL {short} at once": partial(trl_at_once, dtype=dtype, bf16=False) for short, dtype in DTYPES.items()},
     **{f"TRL {short} continuous": partial(continuous, dtype=dtype, bf16=False) for short, dtype in DTYPES.items()},
     "TRL bf16 autocast": partial(trl_grpo, dtype="float32", bf16=True),
+    "TRL bf16 compiled": partial(trl_grpo, dtype=DTYPES["bf16"], bf16=False, torch_compile=True),
 }
 
 

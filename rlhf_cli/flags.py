@@ -93,7 +93,8 @@ def flags_of(config_cls: type[BaseModel]) -> dict[str, Flag]:
 def describe(flag: Flag) -> str:
     """What a flag takes and what it is without being given, as help pages show it."""
     if flag.takes == 0:
-        return f"on by default; --no_{flag.name} turns it off" if flag.default else "off by default"
+        turns_off = f"--no_{flag.name} turns it off"
+        return {True: f"on by default; {turns_off}", False: "off by default", None: turns_off}[flag.default]
     if flag.required:
         return f"{expected(flag)}; required"
     if flag.default is None or flag.default == []:

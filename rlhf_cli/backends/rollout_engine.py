@@ -37,7 +37,7 @@ class EngineSettings:
     seed: int = 0
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.6
-    enforce_eager: bool = False
+    enforce_eager: bool | None = None  # None: on a CPU
     enable_prefix_caching: bool = True
     enable_sleep: bool = False
     sync_backend: SyncBackend = "shm"

@@ -44,7 +44,7 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         OWNER_VARIABLE: str(os.getpid()),
     }
-    if settings.enforce_eager or on_cpu:
+    if _is_eager(settings, on_cpu=on_cpu):
         variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles for 5-19 s all the same
     if settings.sync_backend == "ipc":
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA handles are pickled between our own processes
@@ -61,6 +61,11 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
             # the core computes by itself: with a worker of its own, both wait for each other in loops on the same cores
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return variables
+
+
+def _is_eager(settings: EngineSettings, *, on_cpu: bool) -> bool:
+    """Whether vLLM runs without compiling, unless asked for where that takes longer than many runs."""
+    return on_cpu if settings.enforce_eager is None else settings.enforce_eager
 
 
 @contextmanager
@@ -356,7 +361,7 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
             tensor_parallel_size=settings.tensor_parallel_size,
             # inside a Ray placement group vLLM would start Ray workers of its own, on GPUs it chooses
             distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else None,
-            enforce_eager=settings.enforce_eager or on_cpu,  # compiled, a CPU starts 40 s later, 15 % faster
+            enforce_eager=_is_eager(settings, on_cpu=on_cpu),
             enable_prefix_caching=settings.enable_prefix_caching,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # the model's own sampling defaults must not mix into ours
