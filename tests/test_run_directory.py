@@ -195,6 +195,7 @@ def test_what_a_run_that_was_not_built_left_is_no_earlier_run(tmp_path):
     begin_logs(run_directory(settings(tmp_path)), keep=False)
     (tmp_path / "logs" / "actor-0.log").write_text("no room for the model")
     (tmp_path / "error.log").write_text("Traceback")
+    (tmp_path / "error_rank1.log").write_text("Traceback")
     check_run_directory(settings(tmp_path))
     prepare_run_directory(settings(tmp_path), "", keep=False)
     assert names(tmp_path) == {"config.yaml", "logs"}

@@ -12,8 +12,8 @@ from rlhf_cli.errors import UsageError
 
 CONFIG, LOGS, REPORT, BEST, EMA = "config.yaml", "logs", "report.html", "best", "ema"
 BEST_FILE = "best.json"  # in `BEST`: the metric, its value, and after which iteration
-ERRORS = "error.log"
-OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, BEST, EMA, "tensorboard", ERRORS)
+ERRORS = ("error.log", "error_rank*.log")
+OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, BEST, EMA, "tensorboard")
 OF_A_MODEL = ("config.json", "adapter_config.json")
 
 
@@ -69,7 +69,7 @@ def check_run_directory(settings: CheckpointConfig) -> None:
         raise UsageError(
             f"{paths.model} is where the model is to be saved, but holds other things: choose another --save_path"
         )
-    left = [path for path in _leftovers(paths) if path.name != ERRORS]
+    left = [path for path in _leftovers(paths) if path not in _errors(paths)]
     found = [*left, *_steps(paths), *([paths.model] if _is_used(paths.model) else [])]
     models = [*([paths.model] if _is_used(paths.model) else []), *([paths.best] if _is_trained(paths.best) else [])]
     if settings.load_checkpoint and models and not _steps(paths):
@@ -135,7 +135,13 @@ def begin_logs(paths: RunDirectory, *, keep: bool) -> None:
 def _leftovers(paths: RunDirectory) -> list[Path]:
     """What a run has left in its own folder, besides logs and checkpoints. A model elsewhere stays until replaced."""
     own_model = [paths.model] if paths.model.is_relative_to(paths.root) else []
-    return [path for path in [*(paths.root / name for name in OF_A_RUN), *own_model] if path.exists()]
+    of_a_run = [path for name in OF_A_RUN if (path := paths.root / name).exists()]
+    return [*of_a_run, *_errors(paths), *(model for model in own_model if model.exists())]
+
+
+def _errors(paths: RunDirectory) -> list[Path]:
+    """Traces of unexpected errors."""
+    return [path for pattern in ERRORS for path in paths.root.glob(pattern)]
 
 
 def _steps(paths: RunDirectory) -> list[Path]:
