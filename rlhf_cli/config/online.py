@@ -28,7 +28,7 @@ class EngineConfig(Group):
     """vLLM computes a prompt once for its samples, in whole blocks of the KV cache (128 tokens on a CPU)."""
     enforce_eager: bool | None = None
     """No CUDA graphs and no compilation in vLLM: starts faster, generates slower. By default on a CPU alone, where
-    --no_enforce_eager starts half a minute later and generates in 0.7 of the time."""
+    --no_enforce_eager starts up to a minute later and generates in 0.7 of the time."""
 
     @field_validator("stop")
     @classmethod
