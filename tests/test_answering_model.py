@@ -1,5 +1,7 @@
 """The models that `generate` and `eval` ask: whole ones, adapters and checkpoints, and what engines load of them."""
 
+import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,12 @@ from safetensors.torch import load_file, save_file
 from trained_folders import Trained, outputs
 from transformers import AutoModelForCausalLM
 
+from rlhf_cli.commands.answering import examinee
 from rlhf_cli.commands.answering_model import find_answering_model
+from rlhf_cli.commands.generate import GenerateConfig
 from rlhf_cli.config.model import ModelSource
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.options import build_config
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -46,12 +51,19 @@ def test_engines_load_an_adapter_or_a_checkpoint_as_a_whole_model_that_is_gone_a
     assert model.architecture.vocab_size == whole.config.vocab_size
 
 
-def test_what_a_killed_run_left_is_written_anew(tiny_model_dir, tmp_path):
+def test_a_whole_model_is_gone_after_a_failure_too(tiny_model_dir, tmp_path):
     run = Trained(tmp_path, tiny_model_dir, lora_rank=4)
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole" / "model.safetensors.index.json").write_text("{}")
-    with found(run.folder).whole(tmp_path / "whole", tell=print) as path:
-        assert not list(Path(path).glob("*.index.json"))
+    seen = []
+
+    def answer() -> None:
+        with found(run.folder).whole(tmp_path / "whole", tell=print) as path:
+            seen.append(Path(path).is_dir())
+            raise RunError("an engine died")
+
+    with pytest.raises(RunError, match="an engine died"):
+        answer()
+    assert seen == [True]
+    assert not (tmp_path / "whole").exists()
 
 
 def test_weights_that_changed_have_another_fingerprint(tiny_model_dir, tmp_path):
@@ -61,7 +73,11 @@ def test_weights_that_changed_have_another_fingerprint(tiny_model_dir, tmp_path)
     assert len(set(marks)) == 3
     file = run.folder / "adapter_model.safetensors"
     save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
-    assert found(run.folder).fingerprint() not in marks
+    marks.append(found(run.folder).fingerprint())
+    settings = run.folder / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_alpha": 3}))
+    marks.append(found(run.folder).fingerprint())
+    assert len(set(marks)) == 5
 
 
 def test_what_cannot_answer_is_refused_before_anything_starts(tiny_model_dir, tmp_path):
@@ -80,3 +96,19 @@ def test_what_cannot_answer_is_refused_before_anything_starts(tiny_model_dir, tm
     for path, complaint in cases.items():
         with pytest.raises(UsageError, match=complaint):
             found(path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_more_positions_than_there_are_is_refused_where_vllm_answers(tiny_model_dir, tmp_path, backend):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "1+2="}))
+    words = {"pretrain": str(tiny_model_dir), "prompt_data": str(prompts), "output": str(tmp_path / "out")}
+    config = build_config(
+        GenerateConfig, {**words, "max_len": "513", "max_new_tokens": "8", "rollout_backend": backend}
+    )
+    if backend == "vllm":
+        with pytest.raises(UsageError, match="--max_len 513: the model has 512 positions"):
+            examinee(config)
+    else:
+        assert examinee(config).chunks.num_prompts == 1

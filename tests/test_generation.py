@@ -10,6 +10,7 @@ from rlhf_cli.commands.answering import Answering, Examinee, Hooks, answer_chunk
 from rlhf_cli.commands.answering_model import AnsweringModel
 from rlhf_cli.commands.generate import GenerateConfig
 from rlhf_cli.commands.generation_folder import (
+    WHOLE_MODEL,
     Chunks,
     answers_folder,
     check_folder,
@@ -78,7 +79,9 @@ def test_a_generation_is_continued_after_its_last_whole_chunk(tmp_path):
     (root / "samples.jsonl").write_text('{"step": 1}\n' * 9 + "{")
     check_folder(root, AGAIN)
     assert chunks.whole(rows_done(root, AGAIN, IDENTITY) or 0) == 1
+    (root / WHOLE_MODEL).mkdir()  # engines of a killed run had loaded it
     prepare_folder(root, "seed: 42\n", IDENTITY, keep=True)
+    assert not (root / WHOLE_MODEL).exists()
     assert num_lines(root / "samples.jsonl") == 9
 
 

@@ -14,10 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    AyaVisionConfig,
+    Cohere2Config,
     CohereConfig,
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -462,12 +465,28 @@ def test_a_type_that_the_processor_is_slow_in_is_said(monkeypatch, dtype, is_fas
     assert dtype_note(ModelConfig(pretrain="any", param_dtype=dtype)) == note
 
 
-def test_vllm_is_asked_for_no_more_positions_than_a_model_has(monkeypatch):
-    plain = Qwen2Config(max_position_embeddings=64)
-    stretched = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    check_positions(plain, 64)
-    check_positions(Qwen2Config(max_position_embeddings=64, rope_parameters=stretched), 65)
-    with pytest.raises(UsageError, match=r"--max_len 65: the model has 64 positions \(max_position_embeddings"):
-        check_positions(plain, 65)
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+LLAMA_3 = LINEAR | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"original_max_position_embeddings": 32}
+YARN = LINEAR | {"rope_type": "yarn", "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "known"),
+    [
+        (Qwen2Config(max_position_embeddings=64), 64),
+        (Qwen2Config(max_position_embeddings=64, rope_parameters=LINEAR), 128),
+        (Qwen2Config(max_position_embeddings=64, rope_parameters=YARN), 64),
+        (LlamaConfig(max_position_embeddings=64, rope_parameters=LLAMA_3), 64),
+        (Gemma3TextConfig(max_position_embeddings=64), 64),
+        (AyaVisionConfig(text_config=Cohere2Config(max_position_embeddings=64, model_max_length=96)), 96),
+        (CohereConfig(max_position_embeddings=64, model_max_length=32), 32),
+    ],
+)
+def test_vllm_is_asked_for_no_more_positions_than_it_takes(monkeypatch, architecture, known):
+    check_positions(architecture, known)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0")
+    with pytest.raises(UsageError, match=rf"--max_len {known + 1}: the model has {known} positions \(m"):
+        check_positions(architecture, known + 1)
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    check_positions(plain, 65)
+    check_positions(architecture, known + 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_cli.backends.engine_group import rollout_backend
+from rlhf_cli.backends.engine_group import make_engine, rollout_backend
 from rlhf_cli.backends.rollout_engine import EngineSettings, eos_token_ids
 from rlhf_cli.backends.rollout_transformers import TransformersEngine
 from rlhf_cli.backends.weight_transfer import WeightSender, weights_checksum
@@ -66,6 +66,16 @@ def test_logprobs_are_those_of_a_plain_forward_pass(fixture, request):
     model = AutoModelForCausalLM.from_pretrained(path)
     assert largest_difference(model, REQUESTS, generations, SAMPLING.temperature) < 1e-4
     engine.shutdown()
+
+
+def test_a_model_of_the_hub_is_taken_by_its_name(engine, tiny_model_dir, tmp_path, monkeypatch):
+    cached = tmp_path / "models--owner--tiny"
+    shutil.copytree(tiny_model_dir, cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    named = make_engine("transformers", "owner/tiny", SETTINGS)
+    assert asyncio.run(named.generate(REQUESTS, SAMPLING)) == engine.generate(REQUESTS, SAMPLING)
 
 
 def test_bf16_logprobs_are_close_to_the_models(tiny_model_dir):

@@ -20,6 +20,7 @@ from rlhf_cli.backends.weight_vllm_trainer import Rendezvous
 from rlhf_cli.config.online import EngineConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
+from rlhf_cli.models.weight_files import folder_of
 
 MAX_RESTARTS = 3
 """Engines started again in one run; more deaths have a cause that a restart does not cure."""
@@ -39,7 +40,8 @@ def rollout_backend(config: EngineConfig) -> str:
 
 
 def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Any:
-    """The rollout engine of that name, in this process."""
+    """The rollout engine of that name, in this process; a model of the Hub is fetched to this machine first."""
+    model_path = str(folder_of(model_path))
     if backend == "vllm":
         from rlhf_cli.backends.rollout_vllm import VllmEngine
 

@@ -64,7 +64,7 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
 
 
 def _is_eager(settings: EngineSettings, *, on_cpu: bool) -> bool:
-    """Whether vLLM runs without compiling, unless asked for where that takes longer than many runs."""
+    """Whether vLLM does not compile: as asked for, or else on a CPU, where compiling takes longer than many runs."""
     return on_cpu if settings.enforce_eager is None else settings.enforce_eager
 
 

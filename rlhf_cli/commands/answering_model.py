@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.commands.whole_models import Parts, configuration, find_parts, whole_weights, write_whole
+from rlhf_cli.commands.whole_models import Parts, configuration, find_parts, read_back, whole_weights, write_whole
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.models.classifiers import refuse_classifier
 from rlhf_cli.models.loading import (
@@ -43,10 +43,12 @@ class AnsweringModel:
             yield resolve_model_path(self.source.pretrain)
             return
         tell(f"Writing {self.source.pretrain} as a whole model for the engines, to {folder} while they run")
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         try:
-            write_whole(self.parts, self.architecture, folder, trust_remote_code=self.source.trust_remote_code)
+            trust = self.source.trust_remote_code
+            write_whole(self.parts, self.architecture, folder, trust_remote_code=trust)
+            # an engine might make up a weight that it does not find
+            read_back(folder, self.architecture, device_map="meta", trust_remote_code=trust)
             yield str(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

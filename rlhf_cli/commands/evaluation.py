@@ -144,6 +144,10 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
         return True
     left = [number for number, asked in enumerate(run.examinees) if run.begins[number] < len(asked.chunks)]
     with ray_cluster() as cluster:
+        if not is_kept and len(cluster.node_gpus) > 1 and any(asked.model.parts for asked in run.examinees):
+            raise UsageError(
+                "adapters and checkpoints are written for the engines: give an --output that all nodes see"
+            )
         for number in left:
             asked = run.examinees[number]
             engine = f"{config.sampling.vllm_num_engines} x {asked.backend}"

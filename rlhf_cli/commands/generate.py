@@ -7,12 +7,12 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.generate import (
+    AnsweringModelConfig,
     GenerateOutputConfig,
     RewardPlacementConfig,
     SamplingConfig,
     SelectConfig,
 )
-from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.online import RemoteScoringConfig
 
 
@@ -21,7 +21,7 @@ class GenerateConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: ModelSource
+    model: AnsweringModelConfig
     prompts: PromptConfig
     sampling: SamplingConfig = SamplingConfig()
     reward: RemoteScoringConfig = RemoteScoringConfig()

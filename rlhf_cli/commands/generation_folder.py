@@ -15,9 +15,9 @@ from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.errors import UsageError
 
 SAMPLES, SELECTED, FIGURES, IDENTITY = "samples.jsonl", "selected.jsonl", "eval.json", "generation.json"
-WHOLE_MODEL = "whole_model"
+WHOLE_MODEL = ".whole_model"
 """Folder of a model that is there only while engines need it."""
-LEFTOVERS = (SAMPLES, SELECTED, FIGURES, "metrics.jsonl", "run.json", CONFIG, "error.log", LOGS, IDENTITY, WHOLE_MODEL)
+LEFTOVERS = (SAMPLES, SELECTED, FIGURES, "metrics.jsonl", "run.json", CONFIG, "error.log", LOGS, IDENTITY)
 BLOCK = 1 << 20
 
 
@@ -105,7 +105,12 @@ def num_lines(path: Path) -> int:
 
 
 def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, Any], *, keep: bool) -> None:
-    """Make the folder and write down settings and identity; what was left in it is removed unless kept."""
+    """Make the folder and write down settings and identity; what was left in it is removed unless kept.
+
+    A model that engines of a killed run had loaded from it is removed in any case.
+    """
+    if (root / WHOLE_MODEL).exists():
+        shutil.rmtree(root / WHOLE_MODEL)
     if not keep:
         for path in (root / name for name in LEFTOVERS):
             if path.is_dir():

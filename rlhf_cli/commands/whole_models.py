@@ -1,6 +1,7 @@
-"""Adapters and checkpoints as whole models: where their parts are, what they add up to, and writing that.
+"""Adapters and checkpoints as whole models: where their parts are, what they add up to, writing
+that and reading it back.
 
-Leaves out the arithmetic (models/merging.py) and reading the result again (merging.py).
+Leaves out the arithmetic (models/merging.py) and who asks for it (merging.py, answering_model.py).
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from typing import Any
 
 from rlhf_cli.backends.checkpoint import MANIFEST, verify
 from rlhf_cli.backends.deepspeed_weights import DEEPSPEED, DESCRIPTION, EngineWeights
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapters import (
     MODEL_FILE,
     WEIGHTS_FILE,
@@ -34,6 +35,8 @@ from rlhf_cli.models.weight_files import (
 
 GENERATION = "generation_config.json"
 SHARD_BYTES = 4_000_000_000
+SCALING = ("lora_alpha", "alpha_pattern", "use_rslora", "fan_in_fan_out")
+"""Settings of an adapter by which the same factors add up to other weights."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Parts:
         own = self.engine.parent / MANIFEST if self.engine else _adapter_file(self.description)
         digest = hashlib.sha256(f"{self.engine.name if self.engine else ''} ".encode() + own.read_bytes())
         if self.base is not None:
-            digest.update(fingerprint(self.base).encode())
+            adapter = read_config(self.description)
+            digest.update(f"{fingerprint(self.base)} {[getattr(adapter, name) for name in SCALING]}".encode())
         return digest.hexdigest()[:32]
 
 
@@ -108,14 +112,6 @@ def configuration(parts: Parts, *, trust_remote_code: bool) -> Any:
     return config
 
 
-def auto_class(config: Any) -> Any:
-    """The class of transformers for this configuration: of models with a scalar head, or of language models."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    has_head = (config.architectures or [""])[0].endswith("ForSequenceClassification")
-    return AutoModelForSequenceClassification if has_head else AutoModelForCausalLM
-
-
 def whole_weights(parts: Parts, config: Any, *, trust_remote_code: bool) -> TensorSource:
     """The tensors of the whole model, of that configuration. UsageError where an adapter does not fit its base."""
     if parts.engine is not None:
@@ -151,6 +147,25 @@ def write_whole(
     return num_files
 
 
+def read_back(folder: Path, config: Any, *, device_map: str | None, trust_remote_code: bool) -> Any:
+    """The model as transformers loads it from the folder; on the device "meta" without its weights.
+
+    Raises:
+        RunError: the folder lacks weights of the model, or has others.
+    """
+    model, report = _auto_class(config).from_pretrained(
+        folder,
+        dtype="auto",
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    wrong = {str(key) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[kind]}
+    if wrong:
+        raise RunError(f"transformers does not find the model in what was written: {len(wrong)} weights, {min(wrong)}")
+    return model
+
+
 def _foreign_head(folder: Path) -> int | None:
     """Outputs of the scalar head among an adapter's weights, if there is one."""
     weights = SafetensorsFiles([_adapter_file(folder)])
@@ -169,7 +184,7 @@ def _tied_names(config: Any, *, trust_remote_code: bool) -> set[str]:
     import torch
 
     with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     return set(model.all_tied_weights_keys)
 
 
@@ -193,3 +208,11 @@ def _set_dtype(folder: Path, source: TensorSource, dtype: Any) -> None:
     file = folder / "config.json"
     written = str(dtype or source.dtype(source.names()[0])).removeprefix("torch.")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": written}, indent=2) + "\n")
+
+
+def _auto_class(config: Any) -> Any:
+    """The class of transformers for this configuration: of models with a scalar head, or of language models."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    has_head = (config.architectures or [""])[0].endswith("ForSequenceClassification")
+    return AutoModelForSequenceClassification if has_head else AutoModelForCausalLM

@@ -10,6 +10,13 @@ from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.online import EngineConfig, RemoteScoringConfig
 
 
+class AnsweringModelConfig(ModelSource):
+    """Model"""
+
+    pretrain: str
+    """Model that answers: a folder, an adapter, a run directory or checkpoint of this program, a Hugging Face name."""
+
+
 class SamplingConfig(EngineConfig):
     """Sampling"""
 

@@ -46,6 +46,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 ADAPTER_FILE = "adapter_config.json"
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers that keep the sequences of a pack apart."""
+WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
+"""Scaled rotary positions whose number in the configuration is already the scaled one, to vLLM."""
 
 
 def resolve_model_path(pretrain: str) -> str:
@@ -224,21 +226,29 @@ def check_trainable(architecture: PretrainedConfig) -> None:
 
 
 def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
-    """UsageError where vLLM would not start: sequences get longer than the model has positions, and none are scaled."""
+    """UsageError where vLLM would not start, as sequences get longer than the positions that the model has."""
     text = architecture.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    known = max(positions or max_len, getattr(architecture, "model_max_length", None) or 0)
-    if max_len > known and not _has_scaled_positions(text) and "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in os.environ:
+    key = "model_max_length" if getattr(text, "model_max_length", None) else "max_position_embeddings"
+    positions = getattr(text, key, None)
+    is_unlimited = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
+    if positions is None or is_unlimited:
+        return
+    known = int(positions * _stretch(text))
+    if max_len > known:
         raise UsageError(
-            f"--max_len {max_len}: the model has {known} positions (max_position_embeddings in its config.json), and "
-            "vLLM takes no longer sequences"
+            f"--max_len {max_len}: the model has {known} positions ({key} in its config.json), and vLLM takes no "
+            "longer sequences"
         )
 
 
-def _has_scaled_positions(text: PretrainedConfig) -> bool:
-    """Whether rotary positions are stretched by a factor, for all layers or for those of one kind."""
+def _stretch(text: PretrainedConfig) -> float:
+    """How many times the positions of the configuration vLLM takes, for rotary ones that are scaled by a factor."""
     rope = getattr(text, "rope_parameters", None) or {}
-    return any(kind.get("factor") for kind in (rope, *rope.values()) if isinstance(kind, dict))
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+    if "gemma3" in text.model_type:
+        return 1.0
+    scaled = [kind for kind in kinds if kind.get("rope_type") not in WITHIN_POSITIONS]
+    return max((kind.get("factor") or 1.0 for kind in scaled), default=1.0)
 
 
 def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4bit: bool, partitioned: bool) -> None:

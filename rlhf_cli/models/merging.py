@@ -1,6 +1,7 @@
 """An adapter folded into its base tensor by tensor, and whole models written shard by shard and read again.
 
-Nothing here holds more than one shard of a model. Leaves out where models and adapters come from (commands/merging).
+Nothing here holds more than one shard of a model. Leaves out where models and adapters come from
+(commands/whole_models).
 """
 
 import json
