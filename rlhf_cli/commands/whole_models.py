@@ -1,5 +1,4 @@
-"""Adapters and checkpoints as whole models: where their parts are, what they add up to, writing
-that and reading it back.
+"""Adapters and checkpoints as whole models: where their parts are, how they are written and read back.
 
 Leaves out the arithmetic (models/merging.py) and who asks for it (merging.py, answering_model.py).
 """
