@@ -7,6 +7,8 @@ off, because they are signals: what takes too long is killed with the worker.
 
 import logging
 import re
+from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 from math_verify import LatexExtractionConfig, parse, verify
@@ -31,10 +33,12 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _UNIT = re.compile(
     r"(?<=[\w})\]])(?:\s|\\[,; ]|~)*\\(?:text|mathrm|mbox)\s*\{\s*([A-Za-z][A-Za-z ./]*)\}(?:\^\{?\d\}?)?$"
 )
-_SYMBOL = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?")
+_NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?"
+_SYMBOL = re.compile(rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\)")
 _EQUALS = re.compile(r"=|\\in(?![a-z])")
-_TOKEN = re.compile(r"\\[{}]|\\.|[()\[\]{},;]", re.DOTALL)
+_TOKEN = re.compile(r"\\[{}]|\\.|[()\[\]{}]|(?P<separator>\s*[,;]\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+)", re.DOTALL)
 _OPENING, _CLOSING = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
+_EMPTY_SET = re.compile(r"\\varnothing(?![a-z])|\\\{\s*\\\}|\u2205")
 _LONGEST_SET = 16  # members that are compared with each other in any order
 
 
@@ -83,7 +87,7 @@ def same_answer(one: str, other: str) -> bool:
         return same_answer(left_rest, right_rest)
     if (values := _without_names(left, right)) != (left, right):
         return same_answer(*values)
-    return _same_lists(_list_of(left), _list_of(right))
+    return any(_same_lists(*pair) for pair in product(_readings(left), _readings(right)))
 
 
 class _List(NamedTuple):
@@ -150,10 +154,20 @@ def _plain(text: str) -> str:
     if wrapped := _WRAPPED.fullmatch(text):
         text = wrapped["dollars"] or wrapped["round"] or wrapped["square"] or ""
     text = _NOISE.sub("", _FRACTION.sub(r"\\frac", _STYLE.sub(r"\1", text)))
-    text = text.replace(r"\%", "%").replace("\u2212", "-").strip().rstrip(".")
+    text = _EMPTY_SET.sub(r"\\emptyset", text).replace(r"\%", "%").replace("\u2212", "-").strip().rstrip(".")
     if not re.search(r"[\\=+*/^_]", text):
         text = text.casefold()  # words
-    return " ".join(text.split())
+    return _with_blanks_after_commas(" ".join(text.split()))
+
+
+def _with_blanks_after_commas(text: str) -> str:
+    """Return the text with one blank after each comma inside brackets, because math-verify reads (1,100) as 1100."""
+    pieces, end = [], 0
+    for match, depth in _tokens(text):
+        is_inner_comma = depth > 0 and match[0].strip() == ","
+        pieces += [text[end : match.start()], ", " if is_inner_comma else match[0]]
+        end = match.end()
+    return "".join(pieces) + text[end:]
 
 
 def _without_unit(text: str) -> tuple[str, str]:
@@ -163,20 +177,38 @@ def _without_unit(text: str) -> tuple[str, str]:
     return (text[: match.start()], match[0].strip()) if match else (text, "")
 
 
+def _readings(text: str) -> list[_List]:
+    """Return the lists that a text may mean: `1,100` is one number, or two."""
+    whole_numbers = _THOUSANDS.sub("", text)
+    texts = [text] if any(_around(text)) or whole_numbers == text else [_joined_thousands(text), text]
+    return [_list_of(reading) for reading in texts]
+
+
+def _joined_thousands(text: str) -> str:
+    """Return the text without the commas of thousands, except inside brackets, where a comma separates entries."""
+    inner = {match.start() for match, depth in _tokens(text) if depth > 0}
+    return _THOUSANDS.sub(lambda match: match[0] if match.start() in inner else "", text)
+
+
 def _list_of(text: str) -> _List:
-    """A text cut at the commas that are in no bracket but one around all of it."""
+    """Cut a text at the commas (and the words `and`, `or`) that are in no bracket but one around all of it."""
     opening, closing = _around(text)
     inner = text[len(opening) : len(text) - len(closing)]
-    if not opening:
-        inner = _THOUSANDS.sub("", inner)
-    parts, depth, start = [], 0, 0
-    for match in _TOKEN.finditer(inner):
-        depth += (match[0] in _OPENING) - (match[0] in _CLOSING)
-        if match[0] in ",;" and depth == 0:
+    parts, start = [], 0
+    for match, depth in _tokens(inner):
+        if depth == 0 and match["separator"]:
             parts.append(inner[start : match.start()].strip())
             start = match.end()
     parts.append(inner[start:].strip())
     return _List(opening, [part for part in parts if part] or [""], closing)
+
+
+def _tokens(text: str) -> Iterator[tuple[re.Match[str], int]]:
+    """Yield each bracket and separator with the number of brackets that are open after it."""
+    depth = 0
+    for match in _TOKEN.finditer(text):
+        depth += (match[0] in _OPENING) - (match[0] in _CLOSING)
+        yield match, depth
 
 
 def _around(text: str) -> tuple[str, str]:
@@ -185,9 +217,7 @@ def _around(text: str) -> tuple[str, str]:
     closing = next((bracket for bracket in (r"\}", ")", "]") if text.endswith(bracket)), "")
     if not opening or not closing:
         return "", ""
-    depth = 0
-    for match in _TOKEN.finditer(text):
-        depth += (match[0] in _OPENING) - (match[0] in _CLOSING)
+    for match, depth in _tokens(text):
         if depth == 0:
             return (opening, closing) if match.end() == len(text) else ("", "")
     return "", ""

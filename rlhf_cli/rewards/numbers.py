@@ -28,8 +28,8 @@ _AFTER_NUMBER = 10  # characters behind the last digit that may belong to its nu
 _UNIT = re.compile(r"(?: (?:[A-Za-z]{2,}|[mgshlLNJWV])(?:\^?\{?[23]\}?)?(?:[ /][A-Za-z]+(?:\^?\{?[23]\}?)?){0,3})?")
 _STYLE = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _REPLACED = (
-    ("\u2212", "-"), ("{,}", ","), ("\\!", ""), ("\\,", ""), ("\\ ", " "), ("~", " "), ("\\$", "$"), ("\\%", "%"),
-    ("^{\\circ}", ""), ("^\\circ", ""), ("\u00b0", ""),
+    ("\u2212", "-"), ("{,}", ","), (",\\! ", ","), ("\\!", ""), ("\\,", ""), ("\\ ", " "), ("~", " "), ("\\$", "$"),
+    ("\\%", "%"), ("^{\\circ}", ""), ("^\\circ", ""), ("\u00b0", ""),
 )  # fmt: skip
 
 
