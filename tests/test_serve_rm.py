@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +31,7 @@ from rlhf_cli.config.serve import ServeConfig, ServedModelConfig, ServedRewardCo
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.reward_model import read_reward_model
 from rlhf_cli.rewards.batching import ScoreJobs
+from rlhf_cli.rewards.connections import BoundedConnection
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote import RemoteRewards, check_servers
 from rlhf_cli.rewards.serving import StoppableServer, is_loopback, reward_app
@@ -77,11 +80,13 @@ def test_texts_that_cannot_be_read_have_no_score_and_cost_the_others_nothing(rew
 
 
 @contextmanager
-def served(score: ScoreJobs, **config: Any) -> Iterator[str]:
+def served(
+    score: ScoreJobs, *, connection: type[BoundedConnection] = BoundedConnection, **config: Any
+) -> Iterator[str]:
     """The URL of a server in a thread, stopped as a signal would at the end."""
     settings, stop = ServeConfig(port=0, **config), threading.Event()
     with listening(settings) as listener:
-        server = StoppableServer(reward_app(score, settings, key=KEY), stop.is_set)
+        server = StoppableServer(reward_app(score, settings, key=KEY), stop.is_set, connection)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
         thread.start()
         try:
@@ -210,6 +215,8 @@ def test_nothing_is_scored_without_the_key(key):
         ({"query": ["a"] * 5}, 413, "5 texts are more than 4 (--max_texts)"),
         ({"query": ["a", "b" * 101]}, 422, "text 1 of query has 101 characters, more than 100 (--max_chars)"),
         ({"query": ["a", "b"], "labels": ["1"]}, 422, "labels has 1 entries for 2 texts of query"),
+        ({"query": ["a", "b"], "labels": []}, 422, "labels has 0 entries for 2 texts of query"),
+        ({"query": ["a"], "prompts": []}, 422, "prompts has 0 entries for 1 texts of query"),
         ({"query": []}, 422, "query: List should have at least 1 item after validation, not 0"),
         ({"query": "a"}, 422, "query: Input should be a valid array"),
         ({"query": [1]}, 422, "query.0: Input should be a valid string"),
@@ -221,6 +228,49 @@ def test_a_request_out_of_bounds_is_refused_in_one_sentence(body, status, said):
     with served(lengths, max_body_mb=0.02, max_texts=4, max_chars=100) as url:
         assert send(url, body)[:2] == (status, {"detail": said})
         assert send(url, {"query": ["good"]})[:2] == (200, {"rewards": [4.0], "details": [""]})
+
+
+class FewConnections(BoundedConnection):
+    head_seconds = 0.3
+    max_per_address = 4
+
+
+def open_with(url: str, first_bytes: bytes) -> socket.socket:
+    """A connection over which a client has sent these bytes and then nothing more."""
+    host, port = url.split("/")[2].split(":")
+    client = socket.create_connection((host, int(port)), timeout=20)
+    client.sendall(first_bytes)
+    return client
+
+
+def is_closed(client: socket.socket) -> bool:
+    """Whether the server closes the connection without an answer; waits for that."""
+    with client:
+        try:
+            return client.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+def test_connections_without_a_complete_head_are_closed_and_lock_nobody_out():
+    with served(lengths, connection=FewConnections) as url:
+        halves = [open_with(url, b"POST /get_reward HTTP/1.1\r\nHost: a\r\n") for _ in range(4)]
+        assert is_closed(open_with(url, b"")), "the fifth connection of an address"
+        assert all(map(is_closed, halves))
+        assert send(url, {"query": ["good"]})[0] == 200
+
+
+def test_the_time_for_a_head_counts_for_each_request_of_a_connection_and_not_for_its_answer():
+    gate = Gate()
+    with served(gate, connection=FewConnections) as url:
+        body = json.dumps({"query": ["a"]}).encode()
+        head = f"POST /get_reward HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}"
+        client = open_with(url, head.encode() + b"\r\n\r\n" + body)
+        time.sleep(2 * FewConnections.head_seconds)
+        gate.open.set()
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        client.sendall(b"POST /get_reward")
+        assert is_closed(client)
 
 
 def test_a_body_of_unsaid_length_is_bounded_too():

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rlhf_cli.config.serve import ServeConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.batching import Abandoned, Batcher, QueueFull, ScoreJobs
+from rlhf_cli.rewards.connections import BoundedConnection
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote_call import SERVICE
 
@@ -108,7 +109,8 @@ def _questions(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
     count = len(asked.query)
     if count > config.max_texts:
         raise HTTPException(413, f"{count} texts are more than {config.max_texts} (--max_texts)")
-    prompts, labels = asked.prompts or [""] * count, asked.labels or [None] * count
+    prompts = [""] * count if asked.prompts is None else asked.prompts
+    labels = [None] * count if asked.labels is None else asked.labels
     for name, column in (("prompts", prompts), ("labels", labels)):
         if len(column) != count:
             raise HTTPException(422, f"{name} has {len(column)} entries for {count} texts of query")
@@ -164,10 +166,13 @@ def is_loopback(host: str) -> bool:
 class StoppableServer(uvicorn.Server):
     """A uvicorn server that leaves signals to this program: it ends, answering what it has begun, when `stop()`."""
 
-    def __init__(self, app: FastAPI, stop: Callable[[], bool]) -> None:
+    def __init__(
+        self, app: FastAPI, stop: Callable[[], bool], connection: type[BoundedConnection] = BoundedConnection
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
+                http=connection,
                 log_config=None,
                 access_log=False,
                 server_header=False,
