@@ -29,3 +29,16 @@ def first_line(error: BaseException) -> str:
     """The first line of what a library's error says, for a sentence of ours; its kind where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+LONGEST_REASON = 500
+"""Characters of a library's message that a sentence of ours quotes."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return a library's whole message in one line, cut at `LONGEST_REASON`; the error's type if it has no message.
+
+    For libraries that begin with a heading ("... from one of:") and give the reason in the lines below it.
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."

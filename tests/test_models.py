@@ -24,13 +24,14 @@ from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3NextConfig,
 )
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.packing import Sequence, pack
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import UsageError, one_line
 from rlhf_cli.models.host_memory import keep_freed_memory
 from rlhf_cli.models.loading import (
     SLOW_BF16,
@@ -340,6 +341,34 @@ def test_no_padding_token_is_made_up(tiny_llama_dir, tmp_path):
     del tokenizer_config["pad_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     assert load_tokenizer(settings(folder)).pad_token is None
+
+
+def test_code_of_a_model_is_named_by_the_flag_that_allows_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}')
+    (tmp_path / "own.py").write_text("raise SystemExit('this code must not run')")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UsageError, match=r"read that code, then give --trust_remote_code$"):
+        load_config(settings(tmp_path))
+
+
+def test_the_reason_of_a_library_is_quoted_beyond_its_first_line():
+    with pytest.raises(ValueError, match="from one of") as raised:
+        PreTrainedTokenizerFast()
+    reason = one_line(raised.value)
+    assert reason.startswith("Couldn't instantiate the backend tokenizer from one of: (1) a `tokenizers`")
+    assert reason.endswith(
+        "You need to have sentencepiece or tiktoken installed to convert a slow tokenizer to a fast one."
+    )
+    assert one_line(ValueError("x" * 1000)) == "x" * 497 + "..."
+    assert one_line(KeyError()) == "KeyError"
+
+
+def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(UsageError, match=r"the tokenizer has no vocabulary: a file such as tokenizer.json is missing"):
+        load_tokenizer(settings(tmp_path))
 
 
 def test_folder_without_tokenizer_is_refused(tiny_model_dir, tmp_path):

@@ -32,7 +32,7 @@ from transformers import (
 from transformers.utils import is_bitsandbytes_available, is_liger_kernel_available
 
 from rlhf_cli.config.model import ModelConfig, ModelSource, TokenizerSource
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import UsageError, one_line
 from rlhf_cli.models.attention import attention_needs, resolve_attention
 from rlhf_cli.models.classifiers import refuse_classifier
 from rlhf_cli.models.rounding import has_bf16_products
@@ -119,8 +119,10 @@ def _naming_the_model(path: str, what: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        reason = str(error).strip().split("\n")[0]
-        if not Path(path).is_dir():
+        reason = one_line(error)
+        if "trust_remote_code" in reason:
+            reason = "the model brings Python code of its own; read that code, then give --trust_remote_code"
+        elif not Path(path).is_dir():
             reason = f"not a local folder, and the Hub gave none ({reason})"
         raise UsageError(f"pretrain {path!r}: {what} cannot be loaded: {reason}") from error
 
@@ -146,6 +148,10 @@ def read_tokenizer(path: str, config: TokenizerSource) -> PreTrainedTokenizerBas
         raise UsageError(f"pretrain {path!r} has no tokenizer (tokenizer.json)")
     with _naming_the_model(path, "the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # transformers makes up an empty one
+        raise UsageError(
+            f"pretrain {path!r}: the tokenizer has no vocabulary: a file such as tokenizer.json is missing"
+        )
     if config.tokenizer_chat_template is not None:
         tokenizer.chat_template = _chat_template(config.tokenizer_chat_template)
     return tokenizer

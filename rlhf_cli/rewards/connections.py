@@ -41,8 +41,8 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def _num_of_this_address(self) -> int:
-        address = self.client and self.client[0]
-        return sum(1 for other in self.connections if (other.client and other.client[0]) == address)
+        addresses = [other.client[0] for other in self.connections if isinstance(other, H11Protocol) and other.client]
+        return 0 if self.client is None else addresses.count(self.client[0])
 
     def _start_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.head_seconds, self.transport.abort)
