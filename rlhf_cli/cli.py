@@ -57,6 +57,7 @@ COMMANDS = {
     "merge": Entry("merge", USE, "Fold an adapter into its model, or turn a checkpoint into a Hugging Face folder."),
     "scratch": Entry("scratch", USE, "Make a small untrained model and tokenizer, to try things offline."),
     "data": Entry("data", HELP, "Show how rows will be read: trained tokens, lengths, what is cut or dropped."),
+    "doctor": Entry("doctor", HELP, "Check the installation and this machine, with a cure for each problem."),
     "quickstart": Entry(
         "quickstart", HELP, "Train a tiny model to add numbers in minutes, by sft and ppo, on this machine."
     ),

@@ -1,0 +1,119 @@
+"""Checks of the machine: memory, shared memory, limits, disk, compilers and the sandbox of code rewards."""
+
+import os
+import platform
+import resource
+import shutil
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from rlhf_cli.backends.doctor.finding import Finding, ok
+from rlhf_cli.errors import UsageError
+from rlhf_cli.rewards.sandbox import require_sandbox
+
+GIB = 1 << 30
+LEAST_MEMORY = 8 * GIB
+LEAST_SHARED_MEMORY = 1 * GIB
+"""For Ray's object store and weight pushes of a small model; a push of a 7B model takes 15 GB."""
+LEAST_OPEN_FILES = 4096
+"""Ray opens several files for each worker process; many Linux systems allow 1,024."""
+LEAST_DISK = 20 * GIB
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def machine_findings() -> list[Finding]:
+    """Return the findings about this machine."""
+    soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return [
+        ok("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ok("processor", f"{len(os.sched_getaffinity(0))} cores"),
+        memory_finding(psutil.virtual_memory().total, limit=_memory_limit(_CGROUP_LIMIT)),
+        shared_memory_finding(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None),
+        open_files_finding(soft_files),
+        *(disk_finding(name, folder, free=shutil.disk_usage(folder).free) for name, folder in _folders().items()),
+        compiler_finding(shutil.which("g++") or shutil.which("clang++"), has_headers=_has_python_headers()),
+        sandbox_finding(),
+    ]
+
+
+def memory_finding(total: int, *, limit: int | None) -> Finding:
+    """Return the memory of the machine or of its container, whichever is less, in bytes."""
+    usable = total if limit is None else min(total, limit)
+    message = f"{usable / GIB:.0f} GiB" + (" (the container's limit)" if usable < total else "")
+    if usable >= LEAST_MEMORY:
+        return ok("memory", message)
+    cure = "use a smaller model, --rollout_backend transformers, or a machine with more memory"
+    return Finding("memory", "warning", f"{message}: an online run of a small model needs about 8 GiB", cure)
+
+
+def _memory_limit(file: Path) -> int | None:
+    """Return the memory limit of this process's container in bytes; None without one."""
+    text = file.read_text().strip() if file.is_file() else ""
+    return int(text) if text.isdigit() else None
+
+
+def shared_memory_finding(free: int | None) -> Finding:
+    """Return how much room Ray and weight pushes have in /dev/shm; `free` in bytes, None without the folder."""
+    if free is not None and free >= LEAST_SHARED_MEMORY:
+        return ok("shared memory", f"{free / GIB:.1f} GiB free in /dev/shm")
+    message = "no /dev/shm" if free is None else f"{free / GIB:.2f} GiB free in /dev/shm"
+    cure = "docker run --shm-size 16g ..., or mount -o remount,size=16g /dev/shm"
+    return Finding("shared memory", "warning", f"{message}: Ray and weight pushes use the disk instead", cure)
+
+
+def open_files_finding(soft_limit: int) -> Finding:
+    """Return whether a process may open as many files as Ray needs."""
+    if soft_limit == resource.RLIM_INFINITY or soft_limit >= LEAST_OPEN_FILES:
+        return ok("open files", "no limit" if soft_limit == resource.RLIM_INFINITY else f"limit {soft_limit:,}")
+    message = f"a process may open {soft_limit:,} files; Ray needs more on a machine with several GPUs"
+    return Finding("open files", "warning", message, "ulimit -n 65536")
+
+
+def _folders() -> dict[str, Path]:
+    """Return the folders that runs write to, each with its name for people."""
+    cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    return {"disk here": Path.cwd(), "temporary files": Path(tempfile.gettempdir()), "model cache": existing}
+
+
+def disk_finding(name: str, folder: Path, *, free: int) -> Finding:
+    """Return the free room of a folder; `free` in bytes."""
+    message = f"{free / GIB:.0f} GiB free in {folder}"
+    if free >= LEAST_DISK:
+        return ok(name, message)
+    cure = {"temporary files": "export TMPDIR=/a/larger/folder", "model cache": "export HF_HOME=/a/larger/folder"}
+    default = "remove old checkpoints, or give --output on a larger disk"
+    message += "; a checkpoint of a 7B model takes about 100 GB"
+    return Finding(name, "warning", message, cure.get(name, default))
+
+
+def _has_python_headers() -> bool:
+    return Path(sysconfig.get_path("include"), "Python.h").is_file()
+
+
+def compiler_finding(compiler: str | None, *, has_headers: bool) -> Finding:
+    """Return whether C++ parts can be compiled: the CPU attention kernel, and DeepSpeed's CPU operators."""
+    if compiler is None:
+        message = "no C++ compiler: attention on the CPU uses PyTorch's operators, which is slower"
+        return Finding("C++ compiler", "warning", message, "apt-get install g++")
+    if not has_headers:
+        message = f"{compiler}, but no Python.h, which DeepSpeed's CPU operators are compiled against"
+        return Finding("C++ compiler", "warning", message, f"apt-get install python{_short_version()}-dev")
+    return ok("C++ compiler", compiler)
+
+
+def _short_version() -> str:
+    return ".".join(platform.python_version_tuple()[:2])
+
+
+def sandbox_finding() -> Finding:
+    """Return whether the reward `code` can run programs of a model here."""
+    try:
+        require_sandbox()
+    except UsageError as error:
+        cure = "read docs/sandbox.md; all other rewards work without the sandbox"
+        return Finding("code sandbox", "warning", f"--reward_funcs code does not work here: {error}", cure)
+    return ok("code sandbox", "programs of a model can run here")

@@ -1,0 +1,205 @@
+"""Smoke tests of `rlhf doctor`: each part of the program does its work once, in a process of its own.
+
+`python -m rlhf_cli.backends.doctor.smoke NAME FOLDER` runs one test and prints its message. A crash of a library, or a
+hang, ends that process alone.
+"""
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_cli.backends.doctor.finding import Finding, ok
+from rlhf_cli.environment import prepare_environment
+
+SECONDS = 180.0
+"""Limit of one test. On its first use DeepSpeed compiles an operator, which takes about a minute."""
+_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-2}
+"""Largest difference of log-probs from float32: kernels run in bf16 on a GPU, whose numbers have 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmokeTest:
+    """A test: its name for people, its function in this module, and the cure if it fails."""
+
+    part: str
+    function: Callable[[Path], str]
+    cure: str
+
+
+def smoke_findings() -> Iterator[Finding]:
+    """Yield the finding of each smoke test as soon as it has run."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:
+        for name, test in TESTS.items():
+            yield run_test([sys.executable, "-m", __spec__.name, name, folder], test, seconds=SECONDS)
+
+
+def run_test(command: list[str], test: SmokeTest, *, seconds: float) -> Finding:
+    """Return the message that a test's process printed last, or the reason why it failed."""
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return Finding(test.part, "error", f"no answer within {seconds:.0f} s", test.cure)
+    took = time.monotonic() - start
+    if done.returncode == 0:
+        return ok(test.part, f"{_last_line(done.stdout)} ({took:.0f} s)")
+    reason = _last_line(done.stderr) or f"the process ended with status {done.returncode}"
+    return Finding(test.part, "error", reason, test.cure)
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def check_attention(folder: Path) -> str:
+    """Compare log-probs of a pack under the kernel that training uses with single sequences in float32."""
+    import torch
+
+    from rlhf_cli.config.model import ModelConfig
+    from rlhf_cli.data.packing import pack
+    from rlhf_cli.models.loading import load_causal_lm
+    from rlhf_cli.models.policy import PolicyModel
+    from rlhf_cli.models.rounding import has_bf16_products
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = tiny_model(folder)
+    sequences = [_sequence(length) for length in (7, 1, 130, 40)]
+    exact_model = load_causal_lm(ModelConfig(pretrain=path, param_dtype="fp32", attn_implementation="eager"))
+    dtype = "bf16" if device == "cuda" else "fp32"
+    model = load_causal_lm(ModelConfig(pretrain=path, param_dtype=dtype)).to(device)
+    with torch.no_grad():
+        exact = torch.cat([PolicyModel(exact_model)(pack([one]))[0] for one in sequences])
+        found = PolicyModel(model)(pack(sequences).to(device))[0].float().cpu()
+    difference = (found - exact).abs().max().item()
+    if not difference < _TOLERANCE[device]:
+        raise AssertionError(f"log-probs of packed sequences differ from single ones by {difference:.2g} nats")
+    kernel = model.config._attn_implementation
+    speed = (
+        "" if device == "cuda" or has_bf16_products() else "; bf16 is slow on this processor: use --param_dtype fp32"
+    )
+    return f"kernel {kernel} agrees with float32 to {difference:.1g} nats{speed}"
+
+
+def check_training(folder: Path) -> str:
+    """Make two DeepSpeed steps on the same pack: the loss has to fall."""
+    from rlhf_cli.backends import distributed
+    from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine
+    from rlhf_cli.config.model import ModelConfig
+    from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
+    from rlhf_cli.data.packing import pack
+    from rlhf_cli.models.loading import load_causal_lm
+    from rlhf_cli.models.policy import PolicyModel
+
+    distributed.join_process_group()
+    policy = PolicyModel(load_causal_lm(ModelConfig(pretrain=tiny_model(folder), param_dtype="fp32")))
+    engine = DeepSpeedEngine(
+        policy,
+        DeepSpeedConfig(zero_stage=2),
+        optim=OptimConfig(),
+        learning_rate=1e-2,
+        total_steps=4,
+        param_dtype="fp32",
+    )
+    batch = pack([_sequence(60), _sequence(30)]).to(distributed.device())
+
+    def loss_of(model, micro_batch):
+        loss = -model(micro_batch)[0].mean()
+        return loss, {"loss": loss.detach()}
+
+    losses = [engine.train_step([batch], loss_of)["loss"] for _ in range(3)]
+    distributed.leave_process_group()
+    if not losses[-1] < losses[0]:
+        raise AssertionError(f"the loss did not fall in three steps: {losses}")
+    return f"DeepSpeed ZeRO-2 lowers the loss from {losses[0]:.2f} to {losses[-1]:.2f}"
+
+
+def check_engine(folder: Path) -> str:
+    """Start the rollout engine, let it answer, push other weights, and compare its log-probs with the trainer's."""
+    return asyncio.run(_check_engine(folder))
+
+
+async def _check_engine(folder: Path) -> str:
+    import torch
+
+    from rlhf_cli.backends.engine_group import make_engine
+    from rlhf_cli.backends.rollout_engine import EngineSettings
+    from rlhf_cli.backends.weight_transfer import WeightSender
+    from rlhf_cli.backends.weight_transfer_shm import ShmTransport
+    from rlhf_cli.config.model import ModelConfig
+    from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+    from rlhf_cli.models.loading import load_causal_lm
+
+    backend = "vllm" if importlib.util.find_spec("vllm") else "transformers"
+    path = tiny_model(folder)
+    engine = make_engine(backend, path, EngineSettings(max_model_len=128, dtype="fp32", enforce_eager=True))
+    prompt, sampling = [5, 6, 7, 8], SamplingParams(max_new_tokens=16)
+    (first,) = await engine.generate([GenerationRequest(prompt, seed=1)], sampling)
+    model = load_causal_lm(ModelConfig(pretrain=path, param_dtype="fp32", attn_implementation="eager"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    sender = WeightSender(ShmTransport())
+    report = sender.send(model.named_parameters(), version=1)
+    await engine.start_weight_update()
+    await engine.update_weights(report.manifest)
+    await engine.finish_weight_update(1)
+    sender.close()
+    (pushed,) = await engine.generate([GenerationRequest(prompt, seed=1)], sampling)
+    await engine.shutdown()
+    tokens = torch.tensor([prompt + pushed.token_ids])
+    logits = model(tokens).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    exact = logits.gather(-1, torch.tensor(pushed.token_ids)[:, None])[:, 0]
+    difference = (exact - torch.tensor(pushed.logprobs)).abs().max().item()
+    if not difference < 2e-2:
+        raise AssertionError(f"log-probs after a weight push differ from the trainer's by {difference:.2g} nats")
+    count = len(first.token_ids) + len(pushed.token_ids)
+    return f"{backend} sampled {count} tokens; after a weight push it agrees with the trainer to {difference:.1g} nats"
+
+
+def tiny_model(folder: Path) -> str:
+    """Return the folder of a tiny random model and tokenizer, made on first use."""
+    from rlhf_cli.config.scratch import ArchitectureConfig
+    from rlhf_cli.models.scratch import new_model, save_new_model, train_tokenizer
+
+    path = folder / "model"
+    if not path.exists():
+        shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        architecture = ArchitectureConfig(**shape, num_key_value_heads=1, initializer_range=0.1)
+        tokenizer = train_tokenizer(["one two three"], vocab_size=300)
+        save_new_model(new_model(architecture, tokenizer, seed=0).float(), tokenizer, path)
+    return str(path)
+
+
+def _sequence(length: int):
+    """Return a sequence of ordinary tokens, all but the first trained."""
+    import numpy as np
+
+    from rlhf_cli.data.packing import Sequence
+
+    tokens = np.arange(length, dtype=np.int32) % 90 + 10
+    return Sequence(tokens, np.arange(length) > 0)
+
+
+TESTS = {
+    "attention": SmokeTest("attention", check_attention, "try --attn_implementation sdpa, and report the failure"),
+    "training": SmokeTest("DeepSpeed", check_training, "rm -rf ~/.cache/torch_extensions, then run rlhf doctor again"),
+    "engine": SmokeTest("rollout engine", check_engine, "try --rollout_backend transformers, and report the failure"),
+}
+
+
+def main() -> None:
+    """Run the test that the command line names; print its message, or fail with the error as the last line."""
+    name, folder = sys.argv[1:]
+    prepare_environment()
+    print(TESTS[name].function(Path(folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

