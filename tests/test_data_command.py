@@ -295,7 +295,9 @@ def test_the_program_shows_data_and_writes_nothing(write, model, tmp_path):
     assert marked(done.stdout) == ["It is 0.<|im_end|>"]
     refused = run()
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == "rlhf data: rows.jsonl line 10: the response is empty\n"
+    assert refused.stderr == (
+        "rlhf data: rows.jsonl line 10: the response is empty; --invalid_rows drop leaves such rows out\n"
+    )
     assert sorted(tmp_path.rglob("*")) == before
 
 

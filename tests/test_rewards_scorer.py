@@ -12,7 +12,7 @@ from rlhf_cli.backends.rollout_processes import process_tree
 from rlhf_cli.config.online import OnlineRewardConfig, RewardConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards.model_scores import with_model_scores
-from rlhf_cli.rewards.parts import stop_if_too_many_failed
+from rlhf_cli.rewards.parts import Part, join, stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import Scorer
 
@@ -224,3 +224,14 @@ def test_too_many_failures_stop_a_run_unless_scores_to_come_may_make_up_for_them
     stop_if_too_many_failed(scores, 0.5, num_to_come=2)
     with pytest.raises(RunError, match=r"^3 of 4 rewards failed, more than --reward_max_failures 0\.5 allows: b$"):
         stop_if_too_many_failed(scores, 0.5, num_to_come=1)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1e308, 1e308), (-1e308, -1e308)])
+def test_finite_rewards_that_add_up_to_no_number_have_failed(first: float, second: float) -> None:
+    parts = {"a": Part(first, "scored", ""), "b": Part(second, "scored", "")}
+    total = math.copysign(math.inf, first)
+    failed = Score(None, "failed", f"the rewards add up to {total}", {"a": first, "b": second}, failure="bad_result")
+    assert join(parts, {"a": 1.0, "b": 1.0}) == failed
+    assert join(parts, {"a": 1.0, "b": 0.5}).value == 1.5 * first
+    (joined,) = with_model_scores([Score(first, "scored")], [second], weight=1.0)
+    assert (joined.value, joined.detail) == (None, f"the rewards add up to {total}")

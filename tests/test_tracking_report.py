@@ -36,7 +36,7 @@ def make_run(path: Path, *, command: str = "ppo", steps: int = 40, samples: bool
     metrics.close()
     if samples:
         rows = [
-            {"prompt": f"p{i}", "response": ATTACK, "label": "4", "reward": 0.5, "status": "wrong"} for i in range(3)
+            {"prompt": f"p{i}", "response": ATTACK, "label": "4", "reward": 0.5, "verdict": "wrong"} for i in range(3)
         ]
         SamplesFile(path, resume_step=None).log(steps, rows)
     facts = {"Model": "tiny <b>&</b>"}

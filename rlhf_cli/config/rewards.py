@@ -54,6 +54,8 @@ class RewardRow:
     needs_verdict: bool = False
     settings: tuple[str, ...] = ()
     """Settings of the run that it is given by keyword as well."""
+    structured_labels: tuple[Literal["dict", "list"], ...] = ()
+    """Which labels that are no text it reads, as JSON."""
 
     @property
     def runs_code(self) -> bool:
@@ -66,15 +68,15 @@ class RewardRow:
         return self.kind in ("verifier", "text")
 
 
-def _verifier(function: str) -> RewardRow:
-    return RewardRow(f"rlhf_cli.rewards.{function}", "verifier")
+def _verifier(function: str, *structured: Literal["dict", "list"]) -> RewardRow:
+    return RewardRow(f"rlhf_cli.rewards.{function}", "verifier", structured_labels=structured)
 
 
 REWARDS: dict[str, RewardRow] = {
-    "gsm8k": _verifier("verifiers:gsm8k"),
+    "gsm8k": _verifier("verifiers:gsm8k", "list"),
     "exact": _verifier("verifiers:exact"),
-    "boxed": _verifier("verifiers:boxed"),
-    "math": _verifier("mathematics:math"),
+    "boxed": _verifier("verifiers:boxed", "list"),
+    "math": _verifier("mathematics:math", "list"),
     "multiple_choice": RewardRow(
         "rlhf_cli.rewards.choices:multiple_choice", "verifier", {"choices": Parameter(10, least=2, kind=int)}
     ),
@@ -83,6 +85,7 @@ REWARDS: dict[str, RewardRow] = {
         "verifier",
         {"timeout": Parameter(5.0, least=0.1), "memory_mb": Parameter(512, least=64, kind=int)},
         settings=("code_unsandboxed", "reward_timeout"),
+        structured_labels=("dict", "list"),
     ),
     "format": RewardRow("rlhf_cli.rewards.texts:has_format", "text"),
     "tag_count": RewardRow("rlhf_cli.rewards.texts:tag_count", "text"),

@@ -3,6 +3,7 @@
 Which columns make a format is the business of `formats` and `preference_formats`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -68,15 +69,27 @@ class Present:
         where = f" in the first {COLUMN_ROWS} rows" if len(self.source) > COLUMN_ROWS else ""
         return UsageError(f"{self.source.name}: {message}; columns present{where}: {', '.join(self.names)}")
 
+    def has(self, name: str) -> bool:
+        """Whether a column, or an entry inside one (`reward_model.ground_truth`), is there."""
+        if name in self.names or name.partition(".")[0] not in self.names:
+            return name in self.names
+        return any(name in self.source.row(index) for index in range(min(COLUMN_ROWS, len(self.source))))
+
     def named(self, name: str | None, setting: str) -> str | None:
         """A column the settings name, which must be there."""
-        if name is not None and name not in self.names:
-            raise self.error(f"no column {name!r} (--{setting})")
+        if name is not None and not self.has(name):
+            raise self.error(f"no column {name!r} (--{setting}){self._entries_beside(name)}")
         return name
+
+    def _entries_beside(self, name: str) -> str:
+        """Which entries the column has in which `name` looks for one, as part of a sentence."""
+        column = name.rpartition(".")[0]
+        held = self.source.row(0).get(column) if column else None
+        return f", for {column!r} has {', '.join(held) or 'nothing'}" if isinstance(held, dict) else ""
 
     def first(self, candidates: tuple[str, ...]) -> str | None:
         """The first of the candidates that is there."""
-        return next((name for name in candidates if name in self.names), None)
+        return next((name for name in candidates if self.has(name)), None)
 
     def only(self, candidates: tuple[str, ...], meaning: str, setting: str) -> str | None:
         """The one candidate there is; more than one is for the user to decide."""
@@ -202,11 +215,11 @@ def _parts_text(row: Row, number: int, content: Any) -> str | None:
 
 
 def text_of(row: Row, column: str) -> str:
-    """The text in a cell; numbers are text too. Raises UsageError naming the row and what is there instead."""
+    """The text in a cell; finite numbers are text too. Raises UsageError naming the row and what is there instead."""
     value = row.get(column)
     if isinstance(value, str):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     raise row.error(f"column {column!r} is not text but {described(value, row, column)}")
 

@@ -150,7 +150,7 @@ def _json_list(mapped: mmap.mmap, path: str) -> Table:
 
     def read(index: int) -> dict[str, Any]:
         start, stop = bounds[index : index + 2]
-        return DECODER.raw_decode(mapped[start:stop].decode())[0]  # type: ignore[no-any-return]
+        return checked_object(DECODER.raw_decode(mapped[start:stop].decode())[0], f"{path} row {index + 1}")
 
     return Table(path, bounds.size - 1, read, lambda index: f"row {index + 1}")
 
@@ -168,8 +168,7 @@ def _read_csv(file: IO[bytes], path: str) -> Table:
         raise UsageError(f"{path} line 1 is not UTF-8 text: {error.reason}") from error
     except csv.Error as error:
         raise UsageError(f"{path} line 1 names no columns: {error}") from error
-    if len(set(columns)) < len(columns):
-        raise UsageError(f"{path} names a column twice in its first line: {', '.join(columns)}")
+    _refuse_repeated(columns, path)
     if file.tell() == 0:
         return _no_rows(path)
     if not columns:
@@ -191,9 +190,16 @@ def _read_csv(file: IO[bytes], path: str) -> Table:
         raise UsageError(f"{path} is not a valid CSV file: {first_line(error)}") from error
 
 
+def _refuse_repeated(columns: list[str], path: str) -> None:
+    """Raise UsageError if two columns have one name: a row could keep only one of them."""
+    if len(set(columns)) < len(columns):
+        raise UsageError(f"{path} names a column twice: {', '.join(columns)}")
+
+
 def _read_parquet(file: IO[bytes], path: str) -> Table:
     try:
         parquet = pa.parquet.ParquetFile(file)
+        _refuse_repeated(parquet.schema_arrow.names, path)
         return _stored(parquet.iter_batches(batch_size=BATCH_ROWS), parquet.schema_arrow, path)
     except pa.ArrowException as error:  # also of a sound file with what Arrow does not read
         raise UsageError(f"{path} cannot be read as Parquet: {first_line(error)}") from error

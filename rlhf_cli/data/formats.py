@@ -4,9 +4,12 @@ Preference pairs and unpaired labels are read in `preference_formats`; step labe
 """
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.data.columns import (
     MESSAGE_COLUMNS,
     MESSAGE_KEYS,
@@ -29,8 +32,16 @@ from rlhf_cli.data.columns import (
 from rlhf_cli.data.conversations import Conversation, Document, fault_of_example, fault_of_prompt, fault_of_weights
 from rlhf_cli.data.sources import Row, Source
 from rlhf_cli.data.tools import tools_of
+from rlhf_cli.data.transcripts import is_transcript, prompt_of_transcript, without_answer
 
 LABEL_COLUMNS = ("label", "answer", "ground_truth", "final_answer", "solution")
+NESTED_LABEL = "reward_model.ground_truth"
+"""Where verl's rows have the ground truth."""
+TESTS_KEY = "inputs"
+"""A key of tests for code, which are a label although they are an object."""
+
+Verifiers = Callable[[Row], Sequence[str]]
+"""Names of the verifiers that read a row's label."""
 
 Example = Conversation | Document
 
@@ -63,31 +74,42 @@ def choose_format(source: Source, wanted: Columns, *, data_format: str) -> Forma
     return FORMATS[_detected(present, wanted) if data_format == "auto" else data_format](present, wanted)
 
 
-def choose_prompt_format(source: Source, wanted: Columns, *, data_format: str) -> PromptFormat:
+def choose_prompt_format(
+    source: Source, wanted: Columns, *, data_format: str, verifiers: Verifiers = lambda row: ()
+) -> PromptFormat:
     """Where prompts and ground truths of a source stand, and whether prompts are text ('prompt'), messages in either
     format, or whichever of these a row has ('auto').
+
+    Of a transcript that ends with the assistant's answer, what stands before the answer is the prompt.
 
     Raises UsageError naming the columns present.
     """
     present = Present(source, source.columns())
     prompt = _prompt_column(present, wanted, data_format)
     named = present.named(wanted.label_key, "label_key")
-    labels = (named,) if named else tuple(name for name in LABEL_COLUMNS if name != prompt)
+    labels = (named,) if named else tuple(name for name in (NESTED_LABEL, *LABEL_COLUMNS) if name != prompt)
     read = prompt_reader(prompt, joined=wanted.input_key is None)
 
     def read_prompt(row: Row) -> Conversation:
         refuse_images(row)
         refuse(row, _fault_of_prompt_cell(row, prompt, data_format))
-        messages = read(row)
+        text = row.get(prompt)
+        messages = with_system(without_answer(text), row) if is_transcript(text) else read(row)
         refuse(row, fault_of_prompt(messages))
         return Conversation(messages, tools_of(row))
 
     def read_label(row: Row) -> str | None:
-        return _label_text(row, labels, required=named is not None)
+        return _label_text(row, labels, required=named is not None, verifiers=verifiers)
 
     label = present.first(labels)
-    columns = prompt if label is None else f"{prompt}, label {label}"
+    shown = f"{prompt} without its last answer" if _is_answered(source.row(0).get(prompt)) else prompt
+    columns = shown if label is None else f"{shown}, label {label}"
     return PromptFormat(columns, read_prompt, read_label)
+
+
+def _is_answered(value: Any) -> bool:
+    """Whether a cell is a transcript that ends with the assistant's answer."""
+    return is_transcript(value) and prompt_of_transcript(value) != without_answer(value)
 
 
 def _prompt_column(present: Present, wanted: Columns, data_format: str) -> str:
@@ -138,11 +160,20 @@ def _prompt_response(present: Present, wanted: Columns) -> Format:
     read_prompt = prompt_reader(prompt, joined=wanted.input_key is None)
 
     def read(row: Row) -> Example:
+        refuse(row, _fault_of_undesirable(row))
         messages = read_prompt(row) + response_turn(row, response)
         refuse(row, fault_of_example(messages) or fault_of_weights(messages))
         return Conversation(messages, tools_of(row))
 
     return Format("prompt_response", f"{prompt} -> {response}", read)
+
+
+def _fault_of_undesirable(row: Row) -> str | None:
+    """Why a row of KTO's data is no example, None if it is one."""
+    label = row.get("label")
+    if label is False or (isinstance(label, str) and label.strip().lower() == "false"):
+        return "label is false: the response is marked as undesirable, which rlhf kto learns from"
+    return None
 
 
 def _messages_in(name: str) -> Callable[[Present, Columns], Format]:
@@ -152,6 +183,7 @@ def _messages_in(name: str) -> Callable[[Present, Columns], Format]:
             raise present.error(f"no column with messages ({', '.join(MESSAGE_COLUMNS)}): name it with --input_key")
 
         def read(row: Row) -> Example:
+            refuse(row, _fault_of_undesirable(row))
             said = messages_of(row, column, MESSAGE_KEYS[name])
             refuse(row, fault_of_weights(said))
             messages = with_system(said, row)
@@ -178,7 +210,7 @@ FORMATS: dict[str, Callable[[Present, Columns], Format]] = {
 """The formats by name."""
 
 
-def _label_text(row: Row, columns: tuple[str, ...], *, required: bool) -> str | None:
+def _label_text(row: Row, columns: tuple[str, ...], *, required: bool, verifiers: Verifiers) -> str | None:
     """The first of the columns that the row has, as text: a list of one is its element, other values are JSON."""
     column = next((name for name in columns if name in row), columns[0])
     value = row.get(column)
@@ -188,6 +220,23 @@ def _label_text(row: Row, columns: tuple[str, ...], *, required: bool) -> str | 
         raise row.error(f"column {column!r} (--label_key) is {described(value, row, column)}")
     if value is None:
         return None
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict | list):
+        refuse(row, _fault_of_structure(column, value, verifiers(row)))
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise row.error(f"column {column!r} is {value}, which is no ground truth")
     refuse_half_characters(row, text)
     return text
+
+
+def _fault_of_structure(column: str, value: dict[str, Any] | list[Any], verifiers: Sequence[str]) -> str | None:
+    """Why an object or a list is no label for these verifiers, None if it is one."""
+    keys = list(value) if isinstance(value, dict) else []
+    inside = next((key for key in LABEL_COLUMNS if key in keys and TESTS_KEY not in keys), None)
+    if inside is not None:
+        return f"column {column!r} is an object that holds the label: name the entry with --label_key {column}.{inside}"
+    blind = next((name for name in verifiers if type(value).__name__ not in REWARDS[name].structured_labels), None)
+    if blind is None:
+        return None
+    cure = f"; --label_key {column}.KEY names an entry: {', '.join(keys)}" if keys else ""
+    return f"column {column!r} is {'an object' if keys else 'a list'}, which {blind} cannot compare with{cure}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_cli.data.dialogues import is_bare_dialogue, row_of_dialogue
 from rlhf_cli.data.turns import skip_space
 from rlhf_cli.errors import UsageError
 
@@ -135,7 +136,9 @@ def blocks(mapped: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, byte
 
 
 def checked_object(row: Any, where: str) -> dict[str, Any]:
-    """The row, if it is an object. Raises UsageError otherwise."""
+    """The row, if it is an object or a list of messages. Raises UsageError otherwise."""
+    if is_bare_dialogue(row):
+        return row_of_dialogue(row)
     if not isinstance(row, dict):
         raise UsageError(f"{where} is {json.dumps(row):.40}, expected an object with columns: {{...}}")
     return row

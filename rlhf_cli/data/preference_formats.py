@@ -5,10 +5,9 @@ of one response each, with its label, say the same.
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from rlhf_cli.data.columns import (
     MESSAGE_COLUMNS,
@@ -36,11 +35,10 @@ from rlhf_cli.data.conversations import (
 )
 from rlhf_cli.data.sources import Row, Source
 from rlhf_cli.data.tools import tools_of
+from rlhf_cli.data.transcripts import is_transcript, prompt_of_transcript, turns_of_transcript
 
 CHOSEN_COLUMN, REJECTED_COLUMN = "chosen", "rejected"
 MARGIN_COLUMN, LABEL_COLUMN = "margin", "label"
-TURN = re.compile(r"\n\n(Human|Assistant):")
-"""What begins a turn in the plain text of Anthropic's hh-rlhf."""
 TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 """What a label may be, in lower case; 1 and 0 are equal to True and False."""
 
@@ -182,7 +180,7 @@ def _reader_of_prompt(column: str | None, *, joined: bool) -> Callable[[Row], Tu
                 f"it has no prompt: a response alone needs a column for it ({', '.join(PROMPT_COLUMNS)}) or --input_key"
             )
         text = row.get(column)
-        prompt = with_system(_hh_prompt(text), row) if is_hh(text) else plain(row)
+        prompt = with_system(prompt_of_transcript(text), row) if is_transcript(text) else plain(row)
         refuse(row, fault_of_prompt(prompt))
         return prompt
 
@@ -204,7 +202,7 @@ def _are_whole(present: Present, wanted: PairColumns, columns: tuple[str, ...]) 
 def _is_whole(value: Any) -> bool:
     """Whether a cell is a conversation with its prompt, instead of the response alone."""
     if isinstance(value, str):
-        return is_hh(value)
+        return is_transcript(value)
     first = value[0] if is_dialogue(value) else value if isinstance(value, dict) else {}
     role = str(first.get("role", first.get("from", "assistant")))
     return ROLES.get(role.lower()) != "assistant"
@@ -232,24 +230,7 @@ def _turns(row: Row, column: str) -> Turns:
         row, value = Row({**row, column: [value]}, row.source, row.index), [value]
     if is_dialogue(value):
         return messages_of(row, column, keys_of(value))
-    return _hh_turns(value) if is_hh(value) else (Message("assistant", text_of(row, column)),)
-
-
-def is_hh(value: Any) -> TypeGuard[str]:
-    return isinstance(value, str) and value.startswith("\n\nHuman:")
-
-
-def _hh_turns(text: str) -> Turns:
-    """The turns of '\\n\\nHuman: ...\\n\\nAssistant: ...'."""
-    _, *parts = TURN.split(text)
-    turns = zip(parts[::2], parts[1::2], strict=True)
-    return tuple(Message("user" if speaker == "Human" else "assistant", said.strip()) for speaker, said in turns)
-
-
-def _hh_prompt(text: str) -> Turns:
-    """The same without the last 'Assistant:', which only asks for a response."""
-    turns = _hh_turns(text)
-    return turns[:-1] if turns[-1] == Message("assistant", "") else turns
+    return turns_of_transcript(value) if is_transcript(value) else (Message("assistant", text_of(row, column)),)
 
 
 def _preference(row: Row, chosen: Turns, rejected: Turns, columns: tuple[str, str]) -> Preference:

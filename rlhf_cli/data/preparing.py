@@ -314,7 +314,7 @@ class Preparation(Generic[T]):
             return self.make(Encoded(draft.row, draft.read, tokens), report)
         except RowFault as fault:
             if not self.drops_invalid:
-                raise
+                raise RowFault(f"{fault}; --invalid_rows drop leaves such rows out") from fault
             report.note("dropped_invalid", str(fault))
             return []
 

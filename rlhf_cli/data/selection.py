@@ -14,8 +14,8 @@ from typing import Any
 
 from rlhf_cli.config.generate import SelectConfig
 from rlhf_cli.data.conversations import Conversation
-from rlhf_cli.data.preference_formats import is_hh
 from rlhf_cli.data.templates import CallForm
+from rlhf_cli.data.transcripts import is_transcript
 
 Cells = dict[str, Any]
 AS_OPENAI = CallForm(arguments_as_text=True, no_content=None)
@@ -81,7 +81,7 @@ def _pair(best: Cells, usable: list[Cells], counts: Counter[str]) -> list[Cells]
         counts[reason] += 1
         return []
     prompt, chosen, rejected = best["prompt"], best["response"], worst["response"]
-    if not isinstance(prompt, str) or any(map(is_hh, (prompt, chosen, rejected))):
+    if not isinstance(prompt, str) or any(map(is_transcript, (prompt, chosen, rejected))):
         prompt, chosen, rejected = _messages(prompt), _turn(chosen), _turn(rejected)
     return [{"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": margin, **_tools(best)}]
 

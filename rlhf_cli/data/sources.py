@@ -14,6 +14,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from rlhf_cli.data.dialogues import row_of_numbered
 from rlhf_cli.data.files import Table, kind_of_file, read_file
 from rlhf_cli.data.sampling import SEED_MASK
 from rlhf_cli.errors import UsageError
@@ -29,13 +30,37 @@ class RowFault(UsageError):
     """A row cannot be used; others may be."""
 
 
+_ABSENT = object()
+
+
 class Row(dict[str, Any]):
-    """One row: columns and values, with the source it came from."""
+    """One row: columns and values, with the source it came from.
+
+    A key with dots that is no column reaches into objects: `row["extra_info.question"]`.
+    """
 
     def __init__(self, values: dict[str, Any], source: "Source", index: int) -> None:
         super().__init__(values)
         self.source = source
         self.index = index
+
+    def __missing__(self, key: str) -> Any:
+        found: Any = dict(self) if "." in key else _ABSENT
+        for part in key.split("."):
+            found = found.get(part, _ABSENT) if isinstance(found, dict) else _ABSENT
+        if found is _ABSENT:
+            raise KeyError(key)
+        return found
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a column or of an entry inside one."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __contains__(self, key: object) -> bool:
+        return self.get(str(key), _ABSENT) is not _ABSENT
 
     @property
     def where(self) -> str:
@@ -264,9 +289,11 @@ def _read_hub(name: str, split: str) -> Table:
 def _table_of(loaded: Any, path: str) -> Table:
     if len(loaded) == 0:
         raise UsageError(f"{path} is empty: it has no rows")
-    return Table(
-        path, len(loaded), loaded.__getitem__, lambda index: f"row {index + 1}", lambda: str(loaded._fingerprint)
-    )
+
+    def read(index: int) -> dict[str, Any]:
+        return row_of_numbered(loaded[index])
+
+    return Table(path, len(loaded), read, lambda index: f"row {index + 1}", lambda: str(loaded._fingerprint))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,11 @@ def with_model_scores(scores: Sequence[Score], values: Sequence[float], *, weigh
 
 
 def _joined(score: Score, value: float, weight: float) -> Score:
-    if not math.isfinite(value):
-        if score.status == "failed":
-            return score
-        return replace(
-            score, value=None, status="failed", detail=f"the reward model's score is {value}", failure="bad_result"
-        )
     total = None if score.value is None else score.value + weight * value
+    if total is not None and not math.isfinite(total):
+        said = "the rewards add up to" if math.isfinite(value) else "the reward model's score is"
+        infinite = total if math.isfinite(value) else value
+        return replace(score, value=None, status="failed", detail=f"{said} {infinite}", failure="bad_result")
+    if not math.isfinite(value):
+        return score
     return replace(score, value=total, parts=score.parts | {MODEL_PART: value})

@@ -1,5 +1,6 @@
 """What one reward says of one response, and how the parts of a response become its score."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
         return Score(None, "failed", failed.detail, values, failure=failed.failure)
     first = next((part for part in parts.values() if part.status != "scored"), next(iter(parts.values())))
     total = sum(weights[name] * value for name, value in values.items())
+    if not math.isfinite(total):  # finite rewards may add up to more than a number holds
+        return Score(None, "failed", f"the rewards add up to {total}", values, failure="bad_result")
     return Score(total, first.status, first.detail, values, first.answer)
 
 

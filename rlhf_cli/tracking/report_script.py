@@ -66,15 +66,15 @@ for (const chart of document.querySelectorAll("svg.chart")) {
 }
 
 // ---- rollouts
-const SHOWN = ["step", "prompt", "response", "label", "reward", "status", "value"];
+const SHOWN = ["step", "prompt", "response", "label", "reward", "verdict", "value"];
 const TEXTS = {prompt: "Prompt", response: "Response", label: "Ground truth"};
 const TONES = {correct: "good", wrong: "bad", invalid: "bad", failed: "warn"};
 const hasReward = row => typeof row.reward === "number";
 
 function verdict(row) {
   const sign = !hasReward(row) ? "warn" : row.reward > 0 ? "good" : row.reward < 0 ? "bad" : "";
-  const said = row.status || "no score";
-  return make("span", "chip " + (TONES[row.status] || sign), hasReward(row) ? number(row.reward) : said);
+  const said = row.verdict || "no score";
+  return make("span", "chip " + (TONES[row.verdict] || sign), hasReward(row) ? number(row.reward) : said);
 }
 
 function plain(value) {
@@ -86,7 +86,7 @@ function plain(value) {
 function metaLine(row, unit) {
   const meta = make("div", "meta");
   meta.append(verdict(row), make("span", "", `${unit} ${row.step}`));
-  if (row.status) meta.append(make("span", "", row.status));
+  if (row.verdict) meta.append(make("span", "", row.verdict));
   for (const [name, value] of Object.entries(row)) {
     if (SHOWN.includes(name) || value === null || plain(value) === "") continue;
     const item = make("span", "", name.replaceAll("_", " ") + " ");
