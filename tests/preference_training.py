@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_training import OPTIM, Layout, load_policy, make_engine, weights_of
+from tiny_training import Layout, load_policy, make_engine, partition, weights_of
 
 from rlhf_cli.algorithms.kto import UnpairedSettings
 from rlhf_cli.algorithms.preference import PreferenceSettings
-from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, FrozenEngine, deepspeed_config
+from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, FrozenEngine
 from rlhf_cli.backends.distributed import gather_rows
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
@@ -152,9 +152,8 @@ def run_steps(
 ) -> Trained:
     """Some steps from the model in the folder, against a reference that is the model with noise on its weights."""
     if task.is_reward_model:
-        config = deepspeed_config(DeepSpeedConfig(zero_stage=stage), param_dtype="fp32", max_norm=OPTIM.max_norm)  # type: ignore[arg-type]
         source = ModelConfig(pretrain=model, param_dtype="fp32")
-        hf_model = load_value_backbone(source, zero3_config=config if stage == 3 else None)
+        hf_model = load_value_backbone(source, partition=partition(stage))
         module: Any = ValueModel(hf_model)
     else:
         hf_model, module = load_policy(model, stage)

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_training import (
     CLOSE,
-    OPTIM,
     Items,
     Layout,
     farthest,
     make_engine,
     make_sequences,
+    partition,
     train,
     train_plainly,
     weights_of,
@@ -23,10 +23,9 @@ from tiny_training import (
 from torch import nn
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.backends.deepspeed_engine import deepspeed_config, seed_everything
+from rlhf_cli.backends.deepspeed_engine import seed_everything
 from rlhf_cli.backends.roles import describe_model, save_whole_model
 from rlhf_cli.config.model import AdapterConfig, ModelConfig
-from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing import pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import (
@@ -61,8 +60,7 @@ def load(pretrain, stage=0, *, lora_rank=4, seed=1, kind=load_causal_lm, dtype="
     """A Hugging Face model with an adapter, as the commands load it; its second factor is not left at zero."""
     config = settings(pretrain, param_dtype=dtype, **(model or {}))
     plan = plan_adapter(config, AdapterConfig(lora_rank=lora_rank, **adapter), seed=seed)
-    zero3 = deepspeed_config(DeepSpeedConfig(zero_stage=stage), param_dtype=dtype, max_norm=OPTIM.max_norm)
-    return load_with_adapter(kind, config, plan, zero3_config=zero3 if stage == 3 else None)
+    return load_with_adapter(kind, config, plan, partition=partition(stage, dtype=dtype))
 
 
 def stir(model) -> None:

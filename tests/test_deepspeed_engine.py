@@ -450,6 +450,24 @@ def test_inference_engines_agree_with_the_plain_model(tiny_model_dir, items, sta
         assert not any(result.requires_grad for result in results)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_far_positions_are_told_apart_in_bf16_as_by_the_plain_model(tiny_llama_dir, stage):
+    tokens = np.random.default_rng(2).integers(0, 40, 4000).astype(np.int32)
+    packs = [pack([Sequence(tokens, np.arange(4000) >= 3900)])]
+    hf_model, plain = load_policy(tiny_llama_dir, 0, dtype="bf16")
+    expected = plain(packs[0])[0].detach()
+    buffers = {name: buffer.clone() for name, buffer in hf_model.named_buffers()}
+    frozen_model, module = load_policy(tiny_llama_dir, stage, dtype="bf16")
+    frozen = FrozenEngine(module, DeepSpeedConfig(zero_stage=stage), param_dtype="bf16")
+    trained_model, module = load_policy(tiny_llama_dir, stage, dtype="bf16")
+    for model, engine in ((frozen_model, frozen), (trained_model, make_engine(module, stage, dtype="bf16"))):
+        assert {str(buffer.dtype) for buffer in buffers.values()} == {"torch.float32"}
+        assert all(buffer.equal(buffers[name]) for name, buffer in model.named_buffers())
+        assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
+        (result,) = engine.infer(packs, lambda model, batch: model(batch)[0])
+        assert torch.allclose(result, expected, atol=1e-5)
+
+
 def test_an_idle_micro_batch_changes_nothing(tiny_model_dir, items):
     results = []
     for idle in (0, 2):

@@ -1,6 +1,7 @@
 """Tiny models under the real DeepSpeed engine: data, steps, weights, and the same training in plain PyTorch."""
 
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, deepspeed_config
+from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine
+from rlhf_cli.backends.partitioned_loading import partitioned_loading
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing import Pack, Sequence, pack
@@ -79,13 +81,15 @@ class Layout:
         return Share(self.rank, self.num_ranks, batch, quadratic_cost=0.0)
 
 
+def partition(stage: int, *, dtype: str = "fp32") -> AbstractContextManager[None] | None:
+    """The context to load a model in at this stage."""
+    return partitioned_loading(DeepSpeedConfig(zero_stage=stage), param_dtype=dtype)  # type: ignore[arg-type]
+
+
 def load_policy(path: str, stage: int, *, dtype: str = "fp32", **model: Any) -> tuple[Any, PolicyModel]:
     """(Hugging Face model, policy), partitioned while it is loaded at stage 3, as the commands do."""
-    config = deepspeed_config(DeepSpeedConfig(zero_stage=stage), param_dtype=dtype, max_norm=OPTIM.max_norm)  # type: ignore[arg-type]
-    hf_model = load_causal_lm(
-        ModelConfig(pretrain=path, param_dtype=dtype, **model),  # type: ignore[arg-type]
-        zero3_config=config if stage == 3 else None,
-    )
+    source = ModelConfig(pretrain=path, param_dtype=dtype, **model)  # type: ignore[arg-type]
+    hf_model = load_causal_lm(source, partition=partition(stage, dtype=dtype))
     return hf_model, PolicyModel(hf_model)
 
 

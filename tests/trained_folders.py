@@ -2,13 +2,11 @@
 
 import numpy as np
 import torch
-from tiny_training import Items, Layout, make_engine, make_sequences, train
+from tiny_training import Items, Layout, make_engine, make_sequences, partition, train
 
 from rlhf_cli.backends.checkpoint import CheckpointStore
-from rlhf_cli.backends.deepspeed_engine import deepspeed_config
 from rlhf_cli.backends.roles import describe_model, save_whole_model
 from rlhf_cli.config.model import AdapterConfig, ModelConfig
-from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
 from rlhf_cli.models.loading import load_causal_lm, load_tokenizer, load_value_backbone
 from rlhf_cli.models.policy import PolicyModel, ValueModel
@@ -24,9 +22,8 @@ class Trained:
         tokenizer = load_tokenizer(config)
         adapter = AdapterConfig(lora_rank=lora_rank, lora_alpha=8) if lora_rank else AdapterConfig()
         plan = plan_adapter(config, adapter, seed=1)
-        zero3 = deepspeed_config(DeepSpeedConfig(zero_stage=stage), param_dtype=dtype, max_norm=1.0)
         load = load_value_backbone if value else load_causal_lm
-        self.hf_model = load_with_adapter(load, config, plan, zero3_config=zero3 if stage == 3 else None)
+        self.hf_model = load_with_adapter(load, config, plan, partition=partition(stage, dtype=dtype))
         engine = make_engine(
             (ValueModel if value else PolicyModel)(self.hf_model), stage, dtype=dtype, learning_rate=0.02
         )

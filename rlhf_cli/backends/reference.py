@@ -14,7 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli.backends import distributed
-from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, Forward, FrozenEngine, deepspeed_config, move_weights
+from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, Forward, FrozenEngine, move_weights
+from rlhf_cli.backends.partitioned_loading import partitioned_loading
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.environment import user_cache
@@ -31,8 +32,8 @@ class FrozenReference:
     """A second model that is only asked. Owns it, and may move it towards the trained one."""
 
     def __init__(self, source: ModelConfig, settings: DeepSpeedConfig) -> None:
-        config = deepspeed_config(settings, param_dtype=source.param_dtype, max_norm=0.0)
-        self._hf_model = load_causal_lm(source, zero3_config=config if settings.zero_stage == 3 else None)
+        partition = partitioned_loading(settings, param_dtype=source.param_dtype)
+        self._hf_model = load_causal_lm(source, partition=partition)
         self.engine = FrozenEngine(PolicyModel(self._hf_model), settings, param_dtype=source.param_dtype)
 
     def infer(self, batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:

@@ -25,12 +25,12 @@ from rlhf_cli.backends.deepspeed_engine import (
     DeepSpeedEngine,
     FrozenEngine,
     buckets,
-    deepspeed_config,
     move_weights,
     seed_everything,
     whole_weights,
 )
 from rlhf_cli.backends.deepspeed_weights import DESCRIPTION
+from rlhf_cli.backends.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.reference import SYNC_FILE
 from rlhf_cli.backends.rollout_engine import SyncBackend
 from rlhf_cli.backends.weight_average import WeightAverage
@@ -80,12 +80,6 @@ class RoleSettings:
     share_prompts: bool = False
     adapter: AdapterPlan | None = None
     ema_beta: float | None = None
-
-    def zero3(self) -> dict[str, Any] | None:
-        """The DeepSpeed configuration under which weights are partitioned while they load, if they are."""
-        if self.deepspeed.zero_stage != 3:
-            return None
-        return deepspeed_config(self.deepspeed, param_dtype=self.model.param_dtype, max_norm=self.optim.max_norm)
 
 
 @dataclass(frozen=True)
@@ -399,7 +393,8 @@ class Reward:
 def _join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn.Module:
     distributed.join_process_group()
     seed_everything(settings.seed)
-    return load_with_adapter(load, settings.model, settings.adapter, zero3_config=settings.zero3())
+    partition = partitioned_loading(settings.deepspeed, param_dtype=settings.model.param_dtype)
+    return load_with_adapter(load, settings.model, settings.adapter, partition=partition)
 
 
 def _infer(

@@ -11,8 +11,9 @@ from pydantic import BaseModel
 
 from rlhf_cli.backends import distributed, distributed_env
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
-from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, check_deepspeed, deepspeed_config, seed_everything
+from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, check_deepspeed, seed_everything
 from rlhf_cli.backends.launch import stop_with_launcher
+from rlhf_cli.backends.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.roles import describe_model, save_whole_model
 from rlhf_cli.backends.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
 from rlhf_cli.commands.run_directory import (
@@ -252,9 +253,8 @@ def _identity(config: OfflineConfig, task: OfflineTask, num_ranks: int) -> dict[
 
 
 def _build(config: OfflineConfig, task: OfflineTask) -> tuple[Any, DeepSpeedEngine]:
-    settings = deepspeed_config(config.deepspeed, param_dtype=config.model.param_dtype, max_norm=config.optim.max_norm)
-    zero3 = settings if config.deepspeed.zero_stage == 3 else None
-    hf_model = load_with_adapter(task.load, task.model.base, task.model.plan, zero3_config=zero3)
+    partition = partitioned_loading(config.deepspeed, param_dtype=config.model.param_dtype)
+    hf_model = load_with_adapter(task.load, task.model.base, task.model.plan, partition=partition)
     engine = DeepSpeedEngine(
         task.wrap(hf_model),
         config.deepspeed,

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,13 +164,13 @@ def load_with_adapter(
     model: ModelConfig,
     plan: AdapterPlan | None,
     *,
-    zero3_config: dict[str, Any] | None = None,
+    partition: AbstractContextManager[None] | None = None,
 ) -> PreTrainedModel:
     """The model by `load` (`load_causal_lm`, `load_value_backbone`), under the adapter if one is planned."""
     if plan is None:
-        return load(model, zero3_config=zero3_config)
+        return load(model, partition=partition)
     base = model.model_copy(update={"pretrain": plan.base})
-    hf_model = load(base, zero3_config=zero3_config, in_4bit=plan.in_4bit)
+    hf_model = load(base, partition=partition, in_4bit=plan.in_4bit)
     put_adapter(hf_model, plan)
     return hf_model
 

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -183,23 +184,23 @@ def load_causal_lm(
     config: ModelConfig,
     *,
     device_map: str | dict[str, Any] | None = None,
-    zero3_config: dict[str, Any] | None = None,
+    partition: AbstractContextManager[None] | None = None,
     in_4bit: bool = False,
 ) -> PreTrainedModel:
     """Causal language model in evaluation mode, attention and gradient checkpointing set.
 
-    With `zero3_config`, a DeepSpeed configuration of stage 3, weights are partitioned over ranks while they are loaded;
+    With `partition`, a context of ZeRO-3, weights are partitioned over ranks while they are loaded;
     with `in_4bit` they are quantised, for training an adapter on them. UsageError for a model that gives scores.
     """
     refuse_classifier(load_config(config), f"pretrain {config.pretrain!r}")
-    return _load(AutoModelForCausalLM, config, zero3_config=zero3_config, in_4bit=in_4bit, device_map=device_map)
+    return _load(AutoModelForCausalLM, config, partition=partition, in_4bit=in_4bit, device_map=device_map)
 
 
 def load_value_backbone(
     config: ModelConfig,
     *,
     device_map: str | dict[str, Any] | None = None,
-    zero3_config: dict[str, Any] | None = None,
+    partition: AbstractContextManager[None] | None = None,
     in_4bit: bool = False,
 ) -> PreTrainedModel:
     """The model with a scalar head `score`; a head that the folder does not have starts near zero, always the same.
@@ -209,17 +210,17 @@ def load_value_backbone(
     return _load(
         AutoModelForSequenceClassification,
         config,
-        zero3_config=zero3_config,
+        partition=partition,
         in_4bit=in_4bit,
         device_map=device_map,
         num_labels=1,
     )
 
 
-def load_reward_model(config: ModelConfig, *, zero3_config: dict[str, Any] | None = None) -> PreTrainedModel:
+def load_reward_model(config: ModelConfig, *, partition: AbstractContextManager[None] | None = None) -> PreTrainedModel:
     """The model with the scalar head `score` that its folder has. UsageError where it has none."""
     return _load(
-        AutoModelForSequenceClassification, config, zero3_config=zero3_config, num_labels=1, has_score_head=True
+        AutoModelForSequenceClassification, config, partition=partition, num_labels=1, has_score_head=True
     )
 
 
@@ -300,7 +301,7 @@ def _load(
     auto_class: Any,
     config: ModelConfig,
     *,
-    zero3_config: dict[str, Any] | None,
+    partition: AbstractContextManager[None] | None,
     in_4bit: bool = False,
     has_score_head: bool = False,
     device_map: str | dict[str, Any] | None = None,
@@ -309,9 +310,9 @@ def _load(
     path = resolve_model_path(config.pretrain)
     dtype = DTYPES[config.param_dtype]
     architecture = load_config(config)
-    check_loadable(config, architecture, in_4bit=in_4bit, partitioned=zero3_config is not None)
+    check_loadable(config, architecture, in_4bit=in_4bit, partitioned=partition is not None)
     attention = packed_attention(config, architecture)
-    with _partitioned(zero3_config), _naming_the_model(path, "the model"):
+    with partition or contextlib.nullcontext(), _naming_the_model(path, "the model"):
         model, report = auto_class.from_pretrained(
             path,
             dtype=dtype,
@@ -332,19 +333,6 @@ def _load(
         # In place: no name in the state dict changes. Packs differ in length, so shapes are symbols from the start.
         model.get_decoder().compile(dynamic=True)
     return model
-
-
-@contextlib.contextmanager
-def _partitioned(zero3_config: dict[str, Any] | None) -> Iterator[None]:
-    """transformers looks for a live HfDeepSpeedConfig while it builds and fills a model."""
-    if zero3_config is None:
-        yield
-        return
-    from transformers.integrations import HfDeepSpeedConfig
-
-    alive = HfDeepSpeedConfig(zero3_config)
-    yield
-    del alive
 
 
 def dtype_note(config: ModelConfig) -> dict[str, str]:
