@@ -103,6 +103,14 @@ def test_k1_and_k3_are_unbiased() -> None:
         torch.testing.assert_close((policy * kl_estimate(policy.log(), reference.log(), kind)).sum(), exact)
 
 
+@pytest.mark.parametrize(("log_ratio", "gradient"), [(-21.0, 0.0), (-19.0, 1 - math.exp(19)), (2.0, 1 - math.exp(-2))])
+def test_k3_never_pushes_the_policy_away_from_the_reference(log_ratio: float, gradient: float) -> None:
+    logprobs = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+    kl_estimate(logprobs, torch.zeros(1, dtype=torch.float64), "k3").sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(gradient)
+
+
 def test_k3_of_a_token_the_reference_never_says_is_finite() -> None:
     assert torch.isfinite(kl_estimate(torch.tensor([-200.0]), torch.tensor([0.0]), "k3")).all()
 

@@ -107,8 +107,8 @@ def test_corrections_by_hand() -> None:
     assert weights("off", ratios, cu) == ([1, 1, 1, 1], [0, 0, 0, 0])
     assert weights("token_clip", ratios, cu) == ([0.25, 1, 2, 2], [0, 0, 1, 1])
     assert weights("token_mask", ratios, cu) == ([0, 1, 4, 0], [1, 0, 0, 1])
-    # Geometric means: sqrt(0.25) = 0.5, kept; sqrt(32) = 5.66, masked.
-    assert weights("seq_mask", [0.26, 1.0, 4.0, 8.0], cu) == ([0.5099, 0.5099, 0, 0], [0, 0, 1, 1])
+    # Geometric means: sqrt(0.26) = 0.51, kept with the tokens' own ratios; sqrt(32) = 5.66, masked.
+    assert weights("seq_mask", [0.26, 1.0, 4.0, 8.0], cu) == ([0.26, 1, 0, 0], [0, 0, 1, 1])
 
 
 def test_an_unknown_correction_is_named() -> None:

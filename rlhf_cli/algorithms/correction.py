@@ -28,8 +28,9 @@ def correction_weights(
     """(weight of each token's loss, 1 where the weight was capped or set to zero), both `[K]`.
 
     With `w = exp(old - rollout)`: token_clip `min(w, cap)` (truncated importance sampling); token_mask `w` inside
-    `keep_range`, 0 outside (IcePop, arXiv 2510.18855); seq_mask the same with the sequence's `exp(mean(old - rollout))`
-    for all its tokens; off 1. Tokens of weight 0 still count in the number of tokens a loss is divided by.
+    `keep_range`, 0 outside (IcePop, arXiv 2510.18855); seq_mask `w` for all tokens of a sequence whose
+    `exp(mean(old - rollout))` is inside `keep_range`, 0 for the others; off 1. Tokens of weight 0 still count in the
+    number of tokens a loss is divided by.
     """
     log_weight_K = log_ratio(old_K.detach(), rollout_K)
     if kind == "off":
@@ -37,13 +38,14 @@ def correction_weights(
     if kind == "token_clip":
         weight_K = log_weight_K.exp()
         return weight_K.clamp(max=cap), (weight_K > cap).float()
-    if kind == "seq_mask":
-        log_weight_K = segment_mean(log_weight_K, cu)[segment_ids(cu)]
-    elif kind != "token_mask":
+    if kind == "token_mask":
+        gate_K = log_weight_K.exp()
+    elif kind == "seq_mask":
+        gate_K = segment_mean(log_weight_K, cu)[segment_ids(cu)].exp()
+    else:
         raise ValueError(f"rollout_correction must be token_clip, token_mask, seq_mask or off, not {kind!r}")
-    weight_K = log_weight_K.exp()
-    outside_K = (weight_K < keep_range[0]) | (weight_K > keep_range[1])
-    return weight_K.masked_fill(outside_K, 0.0), outside_K.float()
+    outside_K = (gate_K < keep_range[0]) | (gate_K > keep_range[1])
+    return log_weight_K.exp().masked_fill(outside_K, 0.0), outside_K.float()
 
 
 def mismatch(old_K: Tensor, rollout_K: Tensor) -> dict[str, Tensor]:

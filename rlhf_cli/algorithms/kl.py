@@ -23,7 +23,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Te
     """Estimate of KL(policy || reference) per token, nats, in the shape of the log-probs of sampled tokens.
 
     With `l = logprobs - ref_logprobs`: k1 `l` (unbiased, may be negative), k2 `l^2 / 2`, k3 `exp(-l) - 1 + l`
-    (unbiased and never negative; its exponent is limited to +-20).
+    (unbiased and never negative; beyond +-20 `l` counts as +-20, without gradient).
     """
     log_ratio = logprobs - ref_logprobs
     if kind == "k1":
@@ -31,7 +31,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Te
     if kind == "k2":
         return 0.5 * log_ratio.square()
     if kind == "k3":
-        return torch.expm1(-log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + log_ratio
+        # Both terms: with the exponent alone limited, the gradient below -20 would be +1 and widen the divergence.
+        limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        return torch.expm1(-limited) + limited
     raise ValueError(f"kl_estimator must be k1, k2 or k3, not {kind!r}")
 
 

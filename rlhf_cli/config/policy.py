@@ -56,7 +56,7 @@ class PolicyConfig(Group):
     rollout_correction: Literal["token_clip", "token_mask", "seq_mask", "off"] = "token_clip"
     """What corrects for engine and trainer disagreeing on probabilities."""
     rollout_correction_range: tuple[float, float] = (0.5, 5.0)
-    """Ratios kept by token_mask and seq_mask."""
+    """Ratios of trainer to engine that are kept: of tokens by token_mask, of sequences (geometric mean) by seq_mask."""
     rollout_correction_cap: float = Field(2.0, gt=0)
     """Largest ratio under token_clip."""
 

@@ -219,9 +219,7 @@ def load_value_backbone(
 
 def load_reward_model(config: ModelConfig, *, partition: AbstractContextManager[None] | None = None) -> PreTrainedModel:
     """The model with the scalar head `score` that its folder has. UsageError where it has none."""
-    return _load(
-        AutoModelForSequenceClassification, config, partition=partition, num_labels=1, has_score_head=True
-    )
+    return _load(AutoModelForSequenceClassification, config, partition=partition, num_labels=1, has_score_head=True)
 
 
 def check_trainable(architecture: PretrainedConfig) -> None:
