@@ -51,7 +51,7 @@ def stop():
     stop.restore()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_a_request_to_stop(stop, signum):
     assert not stop()
     os.kill(os.getpid(), signum)
@@ -89,3 +89,46 @@ def test_the_signals_are_given_back():
     before = signal.getsignal(signal.SIGINT)
     StopSignal().restore()
     assert signal.getsignal(signal.SIGINT) == before
+
+
+APART = """
+import os, signal, subprocess, sys
+from rlhf_cli.backends.signals import StopSignal, children_apart
+stop, group = StopSignal(), os.getpgrp()
+with children_apart():
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(15))  # as ray.init does
+    child = subprocess.Popen(["sleep", "60"])
+assert os.getpgrp() == group
+assert (os.getpgid(child.pid) != group) == (group != os.getpid())
+os.kill(child.pid, signal.SIGHUP)
+os.kill(os.getpid(), signal.{signum})
+assert stop()
+assert child.poll() is None
+child.kill()
+"""
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+@pytest.mark.parametrize("signum", ["SIGTERM", "SIGHUP"])
+def test_children_started_apart_outlive_a_closed_terminal_and_the_handlers_stay(signum, is_leader):
+    program = [sys.executable, "-c", APART.format(signum=signum)]
+    ended = subprocess.run(program, check=False, timeout=120, process_group=0 if is_leader else None)
+    assert ended.returncode == 0
+
+
+def test_nohup_is_respected():
+    program = "import os, signal; from rlhf_cli.backends.signals import StopSignal; stop = StopSignal(); "
+    program += "os.kill(os.getpid(), signal.SIGHUP); assert not stop()"
+    ended = subprocess.run(["nohup", sys.executable, "-c", program], check=False, timeout=120, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_ctrl_c_while_the_program_is_imported_is_one_line():
+    program = "import sys, _thread, importlib.abc\n"
+    program += "class Late(importlib.abc.MetaPathFinder):\n"
+    program += "    def find_spec(self, name, path, target=None):\n"
+    program += "        if name == 'rlhf_cli.cli': raise KeyboardInterrupt\n"
+    program += "sys.meta_path.insert(0, Late())\n"
+    program += "from rlhf_cli.__main__ import main\nsys.exit(main())"
+    ended = subprocess.run([sys.executable, "-c", program], check=False, timeout=120, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "rlhf: interrupted\n")

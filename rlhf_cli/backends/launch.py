@@ -14,7 +14,7 @@ from types import FrameType
 import psutil
 
 from rlhf_cli.backends.distributed_env import free_port
-from rlhf_cli.backends.signals import INTERRUPTED
+from rlhf_cli.backends.signals import INTERRUPTED, stop_signals
 from rlhf_cli.errors import UsageError
 
 GRACE_SECONDS = 5
@@ -27,7 +27,7 @@ def run_ranks(num_processes: int, arguments: list[str]) -> int:
     """Exit status of `rlhf <arguments>` on this many ranks.
 
     The launcher kills its ranks when it is interrupted. So it runs in a session of its own, out of the terminal's
-    reach, and Ctrl-C and SIGTERM are passed on to the ranks alone, which finish their step and save.
+    reach, and the signals that ask for a stop are passed on to the ranks alone, which finish their step and save.
     """
     launcher = subprocess.Popen(
         launch_command(num_processes, arguments, devices=os.environ.get("CUDA_VISIBLE_DEVICES")),
@@ -44,7 +44,7 @@ def run_ranks(num_processes: int, arguments: list[str]) -> int:
         if not _signal_ranks(launcher, signum):
             launcher.terminate()
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in stop_signals():
         signal.signal(signum, pass_on)
     try:
         while (status := _wait(launcher)) is None:

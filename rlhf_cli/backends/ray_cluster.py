@@ -19,6 +19,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_cli.backends.placement import Layout, Seat, on_nodes
+from rlhf_cli.backends.signals import children_apart
 from rlhf_cli.errors import RunError, UsageError
 
 RESERVE_SECONDS = 120
@@ -59,13 +60,14 @@ def ray_cluster() -> Iterator[Cluster]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(
-            address=address or "local",
-            include_dashboard=None if address else False,
-            log_to_driver=False,
-            logging_level="error",
-            runtime_env=None if address else {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
-        )
+        with children_apart():
+            ray.init(
+                address=address or "local",
+                include_dashboard=None if address else False,
+                log_to_driver=False,
+                logging_level="error",
+                runtime_env=None if address else {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
+            )
     except ConnectionError as error:
         raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
     except OSError as error:

@@ -147,13 +147,17 @@ def test_a_killed_generation_goes_on_to_the_same_rows(finished, inputs, tmp_path
         assert (output / name).read_bytes() == (finished / name).read_bytes()
 
 
-def test_ctrl_c_finishes_the_chunk_and_says_how_to_continue(finished, inputs, tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_finishes_the_chunk_and_says_how_to_continue(finished, inputs, tmp_path, signum):
     output = tmp_path / "interrupted"
     words = generate_words(inputs, output)
     process = rlhf(*words, start_new_session=True)
     try:
         wait_for_rows(output, process)
-        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+        if signum == signal.SIGINT:
+            os.killpg(process.pid, signum)  # a terminal sends it to the whole group
+        else:
+            process.send_signal(signum)
         printed = finish(process, status=130)
     finally:
         process.kill()

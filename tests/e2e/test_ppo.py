@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -25,11 +26,15 @@ NOTICED_SECONDS = 30.0
 """Within which a process of the run that died has to be noticed and named, as promised."""
 
 
-def rlhf(*words: str, **options) -> subprocess.Popen:
-    """A started `rlhf` command; one thread each, so that sums are the same in every run."""
+def rlhf(*words: str, under: Sequence[str] = (), **options) -> subprocess.Popen:
+    """A started `rlhf` command; one thread each, so that sums are the same in every run.
+
+    Args:
+        under: the command that starts it, if it is not started by itself.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "rlhf_cli", *words],
+        [*under, sys.executable, "-m", "rlhf_cli", *words],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -269,13 +274,18 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, model, problems):
     assert_nothing_left(output)
 
 
-def test_ctrl_c_finishes_the_iteration_saves_and_leaves_no_process(tmp_path, model, problems):
+@pytest.mark.parametrize("end", ["Ctrl-C", "the terminal is closed", "timeout"])
+def test_a_stopped_run_finishes_its_iteration_saves_and_leaves_no_process(tmp_path, model, problems, end):
     output = tmp_path / "interrupted"
     words = ppo_words(model, problems, output, backend="transformers", iterations=500, save_steps=-1)
-    process = rlhf(*words, start_new_session=True)
+    under = ["timeout", "3600"] if end == "timeout" else []  # it passes SIGTERM on to its whole group
+    process = rlhf(*words, under=under, start_new_session=True)
     try:
         wait_for_an_iteration(output, process)
-        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+        if end == "timeout":
+            process.terminate()
+        else:
+            os.killpg(process.pid, signal.SIGINT if end == "Ctrl-C" else signal.SIGHUP)
         printed, _ = process.communicate(timeout=240)
     finally:
         process.kill()  # else a failure of this test would leave 500 iterations running
