@@ -292,3 +292,22 @@ def test_running_without_the_sandbox_is_said_loudly(caplog):
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
         ScoringConfig(**settings)
+
+
+SKYWORK = {
+    "assertions": {"assert_case": ["assert double(2) == 4", "assert double(3) == 6"]},
+    "check": {
+        "import_prefix": "from typing import *\n",
+        "test_code": "def check(candidate):\n    assert candidate(2) == 4\n",
+        "entry_point": "Solution().double",
+    },
+}
+
+
+@pytest.mark.parametrize("form", SKYWORK)
+def test_labels_of_skywork_are_tests(form: str) -> None:
+    answer = "class Solution:\n    def double(self, number: Optional[int]): return 2 * number\n"
+    answer = "def double(number): return 2 * number\n" if form == "assertions" else answer
+    for code, status in ((answer, "correct"), (answer.replace("2 *", "3 *"), "wrong")):
+        (score,) = scores([f"```python\n{code}```"], label=json.dumps(SKYWORK[form]))
+        assert score.status == status

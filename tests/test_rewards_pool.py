@@ -5,11 +5,14 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_cli.backends.rollout_processes import process_tree
+from rlhf_cli.rewards.file_feed import batch_of
 from rlhf_cli.rewards.pool import WorkerPool
+from rlhf_cli.rewards.records import ScoreRequest
 
 SOURCE = """
     import os, time
@@ -45,7 +48,8 @@ def path(tmp_path: Path) -> Iterator[str]:
 
 
 def pool_of(path: str, **settings) -> WorkerPool:
-    return WorkerPool("rlhf_cli.rewards.user_file:load", path, **({"limit": 20.0, "num_workers": 2} | settings))
+    file: dict[str, Any] = {"path": path, "name": None, "args": {}}
+    return WorkerPool("rlhf_cli.rewards.user_file:load", file, **({"limit": 20.0, "num_workers": 2} | settings))
 
 
 def items(kinds: dict[int, str], count: int) -> list[dict]:
@@ -54,7 +58,8 @@ def items(kinds: dict[int, str], count: int) -> list[dict]:
 
 def item(kind: str, number: int, note: Path | None = None) -> dict:
     """`note` is a file that the worker writes a character to."""
-    return {"queries": [str(number)], "prompts": [kind], "labels": [note and str(note)]}
+    asked = ScoreRequest(str(number), kind, "", str(note) if note else None, 1, False, "g", 0, 1)
+    return dict(batch_of([asked], None, needs=[]))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -66,7 +71,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def values(pool: WorkerPool, kinds: dict[int, str], count: int) -> list:
     return [
-        outcome.failure.reason if outcome.failure else outcome.value[0][0] for outcome in pool.map(items(kinds, count))
+        outcome.failure.reason if outcome.failure else outcome.value[0]["value"]
+        for outcome in pool.map(items(kinds, count))
     ]
 
 
@@ -143,7 +149,7 @@ def test_workers_go_on_while_their_owner_does_something_else(path: str, tmp_path
         assert feed.add(item("", i, note) for i in range(3)) == range(3)
         wait_until(lambda: note.exists() and len(note.read_text()) == 3)  # nothing is called on the feed meanwhile
         assert feed.add([item("", 3, note)]) == range(3, 4)
-        assert [outcome.value for outcome in feed.finish()] == [[[float(i), ""]] for i in range(4)]
+        assert [outcome.value[0]["value"] for outcome in feed.finish()] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_outcomes_are_reported_once_and_without_waiting_for_others(path: str) -> None:
@@ -171,11 +177,11 @@ def test_what_is_left_of_a_feed_is_not_taken_for_the_next_ones(path: str, tmp_pa
 
 
 def test_an_item_that_failed_is_tried_again_as_often_as_allowed(path: str, tmp_path: Path) -> None:
-    for retries, value in ((0, None), (1, [[0.0, ""]])):
+    for retries, value in ((0, None), (1, 0.0)):
         note = tmp_path / f"note{retries}"
         with pool_of(path, retries=retries) as pool:
             (outcome,) = pool.map([item("second try", 0, note)])
-        assert outcome.value == value
+        assert (outcome.value and outcome.value[0]["value"]) == value
         assert len(note.read_text()) == 1 + retries
 
 

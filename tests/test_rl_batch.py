@@ -9,7 +9,7 @@ from rlhf_cli.config.online import OnlineRewardConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
-from rlhf_cli.rewards.records import Score
+from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.rl_batch import (
     Evaluated,
     GroupPlace,
@@ -21,11 +21,13 @@ from rlhf_cli.trainers.rl_batch import (
     sample_rows,
     score_requests,
     scored_rollouts,
+    source_metrics,
     split_last_values,
     weighted_parts,
     whole_groups,
     with_greedy,
     with_last_states,
+    zero_std_metrics,
 )
 
 FAILED = Score(None, "failed", "timed out after 30 s", {"format": 1.0})
@@ -320,3 +322,25 @@ def test_bounds_of_no_response_are_a_single_zero():
     rollouts = scored_rollouts([prompt(0)], [generation(1)], [FAILED], [0])
     assert rollouts.cu.tolist() == [0]
     assert torch.equal(rollouts.scores_B, torch.zeros(0))
+
+
+def test_the_share_of_groups_without_spread_leaves_out_failed_scores_and_groups_of_one() -> None:
+    scores = [scored(value) for value in (1.0, 1.0, 0.0, 1.0, 2.0)] + [FAILED, scored(3.0)]
+    assert zero_std_metrics(scores, [0, 0, 1, 1, 2, 2, 3]) == {"frac_reward_zero_std": 0.5}
+    assert zero_std_metrics(scores[:2], [0, 1]) == {}
+
+
+def test_rewards_are_reported_by_the_source_that_rows_name() -> None:
+    def asked(source: str | None) -> ScoreRequest:
+        return ScoreRequest("q", "p", "r", "l", 1, False, "g", 0, 1, source)
+
+    questions = [asked(source) for source in ("math", "code", "code")]
+    found = source_metrics(questions, [scored(1.0, "correct"), scored(0.0, "wrong"), scored(0.5, "wrong")])
+    assert found == {
+        "source/math/reward": 1.0,
+        "source/math/accuracy": 1.0,
+        "source/code/reward": 0.25,
+        "source/code/accuracy": 0.0,
+    }
+    assert source_metrics([asked("math"), asked(None)], [scored(1.0)] * 2) == {}
+    assert source_metrics([asked(str(n)) for n in range(40)], [scored(1.0)] * 40) == {}

@@ -81,7 +81,13 @@ def examinee(config: AnsweringConfig, *, first_step: int = 1, cells: Mapping[str
     model = find_answering_model(config.model)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
-    data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=sampling.max_new_tokens, seed=config.out.seed)
+    data = load_prompts(
+        config.prompts,
+        model.tokenizer,
+        max_new_tokens=sampling.max_new_tokens,
+        seed=config.out.seed,
+        reward=config.reward,
+    )
     check_token_ids(data.report, model.tokenizer, model.architecture, pretrain=config.model.pretrain)
     return Examinee(
         config,
@@ -130,6 +136,9 @@ def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
         "reward_weights": reward.reward_weights,
         "reward_func": reward.reward_func,
         "reward_func_weight": reward.reward_func_weight,
+        "reward_func_args": reward.reward_func_args,
+        "reward_key": reward.reward_key,
+        "reward_by_source": reward.reward_by_source,
         "reward_pretrain": reward.reward_pretrain,
         "fingerprint of the reward model": None
         if reward.reward_pretrain is None
@@ -159,7 +168,9 @@ def answer_prompts(
     with ExitStack() as stack:
         scorer = None
         if config.reward.is_given:
-            scorer = stack.enter_context(Scorer(config.reward, tell=hooks.tracker.message))
+            scorer = stack.enter_context(
+                Scorer(config.reward, tell=hooks.tracker.message, decode=examinee.model.tokenizer.decode)
+            )
         models = stack.enter_context(
             started_models(
                 config,

@@ -36,6 +36,7 @@ from rlhf_cli.commands.generation_folder import (
     prepare_folder,
     rows_done,
 )
+from rlhf_cli.commands.reward_check import check_rewards
 from rlhf_cli.commands.run_directory import LOGS
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.data.prompts import PASS_RATE
@@ -44,7 +45,6 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers, pass_rate
 from rlhf_cli.rewards.records import Score
-from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.evaluation_table import Result, evaluation_table, print_table
 from rlhf_cli.tracking.sinks import read_lines
 from rlhf_cli.tracking.terminal import quiet_process
@@ -125,9 +125,7 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
     if rates is not None and not Path(rates).absolute().parent.is_dir():
         raise UsageError(f"--write_pass_rate {rates}: there is no folder {Path(rates).absolute().parent}")
     if not run.is_answered:
-        with Scorer(config.reward) as scorer:  # the ones that are used start later, when their output goes to a log
-            for asked in examinees:
-                scorer.check_labels([prompt.label for prompt in asked.data.prompts])
+        check_rewards(config.reward, *(asked.data.prompts for asked in examinees))
     return run
 
 

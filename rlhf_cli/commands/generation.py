@@ -23,12 +23,12 @@ from rlhf_cli.commands.answering import (
 )
 from rlhf_cli.commands.generate import GenerateConfig
 from rlhf_cli.commands.generation_folder import SAMPLES, SELECTED, check_folder, prepare_folder, rows_done
+from rlhf_cli.commands.reward_check import check_rewards
 from rlhf_cli.commands.run_directory import LOGS
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.data.selection import select_samples, summary, write_rows
 from rlhf_cli.errors import RunError
 from rlhf_cli.options import to_yaml
-from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.sinks import read_lines
 from rlhf_cli.tracking.terminal import quiet_process
 from rlhf_cli.tracking.tracker import Tracker
@@ -83,8 +83,7 @@ def _check(config: GenerateConfig, root: Path) -> _Run:
     rows = rows_done(root, config.out, identity)
     run = _Run(config, asked, identity, None if rows is None else asked.chunks.whole(rows))
     if config.reward.is_given and not run.is_generated:
-        with Scorer(config.reward) as scorer:  # the one that is used starts later, when its output goes to a log
-            scorer.check_labels([prompt.label for prompt in asked.data.prompts])
+        check_rewards(config.reward, asked.data.prompts)
     return run
 
 

@@ -26,6 +26,7 @@ from rlhf_cli.commands.online_evaluation import (
 from rlhf_cli.commands.online_models import OnlineModels, check_stages, find_models, idle_settings, role_names
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.commands.restarts import with_restarts
+from rlhf_cli.commands.reward_check import check_rewards
 from rlhf_cli.commands.run_directory import RunDirectory, begin_logs, prepare_run_directory, run_directory
 from rlhf_cli.commands.surplus import load_surplus, save_surplus
 from rlhf_cli.config.online import CriticPlacementConfig, DynamicSamplingConfig
@@ -171,7 +172,9 @@ def _attempt(run: _Run, stop: StopSignal) -> Finished:
         for line in [*idle, f"Starting on {placement}; logs in {run.paths.logs}"]:
             terminal.console.print(line, markup=False, soft_wrap=True)
         roles = stack.enter_context(_build(run, where))
-        scorer = stack.enter_context(Scorer(config.reward, tell=lambda text: tracker.message(text)))
+        scorer = stack.enter_context(
+            Scorer(config.reward, tell=lambda text: tracker.message(text), decode=run.tokenizer.decode)
+        )
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
         tracker = stack.enter_context(_tracker(run, terminal.console))
         tracker.start(_facts(run, where))
@@ -203,7 +206,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     check_stages(config, roles)
     check_layout(config.placement, config.rollout, roles=roles)
     longest, seed = config.rollout.max_new_tokens, config.batch.seed
-    data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed)
+    data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed, reward=config.reward)
     eval_data = load_evaluation_prompts(config, model.tokenizer)
     all_data = [data] if eval_data is None else [data, eval_data]
     for trained in (model, models.critic or model):
@@ -217,9 +220,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
         check_same_run(resume, run.identity)
     if not run.total_steps.actor:
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
-    with Scorer(config.reward) as scorer:  # the one used for training starts later, when its output goes to a log
-        for read in all_data:
-            scorer.check_labels([prompt.label for prompt in read.prompts])
+    check_rewards(config.reward, *(read.prompts for read in all_data))
     return run
 
 

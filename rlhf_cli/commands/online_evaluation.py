@@ -35,6 +35,7 @@ def load_evaluation_prompts(config: OnlineConfig, tokenizer: Any) -> PromptData 
         tokenizer,
         max_new_tokens=config.rollout.max_new_tokens,
         seed=config.batch.seed,
+        reward=config.reward,
     )
 
 

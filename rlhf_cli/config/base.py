@@ -1,11 +1,29 @@
 """What every settings group has in common."""
 
+import json
 import os
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
 
 OUTPUTS = ("output", "save_path", "ckpt_path", "write_pass_rate")
 """Settings of any group that name what is written."""
+
+
+def _object_text(value: Any) -> str:
+    """The JSON text of an object, which a YAML file may also write as a mapping."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(found)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"must be a JSON object like '{{\"name\": 1}}': {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError("must be a JSON object like '{\"name\": 1}'")
+    return text
+
+
+JsonObject = Annotated[str, BeforeValidator(_object_text)]
+"""JSON text of an object; YAML files may write a mapping."""
 
 
 class Group(BaseModel):

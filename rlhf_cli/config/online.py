@@ -1,12 +1,14 @@
 """Rollouts, rewards, placement and optimizers of online training; its objective is in policy.py."""
 
+import json
 from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import Group, JsonObject
 from rlhf_cli.config.rewards import REWARDS, RewardCall, read_calls
+from rlhf_cli.config.row_rewards import fault_of_sources
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 
 
@@ -97,13 +99,20 @@ class ScoringConfig(Group):
     """Reward"""
 
     reward_funcs: list[str] = []
-    """Built-in rewards, added up: verifiers math, gsm8k, exact, boxed, multiple_choice, code; format, tag_count,
-    reasoning_steps, repetition_penalty, cosine, length, soft_overlong. Parameters are given as cosine(max_len=2048)."""
+    """Built-in rewards, added up: verifiers math, gsm8k, exact, boxed, multiple_choice, code, by_row (the one each row
+    names); format, tag_count, reasoning_steps, repetition_penalty, cosine, length, soft_overlong. Parameters are given
+    as cosine(max_len=2048)."""
     reward_weights: list[float] = []
     """Weight of each of reward_funcs; 1 by default."""
     reward_func: str | None = None
-    """Python file with reward_func(queries, prompts, labels) -> list of floats, a function, plain or async, or a class;
-    called about the responses to one prompt at a time, by several processes."""
+    """Python file with reward_func(queries, prompts, labels) -> list of floats, or FILE.py:NAME, plain or async, or a
+    class; TRL's, verl's and EasyR1's signatures work too. Called about one prompt at a time, by several processes."""
+    reward_func_args: JsonObject = "{}"
+    """Parameters of the reward file's function, as a JSON object or a YAML mapping."""
+    reward_key: str | None = None
+    """Column that names each row's source or verifier for by_row; by default data_source."""
+    reward_by_source: JsonObject = "{}"
+    """Verifiers of sources for by_row, before the built-in ones of verl's data: {"my_*": "math", "mbpp": "code"}."""
     reward_func_weight: float = 1.0
     """Weight of what reward_func says."""
     reward_timeout: float = Field(30.0, gt=0)
@@ -122,6 +131,16 @@ class ScoringConfig(Group):
     def rewards(self) -> list[RewardCall]:
         """The built-in rewards with their parameters."""
         return read_calls(self.reward_funcs)
+
+    @property
+    def own_sources(self) -> dict[str, str]:
+        """The verifier of each source that the settings name."""
+        return dict(json.loads(self.reward_by_source))
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether rows name their verifiers."""
+        return any(call.row.by_row for call in self.rewards)
 
     @property
     def has_verifier(self) -> bool:
@@ -144,14 +163,24 @@ class ScoringConfig(Group):
 
     @model_validator(mode="after")
     def _a_weight_is_of_a_file(self) -> "ScoringConfig":
-        if self.reward_func is None and self.changed("reward_func_weight"):
-            raise ValueError("reward_func_weight is about what a reward file says: give --reward_func FILE.py")
+        given = self.changed("reward_func_weight", "reward_func_args")
+        if self.reward_func is None and given:
+            raise ValueError(f"{given} is about a reward file: give --reward_func FILE.py")
+        return self
+
+    @model_validator(mode="after")
+    def _rows_name_verifiers(self) -> "ScoringConfig":
+        given = self.changed("reward_key", "reward_by_source")
+        if given and not self.is_by_row:
+            raise ValueError(f"{given} is about rows that name their verifier: add by_row to reward_funcs")
+        if fault := fault_of_sources(self.own_sources):
+            raise ValueError(f"reward_by_source: {fault}")
         return self
 
     @model_validator(mode="after")
     def _code_fits(self) -> "ScoringConfig":
         code = next((call for call in self.rewards if call.row.runs_code), None)
-        if code is None and self.code_unsandboxed:
+        if code is None and self.code_unsandboxed and not self.is_by_row:
             raise ValueError("code_unsandboxed is about the reward code: name it in reward_funcs")
         if code is not None and code.parameters["timeout"] > CODE_SHARE * self.reward_timeout:
             raise ValueError(

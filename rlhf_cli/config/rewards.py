@@ -54,13 +54,15 @@ class RewardRow:
     needs_verdict: bool = False
     settings: tuple[str, ...] = ()
     """Settings of the run that it is given by keyword as well."""
+    by_row: bool = False
+    """Whether it is another verifier for each row."""
     structured_labels: tuple[Literal["dict", "list"], ...] = ()
     """Which labels that are no text it reads, as JSON."""
 
     @property
     def runs_code(self) -> bool:
         """Whether it runs what a model wrote."""
-        return "code_unsandboxed" in self.settings
+        return "code_unsandboxed" in self.settings and not self.by_row
 
     @property
     def in_worker(self) -> bool:
@@ -86,6 +88,9 @@ REWARDS: dict[str, RewardRow] = {
         {"timeout": Parameter(5.0, least=0.1), "memory_mb": Parameter(512, least=64, kind=int)},
         settings=("code_unsandboxed", "reward_timeout"),
         structured_labels=("dict", "list"),
+    ),
+    "by_row": RewardRow(
+        "rlhf_cli.rewards.by_row:by_row", "verifier", settings=("code_unsandboxed", "reward_timeout"), by_row=True
     ),
     "format": RewardRow("rlhf_cli.rewards.texts:has_format", "text"),
     "tag_count": RewardRow("rlhf_cli.rewards.texts:tag_count", "text"),

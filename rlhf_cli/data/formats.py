@@ -62,6 +62,7 @@ class PromptFormat:
     columns: str
     read_prompt: Callable[[Row], Conversation]
     read_label: Callable[[Row], str | None]
+    prompt_column: str
 
 
 def choose_format(source: Source, wanted: Columns, *, data_format: str) -> Format:
@@ -104,7 +105,7 @@ def choose_prompt_format(
     label = present.first(labels)
     shown = f"{prompt} without its last answer" if _is_answered(source.row(0).get(prompt)) else prompt
     columns = shown if label is None else f"{shown}, label {label}"
-    return PromptFormat(columns, read_prompt, read_label)
+    return PromptFormat(columns, read_prompt, read_label, prompt)
 
 
 def _is_answered(value: Any) -> bool:

@@ -13,7 +13,9 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.data.columns import Columns, described, refuse_half_characters
+from rlhf_cli.config.online import ScoringConfig
+from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
+from rlhf_cli.data.columns import Columns, described, is_dialogue, refuse_half_characters
 from rlhf_cli.data.conversations import Conversation
 from rlhf_cli.data.formats import PromptFormat, choose_prompt_format
 from rlhf_cli.data.preparing import MAX_NOTED
@@ -35,6 +37,8 @@ SCHEMA = pa.schema(
         "label": pa.large_string(),
         "source": pa.string(),
         "index": pa.int64(),
+        "data_source": pa.string(),
+        "row": pa.large_string(),
     }
 )
 
@@ -44,7 +48,8 @@ class Prompt:
     """A prompt in the tokens that generation starts from.
 
     `text` is the rendered text, template included; `label` the ground truth, None where the row has none; `source`
-    the data set as named in the settings and `index` the number of the row in it, from 0.
+    the data set as named in the settings and `index` the number of the row in it, from 0. `data_source` is what the
+    row itself calls its source; `row` is JSON of what reward files get of it, None where there is none.
     """
 
     prompt_ids: list[int]
@@ -52,6 +57,8 @@ class Prompt:
     label: str | None
     source: str
     index: int
+    data_source: str | None = None
+    row: str | None = None
 
 
 @dataclass
@@ -103,9 +110,14 @@ class PromptData:
 
 
 def load_prompts(
-    config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, seed: int
+    config: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    reward: ScoringConfig | None = None,
 ) -> PromptData:
-    """Prompts of the settings' data sets, with a report of how they were read.
+    """Prompts of the settings' data sets, with a report of how they were read, for the rewards that will judge them.
 
     Prompts that leave no room for `max_new_tokens` within `max_len` are dropped and counted, or an error, by
     `overlong_prompts`. Raises UsageError naming file and line of a row that cannot be used, or where none is left.
@@ -124,8 +136,10 @@ def load_prompts(
         max_samples=config.max_samples,
     )
     wanted = Columns(config.input_key, label_key=config.label_key)
+    judges = Judges.of(reward)
     formats = {
-        source.name: choose_prompt_format(source, wanted, data_format=config.data_format) for source in rows.sources
+        source.name: choose_prompt_format(source, wanted, data_format=config.data_format, verifiers=judges.verifiers)
+        for source in rows.sources
     }
     report = PromptReport(read_sources(rows, [formats[source.name].columns for source in rows.sources]), len(rows))
     writer = TableWriter(SCHEMA)
@@ -134,7 +148,7 @@ def load_prompts(
     if config.prompt_template is not None:
         template = load_prompt_template(config.prompt_template, system_prompt=config.system_prompt)
     plain = template is not None or not config.apply_chat_template
-    steps = _Steps(formats, template or Renderer(config, tokenizer), Tokeniser(tokenizer), plain=plain)
+    steps = _Steps(formats, template or Renderer(config, tokenizer), Tokeniser(tokenizer), judges, plain=plain)
     for whole in batches(rows, BATCH_ROWS):
         batch = [row for row in whole if _is_wanted(row, config.pass_rate_range)]
         report.dropped_by_pass_rate += len(whole) - len(batch)
@@ -142,7 +156,8 @@ def load_prompts(
         kept = [prompt for row, prompt in read if _fits(row, prompt, room, config, report)]
         writer.append_columns({name: [getattr(prompt, name) for prompt in kept] for name in SCHEMA.names})
         for prompt in kept:
-            fingerprint.update(json.dumps([prompt.text, prompt.label]).encode())
+            judged_by = [one for one in (prompt.data_source, prompt.row) if one is not None]
+            fingerprint.update(json.dumps([prompt.text, prompt.label, *judged_by]).encode())
         report.prompts += len(kept)
         report.labelled += sum(prompt.label is not None for prompt in kept)
         report.longest = max([report.longest, *(len(prompt.prompt_ids) for prompt in kept)])
@@ -168,12 +183,43 @@ def load_prompts(
 
 
 @dataclass(frozen=True, slots=True)
+class Judges:
+    """What the rewards of a run read of a row: `names` are verifiers of all rows, `key` the column of `by_row`."""
+
+    names: tuple[str, ...]
+    key: str
+    own_sources: dict[str, str] | None
+    keeps_rows: bool
+
+    @classmethod
+    def of(cls, reward: ScoringConfig | None) -> "Judges":
+        """The judges of these settings."""
+        if reward is None:
+            return cls((), DATA_SOURCE, None, keeps_rows=False)
+        names = [call.name for call in reward.rewards if call.row.kind == "verifier" and not call.row.by_row]
+        own = reward.own_sources if reward.is_by_row else None
+        return cls(tuple(names), reward.reward_key or DATA_SOURCE, own, keeps_rows=reward.reward_func is not None)
+
+    def source_of(self, row: Row) -> str | None:
+        """What the row calls its source."""
+        value = row.get(self.key)
+        return value if isinstance(value, str) else None
+
+    def verifiers(self, row: Row) -> list[str]:
+        """Names of the verifiers that read the row's label."""
+        source = self.source_of(row)
+        named = verifier_of(source, self.own_sources) if source and self.own_sources is not None else None
+        return [*self.names, *([named.partition("(")[0].strip()] if named else [])]
+
+
+@dataclass(frozen=True, slots=True)
 class _Steps:
     """What happens to a row: its source's format, then rendering, then the tokenizer."""
 
     formats: dict[str, PromptFormat]
     renderer: Renderer | PromptTemplate
     tokeniser: Tokeniser
+    judges: "Judges"
     plain: bool
 
     def prompts(self, batch: list[Row]) -> list[Prompt]:
@@ -181,9 +227,19 @@ class _Steps:
         labels = [self.formats[row.source.name].read_label(row) for row in batch]
         ids = self.tokeniser.prompts(texts, plain=self.plain)
         return [
-            Prompt(prompt_ids, text, label, row.source.name, row.index)
+            Prompt(prompt_ids, text, label, row.source.name, row.index, self.judges.source_of(row), self._kept(row))
             for prompt_ids, text, label, row in zip(ids, texts, labels, batch, strict=True)
         ]
+
+    def _kept(self, row: Row) -> str | None:
+        """What a reward file gets of the row: its columns, and its prompt as messages if the row has messages."""
+        if not self.judges.keeps_rows:
+            return None
+        form = self.formats[row.source.name]
+        messages = form.read_prompt(row).messages
+        listed = [{"role": message.role, "content": message.content} for message in messages]
+        prompt = listed if is_dialogue(row.get(form.prompt_column)) else messages[-1].content
+        return json.dumps({"prompt": prompt, "columns": row}, default=str)
 
     def _text(self, row: Row) -> str:
         try:

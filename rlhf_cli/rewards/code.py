@@ -133,6 +133,7 @@ class _Grading:
                 yield isinstance(result, str) and _is_value(result, value)
         else:
             assert isinstance(tests, AssertTests)
+            self._code = f"{tests.prefix}\n{self._code}" if tests.prefix else self._code
             request = {"tests": tests.pieces, "places": tests.tests}
             for result in self._results(request, len(tests.tests)):
                 yield result is True

@@ -2,12 +2,13 @@
 
 A label is text: JSON of `{"inputs": [...], "outputs": [...]}`, where a program reads an input and prints the output;
 the same with `"fn_name"`, where a function gets arguments and returns a value; a JSON list of pieces of Python that
-assert something; or Python itself, of which every statement that asserts is a test.
+assert something; or Python itself, of which every statement that asserts is a test. Labels of Skywork-OR1 are such
+pieces under `"assert_case"`, or a function `check` under `"test_code"` with its argument under `"entry_point"`.
 """
 
 import ast
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -34,6 +35,8 @@ class AssertTests:
 
     pieces: tuple[str, ...]
     tests: tuple[int, ...]
+    prefix: str = ""
+    """Python that runs before the answer: imports that it may take for granted."""
 
 
 Tests = StdinTests | FunctionTests | AssertTests
@@ -55,6 +58,11 @@ def parse_tests(label: str) -> Tests:
 
 
 def _of_pairs(content: dict[str, Any]) -> Tests:
+    if isinstance(content.get("assert_case"), list):
+        return _of_pieces(list(map(str, content["assert_case"])))
+    if "test_code" in content and "entry_point" in content:
+        tests = _of_text(f"{content['test_code']}\ncheck({content['entry_point']})")
+        return replace(tests, prefix=str(content.get("import_prefix") or ""))
     inputs, outputs, name = (content.get(key) for key in ("inputs", "outputs", "fn_name"))
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise ValueError(f"has no lists 'inputs' and 'outputs'; it has {', '.join(map(repr, content)) or 'nothing'}")

@@ -3,7 +3,8 @@
 Leaves out what runs in a worker (user_file.py) and when a prompt's responses are all there (session.py).
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -11,7 +12,7 @@ from typing import Self
 from rlhf_cli.rewards.parts import Part, file_parts
 from rlhf_cli.rewards.pool import Failure, WorkerPool
 from rlhf_cli.rewards.records import ScoreRequest
-from rlhf_cli.rewards.user_file import Batch
+from rlhf_cli.rewards.user_forms import Batch
 
 
 @dataclass(eq=False)
@@ -24,6 +25,36 @@ class _Call:
     parts: list[Part] = field(default_factory=list)
 
 
+Decode = Callable[[Sequence[int]], str]
+"""The text of tokens, special ones kept."""
+
+NO_ROW = '{"prompt": "", "columns": {}}'
+
+
+def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: Sequence[str]) -> Batch:
+    """What the file is given of these responses; of what may be large, only what it needs.
+
+    Without `decode`, a text with special tokens is the same as without.
+    """
+    rows = [request.row or NO_ROW for request in requests] if "rows" in needs else [NO_ROW] * len(requests)
+    distinct = list(dict.fromkeys(rows))
+    is_raw = decode is not None and "raw_responses" in needs
+    raw = [decode(request.token_ids) if decode and is_raw else request.response for request in requests]
+    return Batch(
+        queries=[request.query for request in requests],
+        prompts=[request.prompt for request in requests],
+        labels=[request.label for request in requests],
+        responses=[request.response for request in requests],
+        raw_responses=raw if "raw_responses" in needs else [],
+        token_ids=[list(request.token_ids) for request in requests] if "token_ids" in needs else [],
+        lengths=[request.num_tokens for request in requests],
+        finish_reasons=["length" if request.truncated else "stop" for request in requests],
+        sources=[request.source for request in requests],
+        rows=[json.loads(row) for row in distinct],
+        row_of=[distinct.index(row) for row in rows],
+    )
+
+
 class FileFeed:
     """One round of calls; a context manager.
 
@@ -31,7 +62,8 @@ class FileFeed:
     unless it took too long; values that were good are kept.
     """
 
-    def __init__(self, pool: WorkerPool, *, retries: int) -> None:
+    def __init__(self, pool: WorkerPool, *, retries: int, decode: Decode | None) -> None:
+        self._pool, self._decode = pool, decode
         self._feed = pool.feed()
         self._retries = retries
         self._calls: list[_Call] = []  # by number of the item
@@ -49,13 +81,8 @@ class FileFeed:
 
     def add(self, numbers: Sequence[int], requests: Sequence[ScoreRequest]) -> None:
         """Have the file called with these responses. Returns at once."""
-        batch = Batch(
-            queries=[request.query for request in requests],
-            prompts=[request.prompt for request in requests],
-            labels=[request.label for request in requests],
-        )
         self._num_open += 1
-        self._send(_Call(numbers, batch))
+        self._send(_Call(numbers, batch_of(requests, self._decode, needs=self._pool.about["needs"])))
 
     def ready(self) -> list[tuple[int, Part]]:
         """Parts that have come since the last call, each with the number of its response. Never waits."""

@@ -2,11 +2,12 @@
 
 import contextlib
 import importlib
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rlhf_cli.config.rewards import RewardCall
+from rlhf_cli.config.rewards import RewardCall, RewardRow
 
 # Bytes of address space a worker may take. Algebra on what a model wrote can ask for any amount within its limit of
 # time; this makes it an error of that one item.
@@ -22,21 +23,46 @@ def resolve(call: RewardCall) -> Callable[..., Any]:
 def load(calls: list[list[Any]]) -> Callable[[list[Any]], Any]:
     """The handler of a worker for calls `[name, parameters]`.
 
-    It answers `[number of the call, response, label]` with `[status, detail, answer, value]` of a verifier and with the
-    number of a text reward.
+    It answers `[number of the call, response, label]`, for by_row with the row's verifier as a fourth item. Of a
+    verifier the answer is `[status, detail, answer, value]`, of a text reward a number.
     """
     _limit_memory()
     rewards = [RewardCall(*call) for call in calls]
-    functions = [resolve(reward) for reward in rewards]
+    functions = [with_alternatives(reward.row, resolve(reward)) for reward in rewards]
 
     def handle(item: list[Any]) -> Any:
-        number, response, label = item
+        number, response, label, *named = item
         if rewards[number].row.kind == "text":
             return functions[number](response)
-        verdict = functions[number](response, label)
+        verdict = functions[number](response, label, **({"call": named[0]} if named else {}))
         return [verdict.status, verdict.detail, verdict.answer, verdict.value]
 
     return handle
+
+
+def with_alternatives(row: RewardRow, verifier: Callable[..., Any]) -> Callable[..., Any]:
+    """The verifier, for which a label that is a JSON list of texts names several right answers, if it compares answers.
+
+    Skywork-OR1's ground truths are such lists.
+    """
+    if row.structured_labels != ("list",):
+        return verifier
+
+    def any_of(response: str, label: str | None) -> Any:
+        verdicts = [verifier(response, one) for one in _alternatives(label)]
+        return next((verdict for verdict in verdicts if verdict.status == "correct"), verdicts[0])
+
+    return any_of
+
+
+def _alternatives(label: str | None) -> list[str | None]:
+    if label is None or not label.startswith("["):
+        return [label]
+    try:
+        listed = json.loads(label)
+    except (ValueError, RecursionError):
+        return [label]
+    return listed if isinstance(listed, list) and listed and all(isinstance(one, str) for one in listed) else [label]
 
 
 def _limit_memory() -> None:

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_cli.config.rewards import RewardCall
@@ -21,13 +21,18 @@ _TRACE_LINES = 12  # of a user's traceback kept with a failed score
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one reward said of one response; `value` is None and `failure` its kind exactly where it failed."""
+    """What one reward said of one response; `value` is None and `failure` its kind exactly where it failed.
+
+    `filter` and `metrics` are those of a score.
+    """
 
     value: float | None
     status: Status
     detail: str
     answer: str | None = None
     failure: FailureKind | None = None
+    filter: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def worker_part(call: RewardCall, outcome: Outcome) -> Part:
@@ -61,13 +66,14 @@ def file_parts(outcome: Outcome, num_responses: int) -> list[Part]:
         trace = "\n".join(failure.trace.splitlines()[:_TRACE_LINES])
         said = f"{FILE_PART} {failure.reason}\n{trace}".strip()
         return [Part(None, "failed", said, failure=failure.kind)] * num_responses
-    rows: list[tuple[Any, str]] = outcome.value
-    return [
-        Part(None, "failed", f"{FILE_PART} {problem}", failure="bad_result")
-        if value is None
-        else Part(value, "scored", "")
-        for value, problem in rows
-    ]
+    return [_file_part(result) for result in outcome.value]
+
+
+def _file_part(result: dict[str, Any]) -> Part:
+    metrics = {f"{FILE_PART}/{name}": value for name, value in result["metrics"].items()}
+    if result["value"] is None:
+        return Part(None, "failed", f"{FILE_PART} {result['problem']}", failure="bad_result", metrics=metrics)
+    return Part(result["value"], "scored", "", filter=result["filter"], metrics=metrics)
 
 
 def remote_part(outcome: Outcome) -> Part:
@@ -92,7 +98,18 @@ def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
     total = sum(weights[name] * value for name, value in values.items())
     if not math.isfinite(total):  # finite rewards may add up to more than a number holds
         return Score(None, "failed", f"the rewards add up to {total}", values, failure="bad_result")
-    return Score(total, first.status, first.detail, values, first.answer)
+    metrics = {name: value for part in parts.values() for name, value in part.metrics.items()}
+    found = Score(total, first.status, first.detail, values, first.answer)
+    return replace(found, filter=_filter(parts, weights), metrics=metrics)
+
+
+def _filter(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float | None:
+    """The sum that dynamic filtering looks at, None where no reward says anything of it."""
+    if all(part.filter is None for part in parts.values()):
+        return None
+    return sum(
+        weights[name] * (part.filter if part.filter is not None else part.value or 0.0) for name, part in parts.items()
+    )
 
 
 def stop_if_too_many_failed(scores: Sequence[Score], limit: float, *, num_to_come: int = 0) -> None:

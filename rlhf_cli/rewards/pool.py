@@ -67,6 +67,7 @@ class WorkerPool:
         self._loader, self._argument = loader, argument
         self.limit, self.num_workers, self.chunk_size, self.retries = limit, num_workers, chunk_size, retries
         self.workers: list[Worker] = []
+        self.about: Any = None  # what the loaded task says about itself
         self._feed: Feed | None = None
 
     def __enter__(self) -> Self:
@@ -318,6 +319,7 @@ class _Desk:
             self._lose(worker, failure)
         else:
             worker.is_loaded = True
+            self._pool.about = answer["value"]
 
     def _conclude(self, number: int, outcome: Outcome) -> None:
         failed = outcome.failure is not None and outcome.failure.kind != "timeout"

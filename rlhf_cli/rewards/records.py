@@ -18,6 +18,9 @@ class ScoreRequest:
     sampled, the end-of-sequence token included; `truncated` says that the response was cut at the limit; responses of
     the same `group` are the samples of one prompt, which makes two groups where it is asked twice: `sample` says which
     of them this is, `group_size` how many there will be.
+
+    `source` is what the row calls the data set it is from; `row` is JSON of what reward files get of it: `prompt` and
+    `columns`; `token_ids` are those that were sampled.
     """
 
     query: str
@@ -29,6 +32,9 @@ class ScoreRequest:
     group: str
     sample: int
     group_size: int
+    source: str | None = None
+    row: str | None = None
+    token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,8 @@ class Score:
     0. "correct", "wrong" and "invalid" (no answer to judge) come from a verifier, "scored" from a file alone.
     `detail` is the answer found, or why the reward failed; `parts` the unweighted value of each reward by its name.
     `answer` is what a verifier found in a form in which equal answers are equal texts, None where there is none: the
-    key of a majority vote. `failure` is the kind of the failure where the status is "failed".
+    key of a majority vote. `failure` is the kind of the failure where the status is "failed". `filter` is what dynamic
+    filtering looks at, None where it is the value; `metrics` are numbers that rewards report besides, by name.
     """
 
     value: float | None
@@ -48,6 +55,8 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
     failure: FailureKind | None = None
+    filter: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class BadResult(Exception):

@@ -16,7 +16,7 @@ import aiohttp
 
 from rlhf_cli.rewards.pool import Failure, Outcome
 from rlhf_cli.rewards.records import BadResult, FailureKind, ScoreRequest
-from rlhf_cli.rewards.user_file import checked
+from rlhf_cli.rewards.user_results import Result, checked
 
 SERVICE = "rlhf serve-rm"
 """What our own server says it is, at `/health`."""
@@ -156,14 +156,14 @@ def outcomes_of(said: bytes, expected: int) -> list[Outcome]:
     details = answer.get("details")
     told = details if isinstance(details, list) and len(details) == expected else [""] * expected
     return [
-        Outcome(value) if value is not None else Outcome(failure=Failure("bad_result", _problem(problem, detail)))
-        for (value, problem), detail in zip(rewards, told, strict=True)
+        Outcome(found["value"]) if found["value"] is not None else Outcome(failure=_failure(found, detail))
+        for found, detail in zip(rewards, told, strict=True)
     ]
 
 
-def _problem(problem: str, detail: Any) -> str:
+def _failure(found: Result, detail: Any) -> Failure:
     line = " ".join(str(detail or "").split())[:MAX_DETAIL]
-    return f"failed: {line}" if line else problem
+    return Failure("bad_result", f"failed: {line}" if line else found["problem"])
 
 
 async def probe(session: aiohttp.ClientSession, url: str, *, timeout: float) -> None:

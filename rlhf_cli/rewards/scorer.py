@@ -4,8 +4,10 @@ Several rewards are added up with their weights. A reward that failed is no scor
 run stops when too many are. Clipping and shaping of scores is left to algorithms.shaping.
 """
 
+import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,11 +15,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from rlhf_cli.config.online import RemoteScoringConfig, ScoringConfig
-from rlhf_cli.config.rewards import RewardCall
+from rlhf_cli.config.rewards import RewardCall, read_call
+from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.api_key import api_key
+from rlhf_cli.rewards.file_feed import Decode, batch_of
 from rlhf_cli.rewards.parts import FILE_PART, REMOTE_PART, stop_if_too_many_failed, worker_part
-from rlhf_cli.rewards.pool import WorkerPool
+from rlhf_cli.rewards.pool import Outcome, WorkerPool
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote import RemoteRewards, check_servers
 from rlhf_cli.rewards.sandbox import require_sandbox
@@ -30,6 +34,13 @@ CHUNK = 64
 
 # Calls of a reward file that travel to a worker together at most; an async function works on them at the same time.
 FILE_CHUNK = 16
+
+# Exceptions that a response is hardly the reason of, unless it led to None where something was looked for.
+FAULTS_OF_CODE = tuple(
+    f"raised {name}" for name in ("TypeError", "NameError", "AttributeError", "ImportError", "ModuleNotFoundError")
+)
+
+MAX_LISTED = 5  # sources without a verifier that a message names
 
 # Worker processes at most where the settings do not say how many.
 DEFAULT_MAX_WORKERS = 4
@@ -46,14 +57,18 @@ def weights_of_parts(config: ScoringConfig) -> dict[str, float]:
 class Scorer:
     """All rewards of a run; a context manager that owns their worker processes and leaves none behind.
 
-    `tell` is called, in a thread of its own, with a sentence about a reward server that goes or comes back.
+    `tell` is called, in a thread of its own, with a sentence about a reward server that goes or comes back. `decode`
+    gives the text of tokens with special ones, for reward files that ask for it.
 
     Raises UsageError on construction if the reward file is missing, cannot be imported or has no `reward_func`, if
     code is to be run and this machine has no sandbox for it, or if a reward server does not answer.
     """
 
-    def __init__(self, config: ScoringConfig, *, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, config: ScoringConfig, *, tell: Callable[[str], None] | None = None, decode: Decode | None = None
+    ) -> None:
         self._config = config
+        self._decode = decode
         self._weights = weights_of_parts(config)
         if any(call.row.runs_code for call in config.rewards):
             _prepare_code(config)
@@ -77,16 +92,29 @@ class Scorer:
         """End all worker processes and the thread that asks reward servers."""
         self._processes.close()
 
-    def check_labels(self, labels: Sequence[str | None]) -> None:
-        """See before anything heavy starts that the verifiers can use the labels.
+    @property
+    def form(self) -> str:
+        """How the reward file is called, if another tool calls it so; "" otherwise."""
+        return "" if self._file is None else str(self._file.about["form"])
 
-        Raises UsageError if the share of prompts without a usable label is above reward_max_failures.
+    def check_labels(self, labels: Sequence[str | None], sources: Sequence[str | None] | None = None) -> None:
+        """See before anything heavy starts that the verifiers can use the labels, and that rows name known verifiers.
+
+        Raises UsageError if the share of prompts without a usable label is above reward_max_failures, or if a row of
+        by_row has a source without a verifier.
         """
+        sources = sources or [None] * len(labels)
+        verifiers = row_verifiers(self._config, sources)
+        if any(read_call(text).row.runs_code for text in set(verifiers)):
+            _prepare_code(self._config)
         for place, call in enumerate(_calls(self._config)):
             if call.row.kind != "verifier":
                 continue
             assert self._workers is not None
-            outcomes = self._workers.map([[place, "", label] for label in labels])
+            items = [[place, "", label] for label in labels]
+            if call.row.by_row:
+                items = [[*item, named] for item, named in zip(items, verifiers, strict=True)]
+            outcomes = self._workers.map(items)
             bad = [part.detail for part in (worker_part(call, outcome) for outcome in outcomes) if part.value is None]
             if len(bad) > self._config.reward_max_failures * len(labels):
                 raise UsageError(
@@ -94,10 +122,30 @@ class Scorer:
                     f"the first: {bad[0]}"
                 )
 
+    def try_file(self, requests: Sequence[ScoreRequest]) -> str:
+        """Call the reward file about made-up responses; what to warn of, "" if nothing is wrong.
+
+        Raises UsageError for what is wrong with any response: results of another form, arguments that are not there.
+        An exception that may come from the made-up text is a warning.
+        """
+        if self._file is None:
+            return ""
+        groups: dict[str, list[ScoreRequest]] = {}
+        for request in requests:
+            groups.setdefault(request.group, []).append(request)
+        needs = self._file.about["needs"]
+        outcomes = self._file.map([batch_of(group, self._decode, needs=needs) for group in groups.values()])
+        return next(filter(None, (_trial_fault(outcome, str(self._config.reward_func)) for outcome in outcomes)), "")
+
     def session(self) -> ScoringSession:
         """A round of scoring whose responses come bit by bit; one at a time."""
         return ScoringSession(
-            self._config, weights=self._weights, workers=self._workers, file=self._file, servers=self._servers
+            self._config,
+            weights=self._weights,
+            workers=self._workers,
+            file=self._file,
+            servers=self._servers,
+            decode=self._decode,
         )
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -149,12 +197,12 @@ def _worker_pool(config: ScoringConfig) -> WorkerPool:
 
 def _file_pool(reward_func: str, config: ScoringConfig) -> WorkerPool:
     """Workers for the user's file, one of which has loaded it."""
-    path = Path(reward_func).expanduser().resolve()
+    path, name = _file_and_function(reward_func)
     if not path.is_file():
         raise UsageError(f"--reward_func {reward_func}: there is no such file")
     pool = WorkerPool(
         "rlhf_cli.rewards.user_file:load",
-        str(path),
+        {"path": str(path), "name": name, "args": json.loads(config.reward_func_args)},
         limit=config.reward_timeout,
         num_workers=_num_workers(config),
         chunk_size=FILE_CHUNK,
@@ -164,6 +212,56 @@ def _file_pool(reward_func: str, config: ScoringConfig) -> WorkerPool:
         logger.warning("%s %s\n%s", path, failure.reason, failure.trace)
         raise UsageError(f"--reward_func {reward_func} {failure.reason}")
     return pool
+
+
+def _file_and_function(reward_func: str) -> tuple[Path, str | None]:
+    """(file, name of the function in it) of FILE.py or FILE.py:NAME."""
+    whole = Path(reward_func).expanduser().resolve()
+    file, _, name = reward_func.rpartition(":")
+    if whole.is_file() or not file or not name.isidentifier():
+        return whole, None
+    return Path(file).expanduser().resolve(), name
+
+
+def row_verifiers(config: ScoringConfig, sources: Sequence[str | None]) -> list[str]:
+    """The verifier of each row under by_row; empty without it.
+
+    Raises UsageError with the sources that have none, and how many rows name each.
+    """
+    if not config.is_by_row:
+        return []
+    own = config.own_sources
+    known = {source: None if source is None else verifier_of(source, own) for source in set(sources)}
+    unknown = Counter(source for source in sources if known[source] is None)
+    if not unknown:
+        return [known[source] or "" for source in sources]
+    column = config.reward_key or DATA_SOURCE
+    if None in unknown:
+        raise UsageError(
+            f"--reward_funcs by_row: {unknown[None]} of {len(sources)} rows have no text in column {column!r}, which "
+            "names the verifier: name another one with --reward_key"
+        )
+    listed = ", ".join(f"{source} ({count} rows)" for source, count in unknown.most_common(MAX_LISTED))
+    first = json.dumps({str(unknown.most_common(1)[0][0]): "math"})
+    raise UsageError(
+        f"--reward_funcs by_row: no verifier is known for {listed} in column {column!r}; name it with "
+        f"--reward_by_source '{first}'"
+    )
+
+
+def _trial_fault(outcome: Outcome, reward_func: str) -> str:
+    """What to warn of after a trial call. Raises UsageError for what no response can be the reason of."""
+    failure = outcome.failure
+    said = f"--reward_func {reward_func}: a trial call with a made-up response"
+    if failure is None:
+        wrong = next((result["problem"] for result in outcome.value if result["malformed"]), None)
+        if wrong is not None:
+            raise UsageError(f"{said} {wrong}")
+        return ""
+    is_of_text = "NoneType" in failure.reason or not failure.reason.startswith(FAULTS_OF_CODE)
+    if failure.kind == "bad_result" or (failure.kind == "raised" and not is_of_text):
+        raise UsageError(f"{said} {failure.reason}")
+    return f"{said} {failure.reason}; such a reward counts as failed"
 
 
 def _reward_servers(config: RemoteScoringConfig, tell: Callable[[str], None] | None) -> RemoteRewards:

@@ -4,12 +4,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
 from rlhf_cli.config.online import ScoringConfig
-from rlhf_cli.rewards.file_feed import FileFeed
+from rlhf_cli.config.row_rewards import verifier_of
+from rlhf_cli.rewards.file_feed import Decode, FileFeed
 from rlhf_cli.rewards.functions import resolve
 from rlhf_cli.rewards.parts import (
     FILE_PART,
@@ -61,8 +62,10 @@ class ScoringSession:
         workers: WorkerPool | None,
         file: WorkerPool | None,
         servers: RemoteRewards | None,
+        decode: Decode | None = None,
     ) -> None:
         self._config, self._weights = config, weights
+        self._sources = config.own_sources
         calls = config.rewards
         others = {FILE_PART: file, REMOTE_PART: servers}
         self._names = [*(call.name for call in calls), *(name for name, source in others.items() if source is not None)]
@@ -81,7 +84,7 @@ class ScoringSession:
             self._feed: Feed | None = stack.enter_context(workers.feed()) if workers is not None else None
             self._file: FileFeed | None = None
             if file is not None:
-                self._file = stack.enter_context(FileFeed(file, retries=config.reward_retries))
+                self._file = stack.enter_context(FileFeed(file, retries=config.reward_retries, decode=decode))
             self._remote: RemoteFeed | None = stack.enter_context(servers.feed()) if servers is not None else None
             self._resources = stack.pop_all()
 
@@ -146,8 +149,13 @@ class ScoringSession:
 
     def _item(self, request: ScoreRequest, place: int) -> list[Any]:
         """What a worker is told: of a text reward the response as it reads behind its prompt's last tag."""
-        opened = self._of_workers[place].row.kind == "text" and request.prompt.rstrip().endswith(_OPENED)
-        return [place, (_OPENED if opened else "") + request.response, request.label]
+        row = self._of_workers[place].row
+        opened = row.kind == "text" and request.prompt.rstrip().endswith(_OPENED)
+        item = [place, (_OPENED if opened else "") + request.response, request.label]
+        return [*item, self._verifier_of_row(request)] if row.by_row else item
+
+    def _verifier_of_row(self, request: ScoreRequest) -> str | None:
+        return None if request.source is None else verifier_of(request.source, self._sources)
 
     def _group(self, number: int) -> _Group:
         request = self._requests[number]
@@ -165,7 +173,11 @@ class ScoringSession:
         for item, outcome in self._feed.ready() if self._feed is not None else []:
             number, place = divmod(item, len(self._of_workers))
             call = self._of_workers[place]
-            self._parts[number][call.name] = worker_part(call, outcome)
+            part = worker_part(call, outcome)
+            if call.row.by_row and part.value is not None:
+                named = str(self._verifier_of_row(self._requests[number])).partition("(")[0]
+                part = replace(part, metrics={f"{call.name}/{named}": part.value})
+            self._parts[number][call.name] = part
             self._failures += [outcome.failure] if outcome.failure is not None else []
             if all(call.name in self._parts[number] for call in self._of_workers):
                 self._judge(number)

@@ -1,72 +1,59 @@
-"""A user's Python file with `reward_func(queries, prompts, labels)`, inside a worker process.
+"""A user's Python file with a reward function, inside a worker process.
 
-`reward_func` is a function, an async function, an object that can be called, or a class whose instances can be; it is
-called with the responses to one prompt and returns one finite number for each. Runs in the worker only: nothing of the
-file is imported into the trainer. Several workers may run the same file, each with an instance of its own.
+The function may be async, an object that can be called, or a class whose instances can be. It is called with the
+responses to one prompt; user_forms.py has the signatures, user_results.py what it may return. Runs in the worker only:
+nothing of the file is imported into the trainer. Several workers may run the same file, each with its own instance.
 """
 
 import importlib.machinery
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 from rlhf_cli.rewards.records import BadResult
+from rlhf_cli.rewards.user_forms import OWN_FORM, Batch, Log, call, signature_of
+from rlhf_cli.rewards.user_results import Result, checked
 
-FUNCTION = "reward_func"
-
-
-class Batch(TypedDict):
-    """The three lists a reward function gets."""
-
-    queries: list[str]
-    prompts: list[str]
-    labels: list[str | None]
+FUNCTIONS = ("reward_func", "compute_score")
+"""Names of the function in a file where none is given: this program's and OpenRLHF's, then verl's and EasyR1's."""
 
 
-def load(path: str) -> Callable[[Batch], Any]:
-    """The handler of a worker: `[value, ""]` for each response, or `[None, what is wrong with its value]`.
+def load(argument: dict[str, Any]) -> Callable[[Batch], Any]:
+    """The handler of a worker: a result for each response, from a function called `name` of the file at `path`.
 
-    Where the function is async, what the handler returns has to be awaited for that.
+    `args` are parameters of the function. Where the function is async, what the handler returns has to be awaited. The
+    handler's `about` names the function's form, and what has to be sent that may be large.
 
     Raises:
         BadResult: the file has no usable function; the message ends the sentence "reward.py ...".
         Exception: whatever the file raises while it is imported.
     """
-    reward = _reward_function(_import(Path(path)))
+    path, args = argument["path"], argument["args"]
+    name, reward = _reward_function(_import(Path(path)), argument["name"])
+    signature = signature_of(reward, args)
 
     def handle(batch: Batch) -> Any:
-        result, expected = reward(batch["queries"], batch["prompts"], batch["labels"]), len(batch["queries"])
-        return _checked_later(result, expected) if inspect.isawaitable(result) else checked(result, expected)
+        log, expected = Log(), len(batch["queries"])
+        result = call(reward, signature, batch, args=args, log=log)
+        waits = [one for one in (result if signature.form.each else [result]) if inspect.isawaitable(one)]
+        if waits:
+            return _checked_later(waits, expected, log, is_each=signature.form.each)
+        return checked(result, expected, logged=log.metrics)
 
+    form = "" if signature.form is OWN_FORM else f"{name} of {path} is called as {signature.form.name} calls it: "
+    about = {"form": form and form + signature.form.signature, "needs": signature.needs}
+    handle.about = about  # type: ignore[attr-defined]
     return handle
 
 
-async def _checked_later(result: Awaitable[Any], expected: int) -> list[list[Any]]:
-    return checked(await result, expected)
+async def _checked_later(waits: list[Awaitable[Any]], expected: int, log: Log, *, is_each: bool) -> list[Result]:
+    import asyncio  # 40 ms that a plain function does not need
 
-
-def checked(result: Any, expected: int) -> list[list[Any]]:
-    """The values of a result one by one. Raises BadResult where it is no list of the expected length."""
-    values = result.tolist() if hasattr(result, "tolist") else result  # numpy arrays and tensors
-    if not isinstance(values, list | tuple):
-        raise BadResult(f"returned {type(result).__name__}, not a list of numbers")
-    if len(values) != expected:
-        raise BadResult(f"returned {len(values)} values for {expected} responses")
-    return [_checked_value(value) for value in values]
-
-
-def _checked_value(value: Any) -> list[Any]:
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        return [None, f"returned {type(value).__name__} {str(value)[:40]!r}, not a number"]
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        return [None, f"returned a value that is no number: {error}"]
-    return [number, ""] if math.isfinite(number) else [None, f"returned {number}"]
+    found = await asyncio.gather(*waits)
+    return checked(found if is_each else found[0], expected, logged=log.metrics)
 
 
 def _import(path: Path) -> Any:
@@ -86,20 +73,17 @@ def _import(path: Path) -> Any:
     return module
 
 
-def _reward_function(module: Any) -> Callable[..., Any]:
-    if not hasattr(module, FUNCTION):
+def _reward_function(module: Any, name: str | None) -> tuple[str, Callable[..., Any]]:
+    found = next((one for one in ([name] if name else FUNCTIONS) if hasattr(module, one)), None)
+    if found is None:
         defined = [name for name, value in vars(module).items() if inspect.isroutine(value) or inspect.isclass(value)]
         has = f"it has {', '.join(defined)}" if defined else "it defines no function"
-        raise BadResult(f"has no function {FUNCTION}(queries, prompts, labels); {has}")
-    reward = getattr(module, FUNCTION)
+        wanted = name or f"{FUNCTIONS[0]}(queries, prompts, labels)"
+        hint = "" if name or not defined else f"; another one is named as --reward_func FILE.py:{defined[0]}"
+        raise BadResult(f"has no function {wanted}; {has}{hint}")
+    reward = getattr(module, found)
     if inspect.isclass(reward):
         reward = reward()
     if not callable(reward):
-        raise BadResult(f"has {FUNCTION}, but it is not a function")
-    try:
-        inspect.signature(reward).bind([], [], [])
-    except TypeError as error:
-        raise BadResult(f"has {FUNCTION}, but it cannot be called with (queries, prompts, labels): {error}") from error
-    except ValueError:  # a built-in without a signature
-        pass
-    return cast(Callable[..., Any], reward)
+        raise BadResult(f"has {found}, but it is not a function")
+    return found, cast(Callable[..., Any], reward)

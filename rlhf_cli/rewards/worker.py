@@ -7,8 +7,9 @@ Started by rewards.pool in an interpreter of its own, so it inherits no threads 
 imports nothing heavy itself. Limits of time are the pool's business: a worker may hang.
 
 Protocol: one JSON value per line over a socket. In: `[loader, argument]`, then lists of items. Out: one answer to the
-loader and one to each item as soon as it is there, `{"value": ...}` or `{"kind": ..., "reason": ..., "trace": ...}`,
-that to an item with its `place` in the list; `{"together": true}` before items are worked on together.
+loader, whose value is what the task says `about` itself, and one to each item as soon as it is there: `{"value": ...}`
+or `{"kind": ..., "reason": ..., "trace": ...}`, that to an item with its `place` in the list; `{"together": true}`
+before items are worked on together.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ def serve(channel: socket.socket) -> None:
     """Load the task that the first line names and answer the items of all further lines."""
     lines = channel.makefile("rb")
     failure, handle = _attempt(_load, *json.loads(lines.readline()))
-    _send(channel, failure or {"value": None})
+    _send(channel, failure or {"value": getattr(handle, "about", None)})
     if failure:
         return
     answers = _Answers(channel)

@@ -35,9 +35,11 @@ from rlhf_cli.trainers.rl_batch import (
     rollout_metrics,
     sample_rows,
     scored_rollouts,
+    source_metrics,
     split_last_values,
     with_greedy,
     with_last_states,
+    zero_std_metrics,
 )
 from rlhf_cli.trainers.rl_groups import Responses, flat
 from rlhf_cli.trainers.rl_rollout import Engines, Rollout, Scoring, mean_lengths, prompt_lengths
@@ -263,6 +265,7 @@ def _learn(
         with timer("transfer"), awake(roles.moving_reference):
             roles.moving_reference.move()
     metrics |= rollout_metrics(sampled.generations, sampled.scores) | greedy_metrics(greedy) | rollout.metrics
+    metrics |= zero_std_metrics(sampled.scores, sampled.groups) | source_metrics(sampled.questions, sampled.scores)
     metrics |= failure_metrics(experience.scores)
     metrics["num_tokens"] = float(sum(len(sequence) for sequence in rollouts.sequences))
     after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(rollouts))

@@ -220,14 +220,22 @@ def _split(values_N: torch.Tensor, cu: torch.Tensor) -> list[np.ndarray]:
     return np.split(values_N.numpy(), cu[1:-1].numpy())
 
 
+MAX_SOURCES = 32
+"""Sources whose metrics are told apart at most: a column of names that all differ is no source."""
+
+
 def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[str, float]:
     """Rewards, verdicts and lengths of an iteration's responses; failed rewards are not averaged in."""
+    return rollout_rewards(scores) | length_metrics(generations)
+
+
+def rollout_rewards(scores: Seq[Score]) -> dict[str, float]:
+    """Rewards, verdicts and the metrics that rewards report besides; failed rewards are not averaged in."""
     values = [score.value for score in scores if score.value is not None]
     judged = [score.status for score in scores if score.status in ("correct", "wrong", "invalid")]
     metrics = {
         "reward": float(np.mean(values)) if values else 0.0,
         "reward_std": float(np.std(values)) if values else 0.0,
-        **length_metrics(generations),
     }
     if judged:
         metrics["accuracy"] = judged.count("correct") / len(judged)
@@ -235,7 +243,39 @@ def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[st
     for score in scores:
         for name, value in score.parts.items():
             parts.setdefault(f"reward/{name}", []).append(value)
+        for name, value in score.metrics.items():
+            parts.setdefault(name, []).append(value)
     return metrics | {name: float(np.mean(part)) for name, part in parts.items()}
+
+
+def source_metrics(questions: Seq[ScoreRequest], scores: Seq[Score]) -> dict[str, float]:
+    """Rewards and verdicts by the source that rows name, if they name several, but not too many to look at."""
+    found: dict[str, list[Score]] = {}
+    for question, score in zip(questions, scores, strict=True):
+        if question.source is not None:
+            found.setdefault(question.source, []).append(score)
+    if not 1 < len(found) <= MAX_SOURCES:
+        return {}
+    return {
+        f"source/{source}/{name}": value
+        for source, of_source in found.items()
+        for name, value in rollout_rewards(of_source).items()
+        if name in ("reward", "accuracy")
+    }
+
+
+def zero_std_metrics(scores: Seq[Score], groups: Seq[int]) -> dict[str, float]:
+    """The share of groups whose scores are all equal, as TRL calls it; {} if there is no group of two scores.
+
+    Args:
+        groups: the number of each response's group.
+    """
+    values: dict[int, list[float]] = {}
+    for score, group in zip(scores, groups, strict=True):
+        if score.value is not None:
+            values.setdefault(group, []).append(score.value)
+    compared = [min(of_group) == max(of_group) for of_group in values.values() if len(of_group) > 1]
+    return {"frac_reward_zero_std": float(np.mean(compared))} if compared else {}
 
 
 def failure_metrics(scores: Seq[Score]) -> dict[str, float]:
@@ -299,6 +339,9 @@ def score_requests(
                 group=place.group,
                 sample=place.sample,
                 group_size=place.size,
+                source=prompt.data_source,
+                row=prompt.row,
+                token_ids=generation.token_ids,
             )
         )
     return requests
@@ -316,7 +359,9 @@ def sample_rows(requests: Seq[ScoreRequest], generations: Seq[Generation], score
             "detail": score.detail,
             "length": len(generation.token_ids),
             "finish_reason": generation.finish_reason,
+            **({"data_source": request.source} if request.source is not None else {}),
             **{f"reward/{name}": value for name, value in score.parts.items()},
+            **score.metrics,
         }
         for request, generation, score in zip(requests, generations, scores, strict=True)
     ]

@@ -58,10 +58,11 @@ def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Useful
     """What the scores of a group say of its prompt.
 
     With a range it is useful where their mean lies between its ends. Without one, where a verifier found some
-    responses right and others not, and the scores differ. Failed scores are left out; fewer than two say nothing.
+    responses right and others not, and the scores differ. A reward may report another score to filter by. Failed
+    scores are left out; fewer than two say nothing.
     """
     known = [score for score in scores if score.value is not None]
-    values = [score.value for score in known if score.value is not None]
+    values = [score.value if score.filter is None else score.filter for score in known if score.value is not None]
     if len(values) < 2:
         return "failed"
     if config.dynamic_filtering_reward_range is not None:

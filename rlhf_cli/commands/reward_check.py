@@ -1,0 +1,46 @@
+"""What is tried of the rewards before anything heavy starts: labels, verifiers of rows, one call of a reward file."""
+
+import sys
+from collections.abc import Sequence
+from itertools import islice
+
+from rlhf_cli.config.online import ScoringConfig
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.rewards.records import ScoreRequest
+from rlhf_cli.rewards.scorer import Scorer
+
+TRIED_PROMPTS = 2
+MADE_UP = ("Step 1: think.\n\nThe answer is \\boxed{1}.\n\n#### 1", "<think>no</think><answer>no</answer>")
+"""Responses to each of the tried prompts."""
+
+
+def check_rewards(reward: ScoringConfig, *sets: Sequence[Prompt]) -> None:
+    """Raise UsageError for rewards that cannot judge these prompts; print what else a person should know."""
+    with Scorer(reward) as scorer:  # the one that is used starts later, when its output goes to a log
+        for prompts in sets:
+            scorer.check_labels([prompt.label for prompt in prompts], [prompt.data_source for prompt in prompts])
+        warning = scorer.try_file(trial_requests(sets[0]))
+        for line in filter(None, (scorer.form, warning)):
+            print(f"rlhf: {line}", file=sys.stderr, flush=True)
+
+
+def trial_requests(prompts: Sequence[Prompt]) -> list[ScoreRequest]:
+    """Made-up responses to the first prompts; their tokens are the prompt's own."""
+    return [
+        ScoreRequest(
+            query=prompt.text + response,
+            prompt=prompt.text,
+            response=response,
+            label=prompt.label,
+            num_tokens=len(prompt.prompt_ids),
+            truncated=False,
+            group=str(number),
+            sample=sample,
+            group_size=len(MADE_UP),
+            source=prompt.data_source,
+            row=prompt.row,
+            token_ids=prompt.prompt_ids,
+        )
+        for number, prompt in enumerate(islice(prompts, TRIED_PROMPTS))
+        for sample, response in enumerate(MADE_UP)
+    ]

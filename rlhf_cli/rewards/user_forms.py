@@ -1,0 +1,219 @@
+"""The signatures that a user's reward function may have, and the arguments that each of them gets.
+
+A function is recognised by the names of its parameters. Runs in the worker only.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from rlhf_cli.rewards.records import BadResult
+
+
+class Row(TypedDict):
+    """A row of the prompts: its columns, and its prompt as text, or as messages if the row has messages."""
+
+    prompt: Any
+    columns: dict[str, Any]
+
+
+class Batch(TypedDict):
+    """The responses of one call, lists by response; `row_of` gives the place in `rows` of each response's row."""
+
+    queries: list[str]
+    prompts: list[str]
+    labels: list[str | None]
+    responses: list[str]
+    raw_responses: list[str]
+    token_ids: list[list[int]]
+    lengths: list[int]
+    finish_reasons: list[str]
+    sources: list[str | None]
+    rows: list[Row]
+    row_of: list[int]
+
+
+@dataclass
+class Log:
+    """Metrics that a function reports through the callbacks it gets; lists by response, or one number for all."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def metric(self, name: str, value: Any) -> None:
+        """TRL's `log_metric`."""
+        self.metrics[name] = value
+
+    def extra(self, column: str, values: Any) -> None:
+        """TRL's `log_extra`; columns of text are no metrics."""
+        self.metrics[column] = values
+
+
+OWN = ("queries", "prompts", "labels", "responses", "raw_responses", "token_ids", "finish_reasons")
+"""Names that a function in this program's own form may use besides columns of the rows and parameters."""
+
+
+def _rows(batch: Batch) -> list[Row]:
+    return [batch["rows"][place] for place in batch["row_of"]]
+
+
+def _columns(batch: Batch) -> dict[str, list[Any]]:
+    """Return every column of the rows, with None for rows that lack it."""
+    rows = [row["columns"] for row in _rows(batch)]
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+
+
+def _own(batch: Batch, _: Log) -> dict[str, list[Any]]:
+    return _columns(batch) | {name: batch[name] for name in OWN}  # type: ignore[literal-required]
+
+
+def _of_trl(batch: Batch, log: Log) -> dict[str, Any]:
+    prompts = [row["prompt"] for row in _rows(batch)]
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, batch["responses"], strict=True)
+    ]
+    columns = {name: cells for name, cells in _columns(batch).items() if name not in ("prompt", "completion")}
+    given = {"prompts": prompts, "completions": completions, "completion_ids": batch["token_ids"]}
+    return columns | given | {"log_metric": log.metric, "log_extra": log.extra}
+
+
+def _truths(batch: Batch) -> list[Any]:
+    """Return ground truths as the rows have them: verl's may be objects."""
+    models = [row["columns"].get("reward_model") for row in _rows(batch)]
+    return [
+        model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else label
+        for model, label in zip(models, batch["labels"], strict=True)
+    ]
+
+
+def _of_verl(batch: Batch, _: Log) -> dict[str, list[Any]]:
+    extra = [row["columns"].get("extra_info") or {} for row in _rows(batch)]
+    return {
+        "data_source": batch["sources"],
+        "solution_str": batch["responses"],
+        "ground_truth": _truths(batch),
+        "extra_info": extra,
+    }
+
+
+def _of_verl_batch(batch: Batch, log: Log) -> dict[str, Any]:
+    return {f"{name}s": values for name, values in _of_verl(batch, log).items()}
+
+
+def _of_easyr1(batch: Batch, _: Log) -> dict[str, Any]:
+    columns = zip(batch["responses"], batch["lengths"], _truths(batch), strict=True)
+    names = ("response", "response_length", "ground_truth")
+    return {"reward_inputs": [dict(zip(names, values, strict=True)) for values in columns]}
+
+
+def _of_easyr1_each(batch: Batch, log: Log) -> dict[str, Any]:
+    return {"reward_input": _of_easyr1(batch, log)["reward_inputs"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One signature, recognised by the parameter `mark`; with `each`, a call is about one response."""
+
+    name: str
+    mark: str
+    signature: str
+    arguments: Callable[[Batch, Log], dict[str, Any]]
+    each: bool = False
+
+
+OWN_FORM = Form("rlhf", "", "reward_func(queries, prompts, labels, **columns)", _own)
+FORMS = (
+    Form("TRL", "completions", "reward_func(completions, **columns)", _of_trl),
+    Form("verl", "solution_str", "compute_score(data_source, solution_str, ground_truth, extra_info)", _of_verl, True),
+    Form("verl", "solution_strs", "compute_score(data_sources, solution_strs, ground_truths, ...)", _of_verl_batch),
+    Form("EasyR1", "reward_inputs", "compute_score(reward_inputs)", _of_easyr1),
+    Form("EasyR1", "reward_input", "compute_score(reward_input)", _of_easyr1_each, True),
+)
+"""Signatures of other tools."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a function is called.
+
+    `names` are the parameters that may be given by name, `required` those without a default; with `takes_all` any other
+    name may be given too. With `by_place` the first three arguments are queries, prompts and labels, whatever they are
+    called.
+    """
+
+    form: Form
+    names: frozenset[str]
+    required: frozenset[str]
+    takes_all: bool
+    by_place: bool
+
+    @property
+    def needs(self) -> list[str]:
+        """Large inputs that the worker needs: rows, tokens, texts with special tokens."""
+        wanted = {"token_ids": "completion_ids" if self.form.name == "TRL" else "token_ids"}
+        wanted["raw_responses"] = "raw_responses"
+        reads = [name for name, word in wanted.items() if self.takes_all or word in self.names]
+        return ["rows", *reads] if not self.by_place or self.names or self.takes_all else reads
+
+
+def signature_of(reward: Callable[..., Any], args: Mapping[str, Any]) -> Signature:
+    """Return how a user's function is called. Raises BadResult if it has no known form or cannot take `args`."""
+    try:
+        parameters = list(inspect.signature(reward).parameters.values())
+    except ValueError:  # a built-in without a signature
+        return Signature(OWN_FORM, frozenset(), frozenset(), takes_all=False, by_place=True)
+    found = _signature(parameters)
+    if found is None:
+        forms = "; ".join(form.signature for form in (OWN_FORM, *FORMS))
+        named = ", ".join(map(str, parameters))
+        raise BadResult(f"has a function of ({named}), which is none of the forms that are known: {forms}")
+    unknown = [name for name in args if name not in found.names and not found.takes_all]
+    if unknown:
+        raise BadResult(f"takes no parameter {unknown[0]!r} (--reward_func_args)")
+    return found
+
+
+def _signature(parameters: list[inspect.Parameter]) -> Signature | None:
+    kinds = inspect.Parameter
+    named = [one for one in parameters if one.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    names = {one.name for one in named}
+    takes_all = any(one.kind is kinds.VAR_KEYWORD for one in parameters)
+    form = next((form for form in FORMS if form.mark in names), OWN_FORM)
+    placed = [one for one in parameters if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    by_place = False
+    if form is OWN_FORM and not names & {"queries", "responses", "raw_responses"}:
+        by_place = len(placed) >= 3 or any(one.kind is kinds.VAR_POSITIONAL for one in parameters)
+        if not by_place:
+            return None
+        named = [one for one in named if one not in placed[:3]]
+    return Signature(
+        form,
+        frozenset(one.name for one in named),
+        frozenset(one.name for one in named if one.default is kinds.empty),
+        takes_all=takes_all,
+        by_place=by_place,
+    )
+
+
+def call(reward: Callable[..., Any], signature: Signature, batch: Batch, *, args: Mapping[str, Any], log: Log) -> Any:
+    """Return the function's result: a list if the form is called once for each response.
+
+    Raises BadResult where it needs something that neither the rows nor `args` have.
+    """
+    given = signature.form.arguments(batch, log)
+    lists = {name: value for name, value in given.items() if signature.takes_all or name in signature.names}
+    missing = sorted(signature.required - {*lists, *args})
+    if missing:
+        has = ", ".join(_columns(batch)) or "none"
+        raise BadResult(
+            f"needs {missing[0]!r}, which is neither a column of the rows nor in --reward_func_args; columns: {has}"
+        )
+    if signature.form.each:
+        count = len(batch["responses"])
+        return [reward(**{name: values[i] for name, values in lists.items()}, **args) for i in range(count)]
+    if signature.by_place:
+        for name in ("queries", "prompts", "labels"):
+            lists.pop(name, None)
+        return reward(batch["queries"], batch["prompts"], batch["labels"], **(lists | dict(args)))
+    return reward(**(lists | dict(args)))
