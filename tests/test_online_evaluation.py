@@ -1,7 +1,8 @@
 """Evaluation in the online loop with fakes: when it happens, what it reports, and that training does not notice."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,17 @@ from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.rl import LoopState
-from rlhf_cli.trainers.rl_evaluation import Best, EvaluationState, EvaluationTask, Evaluator, short_names
+from rlhf_cli.trainers.rl_evaluation import (
+    MAX_KEPT_CHARACTERS,
+    MAX_KEPT_ROWS,
+    Best,
+    EvaluationState,
+    EvaluationTask,
+    Evaluator,
+    kept_rows,
+    short_names,
+    source_names,
+)
 
 HELD_OUT = [Prompt([70 + i], f"held out {i}: ", str(i), "sets/held_out.jsonl", i) for i in range(3)]
 OTHER = [Prompt([80 + i], f"other {i}: ", str(i), "sets/other.jsonl", i) for i in range(2)]
@@ -28,6 +39,10 @@ class Tracker(FakeTracker):
         super().__init__()
         self.evaluations: dict[int, dict[str, float]] = {}
         self.timed: list[list[str]] = []
+        self.kept: dict[int, list[Mapping[str, Any]]] = {}
+
+    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.kept[step] = list(rows)
 
     def evaluation(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
         assert step not in self.evaluations
@@ -257,3 +272,26 @@ def test_settings_that_contradict_each_other_are_refused(settings, complaint):
     needed = {"pretrain": "m", "prompt_data": "p", "output": "o", "reward_funcs": "exact"}
     with pytest.raises(UsageError, match=complaint):
         build_config(GRPOConfig, needed | settings)
+
+
+def test_the_responses_of_every_evaluation_are_kept_as_rows():
+    run = Evaluated(eval_steps=2, eval_n_samples_per_prompt=2, eval_temperature=1.0)
+    run()
+    assert list(run.tracker.kept) == [0, 2, 4]
+    for step, rows in run.tracker.kept.items():
+        assert [row["prompt"] for row in rows] == [prompt.text for prompt in HELD_OUT for _ in range(2)]
+        rewards = [row["reward"] for row in rows]
+        assert run.tracker.evaluations[step]["reward"] == pytest.approx(np.mean(rewards))
+
+
+def test_the_rows_of_an_evaluation_are_bounded_in_number_and_text():
+    assert len(kept_rows([{"prompt": "p", "response": "r"}] * 1000)) == MAX_KEPT_ROWS
+    half = {"prompt": "", "response": "r" * (MAX_KEPT_CHARACTERS // 2)}
+    assert [len(kept_rows(rows)) for rows in ([half] * 3, [{"prompt": "", "response": "r" * 10**7}])] == [2, 1]
+
+
+def test_evaluations_count_sources_apart_that_rows_name():
+    named = [replace(prompt, data_source=source) for prompt, source in zip(HELD_OUT, ("a", "b", None), strict=True)]
+    assert source_names(named) == ["a", "b", "sets/held_out.jsonl"]
+    many = [replace(HELD_OUT[0], data_source=str(number)) for number in range(40)]
+    assert set(source_names(many)) == {"sets/held_out.jsonl"}

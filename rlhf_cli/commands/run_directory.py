@@ -13,7 +13,17 @@ from rlhf_cli.errors import UsageError
 CONFIG, LOGS, REPORT, BEST, EMA = "config.yaml", "logs", "report.html", "best", "ema"
 BEST_FILE = "best.json"  # in `BEST`: the metric, its value, and after which iteration
 ERRORS = ("error.log", "error_rank*.log")
-OF_A_RUN = (CONFIG, "run.json", "metrics.jsonl", "samples.jsonl", REPORT, BEST, EMA, "tensorboard")
+OF_A_RUN = (
+    CONFIG,
+    "run.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "eval_samples.jsonl",
+    REPORT,
+    BEST,
+    EMA,
+    "tensorboard",
+)
 OF_A_MODEL = ("config.json", "adapter_config.json")
 
 

@@ -16,6 +16,7 @@ from rlhf_cli.errors import UsageError
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+EVAL_SAMPLES_FILE = "eval_samples.jsonl"
 RUN_FILE = "run.json"
 SETTINGS_FILE = "config.yaml"
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -127,10 +128,10 @@ class MetricsFile:
 
 
 class SamplesFile:
-    """samples.jsonl: what was generated, one sample a line."""
+    """samples.jsonl: what was generated, one sample a line; eval_samples.jsonl is the same of evaluations."""
 
-    def __init__(self, output: Path, *, resume_step: int | None) -> None:
-        self._lines = JsonLines(output / SAMPLES_FILE, resume_step=resume_step)
+    def __init__(self, output: Path, *, resume_step: int | None, name: str = SAMPLES_FILE) -> None:
+        self._lines = JsonLines(output / name, resume_step=resume_step)
 
     def log(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append the samples of a step; they are on the disk when this returns."""

@@ -21,6 +21,7 @@ from rlhf_cli.tracking.figures import Reading, duration, interval, number, promi
 from rlhf_cli.tracking.live_view import LiveView
 from rlhf_cli.tracking.progress import Pace, PlainView, View
 from rlhf_cli.tracking.sinks import (
+    EVAL_SAMPLES_FILE,
     RUN_FILE,
     SETTINGS_FILE,
     MetricsFile,
@@ -76,6 +77,7 @@ class Tracker:
         self._resume_step = resume_step
         self._metrics = MetricsFile(output, resume_step=resume_step)
         self._samples = SamplesFile(output, resume_step=resume_step)
+        self._eval_samples: SamplesFile | None = None  # of runs that evaluate
         self._sinks: list[MetricSink] = [self._metrics]
         self._wandb: WandbSink | None = None
         self._add_sinks(config, saved or {})
@@ -159,6 +161,12 @@ class Tracker:
         """Record what was generated in a step: prompt, response, reward, label and whatever else the rows hold."""
         self._samples.log(step, rows)
 
+    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record responses of an evaluation after a step, as `samples` does, in a file of their own."""
+        if self._eval_samples is None:
+            self._eval_samples = SamplesFile(self._output, resume_step=self._resume_step, name=EVAL_SAMPLES_FILE)
+        self._eval_samples.log(step, rows)
+
     def message(self, text: str) -> None:
         """Show a line that stays on the terminal."""
         self._view.message(text)
@@ -178,6 +186,8 @@ class Tracker:
         for sink in self._sinks:
             sink.close()
         self._samples.close()
+        if self._eval_samples is not None:
+            self._eval_samples.close()
         self._write_facts(outcome)
         done = f"{self._pace.step}/{self._pace.total_steps} {self._unit}s in {duration(self._pace.elapsed)}"
         self._console.print()
@@ -255,6 +265,9 @@ class SilentTracker:
         """Nothing."""
 
     def evaluation(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float] | None = None) -> None:
+        """Nothing."""
+
+    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Nothing."""
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -21,9 +21,14 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.loop import is_due
 from rlhf_cli.trainers.rl import RewardModel, Roles, Scoring, awake, return_weights
-from rlhf_cli.trainers.rl_batch import as_sequence, score_requests, whole_groups
+from rlhf_cli.trainers.rl_batch import MAX_SOURCES, as_sequence, sample_rows, score_requests, whole_groups
 
 EVALUATION = 0x6576616C  # "eval": tells the seeds of evaluations from those of training
+
+
+MAX_KEPT_ROWS = 256
+MAX_KEPT_CHARACTERS = 4_000_000
+"""Responses of one evaluation that are kept as rows at most, and their text with the prompts."""
 
 
 class EvaluationTracker(Protocol):
@@ -33,6 +38,8 @@ class EvaluationTracker(Protocol):
     def phase(self) -> Callable[[str | None], None]: ...
 
     def evaluation(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None: ...
+
+    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,8 @@ class Evaluator:
             return
         timer = PhaseTimer(on_change=self._tracker.phase)
         with timer("eval"):
-            metrics = self._metrics()
+            answers, rows = self._answers()
+            metrics = self._metrics(answers)
             best = self._better(metrics, iteration)
             if best is not None:
                 self._save_best(best)
@@ -112,13 +120,13 @@ class Evaluator:
                 return_weights(self._roles, iteration)
         self.state = EvaluationState(iteration, best or self.state.best)
         self._tracker.evaluation(iteration, metrics, timer.take())
+        self._tracker.evaluation_samples(iteration, kept_rows(rows))
 
-    def _metrics(self) -> dict[str, float]:
-        """The figures of all prompts, and behind the name of each data set its own where there are several."""
+    def _metrics(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """Return the figures of all prompts, and of each source by its name if there are several sources."""
         num_samples = self.task.config.eval_n_samples_per_prompt
-        answers = self._answers()
         groups = [answers[i : i + num_samples] for i in range(0, len(answers), num_samples)]
-        sources = by_source(zip((prompt.source for prompt in self.task.prompts), groups, strict=True))
+        sources = by_source(zip(source_names(self.task.prompts), groups, strict=True))
         ks = [num_samples] if num_samples > 1 else []
         everything, *apart = sources.values()
         metrics = evaluate_answers(everything, ks=ks).metrics
@@ -127,8 +135,8 @@ class Evaluator:
             metrics |= {f"{name}/{figure}": found.value for figure, found in figures.items()}
         return metrics
 
-    def _answers(self) -> list[Answer]:
-        """The samples of all prompts, those of one next to each other."""
+    def _answers(self) -> tuple[list[Answer], list[dict[str, Any]]]:
+        """Return the samples of all prompts, a prompt's next to each other, judged and as rows."""
         task, engines = self.task, self._roles.engines
         num_samples = task.config.eval_n_samples_per_prompt
         asked = [prompt for prompt in task.prompts for _ in range(num_samples)]
@@ -150,10 +158,11 @@ class Evaluator:
             generations=generations,
             questions=questions,
         )
-        return [
+        answers = [
             Answer(score, length=len(generation.token_ids), truncated=generation.finish_reason == "length")
             for score, generation in zip(scores, generations, strict=True)
         ]
+        return answers, sample_rows(questions, generations, scores)
 
     def _better(self, metrics: Mapping[str, float], iteration: int) -> Best | None:
         """A new best, if this is one."""
@@ -165,6 +174,24 @@ class Evaluator:
             raise RunError(f"iteration {iteration}: the evaluation has no {key}; it has {', '.join(metrics)}")
         so_far = self.state.best
         return Best(iteration, value) if so_far is None or value > so_far.value else None
+
+
+def source_names(prompts: Sequence[Prompt]) -> list[str]:
+    """Return the source of each prompt: the one that its row names, or the data set if rows name none or too many."""
+    named = [prompt.data_source or prompt.source for prompt in prompts]
+    return named if len(set(named)) <= MAX_SOURCES else [prompt.source for prompt in prompts]
+
+
+def kept_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first rows, so that an evaluation adds a bounded amount to the run's folder."""
+    kept: list[dict[str, Any]] = []
+    characters = 0
+    for row in rows[:MAX_KEPT_ROWS]:
+        characters += len(row["prompt"]) + len(row["response"])
+        if kept and characters > MAX_KEPT_CHARACTERS:
+            break
+        kept.append(row)
+    return kept
 
 
 def evaluation_seed(seed: int, number: int) -> int:
