@@ -14,13 +14,19 @@ WORKDIR /opt/src
 COPY pyproject.toml README.md LICENSE ./
 COPY rlhf_cli rlhf_cli
 RUN pip install ".[vllm]"
-# Against the torch just installed; compiles for up to an hour where no wheel fits. --build-arg FLASH=0 leaves it out:
-# packed attention then runs PyTorch's own variable-length kernel.
-ARG FLASH=1
+# Packed attention runs PyTorch's own variable-length kernel, which shares prompts. --build-arg FLASH=1 adds
+# FlashAttention 2 for models with a cap on attention scores (Gemma 2): it compiles against the torch just installed,
+# for up to an hour if no wheel fits. FLASH_ARCHS are the compute capabilities of your cards without the dot.
+ARG FLASH=0
+ARG FLASH_ARCHS="80;90;100"
 ARG MAX_JOBS=8
-RUN if [ "$FLASH" = 1 ]; then pip install wheel packaging && MAX_JOBS=$MAX_JOBS pip install --no-build-isolation ".[flash]"; fi
+RUN if [ "$FLASH" = 1 ]; then \
+        pip install wheel packaging psutil \
+        && FLASH_ATTN_CUDA_ARCHS="$FLASH_ARCHS" MAX_JOBS=$MAX_JOBS pip install --no-build-isolation ".[flash]"; \
+    fi
 
-RUN useradd --create-home rlhf
+# Files of a mounted folder belong to the user that most machines give the number 1000. ubuntu24.04 has one already.
+RUN userdel --remove ubuntu 2>/dev/null || true; useradd --create-home --uid 1000 rlhf
 USER rlhf
 WORKDIR /home/rlhf/work
 ENTRYPOINT ["rlhf"]

@@ -1,6 +1,7 @@
 """The nccl and ipc paths in their logic: who is told what, in which order, and what proves that it arrived."""
 
 import json
+import os
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,25 +10,30 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_cli.backends.rollout_engine import EngineSettings
+from rlhf_cli.backends.rollout_vllm import _device_arguments, _engine_environment, sampled_logprobs
 from rlhf_cli.backends.weight_transfer import WeightSender, choose_sync_backend, weights_checksum
 from rlhf_cli.backends.weight_vllm_trainer import EngineClient, PushSource, TensorSpec, VllmTransport, buffer_bytes
-from rlhf_cli.backends.weight_watch import Watching
+from rlhf_cli.backends.weight_watch import Reconnecting, Watching
 from rlhf_cli.errors import RunError, UsageError
 
 
 @pytest.mark.parametrize(
-    ("chosen", "on_gpu", "shares_gpus", "found"),
+    ("chosen", "engine", "on_gpu", "shares_gpus", "found"),
     [
-        ("auto", False, False, "shm"),
-        ("auto", False, True, "shm"),
-        ("auto", True, True, "ipc"),
-        ("auto", True, False, "nccl"),
-        ("shm", True, False, "shm"),
-        ("ipc", True, True, "ipc"),
+        ("auto", "vllm", False, False, "shm"),
+        ("auto", "vllm", False, True, "shm"),
+        ("auto", "vllm", True, True, "ipc"),
+        ("auto", "vllm", True, False, "nccl"),
+        ("shm", "vllm", True, False, "shm"),
+        ("ipc", "vllm", True, True, "ipc"),
+        ("auto", "transformers", True, True, "shm"),
+        ("auto", "transformers", True, False, "shm"),
+        ("shm", "transformers", True, True, "shm"),
     ],
 )
-def test_the_way_of_weights_follows_the_placement(chosen, on_gpu, shares_gpus, found):
-    assert choose_sync_backend(chosen, on_gpu=on_gpu, shares_gpus=shares_gpus) == found
+def test_the_way_of_weights_follows_engine_and_placement(chosen, engine, on_gpu, shares_gpus, found):
+    assert choose_sync_backend(chosen, engine=engine, on_gpu=on_gpu, shares_gpus=shares_gpus) == found
 
 
 @pytest.mark.parametrize(
@@ -40,7 +46,31 @@ def test_the_way_of_weights_follows_the_placement(chosen, on_gpu, shares_gpus, f
 )
 def test_a_way_that_cannot_work_is_refused_with_the_one_that_does(chosen, on_gpu, shares_gpus, words):
     with pytest.raises(UsageError, match=words):
-        choose_sync_backend(chosen, on_gpu=on_gpu, shares_gpus=shares_gpus)
+        choose_sync_backend(chosen, engine="vllm", on_gpu=on_gpu, shares_gpus=shares_gpus)
+
+
+@pytest.mark.parametrize("chosen", ["nccl", "ipc"])
+def test_the_engine_of_transformers_takes_weights_from_shared_memory_alone(chosen):
+    with pytest.raises(UsageError, match=f"{chosen} needs vLLM; --rollout_backend transformers takes shm"):
+        choose_sync_backend(chosen, engine="transformers", on_gpu=True, shares_gpus=True)
+
+
+@pytest.mark.parametrize(("way", "allowed"), [("ipc", "1"), ("nccl", None), ("shm", None)])
+def test_handles_may_be_pickled_for_as_long_as_the_engine_lives(monkeypatch, way, allowed):
+    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
+    before = dict(os.environ)
+    with _engine_environment(EngineSettings(max_model_len=8, sync_backend=way), on_cpu=False):
+        assert os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == allowed
+    # Handles are encoded in this process at each push, long after the engine has started.
+    assert os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None) == allowed
+    assert dict(os.environ) == before
+
+
+def test_limits_of_a_step_are_fixed_on_a_cpu_and_vllm_s_own_on_a_gpu():
+    settings = EngineSettings(max_model_len=9000)
+    on_cpu = _device_arguments(settings, on_cpu=True)
+    assert (on_cpu["max_num_seqs"], on_cpu["max_num_batched_tokens"]) == (256, 9000)
+    assert not {"max_num_seqs", "max_num_batched_tokens"} & _device_arguments(settings, on_cpu=False).keys()
 
 
 class Calls:
@@ -180,3 +210,39 @@ def test_a_worker_names_what_its_model_does_not_have(checkpoint):
     engine.receive_weights([[(name, torch.zeros(2)) for name in "abc"]])
     with pytest.raises(RunError, match="unknown c"):
         engine.finish_weight_update()
+
+
+class FakeCommunicator:
+    """The communicator of vLLM's nccl engine: opened at a handshake, ended by `shutdown`."""
+
+    def __init__(self):
+        self.open: list[str] = []
+        self.ended: list[str] = []
+
+    def init_transfer_engine(self, init_info):
+        self.open.append(init_info)
+
+    def shutdown(self):
+        self.ended += self.open
+        self.open = []
+
+
+class ReconnectingEngine(Reconnecting, FakeCommunicator):
+    pass
+
+
+def test_a_second_handshake_ends_the_first_communicator():
+    engine = ReconnectingEngine()
+    engine.init_transfer_engine("first")
+    engine.init_transfer_engine("second")
+    assert (engine.open, engine.ended) == (["second"], ["first"])
+
+
+def test_log_probs_of_sampled_tokens_stand_first_at_their_positions():
+    logprobs = pytest.importorskip("vllm.logprobs")
+    flat = logprobs.FlatLogprobs()
+    flat.append_fast([7, 9], [-1.5, -0.5], [2, 1], [None, None])  # the likeliest token was not drawn
+    flat.append_fast([4], [-0.25], [1], [None])
+    assert sampled_logprobs(flat, [7, 4]) == [-1.5, -0.25]
+    with pytest.raises(AssertionError, match="other tokens"):
+        sampled_logprobs(flat, [9, 4])

@@ -29,7 +29,8 @@ class EngineSettings:
     `max_model_len` bounds prompt plus response in tokens. `num_threads` are CPU threads of one worker (None: all
     cores this process may use). `kv_cache_gib` bounds the KV cache where there is no GPU, whose share is
     `gpu_memory_utilization` instead; it is fixed rather than measured, so that the schedule of a batch, and with it
-    every rounding, is the same in every process.
+    every rounding, is the same in every process. `max_num_seqs` bounds the sequences of a step where vLLM does not know
+    the card: on a CPU, and with transformers.
     """
 
     max_model_len: int

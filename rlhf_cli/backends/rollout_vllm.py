@@ -20,6 +20,7 @@ from rlhf_cli.environment import SPIN_COUNT
 from rlhf_cli.errors import RunError, UsageError, first_line
 
 if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -46,8 +47,6 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
     }
     if _is_eager(settings, on_cpu=on_cpu):
         variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles for 5-19 s all the same
-    if settings.sync_backend == "ipc":
-        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA handles are pickled between our own processes
     if on_cpu:
         threads = settings.num_threads or len(os.sched_getaffinity(0))
         variables |= {
@@ -63,6 +62,12 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
     return variables
 
 
+def _allow_handles(settings: EngineSettings) -> None:
+    """Let vLLM pickle CUDA handles between our own processes; for good, as this process encodes them in each push."""
+    if settings.sync_backend == "ipc":
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+
+
 def _is_eager(settings: EngineSettings, *, on_cpu: bool) -> bool:
     """Whether vLLM does not compile: as asked for, or else on a CPU, where compiling takes longer than many runs."""
     return on_cpu if settings.enforce_eager is None else settings.enforce_eager
@@ -71,6 +76,7 @@ def _is_eager(settings: EngineSettings, *, on_cpu: bool) -> bool:
 @contextmanager
 def _engine_environment(settings: EngineSettings, *, on_cpu: bool) -> Iterator[None]:
     """Sets the variables while the engine starts; vLLM's own additions (LD_PRELOAD) are taken back as well."""
+    _allow_handles(settings)
     before = dict(os.environ)
     os.environ.update(_environment(settings, on_cpu=on_cpu))
     try:
@@ -340,15 +346,9 @@ def _check_head_size(model_path: str, settings: EngineSettings) -> None:
 def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "AsyncLLM":
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments: dict[str, Any] = {"async_scheduling": not on_cpu}  # vLLM's own defaults, which the scheduler has to fit
-    if on_cpu:
-        arguments["enable_chunked_prefill"] = False  # a chunked prefill with per-request seeds kills the CPU engine
-        arguments["max_num_batched_tokens"] = max(8192, settings.max_model_len)
-    else:
-        arguments["enable_sleep_mode"] = settings.enable_sleep
-        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=model_path,
@@ -357,7 +357,6 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
             dtype=_DTYPES[settings.dtype],  # type: ignore[arg-type]
             seed=settings.seed,
             max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
             tensor_parallel_size=settings.tensor_parallel_size,
             # inside a Ray placement group vLLM would start Ray workers of its own, on GPUs it chooses
             distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else None,
@@ -369,9 +368,31 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
             worker_extension_cls=f"{_WORKER_MODULE}.WorkerExtension",
             scheduler_cls=f"{_SCHEDULER_MODULE}.{'StoppingScheduler' if on_cpu else 'AsyncStoppingScheduler'}",
             weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{settings.sync_backend}"),
-            **arguments,
-        )
+            **_device_arguments(settings, on_cpu=on_cpu),
+        ),
+        # vLLM's limits of whole batches; an AsyncLLM gets those of the smallest machine otherwise
+        usage_context=UsageContext.LLM_CLASS,
     )
+
+
+def _device_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the engine arguments that differ between a CPU and GPUs.
+
+    A GPU's limits of sequences and tokens in a step are left to vLLM, which knows the card. On a CPU they are fixed,
+    so that the schedule of a batch is the same everywhere.
+    """
+    if on_cpu:
+        return {
+            "async_scheduling": False,  # vLLM's own default, which the scheduler has to fit
+            "enable_chunked_prefill": False,  # a chunked prefill with per-request seeds kills the CPU engine
+            "max_num_batched_tokens": max(8192, settings.max_model_len),
+            "max_num_seqs": settings.max_num_seqs,
+        }
+    return {
+        "async_scheduling": True,
+        "enable_sleep_mode": settings.enable_sleep,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+    }
 
 
 def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: list[int]) -> Any:
@@ -386,6 +407,7 @@ def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: li
         top_p=1.0 if sampling.greedy else sampling.top_p,
         seed=request.seed,
         logprobs=0,
+        flat_logprobs=True,  # else one dict and one object for each token, which the garbage collector walks
         stop_token_ids=eos,
         ignore_eos=True,  # the list above is complete
         extra_args={STOP: list(sampling.stop)},
@@ -400,8 +422,15 @@ def _generation(output: "RequestOutput", version: int) -> Generation:
         raise RunError(f"vLLM ended a response with {response.finish_reason!r}")
     token_ids = list(response.token_ids)
     assert response.logprobs is not None
-    logprobs = [step[token].logprob for step, token in zip(response.logprobs, token_ids, strict=True)]
+    logprobs = sampled_logprobs(response.logprobs, token_ids)
     return Generation(token_ids, logprobs, response.finish_reason, version)
+
+
+def sampled_logprobs(flat: "FlatLogprobs", token_ids: list[int]) -> list[float]:
+    """Return the log-prob of each sampled token, which vLLM stores before any others of its position."""
+    starts = flat.start_indices
+    assert [flat.token_ids[start] for start in starts] == token_ids, "vLLM's log-probs are of other tokens"
+    return [flat.logprobs[start] for start in starts]
 
 
 def _worker_message(error: Exception) -> str:

@@ -25,16 +25,19 @@ _MASK = (1 << 64) - 1
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
-def choose_sync_backend(chosen: str, *, on_gpu: bool, shares_gpus: bool) -> SyncBackend:
-    """How weights travel: as asked for; for auto shm without GPUs, ipc where engines share the trainer's, else nccl.
+def choose_sync_backend(chosen: str, *, engine: str, on_gpu: bool, shares_gpus: bool) -> SyncBackend:
+    """Return how weights travel: the chosen way; for auto shm, or between vLLM and trainers on GPUs nccl or ipc.
 
-    UsageError where the choice cannot work: NCCL allows one rank per GPU, ipc needs both sides on it.
+    Raises UsageError for a way that cannot work: nccl needs one rank per GPU, ipc both sides on the same GPUs, and the
+    engine of transformers reads shared memory alone.
     """
-    found: SyncBackend = "shm" if not on_gpu else "ipc" if shares_gpus else "nccl"
+    found: SyncBackend = "shm" if not on_gpu or engine != "vllm" else "ipc" if shares_gpus else "nccl"
     if chosen == "auto" or chosen == found:
         return found
     if chosen == "shm":
         return "shm"
+    if engine != "vllm":
+        raise UsageError(f"--vllm_sync_backend {chosen} needs vLLM; --rollout_backend {engine} takes shm")
     if not on_gpu:
         raise UsageError(f"--vllm_sync_backend {chosen} needs a GPU; shm works here")
     where = "share GPUs" if shares_gpus else "are on different GPUs"

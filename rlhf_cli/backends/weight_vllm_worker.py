@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rlhf_cli.backends.rollout_processes import end_with_owner
 from rlhf_cli.backends.weight_transfer import checkpoint_shapes, optional_tensors
 from rlhf_cli.backends.weight_transfer_shm import read_verified_push
-from rlhf_cli.backends.weight_watch import Watching
+from rlhf_cli.backends.weight_watch import Reconnecting, Watching
 
 ENGINE_NAMES = {"shm": "rlhf_shm", "nccl": "rlhf_nccl", "ipc": "rlhf_ipc"}
 
@@ -89,8 +89,8 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Holds nothing."""
 
 
-class WatchedNcclEngine(Watching, NCCLWeightTransferEngine):
-    """vLLM's nccl engine with a ledger."""
+class WatchedNcclEngine(Watching, Reconnecting, NCCLWeightTransferEngine):
+    """vLLM's nccl engine with a ledger, which may be connected again."""
 
 
 class WatchedIpcEngine(Watching, IPCWeightTransferEngine):

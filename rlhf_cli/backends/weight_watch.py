@@ -57,3 +57,12 @@ class Watching:
         expected = checkpoint_shapes(self.model_config.model)
         if expected:
             check_tensors(self._shapes, expected, optional=optional_tensors(self.model_config.hf_config))
+
+
+class Reconnecting:
+    """Comes before an engine with a communicator of its own among the bases of a class."""
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Join the trainer's group. Leave the former one first: it would keep its buffers on the GPU for good."""
+        self.shutdown()  # type: ignore[attr-defined]
+        super().init_transfer_engine(init_info)  # type: ignore[misc]

@@ -65,7 +65,10 @@ class OnlineRoles:
         self._total_steps = total_steps
         self._is_settled = False
         self._sync_backend = choose_sync_backend(
-            config.rollout.vllm_sync_backend, on_gpu=where.cluster.has_gpus, shares_gpus=shares_gpus(where.layout)
+            config.rollout.vllm_sync_backend,
+            engine=where.backend,
+            on_gpu=where.cluster.has_gpus,
+            shares_gpus=shares_gpus(where.layout),
         )
         self._takes_turns = config.placement.deepspeed_enable_sleep
         started = self._start_models(role_names(config, models))

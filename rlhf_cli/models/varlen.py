@@ -4,6 +4,7 @@ CUDA uses PyTorch's variable-length flash kernel, a CPU the operator of `varlen_
 packs only: no KV cache, no padding, no attention dropout, caps or sinks.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -68,8 +69,7 @@ def attend_cuda(
     Like FlashAttention since 2.1 it aligns the last query with the last key where there are more keys.
     """
     # Older releases find out alone that there are fewer KV heads, newer ones want to be told.
-    takes_gqa = "enable_gqa" in inspect.signature(kernel).parameters
-    grouped = {"enable_gqa": query_THD.shape[1] != key_THD.shape[1]} if takes_gqa else {}
+    grouped = {"enable_gqa": query_THD.shape[1] != key_THD.shape[1]} if takes_gqa(kernel) else {}
     return kernel(
         query_THD,
         key_THD,
@@ -83,6 +83,12 @@ def attend_cuda(
         window_size=(window - 1 if window else -1, 0),
         **grouped,
     )
+
+
+@functools.cache
+def takes_gqa(kernel: Callable[..., torch.Tensor]) -> bool:
+    """Return whether the kernel has to know that there are fewer key heads; read once, not in each layer."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _cuda_kernel() -> Callable[..., torch.Tensor]:
