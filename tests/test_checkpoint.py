@@ -104,7 +104,7 @@ def test_a_state_that_json_cannot_hold_leaves_everything_as_it_was(store, tmp_pa
 
 def test_what_a_kill_left_half_written_is_ignored_and_then_removed(store, tmp_path):
     write(store, 1)
-    for leftover in (".writing", ".removing"):
+    for leftover in (".writing", ".removing-0a1b2c3d"):
         (tmp_path / "checkpoints" / leftover / "actor").mkdir(parents=True)
         (tmp_path / "checkpoints" / leftover / "actor" / "half").write_bytes(b"half")
     (tmp_path / "checkpoints" / "step_000007").mkdir()  # no manifest: not complete

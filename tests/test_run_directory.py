@@ -1,17 +1,23 @@
 """What may already be in a run's folder, and what a new run removes from it."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rlhf_cli.backends.checkpoint import CheckpointStore
+from rlhf_cli.commands.generation_folder import prepare_folder
 from rlhf_cli.commands.run_directory import (
     begin_log,
     begin_logs,
     check_not_replaced,
     check_run_directory,
+    held_output,
     prepare_run_directory,
     run_directory,
 )
@@ -158,6 +164,82 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, flag):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"file is a file, a folder is needed"):
         check_run_directory(CheckpointConfig(**({"output": str(tmp_path / "run")} | {flag: str(tmp_path / "file")})))
+
+
+def test_files_of_others_in_the_folder_of_logs_stay(tmp_path):
+    (tmp_path / "logs" / "old").mkdir(parents=True)
+    for name in ("slurm-17.out", "driver.log", "notes.log", "actor-0.log", "old/rank0.log"):
+        (tmp_path / "logs" / name).write_text("x")
+    begin_logs(run_directory(settings(tmp_path)), keep=False)
+    assert names(tmp_path / "logs") == {"slurm-17.out", "notes.log", "old"}
+    assert names(tmp_path / "logs" / "old") == {"rank0.log"}
+    (tmp_path / "logs" / "engine-3.log").write_text("x")
+    prepare_folder(tmp_path, "", {}, keep=False)
+    assert names(tmp_path / "logs") == {"slurm-17.out", "notes.log", "old"}
+
+
+def test_overwrite_removes_nothing_in_a_folder_that_no_run_has_written(tmp_path):
+    for name in ("best", "tensorboard"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=r"--overwrite: .* holds best, but no run.json, which every run .* has"):
+        check_run_directory(settings(tmp_path, overwrite=True))
+
+
+def test_a_linked_model_is_replaced_and_its_target_stays(tmp_path):
+    add_model(tmp_path / "target")
+    add_run(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "model")
+    (tmp_path / "run" / "model").symlink_to(tmp_path / "target")
+    (tmp_path / "run" / "best").symlink_to(tmp_path / "nowhere")
+    prepare_run_directory(settings(tmp_path / "run", overwrite=True), "", keep=False)
+    assert names(tmp_path / "run") == {"config.yaml", "logs", "checkpoints", "notes.txt"}
+    assert names(tmp_path / "target") == {"config.json"}
+
+
+@pytest.mark.parametrize("flag", ["output", "ckpt_path", "save_path"])
+def test_an_empty_name_is_refused_instead_of_meaning_the_current_folder(flag):
+    with pytest.raises(ValidationError, match="the name of a folder or file is empty"):
+        CheckpointConfig(**({"output": "runs/x"} | {flag: ""}))
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from rlhf_cli.backends.output_lock import output_lock
+with output_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_with_the_same_output_is_refused_until_the_first_is_gone(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with (
+            pytest.raises(UsageError, match=rf"is in use by another run \(process {first.pid} on "),
+            held_output(settings(tmp_path)),
+        ):
+            pass
+        first.kill()  # the kernel releases the lock
+        first.wait()
+        with held_output(settings(tmp_path)):
+            pass
+
+
+def test_a_refused_run_leaves_no_folder_behind(tmp_path):
+    def refused(output: Path) -> None:
+        with held_output(settings(output)):
+            raise UsageError("a wrong setting")
+
+    with pytest.raises(UsageError, match="a wrong setting"):
+        refused(tmp_path / "new")
+    with pytest.raises(UsageError, match="a wrong setting"):
+        refused(tmp_path)
+    assert names(tmp_path) == {".lock"}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"file/run cannot be made: not a directory"):
+        refused(tmp_path / "file" / "run")
 
 
 def test_logs_that_ranks_have_begun_stay(tmp_path):

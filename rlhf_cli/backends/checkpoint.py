@@ -5,6 +5,7 @@ last. Leaves out what is in it: that belongs to the trainers and engines that wr
 """
 
 import json
+import logging
 import os
 import shutil
 import zlib
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from rlhf_cli.errors import RunError, UsageError
 
@@ -21,6 +23,8 @@ STATE = "state.json"
 ASIDE = ".writing"
 REMOVED = ".removing"
 PROBE_BYTES = 4 << 20  # checked at both ends of a file: whole files of a large model would take minutes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,10 @@ class CheckpointStore:
             shutil.rmtree(self.aside(), ignore_errors=True)
             raise
         for old in self.steps()[: -self._max_num]:
-            self._drop(self.path(old))
+            try:
+                self._drop(self.path(old))
+            except OSError as error:
+                logger.warning("the checkpoint of step %d could not be removed: %s", old, error)
 
     def clear(self) -> None:
         """Remove every checkpoint, and nothing else that may be in the folder."""
@@ -111,8 +118,8 @@ class CheckpointStore:
         shutil.rmtree(self.aside(), ignore_errors=True)
 
     def _begin(self, step: int, needed_bytes: int) -> Path:
-        for left_by_a_kill in (self.aside(), self._root / REMOVED):
-            shutil.rmtree(left_by_a_kill, ignore_errors=True)
+        for left_over in (self.aside(), *self._root.glob(f"{REMOVED}*")):
+            shutil.rmtree(left_over, ignore_errors=True)
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self.check_space(needed_bytes)
@@ -135,11 +142,15 @@ class CheckpointStore:
         _sync(self._root)
 
     def _drop(self, path: Path) -> None:
-        """Remove a checkpoint; a kill in the middle never leaves a checkpoint that lacks files."""
-        shutil.rmtree(self._root / REMOVED, ignore_errors=True)
+        """Remove a checkpoint; a kill in the middle never leaves a checkpoint that lacks files.
+
+        Each removal has a name of its own: what cannot be unlinked, as in a folder of another user, stays under it and
+        must not stand in the way of later removals.
+        """
         if path.exists():
-            path.rename(self._root / REMOVED)
-            shutil.rmtree(self._root / REMOVED, ignore_errors=True)
+            removed = self._root / f"{REMOVED}-{uuid4().hex[:8]}"
+            path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
     def _intact(self) -> str:
         steps = self.steps()

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_cli.backends.output_lock import output_lock
 from rlhf_cli.backends.ray_cluster import ray_cluster
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.answering import (
@@ -80,6 +81,7 @@ def run_evaluation(config: EvalConfig) -> None:
     """Answer what is not answered yet, then show and keep the figures; exit with 130 where Ctrl-C came between."""
     with ExitStack() as stack:
         root = stack.enter_context(answers_folder(config.out.output))
+        stack.enter_context(output_lock(root))
         check_folder(root, config.out)
         run = _check(config, root)
         stop = StopSignal()

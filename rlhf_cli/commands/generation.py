@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.backends.output_lock import output_lock
 from rlhf_cli.backends.ray_cluster import ray_cluster
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.answering import (
@@ -51,10 +52,11 @@ class _Run:
 def run_generation(config: GenerateConfig) -> None:
     """Answer what is not answered yet, then write what is selected; exit with 130 where Ctrl-C came between."""
     root = Path(config.out.output)
-    check_folder(root, config.out)
-    run = _check(config, root)
-    stop = StopSignal()
     with ExitStack() as stack:
+        stack.enter_context(output_lock(root))
+        check_folder(root, config.out)
+        run = _check(config, root)
+        stop = StopSignal()
         prepare_folder(root, to_yaml(config), run.identity, keep=run.done is not None)
         terminal = stack.enter_context(quiet_process(root / LOGS / "driver.log"))
         tracker = Tracker(

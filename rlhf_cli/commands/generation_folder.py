@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.commands.run_directory import CONFIG, LOGS
+from rlhf_cli.commands.run_directory import CONFIG, LOGS, own_logs, remove
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.errors import UsageError
 
 SAMPLES, SELECTED, FIGURES, IDENTITY = "samples.jsonl", "selected.jsonl", "eval.json", "generation.json"
 WHOLE_MODEL = ".whole_model"
 """Folder of a model that is there only while engines need it."""
-LEFTOVERS = (SAMPLES, SELECTED, FIGURES, "metrics.jsonl", "run.json", CONFIG, "error.log", LOGS, IDENTITY)
+LEFTOVERS = (SAMPLES, SELECTED, FIGURES, "metrics.jsonl", "run.json", CONFIG, "error.log", IDENTITY)
 BLOCK = 1 << 20
 
 
@@ -112,11 +112,7 @@ def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, Any], *,
     if (root / WHOLE_MODEL).exists():
         shutil.rmtree(root / WHOLE_MODEL)
     if not keep:
-        for path in (root / name for name in LEFTOVERS):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        remove([*(root / name for name in LEFTOVERS), *own_logs(root / LOGS)])
     (root / LOGS).mkdir(parents=True, exist_ok=True)
     temporary = root / f"{IDENTITY}.tmp"
     temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -21,6 +21,7 @@ from rlhf_cli.commands.run_directory import (
     RunDirectory,
     begin_log,
     check_not_replaced,
+    held_output,
     prepare_run_directory,
     run_directory,
 )
@@ -177,8 +178,16 @@ class OfflineTask:
 
 def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
     """Train the task from its newest checkpoint, or from the start, to the end; save the model and the report."""
-    rank, num_ranks = distributed_env.rank_and_world_size()
     check_items(config, task.items)
+    rank, _ = distributed_env.rank_and_world_size()
+    with held_output(config.checkpoint) if rank == 0 else nullcontext():
+        finished = _train(config, task)
+    if finished.interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
+    rank, num_ranks = distributed_env.rank_and_world_size()
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
@@ -214,8 +223,7 @@ def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
         if rank == 0:
             write_report(paths.root)
         distributed.leave_process_group()
-    if finished.interrupted:
-        sys.exit(INTERRUPTED)
+    return finished
 
 
 def check_items(config: OfflineConfig, items: Items) -> None:

@@ -27,7 +27,13 @@ from rlhf_cli.commands.online_models import OnlineModels, check_stages, find_mod
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.commands.restarts import with_restarts
 from rlhf_cli.commands.reward_check import check_rewards
-from rlhf_cli.commands.run_directory import RunDirectory, begin_logs, prepare_run_directory, run_directory
+from rlhf_cli.commands.run_directory import (
+    RunDirectory,
+    begin_logs,
+    held_output,
+    prepare_run_directory,
+    run_directory,
+)
 from rlhf_cli.commands.surplus import load_surplus, save_surplus
 from rlhf_cli.config.online import CriticPlacementConfig, DynamicSamplingConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
@@ -138,19 +144,20 @@ def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
     Args:
         algorithm: the row of the table of algorithms.
     """
-    first, stop = _check(config, command, ALGORITHMS[algorithm]), StopSignal()
-    begin_logs(first.paths, keep=first.resume is not None)
+    with held_output(config.checkpoint):
+        first, stop = _check(config, command, ALGORITHMS[algorithm]), StopSignal()
+        begin_logs(first.paths, keep=first.resume is not None)
 
-    def attempt(continues: bool) -> Finished:
-        return _attempt(_continued(first) if continues else first, stop)
+        def attempt(continues: bool) -> Finished:
+            return _attempt(_continued(first) if continues else first, stop)
 
-    finished = with_restarts(
-        attempt,
-        max_restarts=config.checkpoint.max_restarts,
-        should_stop=stop,
-        has_checkpoint=lambda: bool(first.store.steps()),
-        say=lambda message: print(f"rlhf {command}: {message}", file=sys.stderr, flush=True),
-    )
+        finished = with_restarts(
+            attempt,
+            max_restarts=config.checkpoint.max_restarts,
+            should_stop=stop,
+            has_checkpoint=lambda: bool(first.store.steps()),
+            say=lambda message: print(f"rlhf {command}: {message}", file=sys.stderr, flush=True),
+        )
     if finished.interrupted:
         sys.exit(INTERRUPTED)
 

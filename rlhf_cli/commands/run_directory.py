@@ -1,21 +1,26 @@
 """The folder of a run: what may already be in it, and where its parts are."""
 
 import json
+import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_cli.backends.checkpoint import CheckpointStore
+from rlhf_cli.backends.output_lock import output_lock
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 
 CONFIG, LOGS, REPORT, BEST, EMA = "config.yaml", "logs", "report.html", "best", "ema"
 BEST_FILE = "best.json"  # in `BEST`: the metric, its value, and after which iteration
 ERRORS = ("error.log", "error_rank*.log")
+RUN_FILE = "run.json"
 OF_A_RUN = (
     CONFIG,
-    "run.json",
+    RUN_FILE,
     "metrics.jsonl",
     "samples.jsonl",
     "eval_samples.jsonl",
@@ -25,6 +30,8 @@ OF_A_RUN = (
     "tensorboard",
 )
 OF_A_MODEL = ("config.json", "adapter_config.json")
+OWN_LOG = re.compile(r"(driver|rank\d+|(actor|critic|ref|reward|engine)-\d+)\.log")
+"""Names of the logs that runs write. Others may keep theirs beside them, as Slurm does in `logs/slurm-%j.out`."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +94,27 @@ def check_run_directory(settings: CheckpointConfig) -> None:
             f"--load_checkpoint: {models[0]} holds a trained model and there is no checkpoint in "
             f"{paths.checkpoints} to continue from; train anew with --overwrite, or choose another --output"
         )
+    if left and settings.overwrite and not (paths.root / RUN_FILE).is_file():
+        raise UsageError(
+            f"--overwrite: {paths.root} holds {left[0].name}, but no {RUN_FILE}, which every run of this program has: "
+            "choose another --output, or remove it by hand"
+        )
     if found and not settings.load_checkpoint and not settings.overwrite:
         raise UsageError(
             f"--output {paths.root} holds an earlier run ({found[0].name}): continue it with --load_checkpoint, "
             "replace it with --overwrite, or choose another folder"
         )
+
+
+@contextmanager
+def held_output(settings: CheckpointConfig) -> Iterator[None]:
+    """Hold the run's folder for this run alone. Raise UsageError if another run has it, or has left its files there.
+
+    The folder is checked again once it is held: another run may have begun and ended since the first check.
+    """
+    with output_lock(run_directory(settings).root):
+        check_run_directory(settings)
+        yield
 
 
 def check_not_replaced(settings: CheckpointConfig, *models: str) -> None:
@@ -120,7 +143,7 @@ def prepare_run_directory(
     paths = run_directory(settings)
     if not keep:
         old_logs = [] if num_ranks is None else _old_logs(paths, num_ranks)
-        _remove([*_leftovers(paths), *old_logs])
+        remove([*_leftovers(paths), *old_logs])
         CheckpointStore(paths.checkpoints, max_num=1).clear()
     paths.logs.mkdir(parents=True, exist_ok=True)
     (paths.root / CONFIG).write_text(config_yaml)
@@ -138,15 +161,15 @@ def begin_log(paths: RunDirectory, rank: int, *, keep: bool) -> Path:
 def begin_logs(paths: RunDirectory, *, keep: bool) -> None:
     """Make room for the logs of all processes; those of an earlier run are removed unless that is continued."""
     if not keep:
-        _remove(_old_logs(paths, num_ranks=0))
+        remove(_old_logs(paths, num_ranks=0))
     paths.logs.mkdir(parents=True, exist_ok=True)
 
 
 def _leftovers(paths: RunDirectory) -> list[Path]:
     """What a run has left in its own folder, besides logs and checkpoints. A model elsewhere stays until replaced."""
     own_model = [paths.model] if paths.model.is_relative_to(paths.root) else []
-    of_a_run = [path for name in OF_A_RUN if (path := paths.root / name).exists()]
-    return [*of_a_run, *_errors(paths), *(model for model in own_model if model.exists())]
+    named = [*(paths.root / name for name in OF_A_RUN), *_errors(paths), *own_model]
+    return [path for path in named if os.path.lexists(path)]
 
 
 def _errors(paths: RunDirectory) -> list[Path]:
@@ -161,12 +184,21 @@ def _steps(paths: RunDirectory) -> list[Path]:
 
 def _old_logs(paths: RunDirectory, num_ranks: int) -> list[Path]:
     in_use = {paths.log_of_rank(rank) for rank in range(num_ranks)}
-    return [log for log in paths.logs.glob("*") if log not in in_use]
+    return [log for log in own_logs(paths.logs) if log not in in_use]
 
 
-def _remove(paths: Iterable[Path]) -> None:
+def own_logs(folder: Path) -> list[Path]:
+    """Return the logs in the folder that a run of this program wrote."""
+    return [path for path in folder.glob("*.log") if OWN_LOG.fullmatch(path.name)]
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Remove files, folders and symbolic links; what a link points to stays."""
     for path in paths:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _is_trained(best: Path) -> bool:

@@ -34,6 +34,8 @@ class Group(BaseModel):
     @field_validator(*OUTPUTS, check_fields=False)
     @classmethod
     def _home_is_meant_by_a_tilde(cls, path: str | None) -> str | None:
+        if path is not None and not path.strip():
+            raise ValueError("the name of a folder or file is empty")  # as of a variable that is not set
         return path if path is None else os.path.expanduser(path)
 
     def changed(self, *names: str) -> str | None:
