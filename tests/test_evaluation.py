@@ -235,3 +235,13 @@ def test_rows_keep_their_columns_beside_the_pass_rate_and_unknown_ones_are_null(
         {"question": "1", "id": 11, "pass_rate": 0.5},
         {"question": "2", "id": 12, "pass_rate": None},
     ]
+
+
+def test_figures_are_apart_for_the_sources_that_rows_name(tmp_path):
+    written_rows(tmp_path, "a")
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    rows = [row | {"data_source": ["gsm8k", "math", "math"][row["prompt_index"]]} for row in rows]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = {result.source: result.evaluation.figures for result in results_of(run(6, "a"), tmp_path)}
+    assert list(figures) == ["all", "gsm8k", "math"]
+    assert [figures[name]["accuracy"].value for name in figures] == [0.75, 1.0, 0.5]

@@ -166,7 +166,7 @@ PROMPTS = [Prompt([5, 6], "<user>What?", "18", "rows.jsonl", place, "openai/gsm8
         ("(queries, prompts, labels): return {'value': 1}", "returned a dict of value, not of rewards"),
         ("(queries, prompts, labels): return [1.0] * 9", "returned 9 values for 2 responses"),
         ("(completions, solution): return [1.0] * 2", "needs 'solution', which is neither a column of the rows nor in"),
-        ("(completions): return [c[0]['content'] for c in completions]", "raised TypeError: string indices must be"),
+        ("(completions): return [c[0]['content'] for c in completions]", "it is one"),
         ("(queries, prompts, labels): return lengths(queries)", "raised NameError: name 'lengths' is not defined"),
     ],
 )

@@ -272,6 +272,7 @@ def sample_cells(answers: Answers, examinee: Examinee, *, first: int) -> list[di
             "label": prompt.label,
             "num_tokens": len(generation.token_ids),
             "finish_reason": generation.finish_reason,
+            **({"data_source": prompt.data_source} if prompt.data_source is not None else {}),
         }
         rows.append(row | (_score_cells(answers.scores[place]) if answers.scores is not None else {}))
     return rows

