@@ -11,6 +11,7 @@ import pytest
 from chat_tokenizers import CHATML, make_tokenizer
 
 from rlhf_cli.config.data import DataConfig, PreferenceDataConfig, PromptConfig
+from rlhf_cli.config.online import ScoringConfig
 from rlhf_cli.data.columns import Columns
 from rlhf_cli.data.conversations import Conversation, Message
 from rlhf_cli.data.dialogues import row_of_numbered
@@ -201,3 +202,38 @@ def test_the_report_reads_columns_that_rows_of_samples_have():
     asked = ScoreRequest("pr", "p", "r", "l", num_tokens=1, truncated=False, group="0", sample=0, group_size=1)
     (row,) = sample_rows([asked], [Generation([1], [0.0], "stop", 0)], [Score(1.0, "correct")])
     assert set(re.findall(r"\brow\.(\w+)\b(?!\()", SCRIPT)) <= {"step", *row}
+
+
+TESTS = {"inputs": ["1\n"], "outputs": ["2\n"]}
+
+
+def judged(path: str, **reward: Any):
+    config, scoring = PromptConfig(prompt_data=path), ScoringConfig(**reward)
+    return load_prompts(config, make_tokenizer(CHATML), max_new_tokens=16, seed=0, reward=scoring)
+
+
+def test_math_and_code_rows_of_skywork_lie_in_one_file(tmp_path):
+    rows = [verl_row(0, "train-math-deepscaler", '["1/2"]'), verl_row(1, "train-code-taco-easy", TESTS)]
+    data = judged(written(tmp_path, *rows), reward_funcs=["by_row"])
+    assert [prompt.data_source for prompt in data.prompts] == ["train-math-deepscaler", "train-code-taco-easy"]
+    assert json.loads(data.prompts[1].label or "") == TESTS
+    with pytest.raises(
+        UsageError, match=r"line 1: column 'reward_model\.ground_truth' is an object, which math cannot"
+    ):
+        judged(written(tmp_path, verl_row(0, "train-math-deepscaler", TESTS)), reward_funcs=["by_row"])
+
+
+def test_the_verifier_of_a_row_may_stand_in_another_column(tmp_path):
+    path = written(tmp_path, {"prompt": "Q", "answer": "1", "meta": {"task": "exact"}})
+    data = judged(path, reward_funcs=["by_row"], reward_key="meta.task")
+    assert data.prompts[0].data_source == "exact"
+
+
+@pytest.mark.parametrize("prompt", ["Q", [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]])
+def test_reward_files_get_whole_rows_and_other_rewards_none(tmp_path, prompt):
+    path = written(tmp_path, {"prompt": prompt, "answer": "1", "level": 3})
+    kept = judged(path, reward_func="reward.py")
+    assert json.loads(kept.prompts[0].row or "") == {"prompt": prompt, "columns": dict(kept.row_of(kept.prompts[0]))}
+    plain = judged(path, reward_funcs=["math"])
+    assert plain.prompts[0].row is None
+    assert plain.fingerprint != kept.fingerprint
