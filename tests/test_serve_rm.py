@@ -471,6 +471,12 @@ def test_a_port_that_is_taken_or_an_address_that_is_not_here_is_told():
         listening(ServeConfig(host="192.0.2.1", port=0)).__enter__()
 
 
+def test_a_reward_that_goes_by_rows_is_refused():
+    by_row = ServedRewardConfig(reward_funcs=["by_row"])
+    with pytest.raises(UsageError, match="by_row goes by rows, which requests do not carry"):
+        scoring(by_row, ServedModelConfig()).__enter__()
+
+
 @pytest.mark.parametrize(
     "funcs", [["math", "cosine(max_len=9)"], ["soft_overlong(max_len=9,buffer=2)"], ["exact", "length"]]
 )

@@ -27,7 +27,7 @@ class ServedRewardConfig(ModelScoringConfig):
     @model_validator(mode="after")
     def _there_is_a_reward(self) -> "ServedRewardConfig":
         if not self.reward_funcs and self.reward_func is None and self.reward_pretrain is None:
-            names = ", ".join(name for name, row in REWARDS.items() if row.kind not in UNSERVABLE)
+            names = ", ".join(name for name, row in REWARDS.items() if row.kind not in UNSERVABLE and not row.by_row)
             raise ValueError(
                 f"nothing to serve: give --reward_pretrain MODEL, --reward_funcs ({names}) or --reward_func FILE.py"
             )
