@@ -166,7 +166,8 @@ def run_policy(columns, first: int, last: int, settings: PolicyConfig, weights: 
         max_new_tokens=10,
     )
     loss.backward()
-    return loss.detach(), torch.stack([logprobs_K.grad, entropy_K.grad]), metrics
+    entropy_grad = torch.zeros_like(entropy_K) if entropy_K.grad is None else entropy_K.grad  # without a weight
+    return loss.detach(), torch.stack([logprobs_K.grad, entropy_grad]), metrics
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Attention over packs: every kernel that runs here agrees with the sequences taken one by one."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention import BACKENDS, AttentionBackend, attention_needs, resolve_attention
 from rlhf_cli.models.policy import PolicyModel
-from rlhf_cli.models.varlen import attend_cuda, varlen_attention_forward
+from rlhf_cli.models.varlen import attend_cuda, varlen_attention_forward, wants_flash_attention_3
 from rlhf_cli.models.varlen_cpu import varlen_attention
 
 SHAPE = {
@@ -220,6 +221,36 @@ def test_a_kernel_that_cannot_be_used_is_refused_with_the_reason(name, device, d
 def test_this_machine_has_a_kernel_for_every_type():
     for dtype in (torch.float32, torch.bfloat16):
         assert resolve_attention("auto", device="cpu", dtype=dtype, backends=BACKENDS) == "varlen"
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "expected"),
+    [((9, 0), True, True), ((9, 0), False, False), ((8, 0), True, False), ((10, 0), True, False)],
+)
+def test_flash_attention_3_runs_under_varlen_on_hopper(capability, installed, expected):
+    assert wants_flash_attention_3(capability, installed) == expected
+
+
+def test_an_installed_flash_attention_does_not_take_shared_prompts_away():
+    ranks = [row.name for row in BACKENDS if "cuda" in row.devices]
+    assert ranks.index("varlen") < ranks.index("flash_attention_3") < ranks.index("flash_attention_2")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"head_dim": 128}, "varlen"),
+        ({"hidden_size": 64, "num_attention_heads": 4}, "varlen"),
+        ({"head_dim": 320}, "sdpa"),
+        ({"head_dim": 20}, "sdpa"),
+        ({"qk_head_dim": 192, "v_head_dim": 128, "num_attention_heads": 4}, "sdpa"),
+    ],
+)
+def test_auto_leaves_kernels_out_that_lack_the_model_s_head_sizes(sizes, expected):
+    text = SimpleNamespace(model_type="any", **sizes)
+    needs = attention_needs(SimpleNamespace(get_text_config=lambda: text))
+    on_gpu = tuple(replace(row, is_available=lambda: True) for row in BACKENDS if "flash" not in row.name)
+    assert resolve_attention("auto", device="cuda", dtype=torch.bfloat16, needs=needs, backends=on_gpu) == expected
 
 
 def test_needs_are_read_from_the_configuration():

@@ -154,3 +154,17 @@ def test_temperature_of_zero_is_refused():
     hidden, weight, _, targets = problem()
     with pytest.raises(ValueError, match="temperature 0"):
         token_logprobs(hidden, weight, targets, temperature=0.0)
+
+
+def test_an_entropy_without_weight_changes_no_gradient():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
+    targets = torch.arange(7)
+    plain = torch.autograd.grad(token_logprobs(hidden, weight, targets)[0].sum(), (hidden, weight))
+    logprobs, entropies = token_logprobs(hidden, weight, targets, with_entropy=True)
+    assert entropies is not None
+    for found, expected in zip(torch.autograd.grad(logprobs.sum(), (hidden, weight)), plain, strict=True):
+        assert torch.equal(found, expected)
+    logprobs, entropies = token_logprobs(hidden, weight, targets, with_entropy=True)
+    assert entropies is not None
+    assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(entropies.sum(), (hidden, weight)))

@@ -78,7 +78,8 @@ def policy_objective(
     loss = mean(loss_K * weight_K)
     metrics = {"policy_loss": loss.detach()}
     if entropy_K is not None:
-        loss = loss - weights.entropy.weight * mean(entropy_K)
+        if weights.entropy.weight:  # without a weight its gradient, which costs as much as the log-probs', is left out
+            loss = loss - weights.entropy.weight * mean(entropy_K)
         metrics["entropy"] = token_mean(entropy_K.detach(), totals)
     elif weights.entropy.weight:
         raise ValueError("the entropy has a weight but was not computed")

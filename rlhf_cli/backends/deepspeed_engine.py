@@ -16,14 +16,15 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.cpp_extension import CUDA_HOME
 from transformers import get_scheduler
 
 from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends import distributed
 from rlhf_cli.backends.deepspeed_weights import DEEPSPEED
+from rlhf_cli.backends.sleep import HostCopies, TrainedStates
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import PolicyModel, parameter_groups
@@ -73,19 +74,29 @@ def deepspeed_config(settings: DeepSpeedConfig, *, param_dtype: str, max_norm: f
 
 
 def make_optimizer(
-    module: nn.Module, settings: DeepSpeedConfig, *, learning_rate: float, optim: OptimConfig
+    module: nn.Module, settings: DeepSpeedConfig, *, learning_rate: float, optim: OptimConfig, sleeps: bool = False
 ) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters, without weight decay on vectors (biases, norms)."""
+    """Return AdamW over the trainable parameters, without weight decay on vectors (biases, norms)."""
     groups = parameter_groups(module, optim.l2)
     if settings.adam_offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, lr=learning_rate, betas=optim.adam_betas, adamw_mode=True)
-    if settings.zero_stage == 3 and torch.cuda.is_available():
+    if sleeps and settings.zero_stage == 3 and torch.cuda.is_available():
         from deepspeed.ops.adam import FusedAdam  # the only one whose states stage 3 can move to host memory
 
+        check_compiler(CUDA_HOME)
         return FusedAdam(groups, lr=learning_rate, betas=optim.adam_betas, adam_w_mode=True)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=optim.adam_betas, fused=True)
+
+
+def check_compiler(cuda_home: str | None) -> None:
+    """Raise UsageError if there is no CUDA toolkit, with which DeepSpeed compiles its Adam on first use."""
+    if cuda_home is None:
+        raise UsageError(
+            "--deepspeed_enable_sleep at --zero_stage 3 needs nvcc, to compile DeepSpeed's Adam: set CUDA_HOME to a "
+            "CUDA toolkit, or give --zero_stage 2"
+        )
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total_steps: int) -> LambdaLR:
@@ -114,10 +125,11 @@ class DeepSpeedEngine:
         learning_rate: float,
         total_steps: int,
         param_dtype: str,
+        sleeps: bool = False,
     ) -> None:
         config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=optim.max_norm)
         module.to(distributed.device())
-        optimizer = make_optimizer(module, settings, learning_rate=learning_rate, optim=optim)
+        optimizer = make_optimizer(module, settings, learning_rate=learning_rate, optim=optim, sleeps=sleeps)
         scheduler = make_schedule(optimizer, optim, total_steps=total_steps)
         self._engine, *_ = deepspeed.initialize(
             model=module,
@@ -126,6 +138,7 @@ class DeepSpeedEngine:
             config=config,
         )
         self._stage = settings.zero_stage
+        self._states = TrainedStates(self._engine, module, device=distributed.device())
         self._skipped_in_a_row = 0
         if self._stage == 3:
             register_external_parameters(module)
@@ -237,25 +250,24 @@ class DeepSpeedEngine:
     @property
     def has_movable_states(self) -> bool:
         """Whether DeepSpeed can move this engine's states: not at stage 0, nor at stage 1 with bf16 weights."""
-        return hasattr(self._engine.optimizer, "offload_states")
+        return self._states.are_movable
 
     def sleep(self) -> None:
         """Move optimizer states, gradients and weights to host memory; a no-op without an accelerator."""
-        if torch.cuda.is_available() and self.has_movable_states:
-            self._engine.offload_states(include=list(OffloadStateTypeEnum))
+        if torch.cuda.is_available():
+            self._states.leave(with_weights=True)
             torch.cuda.empty_cache()
 
     def sleep_optimizer(self) -> None:
         """Move all but the low-precision weights to host memory; a no-op without an accelerator."""
-        if torch.cuda.is_available() and self.has_movable_states:
-            states = [state for state in OffloadStateTypeEnum if state != OffloadStateTypeEnum.lp_params]
-            self._engine.offload_states(include=states)
+        if torch.cuda.is_available():
+            self._states.leave(with_weights=False)
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away."""
-        if torch.cuda.is_available() and self.has_movable_states:
-            self._engine.reload_states()
+        if torch.cuda.is_available():
+            self._states.come_back()
 
 
 class FrozenEngine:
@@ -271,6 +283,7 @@ class FrozenEngine:
         else:
             module.to(distributed.device())
         self._module = module
+        self._weights = HostCopies(module.parameters(), pin=torch.cuda.is_available())
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
@@ -280,13 +293,12 @@ class FrozenEngine:
     def sleep(self) -> None:
         """Move whole weights to host memory; partitioned ones stay, being small on every rank."""
         if not self._partitioned and torch.cuda.is_available():
-            self._module.to("cpu")
+            self._weights.leave()
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away."""
-        if not self._partitioned:
-            self._module.to(distributed.device())
+        self._weights.come_back(distributed.device())
 
 
 def spreading_nan(loss: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,7 @@ class RoleSettings:
     share_prompts: bool = False
     adapter: AdapterPlan | None = None
     ema_beta: float | None = None
+    sleeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class TrainedRole:
             learning_rate=settings.learning_rate,
             total_steps=settings.total_steps,
             param_dtype=settings.model.param_dtype,
+            sleeps=settings.sleeps,
         )
         trained = [(name, parameter) for name, parameter in hf_model.named_parameters() if parameter.requires_grad]
         self._average = None if ema_beta is None else WeightAverage(trained, beta=ema_beta)

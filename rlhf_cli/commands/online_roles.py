@@ -218,6 +218,7 @@ class OnlineRoles:
             share_prompts=config.batch.share_prompts and config.batch.micro_train_batch_size is None,
             adapter=adapter,
             ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,
+            sleeps=self._takes_turns,
         )
         return start_ranks(
             role,

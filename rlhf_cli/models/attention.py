@@ -16,6 +16,10 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.varlen import VARLEN
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
+LARGE_OR_ODD = "heads above 256 or no multiple of 8"
+TWO_SIZES = "values of another size than keys"
+ANY_HEADS = frozenset({LARGE_OR_ODD, TWO_SIZES})
+"""Head sizes that the kernels for GPUs do not take."""
 ALL_TYPES = (*HALF_TYPES, torch.float32, torch.float64)
 
 
@@ -27,7 +31,7 @@ class AttentionBackend:
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] = ALL_TYPES
     offers: frozenset[str] = frozenset()
-    """Of what a model may need: `softcap` of attention scores, attention `dropout`, attention `sinks`."""
+    """Of what a model may need: `softcap` of attention scores, attention `dropout`, attention `sinks`, head sizes."""
     is_available: Callable[[], bool] = lambda: True
     missing: str = ""
     """What to do where it is not available."""
@@ -49,7 +53,8 @@ def _flash(version: int, is_available: Callable[[], bool], package: str) -> Atte
         name=f"flash_attention_{version}",
         devices=("cuda",),
         dtypes=HALF_TYPES,
-        offers=frozenset({"softcap", "dropout"} if version == 2 else {"softcap"}),
+        # transformers pads the values of heads of two sizes for it
+        offers=frozenset({"softcap", TWO_SIZES} | ({"dropout"} if version == 2 else set())),
         is_available=is_available,
         missing=f"install {package} and run on a GPU it supports",
     )
@@ -57,8 +62,6 @@ def _flash(version: int, is_available: Callable[[], bool], package: str) -> Atte
 
 BACKENDS = (
     _flash(4, is_flash_attn_4_available, "flash-attn-4"),
-    _flash(3, is_flash_attn_3_available, "flash-attn-3"),
-    _flash(2, is_flash_attn_2_available, "flash-attn (extra `flash`)"),
     AttentionBackend(
         name=VARLEN,
         devices=("cuda",),
@@ -66,11 +69,17 @@ BACKENDS = (
         is_available=has_cuda_varlen,
         missing="it needs torch 2.11 or newer and a GPU of compute capability 8.0 or higher",
     ),
-    AttentionBackend(name=VARLEN, devices=("cpu",)),
-    AttentionBackend(name="sdpa", devices=("cuda", "cpu"), offers=frozenset({"dropout"})),
-    AttentionBackend(name="eager", devices=("cuda", "cpu"), offers=frozenset({"softcap", "dropout", "sinks"})),
+    _flash(3, is_flash_attn_3_available, "flash-attn-3"),
+    _flash(2, is_flash_attn_2_available, "flash-attn (extra `flash`)"),
+    AttentionBackend(name=VARLEN, devices=("cpu",), offers=ANY_HEADS),
+    AttentionBackend(name="sdpa", devices=("cuda", "cpu"), offers=ANY_HEADS | {"dropout"}),
+    AttentionBackend(name="eager", devices=("cuda", "cpu"), offers=ANY_HEADS | {"softcap", "dropout", "sinks"}),
 )
-"""Fastest first: `auto` takes the first that is available and fits device, type and model."""
+"""Fastest first: `auto` takes the first that is available and fits device, type and model.
+
+`varlen` comes before FlashAttention 3 and 2: it runs FlashAttention 3 itself if that is installed, is as fast as 2, and
+is the only kernel that computes a shared prompt once.
+"""
 
 
 def attention_needs(config: PretrainedConfig) -> frozenset[str]:
@@ -83,7 +92,18 @@ def attention_needs(config: PretrainedConfig) -> frozenset[str]:
         needs.add("dropout")
     if text.model_type == "gpt_oss":
         needs.add("sinks")
-    return frozenset(needs)
+    return frozenset(needs) | _head_needs(text)
+
+
+def _head_needs(text: PretrainedConfig) -> frozenset[str]:
+    """Return what is unusual about the sizes of the model's heads."""
+    heads = getattr(text, "num_attention_heads", None)
+    size = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
+    if size is None and heads:
+        size = text.hidden_size // heads
+    values = getattr(text, "v_head_dim", None) or size
+    needs = {LARGE_OR_ODD} if size and (size > 256 or size % 8) else set()
+    return frozenset(needs | ({TWO_SIZES} if values != size else set()))
 
 
 def resolve_attention(

@@ -7,6 +7,7 @@ packs only: no KV cache, no padding, no attention dropout, caps or sinks.
 import functools
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -91,10 +92,20 @@ def takes_gqa(kernel: Callable[..., torch.Tensor]) -> bool:
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
+@functools.cache
 def _cuda_kernel() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
+    if wants_flash_attention_3(torch.cuda.get_device_capability(), find_spec("flash_attn_interface") is not None):
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA3")
     return varlen_attn
+
+
+def wants_flash_attention_3(capability: tuple[int, int], is_installed: bool) -> bool:
+    """Return whether PyTorch's kernel runs FlashAttention 3 underneath: on Hopper alone, if flash-attn-3 is there."""
+    return is_installed and capability[0] == 9
 
 
 # Not registered as a mask: transformers then builds none.
