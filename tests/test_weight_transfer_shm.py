@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_cli.backends.weight_transfer import Idle, WeightSender, weights_checksum
-from rlhf_cli.backends.weight_transfer_shm import ShmTransport, read_push, read_verified_push, remove_push
+from rlhf_cli.backends.weight_transfer_shm import ShmTransport, read_push, read_verified_push
 from rlhf_cli.errors import RunError
 
 
@@ -84,16 +84,13 @@ def test_the_files_of_a_push_are_gone_after_the_next_one_and_after_close(sender,
     first = sender.send(some_weights().items(), version=1).manifest
     held = read_push(first)
     second = sender.send(some_weights().items(), version=2).manifest
-    assert {str(path) for path in tmp_path.iterdir()} == {bucket["path"] for bucket in second["buckets"]}
+    buckets = {str(path) for path in tmp_path.glob("*/v*")}
+    assert buckets == {bucket["path"] for bucket in second["buckets"]}
+    assert len(list(tmp_path.iterdir())) == 1
+    assert {os.stat(path).st_mode & 0o777 for path in buckets} == {0o600}
+    assert next(tmp_path.iterdir()).stat().st_mode & 0o777 == 0o700
     torch.testing.assert_close(dict(held)["embed.weight"], some_weights()["embed.weight"])  # mapped: still readable
     sender.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_push_can_be_removed_twice(sender, tmp_path):
-    manifest = sender.send(some_weights().items(), version=1).manifest
-    remove_push(manifest)
-    remove_push(manifest)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,7 +123,7 @@ def test_a_cut_file_is_named(sender):
 
 def test_files_on_another_machine_are_explained(sender):
     manifest = sender.send(some_weights().items(), version=1).manifest
-    remove_push(manifest)
+    sender.close()
     with pytest.raises(RunError, match="--vllm_sync_backend nccl across machines"):
         read_push(manifest)
 
@@ -161,8 +158,15 @@ def test_files_of_a_killed_trainer_are_removed_by_the_next_one(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)], check=False, env=dict(os.environ, PYTHONPATH=os.getcwd())
     )
     assert len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "rlhf-weights-new").mkdir()  # its owner has not locked it yet
     ShmTransport(folders=(str(tmp_path),))
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["rlhf-weights-new"]
+
+
+def test_a_push_of_a_living_trainer_stays_whatever_its_process_id_means_here(tmp_path, sender):
+    manifest = sender.send(some_weights().items(), version=1).manifest
+    ShmTransport(folders=(str(tmp_path),))
+    assert len(read_push(manifest)) == 5
 
 
 def test_ranks_that_do_not_send_still_gather_every_tensor():

@@ -261,7 +261,11 @@ class EngineGroup:
         assert self._actor is not None, "there is no actor to take weights from"
         report: PushReport = self._actor.group.all("push_weights", version)[0]
         if report.manifest is not None:  # else the engines have taken part in the push already
-            _get_all([self._workers[number].call.remote("take_push", report.manifest, version) for number in numbers])
+            calls = [self._workers[number].call.remote("take_push", report.manifest, version) for number in numbers]
+            try:
+                _get_all(calls)
+            finally:
+                self._actor.group.all("discard_push")  # shared memory is memory
         return report
 
     def _revive(self) -> None:

@@ -239,6 +239,11 @@ class Actor:
         assert self._sender is not None, "no engine is connected"
         return self._sender.send(self.engine_weights(), version)
 
+    def discard_push(self) -> None:
+        """Remove the files of the last push, which every engine has taken; only pushes by shared memory have any."""
+        assert self._sender is not None, "no engine is connected"
+        self._sender.close()
+
     def engine_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights as a model without an adapter has them; every rank must iterate to the end."""
         hf_model = self.role.hf_model

@@ -3,10 +3,13 @@
 Leaves out who tells the engines (a driver hands on the manifest) and other machines, which cannot see the files.
 """
 
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +21,9 @@ from rlhf_cli.errors import RunError
 BUCKET_BYTES = 256 << 20
 _ALIGNMENT = 64  # bytes; views need their dtype's, copies like a cache line
 _PREFIX = "rlhf-weights-"
+_LOCK = "lock"
+_YOUNG_SECONDS = 60.0
+"""Age below which a folder without a lock file may be one that its owner is just making."""
 
 
 def _aligned(num_bytes: int) -> int:
@@ -39,7 +45,8 @@ class _Bucket:
         self.path = path
         self.size = 0
         self.tensors: list[dict[str, Any]] = []
-        self._file: BinaryIO = path.open("wb", buffering=0)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # weights may be confidential
+        self._file: BinaryIO = os.fdopen(descriptor, "wb", buffering=0)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         on_host = tensor.cpu().contiguous()
@@ -58,17 +65,32 @@ class _Bucket:
         return {"path": str(self.path), "size": self.size, "tensors": self.tensors}
 
 
-class ShmTransport:
-    """Writes pushes as buckets of bounded size; the previous push is removed when the next one is written.
+class _Place:
+    """A folder of one push that its owner alone can enter, locked as long as the owner lives."""
 
-    Files lie in /dev/shm, or in the temporary folder where that is missing or full. Readers map them, so that
-    removing a push never disturbs an engine that is still reading it.
+    def __init__(self, parent: Path) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        unlocked = self.path / f"{_LOCK}.new"
+        self._lock = unlocked.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unlocked.rename(self.path / _LOCK)  # nobody may find it before it is locked
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+class ShmTransport:
+    """Writes pushes as buckets of bounded size, which `close` removes, as the next push does.
+
+    Buckets lie in /dev/shm, or in the temporary folder if that is missing or full. Readers map them, so that removing a
+    push never disturbs an engine that is still reading it.
     """
 
     def __init__(self, *, bucket_bytes: int = BUCKET_BYTES, folders: tuple[str, ...] | None = None) -> None:
         self._bucket_bytes = bucket_bytes
         self._folders = folders or ("/dev/shm", tempfile.gettempdir())
-        self._written: list[Path] = []
+        self._places: dict[Path, _Place] = {}
         remove_stale_pushes(self._folders)
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, Any]:
@@ -93,42 +115,51 @@ class ShmTransport:
                 bucket = None
             if bucket is None:
                 folder = _folder_with_room(max(self._bucket_bytes, num_bytes), self._folders)
-                path = folder / f"{_PREFIX}{os.getpid()}-{id(self):x}-v{version}-{count:04d}"
-                self._written.append(path)
-                bucket = _Bucket(path)
+                if folder not in self._places:
+                    self._places[folder] = _Place(folder)
+                bucket = _Bucket(self._places[folder].path / f"v{version}-{count:04d}")
                 count += 1
             bucket.add(name, tensor)
         if bucket is not None:
             yield bucket.close()
 
     def close(self) -> None:
-        """Removes the files of the last push."""
-        for path in self._written:
-            path.unlink(missing_ok=True)
-        self._written.clear()
-
-
-def remove_push(manifest: dict[str, Any]) -> None:
-    """Removes a push's files; any process may do it, also twice."""
-    for bucket in manifest["buckets"]:
-        Path(bucket["path"]).unlink(missing_ok=True)
+        """Remove the files of the last push."""
+        for place in self._places.values():
+            place.remove()
+        self._places.clear()
 
 
 def remove_stale_pushes(folders: tuple[str, ...]) -> None:
-    """Removes files of trainers that were killed: the writer's process id is in the name."""
+    """Remove pushes of trainers that were killed.
+
+    The kernel released their locks. Process ids would not tell: a container has ids of its own.
+    """
     for folder in folders:
         for path in Path(folder).glob(f"{_PREFIX}*"):
-            owner = path.name.removeprefix(_PREFIX).split("-")[0]
-            if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
-                path.unlink(missing_ok=True)
+            with suppress(OSError):  # of another user, or just removed by its owner
+                if _is_stale(path):
+                    shutil.rmtree(path)
+
+
+def _is_stale(place: Path) -> bool:
+    """Return whether the owner of a push's folder is gone."""
+    try:
+        with (place / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return time.time() - place.stat().st_mtime > _YOUNG_SECONDS
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _map_bucket(bucket: dict[str, Any]) -> torch.Tensor:
     path = Path(bucket["path"])
     if not path.exists():
         raise RunError(
-            f"weight push: {path} does not exist here; shm reaches only engines on the trainer's machine, "
-            "use --vllm_sync_backend nccl across machines"
+            f"weight push: {path} does not exist here; shm reaches only engines on the trainer's machine "
+            "that share its /dev/shm: use --vllm_sync_backend nccl across machines and containers"
         )
     if path.stat().st_size != bucket["size"]:
         raise RunError(f"weight push: {path} has {path.stat().st_size} bytes, {bucket['size']} were announced")
