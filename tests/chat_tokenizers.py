@@ -104,6 +104,8 @@ GENERATION = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+OPENING = {"Qwen 3": "<think>\n\n</think>\n\n"}
+"""What a template writes after the generation prompt of the last turn, and the model has to generate, by name."""
 TRAINABLE = {
     "ChatML": CHATML,
     "Qwen 2.5": QWEN_2_5,

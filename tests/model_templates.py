@@ -42,6 +42,7 @@ class Family:
     parallel: bool = True
     text_and_calls: bool = True
     says: Callable[[str], str] = as_is
+    empty_thought: str = ""  # that the template writes before the last turn
     calls: Callable[[list[dict]], str] | None = None
 
     @property
@@ -323,7 +324,7 @@ TAGGED = joined("<tool_call>\n", "\n</tool_call>", "\n")
 FAMILIES = {
     "Llama 3": Family(LLAMA_3_1, LLAMA_SPECIALS, calls=llama_calls, parallel=False, text_and_calls=False, **LLAMA),
     "Qwen 2.5": Family(QWEN_2_5, QWEN_SPECIALS, calls=TAGGED),
-    "Qwen 3": Family(QWEN_3, QWEN_SPECIALS, calls=TAGGED),
+    "Qwen 3": Family(QWEN_3, QWEN_SPECIALS, calls=TAGGED, empty_thought="<think>\n\n</think>\n\n"),
     "Gemma 2": Family(GEMMA_2, GEMMA_SPECIALS, system=False, **GEMMA),
     "Gemma 3": Family(GEMMA_3, GEMMA_SPECIALS, **GEMMA),
     "Mistral Small": Family(MISTRAL_SMALL, MISTRAL_SPECIALS, **MISTRAL),

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from chat_tokenizers import CHATML, LLAMA_3, QWEN_3, TRAINABLE, make_tokenizer
+from chat_tokenizers import CHATML, LLAMA_3, OPENING, QWEN_3, TRAINABLE, make_tokenizer
 from pydantic import ValidationError
 
 from rlhf_cli.config.data import LabelledDataConfig, PreferenceDataConfig
@@ -45,8 +45,9 @@ def dialogue(*texts):
 def test_each_branch_trains_its_response_and_the_end_of_turn(name, tmp_path):
     tokenizer = make_tokenizer(TRAINABLE[name])
     (pair,) = pairs(tmp_path, tokenizer, ASKED).pairs
-    assert trained(tokenizer, pair.chosen) == "The answer is 46.<|im_end|>"
-    assert trained(tokenizer, pair.rejected) == "The answer is 12.<|im_end|>"
+    opening = OPENING.get(name, "")
+    assert trained(tokenizer, pair.chosen) == opening + "The answer is 46.<|im_end|>"
+    assert trained(tokenizer, pair.rejected) == opening + "The answer is 12.<|im_end|>"
     for branch in (pair.chosen, pair.rejected):
         assert tokenizer.decode(branch.token_ids[-1:]) == "<|im_end|>"
         assert branch.loss_mask[-1]
@@ -65,7 +66,7 @@ def test_prompt_is_all_that_both_sides_begin_with_and_none_of_what_is_trained(na
         both = [*pair.prompt_ids.tolist(), *branch.token_ids.tolist()]
         assert both == whole[: len(both)]
         assert branch.loss_mask[0]  # both sides begin with 'The answer is': none of it is prompt
-        assert trained(tokenizer, branch) == row[side][-1]["content"] + "<|im_end|>"
+        assert trained(tokenizer, branch) == OPENING.get(name, "") + row[side][-1]["content"] + "<|im_end|>"
     assert "Why?" in tokenizer.decode(pair.prompt_ids)
     assert pair.prompt_ids.dtype == pair.chosen.token_ids.dtype == np.int32
 
@@ -90,7 +91,7 @@ def test_prompt_and_branches_are_the_whole_texts_whatever_they_say(name, tmp_pat
             whole = tokenizer.apply_chat_template(row[side], return_dict=False)
             both = [*pair.prompt_ids.tolist(), *branch.token_ids.tolist()]
             assert both == whole[: len(both)]
-            assert trained(tokenizer, branch) == row[side][-1]["content"] + "<|im_end|>"
+            assert trained(tokenizer, branch) == OPENING.get(name, "") + row[side][-1]["content"] + "<|im_end|>"
 
 
 def test_pair_by_hand(tmp_path):
@@ -129,8 +130,8 @@ def test_what_a_template_writes_differently_before_the_response_is_not_prompt(tm
     (pair,) = pairs(tmp_path, tokenizer, row).pairs
     assert tokenizer.decode(pair.prompt_ids).endswith("<|im_start|>assistant\n")
     assert tokenizer.decode(pair.chosen.token_ids).startswith("<think>\n\n</think>\n\none")
-    assert trained(tokenizer, pair.chosen) == "one<|im_end|>"
-    assert trained(tokenizer, pair.rejected) == "three<|im_end|>four<|im_end|>"
+    assert trained(tokenizer, pair.chosen) == "<think>\n\n</think>\n\none<|im_end|>"
+    assert trained(tokenizer, pair.rejected) == "three<|im_end|><think>\n\n</think>\n\nfour<|im_end|>"
 
 
 def test_system_prompt_is_put_before_both_sides(tmp_path):
@@ -268,7 +269,7 @@ def test_labelled_response_is_trained_with_its_end_of_turn(name, tmp_path):
     tokenizer = make_tokenizer(TRAINABLE[name])
     row = {"messages": dialogue("What?", "one", "Why?", "The answer is 46."), "label": True}
     (item,) = labelled(tmp_path, tokenizer, row).items
-    assert trained(tokenizer, item.response) == "The answer is 46.<|im_end|>"
+    assert trained(tokenizer, item.response) == OPENING.get(name, "") + "The answer is 46.<|im_end|>"
     assert tokenizer.decode(item.response.token_ids[-1:]) == "<|im_end|>"
     assert item.response.loss_mask.all()
     assert "Why?" in tokenizer.decode(item.prompt_ids)

@@ -138,8 +138,10 @@ def expected_turns(family, messages):
     for message in messages:
         if message["role"] == "assistant":
             said = family.says(message["content"]) if message["content"] else ""
+            if family.empty_thought and message is messages[-1] and "</think>" not in said:
+                said = family.empty_thought + said
             called = family.calls(message["tool_calls"]) if "tool_calls" in message else ""
-            between = "\n" if said and called.startswith("<tool_call>") else ""
+            between = "\n" if message["content"] and called.startswith("<tool_call>") else ""
             turns.append(said + between + called + family.end)
     return turns
 
@@ -392,7 +394,7 @@ FORGETFUL = {
         "what the user says: 'second question'",
     ),
     "ends calls otherwise": (
-        ("{%- endfor %}\n        {{- '<|im_end|>\\n' }}", "{%- endfor %}\n        {{- '\\n' }}"),
+        ("{%- endfor %}\n        {{- '<|im_end|>\\n' }}", "{%- endfor %}\n        {{- 'END\\n' }}"),
         WITH_CALLS["call at the end"],
         r"does not end with <\|im_end\|> as other turns do",
     ),

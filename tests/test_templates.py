@@ -10,6 +10,7 @@ from chat_tokenizers import (
     GEMMA,
     GENERATION,
     LLAMA_3,
+    OPENING,
     QWEN_3,
     TRAINABLE,
     VICUNA,
@@ -17,8 +18,10 @@ from chat_tokenizers import (
 )
 
 from rlhf_cli.config.data import DataConfig, PromptConfig
+from rlhf_cli.data.conversations import Conversation, Message, ToolCall
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.templates import ChatTemplate
 from rlhf_cli.errors import UsageError
 
 
@@ -54,7 +57,8 @@ def test_only_the_assistants_words_and_end_of_turn_are_trained(name, tmp_path):
     conversation = ["What is 12 + 34?", "The answer is 46.", "What is the capital of France?", "Paris."]
     (sequence,) = load(tmp_path, tokenizer, conversation).sequences
     trained = [text.strip() for text in trained_texts(tokenizer, sequence)]
-    assert [text.replace(" <|", "<|") for text in trained] == ["The answer is 46.<|im_end|>", "Paris.<|im_end|>"]
+    expected = ["The answer is 46.<|im_end|>", OPENING.get(name, "") + "Paris.<|im_end|>"]
+    assert [text.replace(" <|", "<|") for text in trained] == expected
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
@@ -95,7 +99,8 @@ def test_any_text_comes_back_from_the_trained_tokens(name, trim_offsets, tmp_pat
     data = load(tmp_path, tokenizer, *conversations)
     for conversation, sequence in zip(conversations, data.sequences, strict=True):
         trained = [text.strip().replace(" <|", "<|") for text in trained_texts(tokenizer, sequence)]
-        assert trained == [text + "<|im_end|>" for text in conversation[1::2]]
+        *earlier, last = [text + "<|im_end|>" for text in conversation[1::2]]
+        assert trained == [*earlier, OPENING.get(name, "") + last]
     assert data.report.merged_starts == 0
 
 
@@ -140,18 +145,64 @@ def test_what_the_template_refuses_is_told_with_its_reason_and_line(tmp_path):
         load(tmp_path, tokenizer, ["What?", "Paris"], system_prompt="be brief")
 
 
-def test_empty_thought_written_by_the_template_is_not_trained(tmp_path):
+def test_all_that_follows_the_generation_prompt_is_trained_as_the_model_has_to_generate_it(tmp_path):
     tokenizer = make_tokenizer(QWEN_3)
-    (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris"]).sequences
-    assert "<think>" in tokenizer.decode(sequence.token_ids)
-    assert trained_texts(tokenizer, sequence) == ["Paris<|im_end|>"]
+    (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris", "And?", "Rome"]).sequences
+    assert trained_texts(tokenizer, sequence) == ["Paris<|im_end|>", "<think>\n\n</think>\n\nRome<|im_end|>"]
+
+
+def test_blocks_that_mark_more_than_the_words_train_what_follows_the_generation_prompt(tmp_path):
+    over_header = GENERATION.replace(
+        "{{ '<|im_start|>assistant\n' }}{% generation %}", "{% generation %}{{ '<|im_start|>assistant\n' }}"
+    )
+    with_thought = GENERATION.replace("{% generation %}", "{% generation %}{{ '<think></think>' }}")
+    assert len({GENERATION, over_header, with_thought}) == 3
+    for template, opening in ((over_header, ""), (with_thought, "<think></think>")):
+        tokenizer = make_tokenizer(template)
+        (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris", "And?", "Rome"]).sequences
+        assert trained_texts(tokenizer, sequence) == [f"{opening}Paris<|im_end|>", f"{opening}Rome<|im_end|>"]
+
+
+TWO_ENDS = CHATML.replace(
+    "'<|im_end|>' + '\n'", "('<|stop|>' if message['role'] == 'assistant' else '') + '<|im_end|>'"
+)
+
+
+def test_special_tokens_that_end_a_turn_together_are_all_trained(tmp_path):
+    tokenizer = make_tokenizer(TWO_ENDS)  # as Cohere 2's
+    (sequence,) = load(tmp_path, tokenizer, ["What?", "Paris", "And?", "Rome"]).sequences
+    assert trained_texts(tokenizer, sequence) == ["Paris<|stop|><|im_end|>", "Rome<|stop|><|im_end|>"]
+
+
+CHANNELS = """{%- for tool in tools or [] %}{{- 'tool ' + tool.function.name }}{%- endfor %}
+{%- for message in messages %}
+    {%- if message.tool_calls %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|im_start|>assistant to=' + call.name + '<|start|>' + call.arguments | tojson + '<|stop|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant final<|start|>' + message.content + '<|im_end|>' }}
+    {%- else %}{{- '<|im_start|>' + message.role + '<|start|>' + message.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{%- endif %}"""
+
+
+def test_a_call_that_ends_with_a_token_of_its_own_ends_there_and_the_tools_answer_is_not_trained():
+    template = ChatTemplate(make_tokenizer(CHANNELS))  # in the manner of gpt-oss
+    call = Message("assistant", "", (ToolCall("weather", {"city": "Paris"}),))
+    messages = (Message("user", "Weather?"), call, Message("tool", "sunny"), Message("assistant", "It is sunny."))
+    found = template.example(Conversation(messages))
+    assert [found.text[slice(*span)] for span in found.spans] == [
+        ' to=weather<|start|>{"city": "Paris"}<|stop|>',
+        " final<|start|>It is sunny.<|im_end|>",
+    ]
 
 
 def test_text_that_occurs_earlier_in_the_template_is_found_where_it_was_said(tmp_path):
     tokenizer = make_tokenizer(QWEN_3)
     conversation = ["think", "think", "think", "think"]
     (sequence,) = load(tmp_path, tokenizer, conversation).sequences
-    assert trained_texts(tokenizer, sequence) == ["think<|im_end|>"] * 2
+    assert trained_texts(tokenizer, sequence) == ["think<|im_end|>", "<think>\n\n</think>\n\nthink<|im_end|>"]
     text = tokenizer.decode(sequence.token_ids[: int(sequence.loss_mask.nonzero()[0][-1]) + 1])
     assert text.endswith("</think>\n\nthink<|im_end|>")
 
@@ -196,12 +247,6 @@ REFUSED = {
     "generation block without end of turn": (
         GENERATION.replace("'<|im_end|>\n' }}{% endgeneration %}", "'' }}{% endgeneration %}{{ '<|im_end|>\n' }}"),
         "generation block ends before the end-of-turn token '<|im_end|>'".replace("|", r"\|"),
-    ),
-    "generation block over the header": (
-        GENERATION.replace(
-            "{{ '<|im_start|>assistant\n' }}{% generation %}", "{% generation %}{{ '<|im_start|>assistant\n' }}"
-        ),
-        "generation block .* is not the assistant's text",
     ),
     "broken": ("{% for m in messages %}", "does not take this conversation"),
 }

@@ -127,7 +127,7 @@ class ChatTemplate:
         """
         text, _ = self._render(TRIAL, ())
         encoding = self._tokenizer(text, add_special_tokens=False)
-        ends = []
+        ends, runs = [], []
         for answer in (TRIAL[3].content, TRIAL[1].content):
             found = text.find(answer)
             if found < 0:
@@ -142,7 +142,30 @@ class ChatTemplate:
                     "special token of the tokenizer), so the model would never learn to stop"
                 )
             ends.append(added.content)
-        return tuple(dict.fromkeys(ends))
+            runs.append(self._special_run(text, place))
+        shared = runs[0][: num_shared(*runs)]  # Cohere 2 ends a response, and with it the turn
+        return tuple(dict.fromkeys(["".join(shared)] if shared else ends))
+
+    def _special_run(self, text: str, place: int) -> list[str]:
+        """Return the special tokens that follow each other directly from `place` on."""
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+        run: list[str] = []
+        while found := max((token for token in added if text.startswith(token, place)), key=len, default=""):
+            run.append(found)
+            place += len(found)
+        return run
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """The tokens that end a turn, and the one that ends a turn of calls, as `<|call|>` of gpt-oss."""
+        try:
+            text = self._render(TRIAL_CALL[:2], (TRIAL_TOOL,))[0].rstrip()
+        except TemplateFault:
+            return self.ends_of_turn
+        shows_call = missing_call(text, TRIAL_CALL[1].tool_calls) is None
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        ends = [token for token in added if text.endswith(token)] if shows_call else []
+        return tuple(dict.fromkeys([*self.ends_of_turn, *ends]))
 
     @cached_property
     def _call_form(self) -> CallForm:
@@ -212,7 +235,7 @@ class ChatTemplate:
             before = self._render(conversation.messages[:number], conversation.tools, add_generation_prompt=True)[0]
             floor = spans[-1][1] if spans else 0
             for said in readings:
-                direct = turn_at(text, len(before), said, self.ends_of_turn) if text.startswith(before) else None
+                direct = turn_at(text, len(before), said, self._ends) if text.startswith(before) else None
                 span = direct or self._turn_behind(conversation, number, said, text, floor)
                 if span is not None:
                     break
@@ -282,25 +305,35 @@ class ChatTemplate:
         context = self._render(before, tools)[0]
         floor = place_after(before, text, floor)
         alone = self._render(conversation.messages[: number + 1], tools)[0]
-        span = turn_at(alone, len(prompt), said, self.ends_of_turn) if alone.startswith(prompt) else None
+        span = turn_at(alone, len(prompt), said, self._ends) if alone.startswith(prompt) else None
         place = text.find(alone[slice(*span)], floor) if span else -1
-        if span and place >= 0 and not any(end in text[floor:place] for end in self.ends_of_turn):
+        if span and place >= 0 and not any(end in text[floor:place] for end in self._ends):
             return place, place + span[1] - span[0]
         if not said.first:
             return self._calls_behind(prompt, context, said, text)
         for start in (prompt, context):
             if start is context or text.startswith(prompt):
-                span = turn_from(text, max(num_shared(start, text), floor), said, self.ends_of_turn)
+                span = turn_from(text, max(num_shared(start, text), floor), said, self._ends)
                 if span is not None:
-                    return span
+                    return self._generated(prompt, context, span, text)
         return None
+
+    def _generated(self, prompt: str, context: str, span: Span, text: str) -> Span:
+        """Extend a turn to all that follows the generation prompt: the model has to generate what is between too.
+
+        gpt-oss names a channel before its words, and Qwen 3 writes an empty thought there.
+        """
+        if not (text.startswith(context) and prompt.startswith(context)):
+            return span
+        header = self._num_shared_tokens(prompt[len(context) :], text[len(context) :])
+        return (min(len(context) + header, span[0]), span[1]) if header else span
 
     def _calls_behind(self, prompt: str, context: str, said: Said, text: str) -> Span | None:
         """Span of a turn of calls alone, which has no words to begin with: behind what it shares with the prompt."""
         if not (text.startswith(context) and prompt.startswith(context)):
             return None
         header = self._num_shared_tokens(prompt[len(context) :], text[len(context) :])
-        return turn_at(text, len(context) + header, said, self.ends_of_turn) if header else None
+        return turn_at(text, len(context) + header, said, self._ends) if header else None
 
     def _num_shared_tokens(self, first: str, second: str) -> int:
         """Characters of the tokens at the start that two texts have in common."""
@@ -315,13 +348,13 @@ class ChatTemplate:
         if call is not None:
             return TemplateFault(f"the chat template leaves out or alters the assistant's call of {call.name}")
         if message.tool_calls and not message.content.strip():
-            ends = " or ".join(self.ends_of_turn)
+            ends = " or ".join(self._ends)
             return TemplateFault(
                 f"the assistant's call of {message.tool_calls[0].name} cannot be told from what the chat template "
                 f"writes around it, or does not end with {ends} as other turns do"
             )
         said = Said.without_thought(message)
-        if said is not None and said.first and turn_from(rest, 0, said, self.ends_of_turn):
+        if said is not None and said.first and turn_from(rest, 0, said, self._ends):
             thought = message.reasoning or message.content
             return TemplateFault(
                 f"the chat template leaves out the thought of the last turn, {thought[:60]!r}, so it "
@@ -342,30 +375,58 @@ class ChatTemplate:
             )
 
     def _marked_turns(self, conversation: Conversation, text: str, marked: list[Span]) -> Rendered:
-        """The generation blocks, less white space behind the end of turn."""
-        turns = list(_readings(conversation))
-        if len(turns) != len(marked):
-            raise TemplateFault(
-                f"the chat template has {len(marked)} generation blocks for {len(turns)} assistant turns"
-            )
-        spans = []
+        """The generation blocks, from the end of the generation prompt to the end of each turn.
+
+        A template may mark more than a turn's words, as its header or a thought, and may use several blocks for a turn.
+        """
+        spans: list[Span] = []
         num_unthought = 0
-        for (number, readings), (start, stop) in zip(turns, marked, strict=True):
-            found = ((said, turn_at(text, start, said, self.ends_of_turn)) for said in readings)
+        for number, readings in _readings(conversation):
+            prompt = self._render(conversation.messages[:number], conversation.tools, add_generation_prompt=True)[0]
+            floor = spans[-1][1] if spans else 0
+            ahead = (begin for begin, stop in marked if begin >= floor or text[floor:stop].strip())
+            first = next(ahead, len(text))
+            start = max(first, len(prompt)) if text.startswith(prompt) else max(first, floor)
+            found = ((said, self._turn_in(text, start, said)) for said in readings)
             said, span = next(((said, span) for said, span in found if span), (None, None))
-            if span is None or text[span[1] : stop].strip():
-                raise TemplateFault(
-                    f"the chat template's generation block {text[start:stop][:60]!r} is not the assistant's text "
-                    f"{conversation.messages[number].content[:60]!r} and the end of turn"
-                )
-            if span[1] > stop:
+            if span is None:
+                raise self._unmarked(conversation, number, text[start:])
+            reach = _reach(marked, span)
+            if said is not None and said.calls and missing_call(text[start:reach], said.calls) is None:
+                span = (span[0], min(span[1], reach))  # what the template marks of a call is all that is generated
+            elif skip_space(text, reach) < span[1]:
                 raise TemplateFault(
                     "the chat template's generation block ends before the end-of-turn token "
-                    f"{text[stop : span[1]]!r}, so the model would never learn to stop"
+                    f"{text[reach : span[1]]!r}, so the model would never learn to stop"
                 )
             num_unthought += said is not readings[0]
-            spans.append(span)
+            spans.append((start, span[1]))
         return Rendered(text, tuple(spans), None, num_unthought)
+
+    def _turn_in(self, text: str, start: int, said: Said) -> Span | None:
+        """The turn that begins at `start` or, if it has words, somewhere behind without another turn's end between."""
+        return turn_at(text, start, said, self._ends) or (
+            turn_from(text, start, said, self._ends) if said.first else None
+        )
+
+    def _unmarked(self, conversation: Conversation, number: int, rest: str) -> TemplateFault:
+        """Why no generation block holds message `number`."""
+        content = conversation.messages[number].content
+        if not rest.strip():
+            return TemplateFault(f"the chat template has no generation block for the assistant's {content[:60]!r}")
+        return TemplateFault(
+            f"the chat template's generation block {rest[:60]!r} is not the assistant's text {content[:60]!r} and the "
+            "end of turn"
+        )
+
+
+def _reach(marked: Sequence[Span], span: Span) -> int:
+    """Where the blocks from the one around the start of `span` on end; white space may be between blocks."""
+    reach = span[0]
+    for begin, stop in marked:
+        if begin <= reach < stop:
+            reach = stop
+    return reach
 
 
 def num_reasoned(conversation: Conversation) -> int:

@@ -58,13 +58,13 @@ class Said:
 def turn_at(text: str, start: int, said: Said, ends: Sequence[str]) -> Span | None:
     """Span from `start` over what is said and the end of turn; None if the text goes on otherwise.
 
-    An empty thought that the template puts before tool calls is not part of it.
+    An empty thought that the template puts before tool calls is part of it, because the model generates it.
     """
     if said.thought:
         return _turn_with_thought(text, start, said, ends)
-    if said.calls and (thought := EMPTY_THOUGHT.match(text, start)) and THOUGHT_END not in said.parts:
-        start = thought.end()
     place = start
+    if said.calls and (thought := EMPTY_THOUGHT.match(text, start)) and THOUGHT_END not in said.parts:
+        place = thought.end()
     for part in said.parts:
         place = skip_space(text, place)
         if not text.startswith(part, place):
