@@ -68,6 +68,7 @@ SAMPLES = {
     "loss": "ipo,simpo",
     "loss_weights": "0.5",
     "reward_by_source": '{"mine": "math"}',
+    "chat_template_kwargs": '{"enable_thinking": false}',
     "reward_func_args": '{"weight": 0.5}',
     "remote_rm_url": "http://10.0.0.5:5000/get_reward,https://grader/get_reward",
     "reward_funcs": "gsm8k,exact",

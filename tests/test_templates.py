@@ -304,3 +304,61 @@ def test_rollouts_start_from_the_tokens_that_training_saw(name, tmp_path):
     assert sequence.token_ids[: len(prompt.prompt_ids)].tolist() == prompt.prompt_ids
     assert not sequence.loss_mask[: len(prompt.prompt_ids)].any()
     assert tokenizer.decode(prompt.prompt_ids) == prompt.text
+
+
+THINKS = CHATML.replace(
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}{% endif %}",
+)
+
+
+def test_variables_of_the_template_reach_prompts_and_those_of_a_row_win(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    own: tuple[dict[str, bool] | str | None, ...] = ({}, {"enable_thinking": True}, '{"enable_thinking": false}', None)
+    rows = [{"prompt": "What?", "chat_template_kwargs": kwargs} for kwargs in own]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def texts(setting):
+        config = PromptConfig(prompt_data=str(path), chat_template_kwargs=setting)
+        return [
+            prompt.text for prompt in load_prompts(config, make_tokenizer(THINKS), max_new_tokens=9, seed=0).prompts
+        ]
+
+    assert [text.endswith("<think></think>") for text in texts({"enable_thinking": False})] == [True, False, True, True]
+    assert [text.endswith("<think></think>") for text in texts("{}")] == [False, False, True, False]
+
+
+def test_variables_of_the_template_that_are_wrong_are_refused_by_setting_and_by_row(tmp_path):
+    with pytest.raises(ValueError, match="chat_template_kwargs: 'messages' is set by this program"):
+        DataConfig(dataset="x", chat_template_kwargs='{"messages": []}')
+    with pytest.raises(ValueError, match="drop --no_apply_chat_template"):
+        DataConfig(dataset="x", chat_template_kwargs='{"a": 1}', apply_chat_template=False)
+    path = tmp_path / "rows.jsonl"
+    for cell, said in (([1], "is no object of variables but"), ({"tools": []}, "'tools' is set by this program")):
+        row = {"messages": messages_of(["What?", "Paris"]), "chat_template_kwargs": cell}
+        path.write_text(json.dumps({"messages": messages_of(["What?", "Paris"])}) + "\n" + json.dumps(row) + "\n")
+        config = DataConfig(dataset=str(path))
+        with pytest.raises(UsageError, match=f"rows.jsonl line 2: .*{said}"):
+            load_sft_sequences(config, make_tokenizer(CHATML), dataset=config.dataset, split="train", seed=0)
+
+
+READS_THINKING = CHATML.replace(
+    "message['content']", "('<think>' + message.thinking + '</think>' if message.thinking else '') + message['content']"
+)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_a_thought_is_read_and_trained_whatever_the_row_and_the_template_call_it(key, tmp_path):
+    tokenizer = make_tokenizer(READS_THINKING)  # as gpt-oss's
+    answer = {"role": "assistant", "content": "Paris", key: "well"}
+    (sequence,) = load(tmp_path, tokenizer, [{"role": "user", "content": "What?"}, answer]).sequences
+    assert trained_texts(tokenizer, sequence) == ["<think>well</think>Paris<|im_end|>"]
+
+
+def test_a_turn_that_is_not_to_be_trained_is_refused_in_either_spelling(tmp_path):
+    for mark in ({"weight": 0}, {"train": False}):
+        earlier = {"role": "assistant", "content": "Rome", **mark}
+        conversation = [*messages_of(["What?"]), earlier, *messages_of(["And?", "Paris"])]
+        with pytest.raises(UsageError, match="a turn has weight 0, but every turn that is trained has weight 1"):
+            load(tmp_path, make_tokenizer(CHATML), conversation)

@@ -1,10 +1,14 @@
 """What is read, and how rows become conversations."""
 
+import json
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import Group, JsonObject
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"})
+"""Variables of a chat template that rendering sets by itself."""
 
 
 class TextConfig(Group):
@@ -14,6 +18,9 @@ class TextConfig(Group):
     """Column with the prompt or the messages; found by its name if not given."""
     apply_chat_template: bool = True
     """Render rows with the tokenizer's chat template."""
+    chat_template_kwargs: JsonObject = "{}"
+    """Variables of the chat template's own, as a JSON object: '{"enable_thinking": false}' of Qwen 3. Entries of a
+    column of this name win. Who serves the model has to give the same."""
     input_template: str | None = None
     """Text around a prompt without a chat template, `{}` standing for it: 'User: {}\\nAssistant:'."""
     system_prompt: str | None = None
@@ -29,6 +36,10 @@ class TextConfig(Group):
             raise ValueError("input_template takes the place of a chat template: add --no_apply_chat_template")
         if self.system_prompt is not None and not self.apply_chat_template:
             raise ValueError("system_prompt needs a chat template; put the text into input_template instead")
+        if self.chat_template_kwargs != "{}" and not self.apply_chat_template:
+            raise ValueError("chat_template_kwargs are variables of a chat template: drop --no_apply_chat_template")
+        if taken := sorted(RESERVED & json.loads(self.chat_template_kwargs).keys()):
+            raise ValueError(f"chat_template_kwargs: {taken[0]!r} is set by this program")
         return self
 
 
@@ -154,6 +165,8 @@ class PromptConfig(TextConfig):
     def _one_template(self) -> "PromptConfig":
         if self.prompt_template is not None and self.input_template is not None:
             raise ValueError("prompt_template and input_template both make the text of a prompt: give one of them")
+        if self.prompt_template is not None and self.chat_template_kwargs != "{}":
+            raise ValueError("prompt_template takes the place of the chat template: drop chat_template_kwargs")
         return self
 
     @model_validator(mode="after")

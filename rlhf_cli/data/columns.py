@@ -44,8 +44,8 @@ ROLES: dict[str, Role] = {
 """Names of roles in OpenAI's, ShareGPT's and Gemma's data."""
 MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 """Keys of role and text in the formats that hold a list of messages."""
-REASONING_KEY = "reasoning_content"
-"""Key of what an assistant thought, in messages of reasoning models' servers, and for chat templates."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant's thought, in messages of reasoning models' servers and of gpt-oss, and for chat templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,18 +190,22 @@ def _message(row: Row, number: int, entry: Any, keys: tuple[str, str]) -> Messag
         raise row.error(f"message {number} from {role} has null content")
     named = {key: str(entry[key]) for key in ("tool_call_id", "name") if role == "tool" and entry.get(key)}
     reasoning = _reasoning(row, number, role, entry)
-    return Message(role, content or "", calls, reasoning=reasoning, weight=entry.get("weight"), **named)
+    weight = 0 if entry.get("train") is False else entry.get("weight")  # Axolotl's spelling, and OpenAI's
+    return Message(role, content or "", calls, reasoning=reasoning, weight=weight, **named)
 
 
 def _reasoning(row: Row, number: int, role: Role, entry: dict[str, Any]) -> str:
     """What the assistant thought, where the message has it apart; "" where there is none."""
-    reasoning = entry.get(REASONING_KEY)
-    if not reasoning:
+    given = {key: entry[key] for key in REASONING_KEYS if entry.get(key)}
+    if not given:
         return ""
+    key, reasoning = next(iter(given.items()))
     if role != "assistant":
-        raise row.error(f"message {number} from {role} has {REASONING_KEY}, which is the assistant's")
+        raise row.error(f"message {number} from {role} has {key}, which is the assistant's")
     if not isinstance(reasoning, str):
-        raise row.error(f"message {number} has {REASONING_KEY} that is not text: {reasoning!r:.60}")
+        raise row.error(f"message {number} has {key} that is not text: {reasoning!r:.60}")
+    if other := next((name for name in given if given[name] != reasoning), None):
+        raise row.error(f"message {number} has two different thoughts, {key} and {other}")
     return reasoning if reasoning.strip() else ""
 
 

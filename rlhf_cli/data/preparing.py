@@ -23,6 +23,7 @@ from rlhf_cli.data.conversations import Conversation, Document
 from rlhf_cli.data.rendering import Pieces, Renderer
 from rlhf_cli.data.sources import ReadSource, Row, RowFault, Rows, batches
 from rlhf_cli.data.store import StoredTable, TableWriter
+from rlhf_cli.data.template_kwargs import template_kwargs_of
 from rlhf_cli.data.templates import TRIAL, TemplateFault
 from rlhf_cli.data.tokenising import Tokeniser, Tokens, note_largest
 from rlhf_cli.data.turns import Span
@@ -183,7 +184,8 @@ class Encoder:
     def rendered(self, row: Row, examples: list[Conversation | Document]) -> list[Pieces]:
         """Text of a row's examples. Raises RowFault."""
         try:
-            found = [self._renderer.example(example) for example in examples]
+            row_kwargs = template_kwargs_of(row)
+            found = [self._renderer.example(example, row_kwargs) for example in examples]
         except TemplateFault as fault:
             raise row.error(str(fault)) from fault
         for rendered in (part for pieces in found for part in pieces.texts):

@@ -1,7 +1,9 @@
 """Templates that make the whole text of a prompt from a question, where a chat template would not do (base models)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -29,8 +31,10 @@ class PromptTemplate:
     template: jinja2.Template
     system_prompt: str | None
 
-    def prompt(self, conversation: Conversation) -> str:
+    def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, Any] | None = None) -> str:
         """Text that generation starts from. Raises TemplateFault if the conversation is more than a question."""
+        if row_kwargs:
+            raise TemplateFault("chat_template_kwargs need a chat template, and prompt_template takes its place")
         if [message.role for message in conversation.messages] != ["user"] or conversation.tools:
             roles = ", ".join(message.role for message in conversation.messages)
             raise TemplateFault(f"prompt_template takes one question and no tools, not messages of {roles}")

@@ -23,6 +23,7 @@ from rlhf_cli.data.prompt_templates import PromptTemplate, load_prompt_template
 from rlhf_cli.data.rendering import Renderer
 from rlhf_cli.data.sources import ReadSource, Row, batches, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, TableWriter
+from rlhf_cli.data.template_kwargs import template_kwargs_of
 from rlhf_cli.data.templates import TemplateFault
 from rlhf_cli.data.tokenising import Tokeniser, note_largest
 from rlhf_cli.errors import UsageError
@@ -243,7 +244,8 @@ class _Steps:
 
     def _text(self, row: Row) -> str:
         try:
-            text = self.renderer.prompt(self.formats[row.source.name].read_prompt(row))
+            conversation = self.formats[row.source.name].read_prompt(row)
+            text = self.renderer.prompt(conversation, template_kwargs_of(row))
         except TemplateFault as fault:
             raise row.error(str(fault)) from fault
         refuse_half_characters(row, text)

@@ -3,12 +3,15 @@
 Tokens are not made here; see `tokenising`.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import TextConfig
+from rlhf_cli.config.data import RESERVED, TextConfig
 from rlhf_cli.data.conversations import Conversation, Document, Message
 from rlhf_cli.data.templates import ChatTemplate, Rendered, TemplateFault
 
@@ -32,28 +35,53 @@ class Renderer:
     def __init__(self, config: TextConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._of_rows: dict[str, ChatTemplate] = {}
 
     @cached_property
     def template(self) -> ChatTemplate:
         """The tokenizer's chat template. Raises UsageError if there is none or it cannot be used."""
-        return ChatTemplate(self._tokenizer)
+        return ChatTemplate(self._tokenizer, self._kwargs)
 
-    def example(self, example: Conversation | Document) -> Pieces:
-        """An example to train on. Raises TemplateFault if it cannot be rendered."""
+    @cached_property
+    def _kwargs(self) -> dict[str, Any]:
+        return dict(json.loads(self._config.chat_template_kwargs))
+
+    def _template_for(self, row_kwargs: Mapping[str, Any]) -> ChatTemplate:
+        """The template with a row's own variables, which win over those of the settings; one for equal variables."""
+        if not row_kwargs:
+            return self.template
+        if taken := sorted(RESERVED & row_kwargs.keys()):
+            raise TemplateFault(f"chat_template_kwargs: {taken[0]!r} is set by this program")
+        key = json.dumps(row_kwargs, sort_keys=True, default=str)
+        if key not in self._of_rows:
+            self._of_rows[key] = ChatTemplate(self._tokenizer, {**self._kwargs, **row_kwargs})
+        return self._of_rows[key]
+
+    def example(self, example: Conversation | Document, row_kwargs: Mapping[str, Any] | None = None) -> Pieces:
+        """An example to train on. Raises TemplateFault if it cannot be rendered.
+
+        Args:
+            row_kwargs: variables of the template that the row has.
+        """
+        if row_kwargs and (isinstance(example, Document) or not self._config.apply_chat_template):
+            raise TemplateFault("chat_template_kwargs need a chat template, and this row is read without one")
         if isinstance(example, Document):
             return Pieces((_whole(example.text),), plain=True)
         if self._config.apply_chat_template:
             conversation = example.with_system_prompt(self._config.system_prompt)
-            return Pieces((self.template.example(conversation),), plain=False)
+            return Pieces((self._template_for(row_kwargs or {}).example(conversation),), plain=False)
         *before, response = example.messages
         _refuse_tools(example)
         said = replace(_whole(response.with_reasoning_in_text().content), num_inlined=int(bool(response.reasoning)))
         return Pieces((Rendered(self._around(tuple(before)), (), None), said), plain=True)
 
-    def prompt(self, conversation: Conversation) -> str:
+    def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, Any] | None = None) -> str:
         """Text that generation starts from. Raises TemplateFault if it cannot be rendered."""
         if self._config.apply_chat_template:
-            return self.template.prompt(conversation.with_system_prompt(self._config.system_prompt))
+            template = self._template_for(row_kwargs or {})
+            return template.prompt(conversation.with_system_prompt(self._config.system_prompt))
+        if row_kwargs:
+            raise TemplateFault("chat_template_kwargs need a chat template, and this row is read without one")
         _refuse_tools(conversation)
         return self._around(conversation.messages)
 

@@ -7,7 +7,7 @@ assistant turns cannot be told apart from what it writes around them is refused.
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from rlhf_cli.data.columns import REASONING_KEYS
 from rlhf_cli.data.conversations import Conversation, Message, ToolCall
 from rlhf_cli.data.turns import (
     Said,
@@ -83,6 +84,7 @@ class CallForm:
 
     arguments_as_text: bool
     no_content: str | None
+    reasoning_key: str = REASONING_KEYS[0]
 
     def entry(self, message: Message) -> dict[str, Any]:
         """The message as templates get it, without keys that have no value: templates ask whether they are there."""
@@ -90,7 +92,7 @@ class CallForm:
         entry: dict[str, Any] = {"role": message.role, "content": message.content}
         entry |= {key: value for key, value in named.items() if value is not None}
         if message.reasoning:
-            entry["reasoning_content"] = message.reasoning
+            entry[self.reasoning_key] = message.reasoning
         if message.tool_calls:
             entry["content"] = message.content or self.no_content
             entry["tool_calls"] = [self._call(call) for call in message.tool_calls]
@@ -106,9 +108,12 @@ CALL_FORMS = tuple(itertools.starmap(CallForm, itertools.product((False, True), 
 
 
 class ChatTemplate:
-    """The tokenizer's chat template. Raises UsageError where it has none."""
+    """The tokenizer's chat template. Raises UsageError if it has none.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    `kwargs` are variables of the template's own, such as Qwen 3's `enable_thinking`, which every rendering gets.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
         if tokenizer.chat_template is None:
             raise UsageError(
                 "the tokenizer has no chat template: give one with --tokenizer_chat_template FILE, "
@@ -116,7 +121,7 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._template: str = tokenizer.get_chat_template()
-        self._special_tokens = dict(tokenizer.special_tokens_map)
+        self._own_variables = {**tokenizer.special_tokens_map, **(kwargs or {})}
         self._marks_turns = GENERATION_BLOCK.search(self._template) is not None
 
     @cached_property
@@ -189,16 +194,20 @@ class ChatTemplate:
             return True  # rendering the row says what is wrong
 
     @cached_property
-    def _reads_reasoning(self) -> bool:
-        """Whether the template writes the thought of a message that has it apart from its content."""
-        try:
-            return TRIAL_THOUGHT[1].reasoning in self._render(TRIAL_THOUGHT, ())[0]
-        except TemplateFault:
-            return False
+    def _reasoning_key(self) -> str | None:
+        """The key under which the template reads a thought apart from the content; None if it reads none."""
+        for key in REASONING_KEYS:
+            try:
+                text, _ = self._render(TRIAL_THOUGHT, (), form=replace(CALL_FORMS[0], reasoning_key=key))
+            except TemplateFault:
+                continue
+            if TRIAL_THOUGHT[1].reasoning in text:
+                return key
+        return None
 
     def _readable(self, conversation: Conversation) -> Conversation:
         """The conversation with thoughts where the template finds them: apart from the content, or in it."""
-        if not num_reasoned(conversation) or self._reads_reasoning:
+        if not num_reasoned(conversation) or self._reasoning_key is not None:
             return conversation
         return replace(conversation, messages=tuple(m.with_reasoning_in_text() for m in conversation.messages))
 
@@ -257,8 +266,10 @@ class ChatTemplate:
         """Text, and the spans of its generation blocks (none for a prompt)."""
         if form is None:
             form = self._call_form if any(message.tool_calls for message in messages) else CALL_FORMS[0]
+            if any(message.reasoning for message in messages):
+                form = replace(form, reasoning_key=self._reasoning_key or REASONING_KEYS[0])
         variables = {
-            **self._special_tokens,
+            **self._own_variables,
             "messages": [form.entry(message) for message in messages],
             "tools": list(tools) or None,
             "documents": None,
