@@ -12,7 +12,7 @@ import torch
 
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.backends.rollout_vllm import _device_arguments, _engine_environment, sampled_logprobs
-from rlhf_cli.backends.weight_transfer import WeightSender, choose_sync_backend, weights_checksum
+from rlhf_cli.backends.weight_transfer import WeightSender, check_sync_backend, choose_sync_backend, weights_checksum
 from rlhf_cli.backends.weight_vllm_trainer import EngineClient, PushSource, TensorSpec, VllmTransport, buffer_bytes
 from rlhf_cli.backends.weight_watch import Reconnecting, Watching
 from rlhf_cli.errors import RunError, UsageError
@@ -34,6 +34,18 @@ from rlhf_cli.errors import RunError, UsageError
 )
 def test_the_way_of_weights_follows_engine_and_placement(chosen, engine, on_gpu, shares_gpus, found):
     assert choose_sync_backend(chosen, engine=engine, on_gpu=on_gpu, shares_gpus=shares_gpus) == found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_way_that_needs_gpus_is_refused_before_ray_starts_unless_a_cluster_may_have_them(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    check_sync_backend("auto", engine="vllm")
+    check_sync_backend("shm", engine="vllm")
+    for chosen in ("nccl", "ipc"):
+        with pytest.raises(UsageError, match=f"--vllm_sync_backend {chosen} needs a GPU; shm works here"):
+            check_sync_backend(chosen, engine="vllm")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_sync_backend("nccl", engine="vllm")
 
 
 @pytest.mark.parametrize(

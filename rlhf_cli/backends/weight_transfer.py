@@ -5,6 +5,7 @@ Leaves out how the bytes travel (weight_transfer_shm; weight_vllm_trainer for nc
 """
 
 import json
+import os
 import struct
 import time
 import zlib
@@ -42,6 +43,15 @@ def choose_sync_backend(chosen: str, *, engine: str, on_gpu: bool, shares_gpus: 
         raise UsageError(f"--vllm_sync_backend {chosen} needs a GPU; shm works here")
     where = "share GPUs" if shares_gpus else "are on different GPUs"
     raise UsageError(f"--vllm_sync_backend {chosen} does not work where actor and engines {where}; use {found}")
+
+
+def check_sync_backend(chosen: str, *, engine: str) -> None:
+    """Raise UsageError for a way that needs GPUs if the run would start Ray on this machine, which has none.
+
+    A cluster at RAY_ADDRESS may have GPUs; its way is checked when the cluster is known.
+    """
+    if not os.environ.get("RAY_ADDRESS") and not torch.cuda.is_available():
+        choose_sync_backend(chosen, engine=engine, on_gpu=False, shares_gpus=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ Importing this module registers the engines; vLLM imports it in every worker bec
 `worker_extension_cls`. Leaves out the trainer's side.
 """
 
+import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +18,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    layerwise,
+)
 
 from rlhf_cli.backends.rollout_processes import end_with_owner
 from rlhf_cli.backends.weight_transfer import checkpoint_shapes, optional_tensors
@@ -108,8 +113,17 @@ def _ask_for_amx() -> None:
         torch.cpu._init_amx()
 
 
+def _names_are_checked(record: logging.LogRecord) -> bool:
+    """Return False for vLLM's warning about layers without weights in a push, such as rotary tables and tied heads.
+
+    Every push is compared with the checkpoint's names here, and vLLM puts the former tensors of such layers back.
+    """
+    return "Failed to load weights" not in record.msg
+
+
 _ask_for_amx()
 end_with_owner()
+logging.getLogger(layerwise.__name__).addFilter(_names_are_checked)
 
 
 class WorkerExtension:

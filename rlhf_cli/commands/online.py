@@ -15,6 +15,7 @@ from rlhf_cli.backends.engine_group import rollout_backend
 from rlhf_cli.backends.placement import check_layout, describe, plan_layout
 from rlhf_cli.backends.ray_cluster import Reservation, ray_cluster
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.backends.weight_transfer import check_sync_backend
 from rlhf_cli.commands.offline import conclude
 from rlhf_cli.commands.online_config import FilteringConfig, OnlineConfig
 from rlhf_cli.commands.online_evaluation import (
@@ -205,6 +206,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     for role in ("actor", "critic"):
         check_deepspeed(config.deepspeed.of(role), param_dtype=config.model.param_dtype)
     backend = rollout_backend(config.rollout)
+    check_sync_backend(config.rollout.vllm_sync_backend, engine=backend)
     models = find_models(config, algorithm)
     model = models.policy
     if backend == "vllm":
