@@ -67,6 +67,14 @@ def test_the_packages_of_this_environment_fit_each_other():
     assert [one for one in package_findings(installed_versions()) if one.status != "ok"] == []
 
 
+def test_of_two_copies_of_a_package_the_first_on_the_path_counts(tmp_path, monkeypatch):
+    for folder, version in (("first", "2.0"), ("second", "1.0")):
+        (tmp_path / folder / "some.dist-info").mkdir(parents=True)
+        (tmp_path / folder / "some.dist-info" / "METADATA").write_text(f"Name: Some_Package\nVersion: {version}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second")])
+    assert installed_versions() == {"some-package": "2.0"}
+
+
 def test_a_torchvision_of_another_torch_is_named_with_the_command_that_removes_it():
     versions = {"torch": "2.13.0", "torchvision": "0.28.0", "torchaudio": "2.13.0"}
     failures = {"torchvision": "RuntimeError: operator torchvision::nms does not exist"}

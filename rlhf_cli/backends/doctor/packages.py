@@ -28,8 +28,15 @@ Requires = Callable[[str], list[str]]
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the version of every installed package by its normalised name."""
-    return {canonicalize_name(found.name): found.version for found in distributions() if found.name}
+    """Return the version of every installed package by its normalised name.
+
+    The first on the path counts, as for an import: setuptools puts older copies of some packages behind it.
+    """
+    versions: dict[str, str] = {}
+    for found in distributions():
+        if found.name:
+            versions.setdefault(canonicalize_name(found.name), found.version)
+    return versions
 
 
 def requirements_of(name: str) -> list[str]:
