@@ -8,7 +8,9 @@ what happens to errors (cli.py).
 """
 
 import inspect
+import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -21,7 +23,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import UsageError, first_line
 from rlhf_cli.flags import Flag, config_class, describe, expected, flags_of, shown
 from rlhf_cli.help_page import HelpPageCommand
 
@@ -135,19 +137,36 @@ def read_yaml(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise UsageError(f"--config {path}{where}: {getattr(error, 'problem', None) or 'not YAML'}") from None
+    except RecursionError:
+        raise UsageError(f"--config {path}: brackets or indents are nested too deep") from None
+    except ValueError as error:  # a date that does not exist, a number of thousands of digits
+        raise UsageError(f"--config {path}: {first_line(error)}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise UsageError(f"--config {path}: must be lines of `setting: value`, not a {type(values).__name__}")
+    if name := next((name for name, value in values.items() if _contains_itself(value)), None):
+        raise UsageError(f"--config {path}: {name} contains itself")
     return {str(key): value for key, value in values.items()}
 
 
+def _contains_itself(value: Any) -> bool:
+    """Return whether an alias of YAML makes a list or mapping a part of itself, as in `&x [*x]`."""
+    try:
+        json.dumps(value, default=str)
+    except ValueError:
+        return True
+    return False
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key written twice is an error instead of the last one winning."""
+    """YAML with plain keys, in which a key written twice is an error instead of the last one winning."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be one word", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} is given more than once", problem_mark=key.start_mark)
             seen.add(key.value)
@@ -171,10 +190,23 @@ def _resolve(
     swallowed = _swallowed_flags(typed, flags)
     problems = swallowed or _stray_arguments(stray, flags)
     problems += [_unknown_key(name, flags, spelled[name], written[name]) for name in written if name not in flags]
+    problems += _unreadable_texts({**written, **typed}, spelled)
     resolved, found = _validate(config_cls, {**written, **typed}, spelled)
     if resolved is None or problems:
         raise UsageError("; ".join(problems or found) if swallowed else "; ".join(problems + found))
     return resolved
+
+
+def _unreadable_texts(values: Mapping[str, Any], spelled: Mapping[str, str]) -> list[str]:
+    """Complaints about texts that are no characters, and about home folders of users that do not exist."""
+    problems = []
+    for name, value in values.items():
+        shown_as = spelled[name].replace("{}", name)
+        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            problems.append(f"{shown_as}: not a text in UTF-8")
+        elif isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
+            problems.append(f"{shown_as} {value}: there is no such user")
+    return problems
 
 
 def _validate(config_cls: type[C], values: Mapping[str, Any], spelled: Mapping[str, str]) -> tuple[C | None, list[str]]:

@@ -285,6 +285,7 @@ def test_exact_shares_by_hand(total, shares, expected):
         ("0.5,x", "not numbers"),
         ("0.5,0.6", "add up to 1, not 1.1"),
         ("1,0", "positive"),
+        ("0.5,nan", "add up to 1, not nan"),
     ],
 )
 def test_bad_probabilities_are_named(probs, reason, tmp_path):

@@ -134,6 +134,8 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("ppo", {"rollout_correction": "off", "rollout_correction_cap": "3"}, "is of token_clip, not of off"),
         ("ppo", {"ref_mixup_alpha": "0.5"}, "about a reference that moves: give --ref_sync_steps"),
         ("ppo", {"zpg": "8"}, "zpg is about weights that ZeRO partitions: give --zero_stage 3"),
+        ("ppo", {"adam_betas": ["1.0", "0.9"]}, "adam_betas 1 0.9: both from 0 to below 1"),
+        ("ppo", {"seed": str(2**64)}, "--seed 18446744073709551616: must be an integer"),
         ("grpo", {"max_new_tokens": "many", "preset": "dapo"}, "--max_new_tokens many: must be an integer > 0"),
     ],
 )

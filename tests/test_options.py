@@ -319,3 +319,33 @@ def test_one_setting_may_be_given_without_its_flag():
         parse_gift("--to", "ada", "bob")
     with pytest.raises(UsageError, match=r"^missing --to$"):
         parse_gift("--from", "me")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("? [colour, red]\n: 1\n", "line 1: a key must be one word"),
+        ("? {a: b}\n: 1\n", "line 1: a key must be one word"),
+        ("colour: &x [*x]\n", "colour contains itself"),
+        ("colour: &x {a: [*x]}\n", "colour contains itself"),
+        ("colour: 2026-13-45\n", "month must be in 1..12"),
+        ("coats: " + "9" * 5_000 + "\n", "Exceeds the limit"),
+        ("colour: " + "[" * 5_000 + "]" * 5_000 + "\n", "nested too deep"),
+        ("colour: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+        ("colour: !!int x\n", "invalid literal"),
+        ("colour: !!binary ä\n", "failed to convert base64|ascii"),
+        ("- a\n", "must be lines of `setting: value`"),
+        ("a: b: c\n", "mapping values are not allowed here"),
+        ("\x00", "special characters are not allowed|not YAML"),
+    ],
+)
+def test_a_hostile_yaml_file_is_refused_in_one_sentence(tmp_path, text, said):
+    path = write(tmp_path, text)
+    with pytest.raises(UsageError, match=rf"--config {path}.*({said})") as raised:
+        read_yaml(Path(path))
+    assert "\n" not in str(raised.value)
+
+
+def test_texts_that_are_no_characters_and_homes_of_nobody_are_named():
+    assert complaint("--colour", "\udcff") == "--colour: not a text in UTF-8"
+    assert complaint("--colour", "~nosuchuser/x") == "--colour ~nosuchuser/x: there is no such user"

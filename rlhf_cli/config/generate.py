@@ -68,7 +68,7 @@ class SelectConfig(Group):
 class AnswersOutputConfig(Group):
     """Output"""
 
-    seed: int = 42
+    seed: int = Field(42, ge=0, lt=2**32)
     """Seed of the sampled responses, and of the order in which mixed prompt sets are read."""
     load_checkpoint: bool = False
     """Continue behind the responses that are there; starts fresh where there is nothing to continue."""

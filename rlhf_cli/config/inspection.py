@@ -18,7 +18,7 @@ class ShowConfig(Group):
     """Command whose reading of the data is shown."""
     num_rows: int = Field(3, ge=0)
     """Examples shown, spread over the data."""
-    seed: int = 42
+    seed: int = Field(42, ge=0, lt=2**32)
     """Seed of the order in which mixed data sets are read, as of the command."""
 
 

@@ -51,5 +51,5 @@ class ScratchConfigGroup(Group):
     """Tokens of the vocabulary at most; a small data set may not yield as many."""
     output: str
     """Folder of the new model; must not exist."""
-    seed: int = 42
+    seed: int = Field(42, ge=0, lt=2**32)
     """Seed of the random weights."""

@@ -18,7 +18,7 @@ class BatchConfig(Group):
     """Sequences in one packed micro-batch at most; by default only the token bound counts."""
     max_epochs: int = Field(1, gt=0)
     """Passes over the data; online: over the responses of each iteration."""
-    seed: int = 42
+    seed: int = Field(42, ge=0, lt=2**32)
     """Seed of every random choice of the run."""
 
 
@@ -52,6 +52,12 @@ class OptimConfig(Group):
     """Share of all steps in which the learning rate rises linearly."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate of cosine_with_min_lr as a share of the peak."""
+
+    @model_validator(mode="after")
+    def _rates_decay(self) -> "OptimConfig":
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ValueError(f"adam_betas {' '.join(f'{beta:g}' for beta in self.adam_betas)}: both from 0 to below 1")
+        return self
 
     def kept(self) -> dict[str, Any]:
         """The settings that live on in the optimizer's state and the course of the learning rate, as JSON."""

@@ -181,7 +181,7 @@ def _parsed_probs(probs: str | None, names: list[str]) -> list[float] | None:
         raise UsageError(f"probabilities {probs!r} are not numbers separated by commas") from None
     if len(shares) != len(names):
         raise UsageError(f"probabilities {probs!r} are {len(shares)} for {len(names)} data sets: {', '.join(names)}")
-    if min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
+    if not (min(shares) > 0 and abs(sum(shares) - 1) <= 1e-6):  # also false for nan
         raise UsageError(f"probabilities {probs!r} must be positive and add up to 1, not {sum(shares):g}")
     return shares
 
