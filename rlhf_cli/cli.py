@@ -20,6 +20,7 @@ from typer.core import TyperCommand
 
 from rlhf_cli.environment import prepare_environment
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.foreign import COMMANDS as COMMANDS_ELSEWHERE
 from rlhf_cli.help_page import HelpPageGroup
 from rlhf_cli.version import __version__
 
@@ -75,6 +76,12 @@ class CommandGroup(HelpPageGroup):
             self.add_command(TyperCommand(name, short_help=entry.summary, rich_help_panel=entry.panel))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (
+            args
+            and args[0] not in self.table
+            and (here := COMMANDS_ELSEWHERE.get(args[0].removeprefix("openrlhf.cli.")))
+        ):
+            raise UsageError(f"{args[0]} is called here: rlhf {here}")
         name, _, rest = super().resolve_command(ctx, args)
         return name, load_command(name, self.table[name]) if name else None, rest
 

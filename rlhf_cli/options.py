@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,12 +26,16 @@ from pydantic_core import ErrorDetails
 
 from rlhf_cli.errors import UsageError, first_line
 from rlhf_cli.flags import Flag, config_class, describe, expected, flags_of, shown
+from rlhf_cli.foreign import Translation, translate, translate_settings
 from rlhf_cli.help_page import HelpPageCommand
 
 C = TypeVar("C", bound=BaseModel)
 
 # Items of a list; a comma in parentheses belongs to its item: `math,cosine(max_len=2048, wrong_long=0)`.
 _BETWEEN_COMMAS = re.compile(r"(?:\([^()]*\)|[^,])+")
+
+LIKENESS = 0.75
+"""Ratio of difflib above which a known name is offered for an unknown one; below it hints were mostly wrong."""
 
 FLAGS = "[--FLAG VALUE]..."
 """What help pages say of the words behind a command."""
@@ -79,7 +84,21 @@ def from_config(run: Callable[[Any], None]) -> Callable[..., None]:
 
     def command(ctx: typer.Context, config: Path | None, **given: Any) -> None:
         named = {flag.name: given[flag.attribute] for flag in flags.values()}
-        run(_resolve(config_cls, flags, config=config, given=named, stray=ctx.args))
+        words = ctx.meta.get(TRANSLATED) or Translation()
+        known = {flag.name: flag.takes for flag in flags.values()}
+        read = {} if config is None else read_yaml(config)
+        written, lines = translate_settings(read, command=ctx.command.name or "", known=known)
+        resolved = _resolve(
+            config_cls,
+            flags,
+            written=written,
+            file=config,
+            given=named,
+            stray=ctx.args,
+            problems=[*words.problems, *(f"{problem} (in {config})" for problem in lines.problems)],
+        )
+        _print_notes(ctx.command.name, [*words.notes, *lines.notes])
+        run(resolved)
 
     parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     parameters.append(_parameter("config", Path | None, typer.Option("--config", help="YAML file with settings.")))
@@ -94,11 +113,24 @@ def from_config(run: Callable[[Any], None]) -> Callable[..., None]:
     return command
 
 
+TRANSLATED = "rlhf_cli.translated"
+"""Where a call keeps what was found of other tools' words."""
+
+
 class SettingsCommand(HelpPageCommand):
-    """A command whose flags may each be given once."""
+    """A command whose flags may each be given once, and which understands other tools' words."""
+
+    def _known(self, ctx: Any) -> dict[str, int]:
+        """The command's own flags, each with the number of values it takes."""
+        options = [parameter for parameter in self.get_params(ctx) if hasattr(parameter, "is_flag")]
+        return {
+            name.removeprefix("--"): 0 if option.is_flag else option.nargs for option in options for name in option.opts
+        }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
+            done = translate(args, command=self.name or "", known=self._known(ctx))
+            args, ctx.meta[TRANSLATED] = done.words, done
             _, _, order = self.make_parser(ctx).parse_args(list(args))
             if twice := next((option for number, option in enumerate(order) if option in order[:number]), None):
                 raise UsageError(f"{twice.opts[0]} is given more than once")
@@ -177,24 +209,32 @@ def _resolve(
     config_cls: type[BaseModel],
     flags: Mapping[str, Flag],
     *,
-    config: Path | None,
+    written: Mapping[str, Any],
+    file: Path | None,
     given: Mapping[str, Any],
     stray: Sequence[str],
+    problems: list[str],
 ) -> BaseModel:
     typed = {name: value for name, value in given.items() if value is not None}
     positional = getattr(config_cls, "positional", None)
     if positional and positional not in typed and stray and not stray[0].startswith("-"):
         typed[positional], *stray = stray
-    written = {} if config is None else read_yaml(config)
-    spelled = dict.fromkeys(written, f"{{}} in {config}") | dict.fromkeys(typed, "--{}")
+    spelled = dict.fromkeys(written, f"{{}} in {file}") | dict.fromkeys(typed, "--{}")
     swallowed = _swallowed_flags(typed, flags)
-    problems = swallowed or _stray_arguments(stray, flags)
+    problems = swallowed or [*problems, *_stray_arguments(stray, flags)]
     problems += [_unknown_key(name, flags, spelled[name], written[name]) for name in written if name not in flags]
     problems += _unreadable_texts({**written, **typed}, spelled)
     resolved, found = _validate(config_cls, {**written, **typed}, spelled)
     if resolved is None or problems:
         raise UsageError("; ".join(problems or found) if swallowed else "; ".join(problems + found))
     return resolved
+
+
+def _print_notes(command: str | None, notes: Sequence[str]) -> None:
+    """Print what was made of other tools' words; one rank of a machine does."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for note in notes:
+            print(f"rlhf {command}: {note}", file=sys.stderr, flush=True)
 
 
 def _unreadable_texts(values: Mapping[str, Any], spelled: Mapping[str, str]) -> list[str]:
@@ -288,7 +328,7 @@ def _did_you_mean(word: str, flags: Mapping[str, Flag], prefix: str) -> str:
     known = list(flags)
     if prefix:
         known += [f"no_{flag.name}" for flag in flags.values() if flag.annotation is bool] + ["config", "help"]
-    if near := get_close_matches(underscores(word), known, n=1):
+    if near := get_close_matches(underscores(word), known, n=1, cutoff=LIKENESS):
         return f" (did you mean {prefix}{near[0]}?)"
     return ""
 

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "rlhf_cli"
 ROWS = [
-    {"config", "flags", "options", "help_page", "errors", "environment", "version", "__init__"},
+    {"config", "flags", "foreign", "options", "help_page", "errors", "environment", "version", "__init__"},
     {"algorithms"},
     {"models"},
     {"data", "rewards", "tracking"},

@@ -1,0 +1,88 @@
+"""Command lines with the flags of OpenRLHF 0.8 to 0.10, TRL, EasyR1 and verl, and what becomes of each.
+
+An outcome is `parses` with parts of the notes, or `refused` with parts of the sentence, separated by ` | `. Programs
+are replaced by `rlhf` and its command, names by short ones; flags and values are as those tools' users write them.
+"""
+
+# ruff: noqa: E501 - a command and its outcome read best in one line
+
+SFT = (
+    "sft --max_len 4096 --dataset owner/chats --input_key question --output_key response --train_batch_size 256 "
+    "--micro_train_batch_size 2 --max_samples 500000 --pretrain owner/model --save_path ./checkpoint/sft "
+    "--save_steps -1 --logging_steps 1 --eval_steps -1 --zero_stage 2 --max_epochs 1 --packing_samples --bf16 "
+    "--learning_rate 5e-6 --gradient_checkpointing --adam_offload"
+)
+PAIRS = (
+    "--save_path ./checkpoint/out --save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size 256 "
+    "--micro_train_batch_size 1 --pretrain owner/model --bf16 --max_epochs 1 --max_len 8192 --zero_stage 3 "
+    "--dataset owner/pairs --apply_chat_template --chosen_key chosen --rejected_key rejected --flash_attn "
+    "--packing_samples --gradient_checkpointing"
+)
+PPO = (
+    "--ref_num_nodes 1 --ref_num_gpus_per_node 8 --actor_num_nodes 1 --actor_num_gpus_per_node 8 --vllm_num_engines 4 "
+    "--vllm_tensor_parallel_size 2 --colocate_all_models --vllm_gpu_memory_utilization 0.5 --pretrain owner/model "
+    "--save_path ./out/policy --ckpt_path ./out/ckpt --train_batch_size 128 --micro_rollout_batch_size 16 "
+    "--rollout_batch_size 1024 --max_epochs 1 --prompt_max_len 1024 --max_samples 100000 --generate_max_len 1024 "
+    "--zero_stage 3 --bf16 --actor_learning_rate 5e-7 --init_kl_coef 0.01 --prompt_data owner/prompts "
+    "--input_key context_messages --apply_chat_template --gradient_checkpointing --packing_samples "
+    "--vllm_sync_backend nccl --enforce_eager --vllm_enable_sleep --deepspeed_enable_sleep"
+)
+CRITIC = "--critic_num_nodes 1 --critic_num_gpus_per_node 8 --critic_learning_rate 9e-6"
+JUDGED = "--reward_pretrain owner/rm --reward_num_nodes 1 --reward_num_gpus_per_node 8 --normalize_reward"
+FILE = "--remote_rm_url ./reward_func.py --label_key answer"
+
+COMMAND_LINES = {
+    # OpenRLHF: the four commands of its README, then variants of its scripts.
+    f"{SFT} --flash_attn --use_wandb s3cret": "parses: not needed here: --packing_samples, --flash_attn | WANDB_API_KEY",
+    f"{SFT} --input_template 'User: {{}}\\nAssistant: '": "parses: --no_apply_chat_template",
+    f"rm {PAIRS} --learning_rate 9e-6": "parses: not needed here: --flash_attn, --packing_samples",
+    f"dpo {PAIRS} --learning_rate 5e-7 --beta 0.1": "parses: the model goes to ./checkpoint/out",
+    f"ppo {PPO} {CRITIC} {JUDGED} --n_samples_per_prompt 1 --micro_train_batch_size 8": "parses: is --max_len 2048 here",
+    f"ppo {PPO} {CRITIC} {JUDGED} --advantage_estimator gae": "parses: not needed here",
+    f"ppo {PPO} {CRITIC} {FILE}": "parses: --reward_func ./reward_func.py",
+    f"ppo {PPO} {CRITIC} {JUDGED} --advantage_estimator group_norm": "refused: is a command here: rlhf grpo",
+    f"grpo {PPO} {FILE} --advantage_estimator group_norm --n_samples_per_prompt 8": "parses: --advantage_estimator group_norm",
+    f"grpo {PPO} {FILE} --advantage_estimator dr_grpo --n_samples_per_prompt 8": "parses: --preset dr_grpo",
+    f"rloo {PPO} {FILE} --advantage_estimator rloo --n_samples_per_prompt 8": "parses: not needed here",
+    f"reinforce++ {PPO} {FILE} --advantage_estimator reinforce": "parses: not needed here",
+    f"reinforce++ {PPO} {FILE} --advantage_estimator reinforce_baseline --n_samples_per_prompt 8": "parses: --baseline group",
+    f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --gamma 1.0 --lambd 1": "parses: --gamma 1.0, --lambd 1",
+    f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --gamma 0.9": "refused: this command compares whole responses",
+    f"grpo {PPO} {FILE} {CRITIC} --n_samples_per_prompt 8": "parses: --critic_num_nodes 1",
+    f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --freezing_actor_steps -1": "parses: --freezing_actor_steps -1",
+    f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 1 --ds_tensor_parallel_size 1": "parses: --ring_attn_size 1",
+    f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 2": "refused: --ring_attn_size: several ranks for one sequence",
+    f"ppo {PPO} {CRITIC} {FILE} --ds_tensor_parallel_size 4": "refused: --zero_stage 3 partitions weights",
+    f"ppo {PPO} {CRITIC} {FILE} --policy_loss_type gspo": "parses: --policy_loss gspo",
+    f"ppo {PPO} {CRITIC} {FILE} --enable_vllm_is_correction --vllm_is_truncated_threshold 0.5 2.0": (
+        "parses: --rollout_correction_cap 2.0"
+    ),
+    f"ppo {PPO} {CRITIC} {FILE} --enable_vllm_is_correction --vllm_is_correction_type icepop "
+    "--vllm_is_truncated_threshold 0.5 5.0": "parses: --rollout_correction token_mask | --rollout_correction_range 0.5 5.0",
+    f"ppo {PPO} {CRITIC} {FILE} --agent_func_path agent.py": "refused: episodes of several turns",
+    f"ppo {PPO} {CRITIC} {FILE} --async_train": "refused: training beside generation",
+    f"ppo {PPO} {CRITIC} {FILE} --use_dynamic_batch --rollout_max_tokens_per_gpu 16192": "parses: --use_dynamic_batch",
+    f"ppo {PPO} {CRITIC} {FILE} --actor_init_on_gpu --perf --ptx_coef 0.05": "parses: --ptx_coef 0.05",
+    f"ppo {PPO} {CRITIC} {FILE} --use_tensorboard ./tb": "parses: go to the output, not to ./tb",
+    f"{SFT} --lora_rank 64 --lora_alpha 64 --target_modules q_proj v_proj": "parses",
+    f"{SFT} --multiturn --dataloader_num_workers 4 --disable_fast_tokenizer": "parses: --dataloader_num_workers 4",
+    f"{SFT} --aux_loss_coef 0": "parses: --aux_loss_coef 0",
+    f"{SFT} --aux_loss_coef 0.01": "refused: --aux_loss_coef: the router loss",
+    f"{SFT} --train_split train": "parses: --dataset_split train",
+    f"dpo {PAIRS} --ipo": "parses: --loss ipo",
+    f"rm {PAIRS} --compute_fp32_loss": "parses: --compute_fp32_loss",
+    # TRL: its spelling on our commands.
+    "sft --model_name_or_path owner/model --dataset_name owner/chats --output_dir out": (
+        "refused: give --pretrain | give --dataset, or | give --output"
+    ),
+    "sft --pretrain m --dataset d --output o --per_device_train_batch_size 2": "refused: give --micro_train_batch_size",
+    "sft --pretrain m --dataset d --output o --num_train_epochs 3": "refused: give --max_epochs",
+    "grpo --pretrain m --prompt_data d --output o --num_generations 8": "refused: give --n_samples_per_prompt",
+    "grpo --pretrain m --prompt_data d --output o --max_completion_length 512 --beta 0.04": (
+        "refused: give --max_new_tokens | --init_kl_coef"
+    ),
+    # EasyR1 and verl: sections and dots.
+    "grpo data.train_files=d worker.actor.model.model_path=m": "refused: settings are given as --NAME VALUE",
+    "grpo --actor_rollout_ref.actor.optim.lr 1e-6": "refused: settings are flat here",
+    "grpo --trainer.total_epochs 3": "refused: settings are flat here",
+}

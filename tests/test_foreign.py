@@ -1,0 +1,109 @@
+"""Other tools' words: what is accepted, rewritten or refused, on command lines as their users write them."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from foreign_commands import COMMAND_LINES
+
+from rlhf_cli import cli
+from rlhf_cli.errors import UsageError
+from rlhf_cli.flags import config_class, flags_of
+from rlhf_cli.foreign import WANDB_KEY, translate, translate_settings
+from rlhf_cli.options import typer_command
+
+
+def parsed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    """The config of a command line, and the notes that are printed; nothing is run."""
+    name, *words = shlex.split(line)
+    function = cli.command_function(cli.COMMANDS[name])
+    seen: list[Any] = []
+
+    def run(config):
+        seen.append(config)
+
+    run.__annotations__ = {"config": config_class(function)}
+    typer_command(name, run).main(words, standalone_mode=False)
+    return seen[0], capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "outcome"), COMMAND_LINES.items(), ids=range(len(COMMAND_LINES)))
+def test_a_command_line_of_another_tool_parses_with_notes_or_names_the_replacement(line, outcome, capsys, monkeypatch):
+    monkeypatch.delenv(WANDB_KEY, raising=False)
+    if outcome.startswith("refused: "):
+        with pytest.raises(UsageError) as raised:
+            parsed(line, capsys)
+        for words in outcome.removeprefix("refused: ").split(" | "):
+            assert words in str(raised.value)
+        return
+    _, notes = parsed(line, capsys)
+    for words in outcome.removeprefix("parses").strip(": ").split(" | "):
+        assert words in notes
+
+
+def test_there_are_enough_command_lines():
+    assert len(COMMAND_LINES) >= 35
+
+
+def test_a_key_on_the_command_line_goes_into_the_environment_and_nowhere_else(capsys, monkeypatch):
+    monkeypatch.setenv(WANDB_KEY, "")
+    monkeypatch.delenv(WANDB_KEY)
+    config, notes = parsed("sft --pretrain m --dataset d --output o --use_wandb s3cret", capsys)
+    assert os.environ[WANDB_KEY] == "s3cret"
+    assert config.tracking.use_wandb
+    assert "s3cret" not in notes + repr(config)
+
+
+def test_the_longest_prompt_and_response_are_added_up():
+    done = translate(["--prompt_max_len", "512", "--generate_max_len", "100"], command="ppo", known={"max_len": 1})
+    assert done.words == ["--max_len", "612", "--max_new_tokens", "100"]
+    assert done.rewritten[0] == "--prompt_max_len 512 is --max_len 612 here"
+
+
+def test_a_model_without_an_output_has_the_files_of_its_run_beside_it(capsys):
+    config, _ = parsed("sft --pretrain m --dataset d --save_path out/model/", capsys)
+    assert config.checkpoint.save_path == "out/model/"
+    assert config.checkpoint.output == "out/model_run"
+
+
+def test_settings_of_a_file_are_translated_as_flags_are():
+    known = {"max_new_tokens": 1, "param_dtype": 1, "target_modules": 1}
+    values = {
+        "bf16": True,
+        "packing_samples": True,
+        "flash_attn": False,
+        "generate_max_len": 64,
+        "target_modules": ["a"],
+    }
+    own, done = translate_settings(values, command="ppo", known=known)
+    assert own == {"param_dtype": "bf16", "max_new_tokens": "64", "target_modules": ["a"]}
+    assert done.notes[0] == "not needed here: --packing_samples"
+    _, nested = translate_settings({"actor_rollout_ref": {"actor": {}}}, command="grpo", known=known)
+    assert nested.problems == [
+        "--actor_rollout_ref: settings are flat here, without sections: docs/coming-from.md lists the names"
+    ]
+
+
+def test_a_flag_of_the_command_itself_is_never_taken_for_a_foreign_one():
+    ppo = {flag.name: flag.takes for flag in flags_of(config_class(cli.command_function(cli.COMMANDS["ppo"]))).values()}
+    words = ["--gamma", "0.9", "--lambd", "0.95", "--critic_learning_rate", "1e-6", "--freezing_actor_steps", "3"]
+    done = translate(words, command="ppo", known=ppo)
+    assert (done.words, done.notes, done.problems) == (words, [], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "here"), [("train_sft", "rlhf sft"), ("serve_rm", "rlhf serve-rm"), ("chat", "no chat")]
+)
+def test_a_command_of_another_tool_is_named_as_it_is_called_here(name, here, capsys):
+    assert cli.main([name, "--pretrain", "x"]) == 2
+    assert here in capsys.readouterr().err
+
+
+def test_every_refusal_and_note_names_a_setting_that_exists():
+    names = {flag for entry in cli.COMMANDS.values() for flag in flags_of(config_class(cli.command_function(entry)))}
+    text = (Path(cli.__file__).parent / "foreign.py").read_text()
+    offered = set(re.findall(r"(?:give|is|are|--)\s?--([a-z_0-9]+)", text)) - {"name"}
+    assert offered <= names | {"remote_rm_url", "reward_func"}
