@@ -30,12 +30,12 @@ class Call:
 Settings = dict[str, list[str]]
 """Settings of this program by name, each with its words; no words for a switch."""
 Meaning = Callable[[list[str], Call], Settings | None]
-"""What a foreign word with its values means: settings of this program, None if nothing has to be set."""
+"""The meaning of a foreign word with its values: settings of this program, None if nothing has to be set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A foreign word: how many values it takes (None: all up to the next flag), and what it means."""
+    """A foreign word: how many values it takes (None: all up to the next flag), and its meaning."""
 
     takes: int | None
     meaning: Meaning
@@ -43,7 +43,7 @@ class Foreign:
 
 @dataclass(slots=True)
 class Translation:
-    """Words that this program knows, and what has to be said about the others."""
+    """Words that this program knows, with notes about the others."""
 
     words: list[str] = field(default_factory=list)
     not_needed: list[str] = field(default_factory=list)
@@ -148,9 +148,9 @@ SWITCHES_NOT_NEEDED = (
     "packing_samples", "use_dynamic_batch", "multiturn", "actor_init_on_gpu", "perf", "compute_fp32_loss",
     "disable_fast_tokenizer", "gradient_checkpointing_use_reentrant", "vllm_sync_with_ray", "flash_attn",
 )  # fmt: skip
-"""Switches for what this program does always or by itself."""
+"""Switches whose work this program does always or by itself."""
 VALUES_NOT_NEEDED = ("micro_rollout_batch_size", "rollout_max_tokens_per_gpu", "ptx_coef", "dataloader_num_workers")
-"""Settings with a value for what this program finds by itself, or does not have."""
+"""Settings with a value that this program finds by itself, or has no use for."""
 CRITIC_WORDS = ("critic_pretrain", "critic_learning_rate", "critic_num_nodes", "critic_num_gpus_per_node", "value_clip")
 
 FLAT = "settings are flat here, without sections: docs/coming-from.md lists the names"
@@ -215,7 +215,7 @@ COMMANDS = {
     "interactive_chat": "generate; there is no chat",
     "chat": "generate; there is no chat",
 }
-"""Commands of other tools, and what they are called here."""
+"""Commands of other tools, with their names here."""
 
 
 def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -> Translation:
@@ -358,7 +358,7 @@ def _model_without_output(done: Translation, known: Mapping[str, int]) -> None:
 
 
 def _template_without_chat(done: Translation, known: Mapping[str, int]) -> None:
-    """OpenRLHF uses a chat template only if told to; an `input_template` alone means plain text."""
+    """OpenRLHF uses a chat template only on request; an `input_template` alone means plain text."""
     given = _values_by_flag(done.words).keys()
     decided = given & {"apply_chat_template", "no_apply_chat_template", "config"}
     if "apply_chat_template" in known and "input_template" in given and not decided:

@@ -45,7 +45,7 @@ def gpus(run: Run = run) -> list[Gpu]:
 
 
 def gpu_findings(found: list[Gpu], *, torch_cuda: str | None, run: Run = run) -> list[Finding]:
-    """Return what is to be known about the GPUs; a machine without any has one finding."""
+    """Return the findings about the GPUs; a machine without any has one finding."""
     if not found:
         return [_no_gpu(torch_cuda, run)]
     names = ", ".join(f"{name} x {count}" for name, count in _counted([gpu.name for gpu in found]))

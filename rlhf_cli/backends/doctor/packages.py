@@ -1,4 +1,4 @@
-"""Checks of installed packages: their versions against what this program and they themselves require.
+"""Checks of installed packages: their versions against the requirements of this program and of the packages.
 
 Reads the packages' metadata alone; nothing heavy is imported.
 """
@@ -40,7 +40,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def requirements_of(name: str) -> list[str]:
-    """Return what a package requires, as its metadata spell it; nothing for a package that is not installed."""
+    """Return the requirements in a package's metadata; none for a package that is not installed."""
     try:
         return distribution(name).requires or []
     except PackageNotFoundError:
@@ -67,7 +67,7 @@ def _conflicts(versions: Versions, requires: Requires) -> list[Finding]:
 
 
 def _requirements(lines: Iterable[str], *, with_extras: bool) -> list[Requirement]:
-    """Return the requirements that apply to this machine; those of extras have a name for their extra only."""
+    """Return the requirements that apply to this machine; requirements of extras only if `with_extras`."""
     parsed = [Requirement(line) for line in lines]
     extras = {""} | ({_extra_of(one) for one in parsed} if with_extras else set())
     return [one for one in parsed if one.marker is None or any(one.marker.evaluate({"extra": e}) for e in extras)]
@@ -79,7 +79,7 @@ def _extra_of(requirement: Requirement) -> str:
 
 
 def _unfit(owner: str, requirement: Requirement, versions: Versions) -> Finding | None:
-    """Return what is wrong with an installed version; a missing package counts if this program cannot do without."""
+    """Return the fault of an installed version; a missing package counts if this program cannot do without."""
     name = canonicalize_name(requirement.name)
     version = versions.get(name)
     wanted = f"{name}{requirement.specifier}"
