@@ -2,7 +2,7 @@
 BIN := .venv/bin
 INSTALLED := .venv/.complete
 
-.PHONY: demo test lint setup
+.PHONY: demo test test-slow lint setup
 demo: $(INSTALLED)
 	@$(BIN)/rlhf quickstart --overwrite $(ARGS)
 
@@ -12,6 +12,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
 		--no-loadscope-reorder -m 'not gpu and not slow$(if $(CI),, and not e2e)' $(if $(CI),--durations 40) $(ARGS)
+
+# Learning runs and compiled models: many minutes, outside CI.
+test-slow: $(INSTALLED)
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy rlhf_cli tests benchmarks
