@@ -181,8 +181,11 @@ def test_files_of_others_in_the_folder_of_logs_stay(tmp_path):
 def test_overwrite_removes_nothing_in_a_folder_that_no_run_has_written(tmp_path):
     for name in ("best", "tensorboard"):
         (tmp_path / name).mkdir()
-    with pytest.raises(UsageError, match=r"--overwrite: .* holds best, but no run.json, which every run .* has"):
+    with pytest.raises(UsageError, match=r"--overwrite: .* holds best, but no run.json, which every run has"):
         check_run_directory(settings(tmp_path, overwrite=True))
+    add_checkpoint(tmp_path / "other" / "checkpoints", 3)
+    with pytest.raises(UsageError, match=r"holds step_000003, but no run.json"):
+        check_run_directory(settings(tmp_path / "other", overwrite=True))
 
 
 def test_a_linked_model_is_replaced_and_its_target_stays(tmp_path):

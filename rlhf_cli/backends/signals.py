@@ -29,7 +29,7 @@ def children_apart() -> Iterator[None]:
     """
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     group = os.getpgrp()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     if group != os.getpid():
         os.setpgid(0, 0)
     try:
@@ -39,7 +39,7 @@ def children_apart() -> Iterator[None]:
             os.setpgid(0, group)
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class StopSignal:

@@ -94,9 +94,10 @@ def check_run_directory(settings: CheckpointConfig) -> None:
             f"--load_checkpoint: {models[0]} holds a trained model and there is no checkpoint in "
             f"{paths.checkpoints} to continue from; train anew with --overwrite, or choose another --output"
         )
-    if left and settings.overwrite and not (paths.root / RUN_FILE).is_file():
+    inside = [path for path in found if path.is_relative_to(paths.root)]
+    if inside and settings.overwrite and not (paths.root / RUN_FILE).is_file():
         raise UsageError(
-            f"--overwrite: {paths.root} holds {left[0].name}, but no {RUN_FILE}, which every run of this program has: "
+            f"--overwrite: {paths.root} holds {inside[0].name}, but no {RUN_FILE}, which every run has: "
             "choose another --output, or remove it by hand"
         )
     if found and not settings.load_checkpoint and not settings.overwrite:
