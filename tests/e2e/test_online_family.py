@@ -118,7 +118,7 @@ def test_grpo_gives_the_same_numbers_twice(run, tmp_path):
 def test_models_that_cannot_be_built_cost_no_earlier_run_and_leave_the_folder_free(model, problems, reward, tmp_path):
     earlier, fresh = tmp_path / "earlier", tmp_path / "fresh"
     (earlier / "checkpoints" / "step_000002").mkdir(parents=True)
-    for name in ("config.yaml", "metrics.jsonl", "checkpoints/step_000002/manifest.json"):
+    for name in ("config.yaml", "run.json", "metrics.jsonl", "checkpoints/step_000002/manifest.json"):
         (earlier / name).write_text("{}")
     before = {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
     words = (
@@ -130,5 +130,6 @@ def test_models_that_cannot_be_built_cost_no_earlier_run_and_leave_the_folder_fr
         printed = rlhf(*words.split(), *output, status=2)
         assert "use_liger_kernel needs an NVIDIA GPU" in printed
     assert {path: path.read_bytes() for path in before} == before
-    assert {path.name for path in earlier.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "logs"}
+    left = {"config.yaml", "run.json", "metrics.jsonl", "checkpoints", "logs", ".lock"}
+    assert {path.name for path in earlier.iterdir()} == left
     assert {path.name for path in fresh.iterdir()} == {"logs"}
