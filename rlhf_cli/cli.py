@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 from rlhf_cli.environment import prepare_environment
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.foreign import COMMANDS as COMMANDS_ELSEWHERE
+from rlhf_cli.foreign import WANDB_KEY
 from rlhf_cli.help_page import HelpPageGroup
 from rlhf_cli.version import __version__
 
@@ -201,6 +202,8 @@ def _unexpected(error: Exception, directory: Path | None) -> str:
 def _write_trace(error: Exception, directory: Path | None) -> Path:
     """The file the full trace was added to: of this rank, in the run directory or else a temporary one."""
     text = f"{time.strftime('%F %T')} rlhf {' '.join(sys.argv[1:])}\n{''.join(traceback.format_exception(error))}\n"
+    if key := os.environ.get(WANDB_KEY):  # it may have been given after --use_wandb
+        text = text.replace(key, "(hidden)")
     rank = os.environ.get("RANK", "0")
     if directory is not None:
         path = directory / ("error.log" if rank == "0" else f"error_rank{rank}.log")

@@ -249,7 +249,9 @@ def translate_settings(
     done = Translation()
     for name, value in values.items():
         foreign = _foreign(name, known)
-        if foreign is None:
+        if name == "use_wandb" and isinstance(value, str) and value.lower() not in ("true", "false", "null"):
+            _wandb_key([value], done)
+        elif foreign is None:
             own[name] = value
         elif value is not False:  # a switch of another tool that is off
             _apply(name, foreign, [] if value is True else listed[name], call, done)
@@ -297,7 +299,7 @@ def _wandb_key(rest: list[str], done: Translation) -> bool:
     """Put a key of W&B into the environment alone: command lines are shown and kept."""
     if not rest or rest[0].startswith("-"):
         return False
-    os.environ.setdefault(WANDB_KEY, rest.pop(0))
+    os.environ[WANDB_KEY] = rest.pop(0)
     done.rewritten.append(f"the key after --use_wandb is taken as {WANDB_KEY}; export it instead of writing it down")
     done.words.append("--use_wandb")
     return True

@@ -57,6 +57,19 @@ def test_a_key_on_the_command_line_goes_into_the_environment_and_nowhere_else(ca
     assert "s3cret" not in notes + repr(config)
 
 
+def test_a_key_is_in_no_trace_and_may_stand_in_a_file(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv(WANDB_KEY, "other")
+    file = tmp_path / "settings.yaml"
+    file.write_text("use_wandb: s3cret\n")
+    config, notes = parsed(f"sft --pretrain m --dataset d --output o --config {file}", capsys)
+    assert config.tracking.use_wandb
+    assert (os.environ[WANDB_KEY], "s3cret" in notes + repr(config)) == ("s3cret", False)
+    monkeypatch.setattr("sys.argv", ["rlhf", "sft", "--use_wandb", "s3cret"])
+    trace = cli._write_trace(ValueError("no key s3cret"), tmp_path).read_text()
+    assert "rlhf sft --use_wandb (hidden)" in trace
+    assert "s3cret" not in trace
+
+
 def test_the_longest_prompt_and_response_are_added_up():
     done = translate(["--prompt_max_len", "512", "--generate_max_len", "100"], command="ppo", known={"max_len": 1})
     assert done.words == ["--max_len", "612", "--max_new_tokens", "100"]
