@@ -151,17 +151,11 @@ def load_prompts(
     plain = template is not None or not config.apply_chat_template
     steps = _Steps(formats, template or Renderer(config, tokenizer), Tokeniser(tokenizer), judges, plain=plain)
     for whole in batches(rows, BATCH_ROWS):
-        batch = [row for row in whole if _is_wanted(row, config.pass_rate_range)]
-        report.dropped_by_pass_rate += len(whole) - len(batch)
-        read = zip(batch, steps.prompts(batch), strict=True)
-        kept = [prompt for row, prompt in read if _fits(row, prompt, room, config, report)]
+        kept = _kept_prompts(whole, steps, config, report, room=room)
         writer.append_columns({name: [getattr(prompt, name) for prompt in kept] for name in SCHEMA.names})
         for prompt in kept:
             judged_by = [one for one in (prompt.data_source, prompt.row) if one is not None]
             fingerprint.update(json.dumps([prompt.text, prompt.label, *judged_by]).encode())
-        report.prompts += len(kept)
-        report.labelled += sum(prompt.label is not None for prompt in kept)
-        report.longest = max([report.longest, *(len(prompt.prompt_ids) for prompt in kept)])
     if not report.prompts:
         raise UsageError(f"no prompt is left: {report.summary}")
     sources = {source.name: source for source in rows.sources}
@@ -250,6 +244,20 @@ class _Steps:
             raise row.error(str(fault)) from fault
         refuse_half_characters(row, text)
         return text
+
+
+def _kept_prompts(
+    whole: list[Row], steps: _Steps, config: PromptConfig, report: PromptReport, *, room: int
+) -> list[Prompt]:
+    """Return the prompts of a batch of rows that are wanted and fit, and count them and the others."""
+    batch = [row for row in whole if _is_wanted(row, config.pass_rate_range)]
+    report.dropped_by_pass_rate += len(whole) - len(batch)
+    read = zip(batch, steps.prompts(batch), strict=True)
+    kept = [prompt for row, prompt in read if _fits(row, prompt, room, config, report)]
+    report.prompts += len(kept)
+    report.labelled += sum(prompt.label is not None for prompt in kept)
+    report.longest = max([report.longest, *(len(prompt.prompt_ids) for prompt in kept)])
+    return kept
 
 
 def _is_wanted(row: Row, limits: tuple[float, float] | None) -> bool:

@@ -14,11 +14,11 @@ from typing import Any
 
 from rlhf_cli.config.generate import SelectConfig
 from rlhf_cli.data.conversations import Conversation
-from rlhf_cli.data.templates import CallForm
+from rlhf_cli.data.message_forms import MessageForm
 from rlhf_cli.data.transcripts import is_transcript
 
 Cells = dict[str, Any]
-AS_OPENAI = CallForm(arguments_as_text=True, no_content=None)
+AS_OPENAI = MessageForm(arguments_as_text=True, no_content=None)
 
 REASONS = {
     "failed": "failed rewards",

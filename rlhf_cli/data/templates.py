@@ -4,8 +4,6 @@ Nothing is tokenised here but a trial conversation, which shows what the templat
 assistant turns cannot be told apart from what it writes around them is refused.
 """
 
-import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from rlhf_cli.data.columns import REASONING_KEYS
 from rlhf_cli.data.conversations import Conversation, Message, ToolCall
+from rlhf_cli.data.message_forms import MESSAGE_FORMS, MessageForm
 from rlhf_cli.data.turns import (
     Said,
     Span,
@@ -76,35 +75,6 @@ class Rendered:
     prompt: str | None
     num_unthought: int = 0
     num_inlined: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """How a template takes calls: arguments as JSON text or as an object, and what stands for the text beside them."""
-
-    arguments_as_text: bool
-    no_content: str | None
-    reasoning_key: str = REASONING_KEYS[0]
-
-    def entry(self, message: Message) -> dict[str, Any]:
-        """The message as templates get it, without keys that have no value: templates ask whether they are there."""
-        named = {"tool_call_id": message.tool_call_id, "name": message.name}
-        entry: dict[str, Any] = {"role": message.role, "content": message.content}
-        entry |= {key: value for key, value in named.items() if value is not None}
-        if message.reasoning:
-            entry[self.reasoning_key] = message.reasoning
-        if message.tool_calls:
-            entry["content"] = message.content or self.no_content
-            entry["tool_calls"] = [self._call(call) for call in message.tool_calls]
-        return entry
-
-    def _call(self, call: ToolCall) -> dict[str, Any]:
-        text = json.dumps(call.arguments, ensure_ascii=False)
-        function = {"name": call.name, "arguments": text if self.arguments_as_text else call.arguments}
-        return {"type": "function", "function": function, **({"id": call.id} if call.id is not None else {})}
-
-
-CALL_FORMS = tuple(itertools.starmap(CallForm, itertools.product((False, True), (None, ""))))
 
 
 class ChatTemplate:
@@ -173,17 +143,17 @@ class ChatTemplate:
         return tuple(dict.fromkeys([*self.ends_of_turn, *ends]))
 
     @cached_property
-    def _call_form(self) -> CallForm:
+    def _call_form(self) -> MessageForm:
         """The form of calls that the template takes, by a trial: without Python's `None` and `{'subject': ...}`."""
-        tried: dict[CallForm, str] = {}
-        for form in CALL_FORMS:
+        tried: dict[MessageForm, str] = {}
+        for form in MESSAGE_FORMS:
             try:
                 tried[form] = self._render(TRIAL_CALL, (TRIAL_TOOL,), form=form)[0]
             except TemplateFault:
                 continue
         fewest = min((text.count("None") for text in tried.values()), default=0)
         fit = (form for form, text in tried.items() if "{'subject'" not in text and text.count("None") == fewest)
-        return next(fit, CALL_FORMS[0])
+        return next(fit, MESSAGE_FORMS[0])
 
     @cached_property
     def _shows_tools(self) -> bool:
@@ -198,7 +168,7 @@ class ChatTemplate:
         """The key under which the template reads a thought apart from the content; None if it reads none."""
         for key in REASONING_KEYS:
             try:
-                text, _ = self._render(TRIAL_THOUGHT, (), form=replace(CALL_FORMS[0], reasoning_key=key))
+                text, _ = self._render(TRIAL_THOUGHT, (), form=replace(MESSAGE_FORMS[0], reasoning_key=key))
             except TemplateFault:
                 continue
             if TRIAL_THOUGHT[1].reasoning in text:
@@ -261,11 +231,11 @@ class ChatTemplate:
         tools: tuple[dict[str, Any], ...],
         *,
         add_generation_prompt: bool = False,
-        form: CallForm | None = None,
+        form: MessageForm | None = None,
     ) -> tuple[str, list[Span]]:
         """Text, and the spans of its generation blocks (none for a prompt)."""
         if form is None:
-            form = self._call_form if any(message.tool_calls for message in messages) else CALL_FORMS[0]
+            form = self._call_form if any(message.tool_calls for message in messages) else MESSAGE_FORMS[0]
             if any(message.reasoning for message in messages):
                 form = replace(form, reasoning_key=self._reasoning_key or REASONING_KEYS[0])
         variables = {
