@@ -155,6 +155,11 @@ CRITIC_WORDS = ("critic_pretrain", "critic_learning_rate", "critic_num_nodes", "
 
 FLAT = "settings are flat here, without sections: docs/coming-from.md lists the names"
 
+PENALTY = (
+    "training takes no penalty, because the trainer's log-probabilities would differ from the sampler's; rlhf generate "
+    "and rlhf eval have the setting, and --reward_funcs repetition_penalty punishes repetition while training"
+)
+
 TABLE: dict[str, Foreign] = {
     **{name: Foreign(0, _not_needed) for name in SWITCHES_NOT_NEEDED},
     **{name: Foreign(1, _not_needed) for name in VALUES_NOT_NEEDED},
@@ -168,6 +173,7 @@ TABLE: dict[str, Foreign] = {
     "gamma": Foreign(1, _only(1, instead="this command compares whole responses; rlhf ppo discounts")),
     "lambd": Foreign(1, _only(1, instead="this command has no critic; rlhf ppo has --lambd")),
     "freezing_actor_steps": Foreign(1, _only(-1, 0, instead="this command has no critic to warm up; rlhf ppo has one")),
+    "repetition_penalty": Foreign(1, _only(1, instead=PENALTY)),
     "generate_max_len": Foreign(1, _renamed("max_new_tokens")),
     "prompt_max_len": Foreign(1, _prompt_max_len),
     "prompt_key": Foreign(1, _renamed("input_key")),

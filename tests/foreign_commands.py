@@ -81,6 +81,11 @@ COMMAND_LINES = {
     "grpo --pretrain m --prompt_data d --output o --max_completion_length 512 --beta 0.04": (
         "refused: give --max_new_tokens | --init_kl_coef"
     ),
+    "grpo --pretrain m --prompt_data d --output o --n_samples_per_prompt 8 --reward_funcs math --top_k 50 --min_p 0.1 "
+    "--repetition_penalty 1.0": "parses: not needed here: --repetition_penalty 1.0",
+    "grpo --pretrain m --prompt_data d --output o --repetition_penalty 1.1": (
+        "refused: --repetition_penalty: training takes no penalty | rlhf generate"
+    ),
     # EasyR1 and verl: sections and dots.
     "grpo data.train_files=d worker.actor.model.model_path=m": "refused: settings are given as --NAME VALUE",
     "grpo --actor_rollout_ref.actor.optim.lr 1e-6": "refused: settings are flat here",

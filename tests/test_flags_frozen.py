@@ -40,6 +40,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "kl_horizon": {"kl_target": "1"},
     "load_checkpoint": {"output": "x"},
     "max_restarts": {"save_steps": "5"},
+    "min_p": {"temperature": "0.7"},
     "min_score": {"select": "best"},
     "n_samples_per_prompt": {"temperature": "0.7"},
     "normalize_reward": {"reward_pretrain": "x"},
@@ -57,6 +58,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "reward_model_weight": {"reward_pretrain": "x"},
     "rollout_correction_range": {"rollout_correction": "token_mask"},
     "sapo_tau": {"policy_loss": "sapo"},
+    "top_k": {"temperature": "0.7"},
+    "top_p": {"temperature": "0.7"},
     "use_kl_loss": {"kl_estimator": "k3"},
     "zpg": {"zero_stage": "3"},
 }

@@ -258,6 +258,15 @@ def test_a_temperature_of_zero_takes_the_likeliest_token():
     assert sampled == replace(SamplingParams(1024), temperature=0.7, top_p=0.9)
 
 
+def test_every_sampling_setting_reaches_the_engine_and_tells_rows_of_two_runs_apart():
+    given = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    sampled = sampling_params(config(**given).sampling)
+    assert {name: getattr(sampled, name) for name in given} == given
+    assert given.items() <= settings_identity(config(**given)).items()
+    assert sampling_params(config(top_k=-1).sampling) == sampling_params(config(top_k=0).sampling)
+    assert sampling_params(config(temperature=0, repetition_penalty=1.1).sampling).repetition_penalty == 1.1
+
+
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_stop_strings_are_part_of_the_sampling_and_of_what_rows_of_one_run_share(temperature):
     settings = config(temperature=temperature, stop="</answer>, User:")
@@ -272,6 +281,10 @@ def test_stop_strings_are_part_of_the_sampling_and_of_what_rows_of_one_run_share
         ({"select": "all", "min_score": 1}, "min_score needs scores"),
         ({"reward_funcs": "exact", "min_score": 1}, "min_score is a threshold of the selection"),
         ({"temperature": 0, "n_samples_per_prompt": 2}, "temperature 0 gives the same response each time"),
+        ({"temperature": 0, "top_k": 20}, "top_k chooses among tokens, and temperature 0 takes the likeliest"),
+        ({"top_k": -2}, "must be"),
+        ({"min_p": 1.5}, "must be"),
+        ({"repetition_penalty": 0}, "must be"),
         ({"normalize_reward": True}, "normalize_reward is about"),
         ({"overwrite": True, "load_checkpoint": True}, "give one of them"),
     ],

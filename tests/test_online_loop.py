@@ -10,7 +10,7 @@ from online_fakes import BATCH, NUM_PROMPTS, ONE_STEP, SAMPLES_EACH, WITH_REFERE
 
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineRewardConfig
+from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineRewardConfig, RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
@@ -108,6 +108,12 @@ def test_sampling_follows_the_settings():
     run = Run()
     run(total_iterations=1)
     assert run.engines.sampling == [SamplingParams(max_new_tokens=4, temperature=1.0, top_p=1.0)]
+
+
+def test_every_sampling_setting_of_a_rollout_reaches_the_engines():
+    rollout = RolloutConfig(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05, stop=["x"])
+    settings = dataclasses.replace(Run().settings, rollout=rollout)
+    assert settings.sampling == SamplingParams(1024, temperature=0.7, top_p=0.9, top_k=20, min_p=0.05, stop=("x",))
 
 
 def test_every_prompt_is_asked_once_an_episode_and_its_samples_are_neighbours():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_cli.backends.rollout_sampling import keep_top_p, request_uniforms, sample_tokens
+from rlhf_cli.backends.rollout_sampling import keep_top_p, processed_logits, request_uniforms, sample_tokens
 from rlhf_cli.data.rollouts import SamplingParams
 
 
@@ -56,6 +56,51 @@ def test_top_p_below_the_likeliest_token_leaves_that_one():
     tokens, logprobs = sample_tokens(logits, torch.tensor([0.999], dtype=torch.float64), SamplingParams(1, top_p=0.01))
     assert tokens.tolist() == [0]
     assert logprobs.tolist() == [0.0]
+
+
+def kept(probabilities, **sampling):
+    """What is left of a distribution, renormalised."""
+    logits = torch.tensor([probabilities]).log()
+    return processed_logits(logits, SamplingParams(1, **sampling)).softmax(-1)[0].tolist()
+
+
+def test_top_k_keeps_ties_of_the_last_token_that_stays():
+    assert kept([0.4, 0.1, 0.3, 0.2], top_k=2) == pytest.approx([4 / 7, 0, 3 / 7, 0])
+    assert kept([0.4, 0.2, 0.2, 0.2], top_k=2) == pytest.approx([0.4, 0.2, 0.2, 0.2])
+    assert kept([0.5, 0.25, 0.25], top_k=5) == pytest.approx([0.5, 0.25, 0.25])
+
+
+def test_min_p_drops_tokens_strictly_below_its_share_of_the_likeliest():
+    assert kept([0.5, 0.25, 0.125, 0.125], min_p=0.25) == pytest.approx([0.5, 0.25, 0.125, 0.125])
+    assert kept([0.5, 0.25, 0.125, 0.125], min_p=0.26) == pytest.approx([2 / 3, 1 / 3, 0, 0])
+    assert kept([0.5, 0.3, 0.2], min_p=1.0) == [1, 0, 0]
+
+
+def test_temperature_comes_before_min_p_and_top_k_before_top_p():
+    # squared and renormalised at temperature 0.5: 0.25 : 0.09 : 0.04, so that 0.2 is below a fifth of 0.5
+    assert kept([0.5, 0.3, 0.2], temperature=0.5, min_p=0.2) == pytest.approx([25 / 34, 9 / 34, 0])
+    # of 0.4, 0.3 and 0.3 top-p 0.5 keeps two; of the two that top-k leaves, 4/7 reach it alone
+    assert kept([0.4, 0.31, 0.29], top_p=0.5) == pytest.approx([40 / 71, 31 / 71, 0])
+    assert kept([0.4, 0.31, 0.29], top_p=0.5, top_k=2) == [1, 0, 0]
+
+
+def test_a_penalty_divides_seen_logits_above_zero_and_multiplies_those_below_also_for_greedy_sampling():
+    logits = torch.tensor([[2.0, 1.8, -1.0, -1.2], [2.0, 1.8, -1.0, -1.2]])
+    seen = torch.tensor([[True, False, True, False], [False] * 4])
+    sampling = SamplingParams(1, repetition_penalty=2.0, greedy=True)
+    penalized = torch.tensor([[1.0, 1.8, -2.0, -1.2], [2.0, 1.8, -1.0, -1.2]])
+    torch.testing.assert_close(processed_logits(logits, sampling, seen_BV=seen), penalized)
+    tokens, logprobs = sample_tokens(logits, torch.zeros(2, dtype=torch.float64), sampling, seen_BV=seen)
+    assert tokens.tolist() == [1, 0]
+    torch.testing.assert_close(logprobs, penalized.log_softmax(-1)[[0, 1], [1, 0]])
+
+
+def test_every_row_of_a_large_batch_has_its_own_seen_tokens():
+    torch.manual_seed(2)
+    logits, seen = torch.randn(300, 2000), torch.rand(300, 2000) < 0.5  # in three chunks
+    sampling = SamplingParams(1, repetition_penalty=1.5, greedy=True)
+    tokens, _ = sample_tokens(logits, torch.zeros(300, dtype=torch.float64), sampling, seen_BV=seen)
+    assert torch.equal(tokens, torch.where(seen & (logits > 0), logits / 1.5, logits).argmax(-1))
 
 
 def test_greedy_takes_the_likeliest_token_and_its_log_prob_at_temperature_one():

@@ -273,6 +273,24 @@ def test_greedy_responses_are_those_of_transformers_own_generate(engine, tiny_mo
         assert one.token_ids == expected.tolist()
 
 
+def test_a_repetition_penalty_counts_prompt_and_response_as_transformers_own_does(engine, tiny_model_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    # Greedy responses of an untrained model repeat themselves, and rows that end leave the batch.
+    engine.engine._eos, kept = torch.arange(20, 60), engine.engine._eos
+    sampling = SamplingParams(12, greedy=True, repetition_penalty=1.3)
+    try:
+        generations = engine.generate([GenerationRequest(PROMPTS[i % 3], 0) for i in range(6)], sampling)
+    finally:
+        engine.engine._eos = kept
+    assert len({len(one.token_ids) for one in generations}) > 1
+    for index, one in enumerate(generations):
+        prompt = torch.tensor([PROMPTS[index % 3]])
+        expected = model.generate(prompt, max_new_tokens=12, do_sample=False, repetition_penalty=1.3)
+        assert one.token_ids == expected[0, prompt.shape[1] :].tolist()[: len(one.token_ids)]
+    plain = engine.generate([GenerationRequest(PROMPTS[0], 0)], SamplingParams(12, greedy=True))
+    assert plain[0].token_ids != generations[0].token_ids
+
+
 def test_no_requests_give_no_responses(engine):
     assert engine.generate([], SAMPLING) == []
 

@@ -3,6 +3,8 @@
 Leaves out where the logits and the numbers come from.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import pad
 
@@ -26,18 +28,21 @@ def request_uniforms(seeds: list[int], num_tokens: int) -> torch.Tensor:
 
 
 def sample_tokens(
-    logits_BV: torch.Tensor, uniforms_B: torch.Tensor, sampling: SamplingParams
+    logits_BV: torch.Tensor, uniforms_B: torch.Tensor, sampling: SamplingParams, *, seen_BV: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [B] int64 and their log-probs [B] float32 under the distribution they were drawn from.
 
-    A token is the first one whose cumulative probability exceeds the row's uniform number (inverse transform
-    sampling): one number per row is drawn instead of one per entry of the vocabulary. Greedy decoding takes the
-    likeliest token and reports its log-prob at temperature 1, as vLLM does.
+    `seen_BV` marks the tokens of each row's prompt and response, for the repetition penalty. A token is the first one
+    whose cumulative probability exceeds the row's uniform number (inverse transform sampling): one number per row is
+    drawn instead of one per entry of the vocabulary. Greedy decoding takes the likeliest token and reports its log-prob
+    at temperature 1, as vLLM does.
     """
     rows = max(1, _ELEMENTS_PER_CHUNK[logits_BV.device.type] // logits_BV.shape[-1])
+    chunks = logits_BV.split(rows)
+    seen: Sequence[torch.Tensor | None] = [None] * len(chunks) if seen_BV is None else seen_BV.split(rows)
     parts = [
-        _sample_chunk(logits, uniforms, sampling)
-        for logits, uniforms in zip(logits_BV.split(rows), uniforms_B.split(rows), strict=True)
+        _sample_chunk(processed_logits(logits.float(), sampling, seen_BV=marks), uniforms, sampling)
+        for logits, uniforms, marks in zip(chunks, uniforms_B.split(rows), seen, strict=True)
     ]
     tokens, logprobs = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
@@ -46,11 +51,6 @@ def sample_tokens(
 def _sample_chunk(
     logits_BV: torch.Tensor, uniforms_B: torch.Tensor, sampling: SamplingParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_BV = logits_BV.float()
-    if not sampling.greedy and sampling.temperature != 1:
-        logits_BV = logits_BV / sampling.temperature
-    if not sampling.greedy and sampling.top_p < 1:
-        logits_BV = keep_top_p(logits_BV, sampling.top_p)
     highest_B1 = logits_BV.amax(-1, keepdim=True)
     weights_BV = (logits_BV - highest_B1).exp_()
     blocks = _blocks(weights_BV)
@@ -61,6 +61,42 @@ def _sample_chunk(
         tokens_B1 = _draw(blocks, cumulative, uniforms_B[:, None])
     logprobs_B1 = logits_BV.gather(-1, tokens_B1) - highest_B1 - cumulative[:, -1:].log().float()
     return tokens_B1[:, 0], logprobs_B1[:, 0]
+
+
+def processed_logits(
+    logits_BV: torch.Tensor, sampling: SamplingParams, *, seen_BV: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return float32 logits of the distribution that tokens are drawn from, made in vLLM's order."""
+    if sampling.repetition_penalty != 1:
+        assert seen_BV is not None, "a repetition penalty needs the tokens of prompt and response"
+        logits_BV = penalized(logits_BV, seen_BV, sampling.repetition_penalty)
+    if sampling.greedy:
+        return logits_BV
+    if sampling.temperature != 1:
+        logits_BV = logits_BV / sampling.temperature
+    if sampling.min_p > 0:
+        logits_BV = keep_min_p(logits_BV, sampling.min_p)
+    if 0 < sampling.top_k < logits_BV.shape[-1]:
+        logits_BV = keep_top_k(logits_BV, sampling.top_k)
+    return keep_top_p(logits_BV, sampling.top_p) if sampling.top_p < 1 else logits_BV
+
+
+def penalized(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Return the logits, of seen tokens divided by the penalty if above 0 and multiplied with it if below."""
+    return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
+
+
+def keep_min_p(logits_BV: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Return the logits with -inf for tokens less likely than this share of the likeliest token's probability."""
+    probabilities_BV = logits_BV.softmax(-1)
+    least_B1 = min_p * probabilities_BV.amax(-1, keepdim=True)
+    return logits_BV.masked_fill(probabilities_BV < least_B1, -torch.inf)
+
+
+def keep_top_k(logits_BV: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return the logits with -inf for tokens less likely than number `top_k`; tokens as likely as that one stay."""
+    least_B1 = logits_BV.topk(top_k, dim=-1).values[:, -1:]
+    return logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
 
 
 def keep_top_p(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:

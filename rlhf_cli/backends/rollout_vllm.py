@@ -404,7 +404,10 @@ def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: li
     return VllmSampling(
         max_tokens=sampling.max_new_tokens,
         temperature=0.0 if sampling.greedy else sampling.temperature,
-        top_p=1.0 if sampling.greedy else sampling.top_p,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
         seed=request.seed,
         logprobs=0,
         flat_logprobs=True,  # else one dict and one object for each token, which the garbage collector walks

@@ -69,6 +69,7 @@ class Wave:
         self._uniforms = request_uniforms([request.seed for request in requests], sampling.max_new_tokens)
         self._config = model.config.get_text_config()
         self._mask_is_final = has_only_full_attention(self._config)
+        self._seen: torch.Tensor | None = None  # [rows, vocabulary], if a penalty looks at it
 
     def run(self, version: int, *, add: Callable[[int, Generation], None], max_tokens: Callable[[], int]) -> None:
         """Hand each response to `add`, with the number of its request, when it is finished.
@@ -82,7 +83,7 @@ class Wave:
         alive = torch.ones(num_rows, dtype=torch.bool, device=self._device)
         logits = self._prefill()
         for step in range(limit):
-            token, logprob = sample_tokens(logits, uniforms[rows, step], self._sampling)
+            token, logprob = sample_tokens(logits, uniforms[rows, step], self._sampling, seen_BV=self._seen)
             responses.add(step, *(part[alive].cpu().numpy() for part in (rows, token, logprob)))
             ended = alive & self._ends(token, rows, responses, step + 1)
             for row in rows[ended].tolist():
@@ -120,7 +121,10 @@ class Wave:
         self._lengths = lengths.to(self._device)[rows]
         whole = torch.cat([mask, mask.new_ones(len(mask), limit)], dim=-1)
         self._mask = None if bool(mask.all()) else whole.to(self._device)[rows]
-        return torch.cat([logits for logits, _ in passes])[rows]
+        logits = torch.cat([logits for logits, _ in passes])
+        if self._sampling.repetition_penalty != 1:
+            self._seen = _tokens_of(self._prompts, vocabulary=logits.shape[-1]).to(self._device)[rows]
+        return logits[rows]
 
     def _forward_prompts(self, input_ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, Any]:
         cache = decoding_cache(self._config, capacity=self._width)
@@ -136,6 +140,8 @@ class Wave:
 
     def _decode(self, token: torch.Tensor, step: int) -> torch.Tensor:
         """Logits [rows, vocabulary] after one more token per row."""
+        if self._seen is not None:
+            self._seen.scatter_(1, token[:, None], True)
         output = self._model(
             input_ids=token[:, None],
             attention_mask=self._decode_mask(self._width + step + 1),
@@ -163,4 +169,13 @@ class Wave:
         select_rows(self._cache, keep)
         self._lengths = self._lengths[keep]
         self._mask = None if self._mask is None else self._mask[keep]
+        self._seen = None if self._seen is None else self._seen[keep]
         return rows[keep], token[keep], alive[keep]
+
+
+def _tokens_of(prompts: list[tuple[int, ...]], *, vocabulary: int) -> torch.Tensor:
+    """Return which tokens each prompt has, bool [prompts, vocabulary]."""
+    found = torch.zeros(len(prompts), vocabulary, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        found[row, list(prompt)] = True
+    return found

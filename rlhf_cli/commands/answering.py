@@ -129,6 +129,9 @@ def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
         "enforce_eager": sampling.enforce_eager,
         "stop": sampling.stop,
         "seed": config.out.seed,
@@ -239,10 +242,16 @@ def _answer(
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
     """The settings as engines take them."""
-    if sampling.temperature == 0:
-        return SamplingParams(sampling.max_new_tokens, greedy=True, stop=tuple(sampling.stop))
+    is_greedy = sampling.temperature == 0
     return SamplingParams(
-        sampling.max_new_tokens, temperature=sampling.temperature, top_p=sampling.top_p, stop=tuple(sampling.stop)
+        sampling.max_new_tokens,
+        temperature=1.0 if is_greedy else sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        greedy=is_greedy,
+        stop=tuple(sampling.stop),
     )
 
 

@@ -26,10 +26,17 @@ class SamplingConfig(EngineConfig):
     """Responses sampled for each prompt."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 takes the likeliest token."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this probability."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Above 1, tokens of prompt and response get less likely: logits above 0 are divided by it, others multiplied."""
     vllm_num_engines: int = Field(1, gt=0)
     """Rollout engines."""
+
+    @model_validator(mode="after")
+    def _the_likeliest_token_has_no_rivals(self) -> "SamplingConfig":
+        given = self.changed("top_p", "top_k", "min_p")
+        if self.temperature == 0 and given:
+            raise ValueError(f"{given} chooses among tokens, and temperature 0 takes the likeliest: raise temperature")
+        return self
 
     @model_validator(mode="after")
     def _samples_differ(self) -> "SamplingConfig":

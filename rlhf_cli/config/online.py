@@ -22,6 +22,12 @@ class EngineConfig(Group):
     stop: list[str] = []
     """Texts that end a response, of which they stay a part: </answer>,User: for example. Blanks around them are cut off
     here, and commas separate them; a list in YAML takes any text."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this probability."""
+    top_k: int = Field(0, ge=-1)
+    """Sample from this many of the likeliest tokens, and others as likely as the last of them; 0 or -1 from all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample from tokens with at least this share of the probability of the likeliest one; 0 from all."""
     vllm_tensor_parallel_size: int = Field(1, gt=0)
     """GPUs that share one engine."""
     vllm_gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
@@ -31,6 +37,11 @@ class EngineConfig(Group):
     enforce_eager: bool | None = None
     """No CUDA graphs and no compilation in vLLM: starts faster, generates slower. By default on a CPU alone, where
     --no_enforce_eager starts up to a minute later and generates in 0.7 of the time."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _no_bound_has_one_spelling(cls, top_k: int) -> int:
+        return max(top_k, 0)
 
     @field_validator("stop")
     @classmethod
@@ -53,8 +64,6 @@ class RolloutConfig(EngineConfig):
     """Stop after this many iterations."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; all log-probs are of logits divided by it."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens with this probability."""
     vllm_num_engines: int = Field(1, gt=0)
     """Rollout engines."""
     vllm_enable_sleep: bool = False

@@ -7,14 +7,19 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How responses are sampled. Log-probs that come back are of the distribution after temperature and top-p.
+    """How responses are sampled. Log-probs that come back are of the distribution that tokens are drawn from.
 
-    `stop` are texts that end a response as soon as one of them is in it.
+    The order is vLLM's: `repetition_penalty`, `temperature`, `min_p`, `top_k` (0 for all tokens), `top_p`. Greedy
+    sampling takes the likeliest token after the penalty alone. `stop` are texts that end a response as soon as one of
+    them is in it.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     greedy: bool = False
     stop: tuple[str, ...] = ()
 

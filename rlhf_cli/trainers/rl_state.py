@@ -33,7 +33,12 @@ class OnlineSettings:
         """How responses are sampled for training."""
         rollout = self.rollout
         return SamplingParams(
-            rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p, stop=tuple(rollout.stop)
+            rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            stop=tuple(rollout.stop),
         )
 
     @property

@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ import torch
 from transformers import AutoTokenizer
 
 from rlhf_cli.backends.rollout_engine import EngineSettings
+from rlhf_cli.backends.rollout_sampling import processed_logits
 from rlhf_cli.backends.weight_transfer import WeightSender
 from rlhf_cli.backends.weight_transfer_shm import ShmTransport
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
@@ -241,6 +243,57 @@ def test_greedy_responses_are_transformers_own(engine, model_dir):
     for prompt, one in zip(PROMPTS, generations, strict=True):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
         assert one.token_ids == expected.tolist()
+
+
+CHOOSY = SamplingParams(16, temperature=0.7, top_p=0.8, top_k=12, min_p=0.05, repetition_penalty=1.4)
+
+
+@pytest.mark.parametrize("sampling", [CHOOSY, SamplingParams(16, repetition_penalty=1.4, greedy=True)])
+def test_logprobs_are_of_the_distribution_that_the_engine_of_transformers_draws_from(engine, model_dir, sampling):
+    model = trainer_model(model_dir)
+    for request, one in zip(REQUESTS[:10], engine.generate(REQUESTS[:10], sampling), strict=True):
+        sequence = request.prompt_ids + one.token_ids
+        first = len(request.prompt_ids)
+        logits = model(torch.tensor([sequence])).logits[0, first - 1 : -1].float()
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        for row in range(len(one.token_ids)):
+            seen[row, sequence[: first + row]] = True
+        logprobs = processed_logits(logits, sampling, seen_BV=seen).log_softmax(-1)
+        found = logprobs.gather(-1, torch.tensor(one.token_ids)[:, None])[:, 0].tolist()
+        assert one.logprobs == pytest.approx(found, abs=1e-3)
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 7, 500])
+@pytest.mark.parametrize("top_p", [1.0, 0.8, 1e-3])
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
+def test_choosing_among_tokens_gives_the_probabilities_of_vllm_s_own_operators(top_k, top_p, min_p):
+    from types import SimpleNamespace
+
+    from vllm import SamplingParams as VllmSampling
+    from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate
+    from vllm.v1.sample.ops.penalties import apply_all_penalties
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    rows, size = 6, 500
+    torch.manual_seed(top_k)
+    logits = torch.randn(rows, size) * 4
+    if top_p == 1:  # which of equally likely tokens top-p keeps is not defined, unlike for the others
+        logits = logits.round()
+    prompts, responses = torch.randint(0, size, (rows, 9)), torch.randint(0, size, (rows, 30))
+    none = torch.zeros(rows)
+    expected = apply_all_penalties(logits.clone(), prompts, none, none, none + 1.3, responses.tolist()) / 0.7
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=rows))
+    processor = MinPLogitsProcessor(config, torch.device("cpu"), False)
+    added: list[Any] = [(row, VllmSampling(min_p=min_p), None, []) for row in range(rows)]
+    processor.update_state(BatchUpdate(batch_size=rows, removed=[], moved=[], added=added))
+    expected = processor.apply(expected)
+    k = torch.full((rows,), top_k) if top_k else None
+    p = torch.full((rows,), top_p) if top_p < 1 else None
+    expected = apply_top_k_top_p(expected, k, p).softmax(-1)
+    seen = torch.zeros(rows, size, dtype=torch.bool).scatter_(1, torch.cat([prompts, responses], dim=1), True)
+    sampling = SamplingParams(1, 0.7, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=1.3)
+    torch.testing.assert_close(processed_logits(logits, sampling, seen_BV=seen).softmax(-1), expected)
 
 
 FRESH = """
