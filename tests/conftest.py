@@ -87,6 +87,20 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def tiny_moe_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random float32 Qwen3-MoE of 2 layers with 4 experts each, 2 of them active."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = make_tiny_tokenizer()
+    torch.manual_seed(2)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    shape = _shape(tokenizer) | {"head_dim": 32}  # vLLM's kernels on a CPU take multiples of 32
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=False))
+    return _save(model, tokenizer, tmp_path_factory.mktemp("tiny-qwen3-moe"))
+
+
+@pytest.fixture(scope="session")
 def environment_of_one_rank() -> Iterator[dict[str, str]]:
     """The environment of a process group that this process alone has joined.
 

@@ -54,6 +54,19 @@ def test_a_checkpoint_becomes_the_folder_that_the_run_would_have_saved(tiny_mode
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_of_a_mixture_of_experts_has_every_expert_by_its_name(tiny_moe_dir, tmp_path, stage):
+    run = Trained(tmp_path, tiny_moe_dir, stage=stage)
+    said = merge(run.checkpoint, tmp_path / "out")
+    assert_same_files(tmp_path / "out", run.folder)
+    before, after = weights_in(Path(tiny_moe_dir)), weights_in(tmp_path / "out")
+    assert after.keys() == before.keys()
+    experts = [name for name in after if ".mlp.experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    assert any(not after[name].equal(before[name]) for name in experts)
+    assert "reloaded and run on 8 tokens" in said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_checkpoint_of_a_model_whose_head_is_its_own(tiny_llama_dir, tmp_path, stage):
     run = Trained(tmp_path, tiny_llama_dir, stage=stage)
     merge(run.checkpoint, tmp_path / "out")

@@ -21,14 +21,11 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3TextConfig,
-    GptOssConfig,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
-    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -39,7 +36,6 @@ from rlhf_cli.models.host_memory import keep_freed_memory
 from rlhf_cli.models.loading import (
     SLOW_BF16,
     check_positions,
-    check_pushable,
     dtype_note,
     load_causal_lm,
     load_config,
@@ -373,13 +369,6 @@ def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     with pytest.raises(UsageError, match=r"the tokenizer has no vocabulary: a file such as tokenizer.json is missing"):
         load_tokenizer(settings(tmp_path))
-
-
-def test_mixtures_of_experts_are_refused_for_online_training_by_name():
-    check_pushable(Qwen2Config())
-    for config in (MixtralConfig(num_local_experts=4), Qwen3MoeConfig(num_experts=4), GptOssConfig()):
-        with pytest.raises(UsageError, match=f"models of type {config.model_type} are mixtures of experts"):
-            check_pushable(config)
 
 
 def test_folder_without_tokenizer_is_refused(tiny_model_dir, tmp_path):

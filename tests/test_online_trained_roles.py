@@ -1,5 +1,6 @@
 """One rank of actor, critic and reference on the real engine: adapters, moving averages, references that move."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.backends.roles import Actor, Critic, Reference, RoleSettings
+from rlhf_cli.backends.weight_vllm_trainer import tensor_specs
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig
@@ -18,16 +20,25 @@ from rlhf_cli.data.packing import pack
 from rlhf_cli.models.adapters import WEIGHTS_FILE, plan_adapter, read_config
 from rlhf_cli.models.merging import FoldedAdapter
 from rlhf_cli.models.policy import PolicyModel
-from rlhf_cli.models.weight_files import SafetensorsFiles, folder_of, open_weights
+from rlhf_cli.models.weight_files import SafetensorsFiles, TensorSource, folder_of, open_weights
 from rlhf_cli.trainers.loop import bind
 from rlhf_cli.trainers.sft import sft_objective
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
 
 def role_settings(
-    pretrain: str, stage: int, *, dtype: str = "fp32", lora_rank: int = 0, ema_beta: float | None = None
+    pretrain: str,
+    stage: int,
+    *,
+    dtype: str = "fp32",
+    lora_rank: int = 0,
+    ema_beta: float | None = None,
+    target_modules: Sequence[str] = ("all-linear",),
 ) -> RoleSettings:
+    lora = LoraConfig(lora_rank=lora_rank, target_modules=list(target_modules))
     model = ModelConfig(pretrain=pretrain, param_dtype=dtype)  # type: ignore[arg-type]
     return RoleSettings(
         model=model,
@@ -39,7 +50,7 @@ def role_settings(
         temperature=1.0,
         max_new_tokens=8,
         policy=ActorCriticPolicyConfig(),
-        adapter=plan_adapter(model, LoraConfig(lora_rank=lora_rank), seed=1) if lora_rank else None,
+        adapter=plan_adapter(model, lora, seed=1) if lora_rank else None,
         ema_beta=ema_beta,
     )
 
@@ -117,6 +128,33 @@ def test_without_an_adapter_the_engines_get_the_weights_as_they_are(tiny_model_d
     actor = Actor(role_settings(tiny_model_dir, 2))
     train(actor)
     assert equal(engine_weights(actor), own_weights(actor))
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_engines_get_every_expert_of_a_mixture_by_its_name(tiny_moe_dir, tmp_path, stage, lora_rank):
+    linear = ATTENTION if lora_rank else ["all-linear"]
+    actor = Actor(role_settings(tiny_moe_dir, stage, lora_rank=lora_rank, target_modules=linear))
+    train(actor)
+    actor.role.save_model(tmp_path / "saved")
+    base = open_weights(folder_of(tiny_moe_dir))
+    saved = tmp_path / "saved"
+    if lora_rank:
+        written: TensorSource = FoldedAdapter(base, SafetensorsFiles([saved / WEIGHTS_FILE]), read_config(saved))
+    else:
+        written = open_weights(saved)
+    pushed = engine_weights(actor)
+    assert set(pushed) == set(base.names())
+    assert all(weight.equal(written.read(name)) for name, weight in pushed.items())
+    changed = " ".join(name for name, weight in pushed.items() if not weight.equal(base.read(name)))
+    assert ".self_attn." in changed
+    assert (".mlp.experts." in changed) == (lora_rank == 0)  # adapters are on linear layers, which experts are not
+
+
+def test_engines_are_told_the_shapes_of_a_mixture_before_the_push(tiny_moe_dir):
+    actor = Actor(role_settings(tiny_moe_dir, 3))
+    announced = [(spec.name, spec.shape, spec.dtype) for spec in tensor_specs(actor.role.hf_model)]
+    assert announced == [(name, tuple(w.shape), w.dtype) for name, w in engine_weights(actor).items()]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

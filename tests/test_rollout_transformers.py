@@ -4,9 +4,11 @@ import asyncio
 import shutil
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli.backends.engine_group import make_engine, rollout_backend
@@ -17,6 +19,7 @@ from rlhf_cli.backends.weight_transfer_shm import ShmTransport
 from rlhf_cli.config.online import EngineConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.checkpoint_names import as_in_checkpoint
 
 SETTINGS = EngineSettings(max_model_len=64, dtype="fp32")
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15]]
@@ -309,7 +312,7 @@ def changed_model(path):
     return model
 
 
-@pytest.mark.parametrize("fixture", ["tiny_model_dir", "tiny_llama_dir"])
+@pytest.mark.parametrize("fixture", ["tiny_model_dir", "tiny_llama_dir", "tiny_moe_dir"])
 def test_after_a_push_the_engine_generates_with_the_new_weights(fixture, request, tmp_path):
     path = request.getfixturevalue(fixture)
     engines = [Engine(path), Engine(path)]
@@ -317,7 +320,7 @@ def test_after_a_push_the_engine_generates_with_the_new_weights(fixture, request
     sender = WeightSender(ShmTransport(folders=(str(tmp_path),)))
     before = engines[0].generate(REQUESTS, SAMPLING)
     assert largest_difference(model, REQUESTS, before, SAMPLING.temperature) > 0.5
-    report = sender.send(model.named_parameters(), version=1)
+    report = sender.send(as_in_checkpoint(model, model.named_parameters()), version=1)
     for engine in engines:
         engine.start_weight_update()
         engine.update_weights(report.manifest)
@@ -332,9 +335,12 @@ def test_after_a_push_the_engine_generates_with_the_new_weights(fixture, request
         engine.shutdown()
 
 
-def test_before_a_push_the_checksum_is_that_of_the_initial_weights(engine, tiny_model_dir):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    assert engine.weight_checksum() == [weights_checksum(model.named_parameters())]
+@pytest.mark.parametrize("fixture", ["tiny_model_dir", "tiny_moe_dir"])
+def test_before_a_push_the_checksum_is_that_of_the_initial_weights(fixture, request):
+    path = Path(request.getfixturevalue(fixture))
+    engine = Engine(str(path))
+    assert engine.weight_checksum() == [weights_checksum(load_file(path / "model.safetensors").items())]
+    engine.shutdown()
 
 
 def push(engine, manifest, version):

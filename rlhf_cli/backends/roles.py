@@ -4,6 +4,7 @@ Leaves out how ranks are started and given work (role_group, online_roles). Micr
 sequences and are packed here, so that only token ids and numbers travel between processes.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +37,7 @@ from rlhf_cli.backends.rollout_engine import SyncBackend
 from rlhf_cli.backends.weight_average import WeightAverage
 from rlhf_cli.backends.weight_transfer import Idle, PushReport, Transport, WeightSender
 from rlhf_cli.backends.weight_transfer_shm import ShmTransport
-from rlhf_cli.backends.weight_vllm_trainer import CallEngines, EngineClient, Rendezvous, TensorSpec, connect
+from rlhf_cli.backends.weight_vllm_trainer import CallEngines, EngineClient, Rendezvous, connect, tensor_specs
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
@@ -52,13 +53,14 @@ from rlhf_cli.models.adapters import (
     save_adapter,
     scales,
 )
+from rlhf_cli.models.checkpoint_names import as_in_checkpoint, persistent_buffers
 from rlhf_cli.models.loading import (
     load_causal_lm,
     load_reward_model,
     load_tokenizer,
     load_value_backbone,
 )
-from rlhf_cli.models.merging import folded, in_folding_order, parameters_without_adapter
+from rlhf_cli.models.merging import folded, in_folding_order
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.saving import save_all_but_weights, save_hf
 from rlhf_cli.models.varlen import VARLEN
@@ -102,14 +104,11 @@ class EngineLink:
     rendezvous: Rendezvous
 
 
-def _transport(link: EngineLink, hf_model: nn.Module) -> Transport:
+def _transport(link: EngineLink, hf_model: Any) -> Transport:
     if link.backend == "shm":
         return ShmTransport() if dist.get_rank() == 0 else Idle()
     client = EngineClient(link.call_engines, num_engines=link.num_engines, ranks_per_engine=link.ranks_per_engine)
-    specs = [
-        TensorSpec(name, weight.dtype, tuple(getattr(weight, "ds_shape", weight.shape)))
-        for name, weight in parameters_without_adapter(hf_model)
-    ]
+    specs = tensor_specs(hf_model)
     return connect(link.backend, specs, client=client, rank=dist.get_rank(), rendezvous=link.rendezvous)
 
 
@@ -245,9 +244,10 @@ class Actor:
         self._sender.close()
 
     def engine_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights as a model without an adapter has them; every rank must iterate to the end."""
+        """Yield whole weights as a checkpoint without an adapter has them; every rank must iterate to the end."""
         hf_model = self.role.hf_model
-        return folded(self.role.engine.whole(in_folding_order(hf_model)), scales(hf_model))
+        parameters = folded(self.role.engine.whole(in_folding_order(hf_model)), scales(hf_model))
+        return as_in_checkpoint(hf_model, itertools.chain(parameters, persistent_buffers(hf_model)))
 
     def base_logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
         """The same as `logprobs` by the model under the adapter."""
@@ -429,6 +429,8 @@ def save_weights(named: Iterable[tuple[str, torch.Tensor]], hf_model: Any, token
     is_writer = dist.get_rank() == 0
     weights = {name: weight.to("cpu", copy=True) for name, weight in named if is_writer}
     if is_writer:
+        if not is_adapted(hf_model):
+            weights |= {name: buffer.cpu() for name, buffer in persistent_buffers(hf_model)}
         save = save_adapter if is_adapted(hf_model) else save_hf
         save(hf_model, tokenizer, directory, state_dict=weights)
     distributed.barrier()

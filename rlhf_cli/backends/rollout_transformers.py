@@ -22,6 +22,7 @@ from rlhf_cli.backends.weight_transfer import weights_checksum
 from rlhf_cli.backends.weight_transfer_shm import read_verified_push
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.checkpoint_names import as_in_checkpoint, copy_from_checkpoint, shapes_in_checkpoint
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -131,7 +132,9 @@ class TransformersEngine:
         Before the first push, that of the weights the engine was built with.
         """
         if self._pushed_checksum is None:
-            self._pushed_checksum = await self._run(lambda: weights_checksum(self._tensors().items()))
+            self._pushed_checksum = await self._run(
+                lambda: weights_checksum(as_in_checkpoint(self._model, self._tensors().items()))
+            )
         return [self._pushed_checksum]
 
     async def shutdown(self) -> None:
@@ -155,11 +158,11 @@ class TransformersEngine:
     def _load(self, manifest: dict[str, Any]) -> None:
         own = self._tensors()
         optional = frozenset(self._model.state_dict()) - frozenset(own)
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        named_tensors, checksum = read_verified_push(manifest, shapes, optional=optional)
-        for name, tensor in named_tensors:
-            if name in own:
-                own[name].copy_(tensor)
+        expected: dict[str, tuple[int, ...]] = {}
+        for name, tensor in own.items():
+            expected |= shapes_in_checkpoint(self._model, name, tuple(tensor.shape), tensor.dtype)
+        named_tensors, checksum = read_verified_push(manifest, expected, optional=optional)
+        copy_from_checkpoint(self._model, own, dict(named_tensors))
         self._pushed_checksum = checksum
 
     @torch.inference_mode()

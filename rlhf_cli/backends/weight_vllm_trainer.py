@@ -12,6 +12,8 @@ import torch
 
 from rlhf_cli.backends.weight_transfer import NamedTensors
 from rlhf_cli.errors import RunError
+from rlhf_cli.models.checkpoint_names import persistent_buffers, shapes_in_checkpoint
+from rlhf_cli.models.merging import parameters_without_adapter
 
 _BUFFER_BYTES = 256 << 20
 
@@ -26,6 +28,18 @@ class TensorSpec:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+def tensor_specs(hf_model: Any) -> list[TensorSpec]:
+    """Return the tensors of a push in their order; under ZeRO-3 the weights need not be gathered for it."""
+    named = [*parameters_without_adapter(hf_model), *persistent_buffers(hf_model)]
+    return [
+        TensorSpec(name, tensor.dtype, shape)
+        for own_name, tensor in named
+        for name, shape in shapes_in_checkpoint(
+            hf_model, own_name, tuple(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype
+        ).items()
+    ]
 
 
 class EngineClient:

@@ -17,12 +17,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
     layerwise,
 )
+from vllm.platforms import current_platform
 
 from rlhf_cli.backends.rollout_processes import end_with_owner
 from rlhf_cli.backends.weight_transfer import checkpoint_shapes, optional_tensors
@@ -58,6 +60,20 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
+def _pack_experts_anew(model: torch.nn.Module) -> None:
+    """Make the next reload pack the experts of a mixture for the CPU build's kernels.
+
+    vLLM packs them only when it builds a layer's kernel. Later loads of an existing kernel copy plain weights into the
+    packed tensors, which the kernel then reads as other weights. A GPU's kernels have no such step.
+    """
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
+
+
 class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     """Loads pushes from shared memory; a push that is found wrong leaves the weights as they were."""
 
@@ -81,6 +97,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         expected = checkpoint_shapes(self.model_config.model)
         optional = optional_tensors(self.model_config.hf_config)
         named_tensors, checksum = read_verified_push(asdict(update_info), expected, optional=optional)
+        _pack_experts_anew(self.model)
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(named_tensors))
         finalize_layerwise_reload(self.model, self.model_config)

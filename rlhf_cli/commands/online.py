@@ -41,7 +41,7 @@ from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.errors import ProcessDied, RunError, UsageError
-from rlhf_cli.models.loading import check_positions, check_pushable, dtype_note
+from rlhf_cli.models.loading import check_positions, dtype_note
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.report import write_report
@@ -209,7 +209,6 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     check_sync_backend(config.rollout.vllm_sync_backend, engine=backend)
     models = find_models(config, algorithm)
     model = models.policy
-    check_pushable(model.architecture)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
     roles = role_names(config, models)

@@ -21,6 +21,7 @@ from rlhf_cli.models.adapters import (
     read_config,
     require_same_base,
 )
+from rlhf_cli.models.checkpoint_names import CheckpointTensors
 from rlhf_cli.models.loading import ADAPTER_FILE, TOKENIZER_FILES, adapter_folder, resolve_model_path
 from rlhf_cli.models.merging import FoldedAdapter, verify_shards, write_shards
 from rlhf_cli.models.weight_files import (
@@ -114,10 +115,9 @@ def configuration(parts: Parts, *, trust_remote_code: bool) -> Any:
 def whole_weights(parts: Parts, config: Any, *, trust_remote_code: bool) -> TensorSource:
     """The tensors of the whole model, of that configuration. UsageError where an adapter does not fit its base."""
     if parts.engine is not None:
-        tied = set() if parts.base else _tied_names(config, trust_remote_code=trust_remote_code)
-        trained: TensorSource = EngineWeights(parts.engine, config.dtype, tied=tied)
         if parts.base is None:
-            return trained
+            return _trained_weights(parts.engine, config, trust_remote_code=trust_remote_code)
+        trained = EngineWeights(parts.engine, config.dtype)
         weights: TensorSource = RenamedTensors(trained, file_name)
     else:
         weights = SafetensorsFiles([_adapter_file(parts.description)])
@@ -178,13 +178,14 @@ def _adapter_file(folder: Path) -> Path:
     return folder / WEIGHTS_FILE
 
 
-def _tied_names(config: Any, *, trust_remote_code: bool) -> set[str]:
-    """Names that are other names of weights, and so not in files."""
+def _trained_weights(engine: Path, config: Any, *, trust_remote_code: bool) -> TensorSource:
+    """Return the tensors of a saved engine under the names of files, which have tied weights once."""
     import torch
 
     with torch.device("meta"):
         model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    return set(model.all_tied_weights_keys)
+    weights = EngineWeights(engine, config.dtype, tied=set(model.all_tied_weights_keys))
+    return CheckpointTensors(weights, model)
 
 
 def _describe(parts: Parts, config: Any, folder: Path, *, trust_remote_code: bool) -> None:

@@ -230,23 +230,6 @@ def check_trainable(architecture: PretrainedConfig) -> None:
         raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(others)}")
 
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Settings of mixtures of experts, by family."""
-
-
-def check_pushable(architecture: PretrainedConfig) -> None:
-    """Raise UsageError for a model whose weights cannot be pushed to an engine, before anything is loaded.
-
-    transformers joins the experts of a layer into one weight; engines know each expert by the checkpoint's name.
-    """
-    text = architecture.get_text_config()
-    if any((getattr(text, name, None) or 0) > 1 for name in EXPERTS):
-        raise UsageError(
-            f"models of type {architecture.model_type} are mixtures of experts, whose weights cannot be pushed to "
-            "rollout engines yet: train them with rlhf sft, dpo, kto or rm"
-        )
-
-
 def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
     """UsageError where vLLM would not start, as sequences get longer than the positions that the model has."""
     text = architecture.get_text_config()
