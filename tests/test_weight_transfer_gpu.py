@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhf_cli.backends.rollout_engine import EngineSettings
-from rlhf_cli.backends.rollout_vllm import _device_arguments, _engine_environment, sampled_logprobs
+from rlhf_cli.backends.rollout_vllm import _engine_environment, sampled_logprobs
 from rlhf_cli.backends.weight_transfer import WeightSender, check_sync_backend, choose_sync_backend, weights_checksum
 from rlhf_cli.backends.weight_vllm_trainer import EngineClient, PushSource, TensorSpec, VllmTransport, buffer_bytes
 from rlhf_cli.backends.weight_watch import Reconnecting, Watching
@@ -76,13 +76,6 @@ def test_handles_may_be_pickled_for_as_long_as_the_engine_lives(monkeypatch, way
     # Handles are encoded in this process at each push, long after the engine has started.
     assert os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None) == allowed
     assert dict(os.environ) == before
-
-
-def test_limits_of_a_step_are_fixed_on_a_cpu_and_vllm_s_own_on_a_gpu():
-    settings = EngineSettings(max_model_len=9000)
-    on_cpu = _device_arguments(settings, on_cpu=True)
-    assert (on_cpu["max_num_seqs"], on_cpu["max_num_batched_tokens"]) == (256, 9000)
-    assert not {"max_num_seqs", "max_num_batched_tokens"} & _device_arguments(settings, on_cpu=False).keys()
 
 
 class Calls:

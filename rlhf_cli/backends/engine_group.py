@@ -17,7 +17,8 @@ from rlhf_cli.backends.roles import EngineLink
 from rlhf_cli.backends.rollout_engine import Arrivals, EngineDead, EngineSettings, SyncBackend
 from rlhf_cli.backends.weight_transfer import PushReport
 from rlhf_cli.backends.weight_vllm_trainer import Rendezvous
-from rlhf_cli.config.online import EngineConfig
+from rlhf_cli.config.generate import SamplingConfig
+from rlhf_cli.config.online import EngineConfig, RolloutConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
 from rlhf_cli.models.weight_files import folder_of
@@ -37,6 +38,12 @@ def rollout_backend(config: EngineConfig) -> str:
     if backend == "transformers" and config.vllm_tensor_parallel_size > 1:
         raise UsageError("--vllm_tensor_parallel_size needs vLLM; the transformers rollout backend uses one device")
     return backend
+
+
+def described(config: RolloutConfig | SamplingConfig, backend: str) -> str:
+    """Return the number of engines, their kind and what a user adds to their arguments."""
+    added = f" with {config.vllm_args}" if config.engine_arguments else ""
+    return f"{config.vllm_num_engines} x {backend}{added}"
 
 
 def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Any:

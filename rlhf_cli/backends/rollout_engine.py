@@ -6,9 +6,10 @@ Leaves out the engines themselves (rollout_vllm, rollout_transformers), Ray and 
 import asyncio
 import json
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
@@ -30,7 +31,8 @@ class EngineSettings:
     cores this process may use). `kv_cache_gib` bounds the KV cache where there is no GPU, whose share is
     `gpu_memory_utilization` instead; it is fixed rather than measured, so that the schedule of a batch, and with it
     every rounding, is the same in every process. `max_num_seqs` bounds the sequences of a step where vLLM does not know
-    the card: on a CPU, and with transformers.
+    the card: on a CPU, and with transformers. `vllm_args` are further engine arguments of vLLM, which win
+    over all others.
     """
 
     max_model_len: int
@@ -46,6 +48,7 @@ class EngineSettings:
     num_threads: int | None = None
     max_num_seqs: int = 256
     kv_cache_gib: int = 1
+    vllm_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ Leaves out Ray and placement: the class is plain, so that an actor can wrap it a
 """
 
 import asyncio
+import json
 import os
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from rlhf_cli.backends.rollout_cache import head_size
 from rlhf_cli.backends.rollout_engine import Arrivals, Batch, EngineDead, EngineSettings, check_lengths, eos_token_ids
 from rlhf_cli.backends.rollout_processes import OWNER_VARIABLE, end_processes, process_tree
 from rlhf_cli.backends.rollout_stop import stop_strings
+from rlhf_cli.backends.rollout_vllm_arguments import engine_arguments, is_eager, parsed_arguments
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.environment import SPIN_COUNT
 from rlhf_cli.errors import RunError, UsageError, first_line
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-_WORKER_MODULE = "rlhf_cli.backends.weight_vllm_worker"
-_SCHEDULER_MODULE = "rlhf_cli.backends.rollout_vllm_scheduler"
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _POLL_SECONDS = 0.25  # between looks at whether the engine's processes still live
 _DEAD = "a vLLM engine process ended unexpectedly; the engine's log has its last words"
 _CUT_POLL_SECONDS = 0.05  # between looks at how long the responses are that may be given up
@@ -45,7 +44,7 @@ def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         OWNER_VARIABLE: str(os.getpid()),
     }
-    if _is_eager(settings, on_cpu=on_cpu):
+    if is_eager(settings, on_cpu=on_cpu):
         variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles for 5-19 s all the same
     if on_cpu:
         threads = settings.num_threads or len(os.sched_getaffinity(0))
@@ -66,11 +65,6 @@ def _allow_handles(settings: EngineSettings) -> None:
     """Let vLLM pickle CUDA handles between our own processes; for good, as this process encodes them in each push."""
     if settings.sync_backend == "ipc":
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-
-
-def _is_eager(settings: EngineSettings, *, on_cpu: bool) -> bool:
-    """Whether vLLM does not compile: as asked for, or else on a CPU, where compiling takes longer than many runs."""
-    return on_cpu if settings.enforce_eager is None else settings.enforce_eager
 
 
 @contextmanager
@@ -345,54 +339,16 @@ def _check_head_size(model_path: str, settings: EngineSettings) -> None:
 
 def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "AsyncLLM":
     from vllm import AsyncEngineArgs
-    from vllm.config import WeightTransferConfig
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    arguments = engine_arguments(model_path, settings, on_cpu=on_cpu) | parsed_arguments(settings.vllm_args)
+    print("vLLM starts with", json.dumps(arguments, default=str), flush=True)
     return AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=model_path,
-            skip_tokenizer_init=True,
-            trust_remote_code=settings.trust_remote_code,
-            dtype=_DTYPES[settings.dtype],  # type: ignore[arg-type]
-            seed=settings.seed,
-            max_model_len=settings.max_model_len,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            # inside a Ray placement group vLLM would start Ray workers of its own, on GPUs it chooses
-            distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else None,
-            enforce_eager=_is_eager(settings, on_cpu=on_cpu),
-            enable_prefix_caching=settings.enable_prefix_caching,
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",  # the model's own sampling defaults must not mix into ours
-            disable_log_stats=True,
-            worker_extension_cls=f"{_WORKER_MODULE}.WorkerExtension",
-            scheduler_cls=f"{_SCHEDULER_MODULE}.{'StoppingScheduler' if on_cpu else 'AsyncStoppingScheduler'}",
-            weight_transfer_config=WeightTransferConfig(backend=f"rlhf_{settings.sync_backend}"),
-            **_device_arguments(settings, on_cpu=on_cpu),
-        ),
+        AsyncEngineArgs(**arguments),
         # vLLM's limits of whole batches; an AsyncLLM gets those of the smallest machine otherwise
         usage_context=UsageContext.LLM_CLASS,
     )
-
-
-def _device_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the engine arguments that differ between a CPU and GPUs.
-
-    A GPU's limits of sequences and tokens in a step are left to vLLM, which knows the card. On a CPU they are fixed,
-    so that the schedule of a batch is the same everywhere.
-    """
-    if on_cpu:
-        return {
-            "async_scheduling": False,  # vLLM's own default, which the scheduler has to fit
-            "enable_chunked_prefill": False,  # a chunked prefill with per-request seeds kills the CPU engine
-            "max_num_batched_tokens": max(8192, settings.max_model_len),
-            "max_num_seqs": settings.max_num_seqs,
-        }
-    return {
-        "async_scheduling": True,
-        "enable_sleep_mode": settings.enable_sleep,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-    }
 
 
 def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: list[int]) -> Any:

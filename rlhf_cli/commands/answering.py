@@ -133,6 +133,7 @@ def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "enforce_eager": sampling.enforce_eager,
+        "vllm_args": sampling.vllm_args,
         "stop": sampling.stop,
         "seed": config.out.seed,
         "reward_funcs": reward.reward_funcs,

@@ -17,8 +17,10 @@ from typing import Any
 
 import yaml
 
+from rlhf_cli.backends.engine_group import described, rollout_backend
 from rlhf_cli.backends.output_lock import output_lock
 from rlhf_cli.backends.ray_cluster import ray_cluster
+from rlhf_cli.backends.rollout_vllm_arguments import check_vllm_args
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.answering import (
     Examinee,
@@ -113,6 +115,7 @@ def run_evaluation(config: EvalConfig) -> None:
 
 def _check(config: EvalConfig, root: Path) -> EvalRun:
     """Everything that can be found wrong before the first process starts."""
+    check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
     examinees: list[Examinee] = []
     for name in config.model.names:
         model = config.model.model_copy(update={"pretrain": name})
@@ -151,7 +154,7 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
             )
         for number in left:
             asked = run.examinees[number]
-            engine = f"{config.sampling.vllm_num_engines} x {asked.backend}"
+            engine = described(config.sampling, asked.backend)
 
             def announce(placement: str, number: int = number, engine: str = engine) -> None:
                 if number == left[0]:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.backends.engine_group import described, rollout_backend
 from rlhf_cli.backends.output_lock import output_lock
 from rlhf_cli.backends.ray_cluster import ray_cluster
+from rlhf_cli.backends.rollout_vllm_arguments import check_vllm_args
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.commands.answering import (
     Examinee,
@@ -80,6 +82,7 @@ def run_generation(config: GenerateConfig) -> None:
 
 def _check(config: GenerateConfig, root: Path) -> _Run:
     """Everything that can be found wrong before the first process starts."""
+    check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
     asked = examinee(config)
     identity = {"command": "generate"} | settings_identity(config) | model_identity(asked)
     rows = rows_done(root, config.out, identity)
@@ -98,7 +101,7 @@ def _generate(run: _Run, root: Path, tracker: Tracker, stop: StopSignal) -> bool
         return True
 
     def announce(placement: str) -> None:
-        engine = f"{run.config.sampling.vllm_num_engines} x {asked.backend}"
+        engine = described(run.config.sampling, asked.backend)
         model = {"Reward model": asked.reward_model.source.pretrain} if asked.reward_model else {}
         tracker.start(facts | model | {"Engine": engine, "Placement": placement, "Logs": str(log_dir)})
 

@@ -138,6 +138,7 @@ def _start_engines(places: _Places, ranks: WorkerGroup | None) -> EngineGroup:
         enable_prefix_caching=sampling.enable_prefix_caching,
         trust_remote_code=config.model.trust_remote_code,
         num_threads=places.threads(ENGINE),
+        vllm_args=sampling.engine_arguments,
     )
 
     def start(number: int) -> tuple[Any, Any]:

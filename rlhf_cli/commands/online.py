@@ -11,9 +11,10 @@ from rich.console import Console
 from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.deepspeed_engine import check_deepspeed
-from rlhf_cli.backends.engine_group import rollout_backend
+from rlhf_cli.backends.engine_group import described, rollout_backend
 from rlhf_cli.backends.placement import check_layout, describe, plan_layout
 from rlhf_cli.backends.ray_cluster import Reservation, ray_cluster
+from rlhf_cli.backends.rollout_vllm_arguments import check_vllm_args
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.weight_transfer import check_sync_backend
 from rlhf_cli.commands.offline import conclude
@@ -207,6 +208,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
         check_deepspeed(config.deepspeed.of(role), param_dtype=config.model.param_dtype)
     backend = rollout_backend(config.rollout)
     check_sync_backend(config.rollout.vllm_sync_backend, engine=backend)
+    check_vllm_args(config.rollout, backend=backend)
     models = find_models(config, algorithm)
     model = models.policy
     if backend == "vllm":
@@ -344,7 +346,7 @@ def _facts(run: _Run, where: OnlineCluster) -> dict[str, str]:
         **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
         **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
         **({"Reward model": models.reward.source.pretrain} if models.reward else {}),
-        "Engine": f"{config.rollout.vllm_num_engines} x {run.backend}",
+        "Engine": described(config.rollout, run.backend),
         "Placement": "; ".join(describe(where.layout, unit=where.cluster.unit)),
         **({} if where.cluster.has_gpus else dtype_note(config.model)),
         "Logs": str(run.paths.logs),

@@ -244,6 +244,7 @@ class OnlineRoles:
             sync_backend=self._sync_backend,
             trust_remote_code=config.model.trust_remote_code,
             num_threads=self._threads(ENGINE),
+            vllm_args=rollout.engine_arguments,
         )
         seat = self._where.layout.of(ENGINE)[number]
         return start_engine(

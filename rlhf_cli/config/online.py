@@ -1,7 +1,7 @@
 """Rollouts, rewards, placement and optimizers of online training; its objective is in policy.py."""
 
 import json
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -10,6 +10,7 @@ from rlhf_cli.config.base import Group, JsonObject
 from rlhf_cli.config.rewards import REWARDS, RewardCall, read_calls
 from rlhf_cli.config.row_rewards import fault_of_sources
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
+from rlhf_cli.config.vllm_args import fault_of_vllm_args
 
 
 class EngineConfig(Group):
@@ -37,6 +38,20 @@ class EngineConfig(Group):
     enforce_eager: bool | None = None
     """No CUDA graphs and no compilation in vLLM: starts faster, generates slower. By default on a CPU alone, where
     --no_enforce_eager starts up to a minute later and generates in 0.7 of the time."""
+    vllm_args: JsonObject = "{}"
+    """Further engine arguments of vLLM, as a JSON object or a YAML mapping: {"max_num_seqs": 1024}."""
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        """The further engine arguments of vLLM."""
+        return dict(json.loads(self.vllm_args))
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _engine_arguments_are_not_settings(cls, text: str) -> str:
+        if fault := fault_of_vllm_args(json.loads(text)):
+            raise ValueError(fault)
+        return text
 
     @field_validator("top_k")
     @classmethod

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -145,11 +146,16 @@ def goes_on(process: psutil.Process) -> bool:
         return False
 
 
+ADDED = '{"max_num_seqs": 200}'
+"""An engine argument that changes no schedule here: 8 responses are in an engine at a time."""
+
+
 @pytest.fixture(scope="module", params=["transformers", "vllm"])
 def finished_run(request, tmp_path_factory, model, problems) -> tuple[str, Path]:
     """(backend, run directory) of a run that was never stopped."""
     backend, output = request.param, tmp_path_factory.mktemp("ppo") / "whole"
-    finish(rlhf(*ppo_words(model, problems, output, backend=backend)))
+    added = ["--vllm_args", ADDED] if backend == "vllm" else []
+    finish(rlhf(*ppo_words(model, problems, output, backend=backend), *added))
     assert_nothing_left(output)
     return backend, output
 
@@ -163,6 +169,17 @@ def test_a_run_leaves_a_model_metrics_samples_and_a_report(finished_run):
     assert (output / "report.html").stat().st_size > 10_000
     AutoModelForCausalLM.from_pretrained(output / "model")
     assert AutoTokenizer.from_pretrained(output / "model").chat_template
+
+
+@pytest.mark.parametrize("finished_run", ["vllm"], indirect=True)
+def test_an_engine_argument_of_the_command_line_reaches_the_engine(finished_run):
+    _, output = finished_run
+    (line,) = [
+        line for line in (output / "logs" / "engine-0.log").read_text().splitlines() if "vLLM starts with" in line
+    ]
+    arguments = json.loads(line.partition("vLLM starts with")[2])
+    assert (arguments["max_num_seqs"], arguments["max_model_len"]) == (200, 64)
+    assert yaml.safe_load((output / "config.yaml").read_text())["vllm_args"] == ADDED
 
 
 def test_engine_and_trainer_agree_on_probabilities(finished_run):

@@ -7,6 +7,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from transformers import AutoTokenizer
 
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.backends.rollout_sampling import processed_logits
+from rlhf_cli.backends.rollout_vllm_arguments import argument_names, parsed_arguments
 from rlhf_cli.backends.weight_transfer import WeightSender
 from rlhf_cli.backends.weight_transfer_shm import ShmTransport
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
@@ -40,7 +42,8 @@ STOPPING = replace(SAMPLING, stop=("e", "7", "Q", "never there"))
 LONG = [[7 + index * index % 240 for index in range(length)] for length in (130, 129)]  # a block of the cache has 128
 SHARING = [GenerationRequest(LONG[index // 8], seed=2000 + index) for index in range(16)]
 BATCHES = [(REQUESTS, SAMPLING), (REQUESTS, STOPPING), (SHARING, SAMPLING)]
-SETTINGS = EngineSettings(max_model_len=160, dtype="fp32", enforce_eager=True, num_threads=1)
+ADDED = {"max_num_seqs": 64, "additional_config": {"mark": [1, "x"]}}
+SETTINGS = EngineSettings(max_model_len=160, dtype="fp32", enforce_eager=True, num_threads=1, vllm_args=ADDED)
 END = [1, 2]
 
 
@@ -243,6 +246,48 @@ def test_greedy_responses_are_transformers_own(engine, model_dir):
     for prompt, one in zip(PROMPTS, generations, strict=True):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
         assert one.token_ids == expected.tolist()
+
+
+def test_engine_arguments_of_a_user_arrive_in_vllm_s_own_configuration(engine):
+    found = engine.engine._llm.vllm_config
+    assert (found.scheduler_config.max_num_seqs, found.additional_config) == (64, {"mark": [1, "x"]})
+
+
+def test_engine_arguments_are_read_by_vllm_s_own_parser():
+    given = {
+        "max_num_batched_tokens": "1k",
+        "kv_cache_dtype": "fp8",
+        "disable_log_stats": False,
+        "enable_log_requests": True,
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "hf_overrides": {"rope_theta": 3},
+    }
+    assert parsed_arguments(given) == given | {"max_num_batched_tokens": 1000}
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"max_num_seqs": "many"}, "argument --max-num-seqs: invalid int value: 'many'"),
+        ({"max_num_seqs": True}, "argument --max-num-seqs: invalid int value: 'true'"),
+        ({"max_num_seqs": None}, "max_num_seqs has no value"),
+        ({"kv_cache_dtype": "int3"}, "argument --kv-cache-dtype: invalid choice: 'int3'"),
+        ({"enable_log_requests": "yes"}, 'enable_log_requests must be true or false, not "yes"'),
+        ({"max_num_seq": 3}, "no engine argument max_num_seq (did you mean max_num_seqs?)"),
+        ({"compilation_config": {"nix": 1}}, "CompilationConfig nix Unexpected keyword argument"),
+    ],
+)
+def test_a_value_that_vllm_does_not_take_is_refused_in_one_sentence(given, complaint):
+    with pytest.raises(UsageError, match=re.escape(complaint)) as raised:
+        parsed_arguments(given)
+    assert "\n" not in str(raised.value)
+    assert "http" not in str(raised.value)
+
+
+def test_names_read_from_vllm_s_source_are_those_of_its_class():
+    from vllm import AsyncEngineArgs
+
+    assert argument_names() == {name for name in AsyncEngineArgs.__dataclass_fields__ if not name.startswith("_")}
 
 
 CHOOSY = SamplingParams(16, temperature=0.7, top_p=0.8, top_k=12, min_p=0.05, repetition_penalty=1.4)

@@ -1,0 +1,49 @@
+"""Engine arguments of vLLM that this program sets itself, with the settings to use instead.
+
+Leaves out the arguments that vLLM has: its own parser knows them (backends/rollout_vllm_arguments.py).
+"""
+
+from collections.abc import Iterable
+
+_PLACES = "Ray places the engines: --vllm_num_engines and --vllm_tensor_parallel_size set their number and size"
+_TOKENS = "engines take and return token ids: --pretrain names model and tokenizer"
+_SAMPLING = "give --temperature, --top_p, --top_k or --min_p"
+_WORKER = "weights are pushed through this program's worker: --vllm_sync_backend chooses how"
+_SCHEDULER = "stop strings and reproducible batches need this program's scheduler"
+
+DECIDED: dict[str, str] = {
+    "model": "give --pretrain",
+    **dict.fromkeys(("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"), _TOKENS),
+    **dict.fromkeys(("revision", "code_revision"), "give the folder of that revision as --pretrain"),
+    **dict.fromkeys(("runner", "convert"), "its engines generate, and --reward_pretrain scores"),
+    "trust_remote_code": "give --trust_remote_code",
+    "dtype": "give --param_dtype",
+    "seed": "give --seed",
+    "max_model_len": "give --max_len",
+    "enforce_eager": "give --enforce_eager or --no_enforce_eager",
+    "enable_prefix_caching": "give --enable_prefix_caching or --no_enable_prefix_caching",
+    "enable_chunked_prefill": "it is vLLM's choice on a GPU, and on a CPU it ends the engine",
+    "enable_sleep_mode": "give --vllm_enable_sleep",
+    "gpu_memory_utilization": "give --vllm_gpu_memory_utilization",
+    "tensor_parallel_size": "give --vllm_tensor_parallel_size",
+    "logprobs_mode": "training reads the log-probabilities of the distribution that tokens are drawn from",
+    **dict.fromkeys(("generation_config", "override_generation_config"), _SAMPLING),
+    **dict.fromkeys(("worker_cls", "worker_extension_cls", "weight_transfer_config"), _WORKER),
+    **dict.fromkeys(("scheduler_cls", "async_scheduling", "scheduling_policy"), _SCHEDULER),
+    **dict.fromkeys(
+        (
+            "pipeline_parallel_size", "prefill_context_parallel_size", "distributed_executor_backend", "device_ids",
+            "master_addr", "master_port", "nnodes", "node_rank", "data_parallel_size", "data_parallel_size_local",
+            "data_parallel_rank", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port",
+            "data_parallel_backend", "data_parallel_hybrid_lb", "data_parallel_external_lb",
+            "data_parallel_multi_port_external_lb",
+        ),
+        _PLACES,
+    ),
+}  # fmt: skip
+"""Arguments that cannot be given, each with the reason or the setting to use instead."""
+
+
+def fault_of_vllm_args(names: Iterable[str]) -> str | None:
+    """Return why these engine arguments cannot be given, None if they can as far as this program is concerned."""
+    return next((f"this program sets {name}: {DECIDED[name]}" for name in names if name in DECIDED), None)
