@@ -168,7 +168,6 @@ TABLE: dict[str, Foreign] = {
     "ring_attn_size": Foreign(1, _only(1, instead="several ranks for one sequence are not there yet; drop it")),
     "ring_head_stride": Foreign(1, _only(1, instead="several ranks for one sequence are not there yet; drop it")),
     "ds_tensor_parallel_size": Foreign(1, _only(1, instead="trainers use ZeRO: --zero_stage 3 partitions weights")),
-    "aux_loss_coef": Foreign(1, _only(0, instead="the router loss of mixtures of experts is not there yet")),
     "max_images_per_prompt": Foreign(1, _only(0, instead="images are not there yet")),
     "gamma": Foreign(1, _only(1, instead="this command compares whole responses; rlhf ppo discounts")),
     "lambd": Foreign(1, _only(1, instead="this command has no critic; rlhf ppo has --lambd")),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from preference_training import make_pairs, make_reference
-from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
+from tiny_training import OPTIM, Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 from torch import nn
 
 from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
@@ -181,7 +181,7 @@ def evaluation(model: str) -> dict[str, float]:
     return make_engine(module, 3).evaluate(micro_batches, bind(sft_objective, totals))
 
 
-def main(model: str, folder: Path) -> None:
+def main(model: str, mixture: str, folder: Path) -> None:
     distributed.join_process_group()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results: dict[str, Any] = {}
@@ -197,6 +197,7 @@ def main(model: str, folder: Path) -> None:
     results["moved"] = moved(model)
     results["zpg"] = steps(model, 3, zpg=num_ranks)
     results["overlap"] = steps(model, 2, overlap_comm=True)
+    results["router loss"] = steps(mixture, 3, optim=OPTIM.model_copy(update={"aux_loss_coef": 0.5}))
     results["critic"] = critic(model)
     results["inference"] = inference(model)
     results["reference columns"] = torch.from_numpy(reference_columns(model))
@@ -208,4 +209,4 @@ def main(model: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -18,14 +18,18 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     CohereForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -47,6 +51,15 @@ from rlhf_cli.models.loading import (
 )
 from rlhf_cli.models.policy import PolicyModel, ValueModel, logit_transform, parameter_groups
 from rlhf_cli.models.saving import save_hf
+
+COST_SHAPE: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 10,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 100,
+}
 
 
 def settings(pretrain, **changes):
@@ -392,6 +405,26 @@ def test_attention_share_of_the_cost_by_hand():
     weights = 3 * (2 * 64 + 2 * 16 + 3 * 80) + 800
     # Multiplications of causal attention: 3 layers, 8 dimensions, scores and values, half of the square.
     assert quadratic_cost(config) == pytest.approx(3 * 8 * 2 / 2 / weights)
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (MixtralConfig(num_local_experts=8, num_experts_per_tok=2, **COST_SHAPE), 2 * 10),
+        (Qwen3MoeConfig(num_experts=8, num_experts_per_tok=4, moe_intermediate_size=3, **COST_SHAPE), 4 * 3),
+        (
+            Qwen2MoeConfig(
+                num_experts_per_tok=4, moe_intermediate_size=3, shared_expert_intermediate_size=7, **COST_SHAPE
+            ),
+            4 * 3 + 7,
+        ),
+        (DeepseekV3Config(num_experts_per_tok=4, moe_intermediate_size=3, n_shared_experts=2, **COST_SHAPE), 6 * 3),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_of_a_mixture_the_experts_that_a_token_takes_cost_something(config, width):
+    dense = Qwen2Config(**{**COST_SHAPE, "intermediate_size": width}, head_dim=getattr(config, "head_dim", None))
+    assert quadratic_cost(config) == pytest.approx(quadratic_cost(dense))
 
 
 def test_parameters_are_counted_once_and_whole(tiny_model_dir):

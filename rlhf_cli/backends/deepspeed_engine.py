@@ -24,6 +24,7 @@ from transformers import get_scheduler
 from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends import distributed
 from rlhf_cli.backends.deepspeed_weights import DEEPSPEED
+from rlhf_cli.backends.router_loss import RouterLoss
 from rlhf_cli.backends.sleep import HostCopies, TrainedStates
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.errors import UsageError
@@ -140,6 +141,8 @@ class DeepSpeedEngine:
         self._stage = settings.zero_stage
         self._states = TrainedStates(self._engine, module, device=distributed.device())
         self._skipped_in_a_row = 0
+        routers = getattr(module, "routers", None) if optim.aux_loss_coef else None
+        self._router_loss = None if routers is None else RouterLoss(routers, optim.aux_loss_coef)
         if self._stage == 3:
             register_external_parameters(module)
         if self._stage == 0 and self._engine.bfloat16_enabled():
@@ -163,6 +166,8 @@ class DeepSpeedEngine:
         """
         self._engine.train()
         total: Metrics = {}
+        if self._router_loss is not None:
+            compute_loss = self._router_loss.added_to(compute_loss, model=self._engine, micro_batches=micro_batches)
         for index, micro_batch in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             loss, metrics = compute_loss(self._engine, micro_batch.to(distributed.device()))

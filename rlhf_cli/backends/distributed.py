@@ -81,6 +81,13 @@ def reduce_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return dict(zip(metrics, torch.where(is_max, maxima, sums).tolist(), strict=True))
 
 
+def summed(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the tensor over all ranks; every rank must call it."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values
+
+
 def gather_rows(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Rows of all ranks end to end, on this rank's device, and where this rank's begin; every rank must call it.
 

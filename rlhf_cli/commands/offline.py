@@ -46,6 +46,7 @@ from rlhf_cli.models.loading import (
     packed_attention,
     quadratic_cost,
 )
+from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.options import to_yaml
 from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.rows_bar import rows_bar
@@ -134,6 +135,7 @@ def offline_model(config: OfflineConfig) -> TrainedModel:
     check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype)
     model = trained_model(config.model, config.adapter, seed=config.batch.seed)
     check_not_replaced(config.checkpoint, config.model.pretrain, model.base.pretrain)
+    check_router_loss(config.optim.aux_loss_coef, model.architecture)
     in_4bit = model.plan is not None and model.plan.in_4bit
     check_loadable(model.base, model.architecture, in_4bit=in_4bit, partitioned=config.deepspeed.zero_stage == 3)
     return model

@@ -43,6 +43,7 @@ from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.errors import ProcessDied, RunError, UsageError
 from rlhf_cli.models.loading import check_positions, dtype_note
+from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.tracking.report import write_report
@@ -211,6 +212,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     check_vllm_args(config.rollout, backend=backend)
     models = find_models(config, algorithm)
     model = models.policy
+    check_router_loss(config.optim.aux_loss_coef, model.architecture)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
     roles = role_names(config, models)

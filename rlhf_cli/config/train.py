@@ -44,6 +44,8 @@ class OptimConfig(Group):
     """Clip the global gradient norm to this; 0 turns clipping off."""
     max_skipped_steps: int = Field(5, ge=0)
     """Steps in a row that are skipped because loss or gradient is not finite; one more ends the run."""
+    aux_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts; above 0 a step takes one more forward pass."""
     lr_scheduler: Literal[
         "cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial"
     ] = "cosine_with_min_lr"
@@ -61,7 +63,7 @@ class OptimConfig(Group):
 
     def kept(self) -> dict[str, Any]:
         """The settings that live on in the optimizer's state and the course of the learning rate, as JSON."""
-        return self.model_dump(mode="json", exclude={"max_norm", "max_skipped_steps"})
+        return self.model_dump(mode="json", exclude={"max_norm", "max_skipped_steps", "aux_loss_coef"})
 
 
 class SingleOptimConfig(OptimConfig):

@@ -15,6 +15,7 @@ from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logprobs import LogitTransform, token_logprobs
 from rlhf_cli.models.packs import PackLike
 from rlhf_cli.models.rounding import rounded
+from rlhf_cli.models.routers import RouterRecorder, router_recorder, token_weights
 
 
 class Decoder:
@@ -23,10 +24,15 @@ class Decoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._decoder = model.get_decoder()
         self._last_mlp = LastMLP(self._decoder)
+        self.routers = router_recorder(model.config)
 
-    def __call__(self, pack: PackLike) -> torch.Tensor:
-        """Hidden states [K, D] after the last norm, before any head, in the rows that are read."""
+    def __call__(self, pack: PackLike, *, real: PackLike) -> torch.Tensor:
+        """Return hidden states [K, D] after the last norm, before any head, in the rows that are read.
+
+        `real` is the pack before it was rounded up with filler.
+        """
         keys = pack.keys or pack
+        records_routers = self.routers is not None and self.routers.is_on
         with self._spared(pack):
             output = self._decoder(
                 input_ids=pack.input_ids_T[None],
@@ -37,15 +43,22 @@ class Decoder:
                 max_length_q=pack.max_seqlen,
                 max_length_k=keys.max_seqlen,
                 **({"key_index": pack.keys.index_U} if pack.keys else {}),
+                **({"output_router_logits": True} if records_routers else {}),
             )
+        if self.routers is not None and records_routers:
+            self.routers.add(output.router_logits, token_weights(real, num_tokens=pack.input_ids_T.numel()))
         hidden_TD: torch.Tensor = output.last_hidden_state[0]
         return hidden_TD.index_select(0, pack.rows_K)
 
     def _spared(self, pack: PackLike) -> AbstractContextManager[None]:
-        """What leaves out work on tokens that are not read; not where layers are computed again in the backward pass,
-        when this has ended."""
+        """Return the context that leaves out work on tokens that are not read.
+
+        It leaves out nothing if layers are computed again in the backward pass, when the context has ended, or if the
+        last layer's router is recorded, which has to see all tokens.
+        """
         computes_again = self._decoder.training and getattr(self._decoder, "is_gradient_checkpointing", False)
-        return nullcontext() if computes_again else self._last_mlp.only(pack.read_R)
+        records_routers = self.routers is not None and self.routers.is_on
+        return nullcontext() if computes_again or records_routers else self._last_mlp.only(pack.read_R)
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
@@ -103,6 +116,11 @@ class PolicyModel(nn.Module):
         self._decoder = Decoder(model)
         self.head = TokenHead(head, logit_transform(model.config))
 
+    @property
+    def routers(self) -> RouterRecorder | None:
+        """The recorder of the routers, if the model has any with a load-balancing loss."""
+        return self._decoder.routers
+
     def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
         """Pairs (module, parameter) for `deepspeed.zero.register_external_parameter`."""
         return [(self.head, parameter) for parameter in self.head.parameters_used()]
@@ -117,7 +135,7 @@ class PolicyModel(nn.Module):
         """
         rows = rounded(pack, self.model.dtype)
         logprobs, entropies = self.head(
-            self._decoder(rows), rows.targets_K, temperature=temperature, with_entropy=with_entropy
+            self._decoder(rows, real=pack), rows.targets_K, temperature=temperature, with_entropy=with_entropy
         )
         num_targets = pack.targets_K.numel()
         return logprobs[:num_targets], None if entropies is None else entropies[:num_targets]
@@ -133,9 +151,14 @@ class ValueModel(nn.Module):
         self.model = model
         self._decoder = Decoder(model)
 
+    @property
+    def routers(self) -> RouterRecorder | None:
+        """The recorder of the routers, if the model has any with a load-balancing loss."""
+        return self._decoder.routers
+
     def forward(self, pack: PackLike) -> torch.Tensor:
         """Values float32 [K]."""
-        hidden_KD = self._decoder(rounded(pack, self.model.dtype))
+        hidden_KD = self._decoder(rounded(pack, self.model.dtype), real=pack)
         return self.model.score(hidden_KD)[: pack.targets_K.numel()].squeeze(-1).float()
 
 

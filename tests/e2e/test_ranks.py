@@ -19,7 +19,7 @@ STAGES = (0, 1, 2, 3)
 SCENARIOS = Path(__file__).parents[1] / "rank_scenarios.py"
 
 
-def start_ranks(num_ranks: int, model: str, folder: Path) -> list[subprocess.Popen]:
+def start_ranks(num_ranks: int, models: list[str], folder: Path) -> list[subprocess.Popen]:
     port = str(free_port())
     ranks = []
     for rank in range(num_ranks):
@@ -28,16 +28,16 @@ def start_ranks(num_ranks: int, model: str, folder: Path) -> list[subprocess.Pop
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         with (folder / f"rank{rank}of{num_ranks}.log").open("w") as log:
-            command = [sys.executable, str(SCENARIOS), model, str(folder)]
+            command = [sys.executable, str(SCENARIOS), *models, str(folder)]
             ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     return ranks
 
 
 @pytest.fixture(scope="module")
-def results(tiny_model_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
+def results(tiny_model_dir, tiny_moe_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
     """What each rank has found, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("ranks")
-    processes = {n: start_ranks(n, tiny_model_dir, folder) for n in (1, 2)}
+    processes = {n: start_ranks(n, [tiny_model_dir, tiny_moe_dir], folder) for n in (1, 2)}
     found = {}
     try:
         for num_ranks, ranks in processes.items():
@@ -59,7 +59,7 @@ def assert_equal_steps(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert farthest(one["weights"], other["weights"]) < CLOSE
 
 
-@pytest.mark.parametrize("name", [*(f"steps {stage}" for stage in STAGES), "zpg", "overlap"])
+@pytest.mark.parametrize("name", [*(f"steps {stage}" for stage in STAGES), "zpg", "overlap", "router loss"])
 def test_two_ranks_take_the_steps_of_one(results, name):
     """Loss, gradient norm, learning rate and weights, also in the step in which one of them is idle."""
     assert_equal_steps(results[0, 1][name], results[0, 2][name])
