@@ -7,11 +7,14 @@ from test_trees import SHAPE
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_cli.backends.online_roles import Dealer
+from rlhf_cli.commands.grpo import GRPOConfig
+from rlhf_cli.commands.online_roles import role_settings
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.data.samples import Sample
 from rlhf_cli.data.shared_prompts import pack_groups, plan_groups
 from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.options import build_config
 
 
 def sequence(prompt: list[int], response: list[int], trained: list[int] | None = None) -> Sequence:
@@ -66,6 +69,49 @@ def test_every_sequence_is_dealt_once_within_the_bound(seed):
     assert sorted(flat(plan)) == list(range(40))
     assert len({len(bins) for bins in plan}) == 1
     assert all(pack_groups([sequences[i] for i in bins]).input_ids_T.numel() <= 40 for rank in plan for bins in rank)
+
+
+def test_a_bound_on_sequences_keeps_prompts_together():
+    plan = plan_groups(SCATTERED, max_tokens=100, num_ranks=1, quadratic_cost=0.0, max_sequences=3)
+    assert sorted(plan[0]) == [[0, 2, 4], [1, 3]]
+    # A bound on sequences alone decides: the same 8 responses to each of 3 prompts in micro-batches of 8, 6 and 16.
+    three = [sequence([1, prompt, 3], [n]) for n in range(8) for prompt in range(3)]
+    for most, sizes in ((8, [8, 8, 8]), (6, [6, 6, 6, 6]), (16, [12, 12])):
+        plan = plan_groups(three, max_tokens=1000, num_ranks=1, quadratic_cost=0.0, max_sequences=most)
+        assert [len(members) for members in plan[0]] == sizes
+        copies = [pack_groups([three[i] for i in members]).input_ids_T.numel() - len(members) for members in plan[0]]
+        assert sum(copies) <= 3 * (3 + len(sizes) - 1)  # a prompt is repeated only if a micro-batch ends in its group
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("num_ranks", "max_sequences"), [(1, 1), (1, 4), (3, 4), (3, 100), (7, 3)])
+def test_every_sequence_is_dealt_once_within_both_bounds(seed, num_ranks, max_sequences):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(1, 9, rng.integers(1, 12)).tolist() for _ in range(5)]
+    sequences = [
+        sequence(prompts[rng.integers(5)], rng.integers(1, 9, rng.integers(1, 20)).tolist()) for _ in range(40)
+    ]
+    plan = plan_groups(sequences, max_tokens=60, num_ranks=num_ranks, quadratic_cost=0.01, max_sequences=max_sequences)
+    assert sorted(flat(plan)) == list(range(40))
+    assert len({len(bins) for bins in plan}) == 1
+    for members in (members for bins in plan for members in bins):
+        assert len(members) <= max_sequences
+        assert pack_groups([sequences[i] for i in members]).input_ids_T.numel() <= 60
+
+
+def test_ranks_get_even_shares_of_the_sequences():
+    group = [sequence(ONE, [5 + n]) for n in range(9)]
+    plan = plan_groups(group, max_tokens=100, num_ranks=4, quadratic_cost=0.0, max_sequences=8)
+    assert sorted(len(members) for bins in plan for members in bins) == [2, 2, 2, 3]
+
+
+def test_a_fixed_size_of_micro_batches_leaves_prompts_shared():
+    given = {"pretrain": "m", "prompt_data": "d", "output": "o", "reward_funcs": "exact", "micro_train_batch_size": "3"}
+    config = build_config(GRPOConfig, given)
+    settings = role_settings(config, "actor", config.model, learning_rate=1e-6, total_steps=1)
+    assert settings.share_prompts
+    deal = Dealer(1, config.batch, 0.01, lambda: settings.share_prompts)
+    assert sorted(deal.plan(SCATTERED)[0]) == [[0, 2, 4], [1, 3]]
 
 
 def test_without_a_common_prompt_nothing_differs():

@@ -50,6 +50,7 @@ class Dealer:
                 sequences,
                 max_tokens=self.batch.train_max_tokens_per_gpu,
                 num_ranks=self.num_ranks,
+                max_sequences=self.batch.micro_train_batch_size,
                 quadratic_cost=self.quadratic_cost,
             )
         return plan_packs(

@@ -204,21 +204,13 @@ class OnlineRoles:
     def _start(
         self, role: str, factory: type, model: ModelConfig, learning_rate: float, adapter: AdapterPlan | None = None
     ) -> tuple[WorkerGroup, list[Any]]:
-        config = self._config
-        settings = RoleSettings(
-            model=model,
-            deepspeed=config.deepspeed.of(role),
-            optim=config.optim,
+        settings = role_settings(
+            self._config,
+            role,
+            model,
             learning_rate=learning_rate,
             total_steps=self._total_steps.critic if role == "critic" else self._total_steps.actor,
-            seed=config.batch.seed,
-            temperature=config.rollout.temperature,
-            max_new_tokens=config.rollout.max_new_tokens,
-            policy=config.policy,
-            share_prompts=config.batch.share_prompts and config.batch.micro_train_batch_size is None,
             adapter=adapter,
-            ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,
-            sleeps=self._takes_turns,
         )
         return start_ranks(
             role,
@@ -264,6 +256,33 @@ class OnlineRoles:
         visible = self.actor.trained.group.visible_gpus()
         here = [s for s in self._where.layout.of("actor") if s.island == seat.island and s.gpus[0] in seat.gpus]
         return {"CUDA_VISIBLE_DEVICES": ",".join(visible[actor_seat.rank] for actor_seat in here)}
+
+
+def role_settings(
+    config: OnlineConfig,
+    role: str,
+    model: ModelConfig,
+    *,
+    learning_rate: float,
+    total_steps: int,
+    adapter: AdapterPlan | None = None,
+) -> RoleSettings:
+    """Return what a role is built from."""
+    return RoleSettings(
+        model=model,
+        deepspeed=config.deepspeed.of(role),
+        optim=config.optim,
+        learning_rate=learning_rate,
+        total_steps=total_steps,
+        seed=config.batch.seed,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        policy=config.policy,
+        share_prompts=config.batch.share_prompts,
+        adapter=adapter,
+        ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,
+        sleeps=config.placement.deepspeed_enable_sleep,
+    )
 
 
 def shares_gpus(layout: Layout) -> bool:

@@ -413,7 +413,7 @@ class OnlineBatchConfig(BatchConfig):
     """Batches"""
 
     share_prompts: bool = True
-    """Compute a prompt once for its responses in a micro-batch; with attention varlen, no micro_train_batch_size."""
+    """Compute a prompt once for its responses in a micro-batch; with attention varlen."""
 
 
 class ActorCriticBatchConfig(OnlineBatchConfig):

@@ -155,17 +155,19 @@ def plan_packs(
             f"raise train_max_tokens_per_gpu to {lengths_B.max()} or more, or lower max_len"
         )
     costs_B = lengths_B + quadratic_cost * lengths_B.astype(np.float64) ** 2 if costs is None else np.array(costs)
-    bins = _fewest_bins(lengths_B, costs_B, _Bounds(max_tokens, max_sequences or lengths_B.size), num_ranks)
+    bins = _fewest_bins(lengths_B, costs_B, Bounds(max_tokens, max_sequences or lengths_B.size), num_ranks)
     return _deal(bins, costs_B, num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class _Bounds:
+class Bounds:
+    """Most tokens and most sequences of a micro-batch."""
+
     tokens: int
     sequences: int
 
 
-def _fewest_bins(lengths_B: np.ndarray, costs_B: np.ndarray, bounds: _Bounds, num_ranks: int) -> list[list[int]]:
+def _fewest_bins(lengths_B: np.ndarray, costs_B: np.ndarray, bounds: Bounds, num_ranks: int) -> list[list[int]]:
     """Balanced bins, a multiple of `num_ranks`, as few as the heuristics and the bounded search find."""
     num_bins = -(-_least_bins(lengths_B, bounds) // num_ranks) * num_ranks
     order = np.lexsort((np.arange(lengths_B.size), -lengths_B))
@@ -179,7 +181,7 @@ def _fewest_bins(lengths_B: np.ndarray, costs_B: np.ndarray, bounds: _Bounds, nu
         num_bins += num_ranks
 
 
-def _least_bins(lengths_B: np.ndarray, bounds: _Bounds) -> int:
+def _least_bins(lengths_B: np.ndarray, bounds: Bounds) -> int:
     """A lower bound on the number of bins: L2 of Martello and Toth (Knapsack Problems, 1990, section 8.3)."""
     ascending = np.sort(lengths_B)
     sums = np.concatenate([[0], np.cumsum(ascending)])
@@ -194,7 +196,7 @@ def _least_bins(lengths_B: np.ndarray, bounds: _Bounds) -> int:
 
 
 def _fill_balanced(
-    order: np.ndarray, lengths_B: np.ndarray, costs_B: np.ndarray, bounds: _Bounds, num_bins: int
+    order: np.ndarray, lengths_B: np.ndarray, costs_B: np.ndarray, bounds: Bounds, num_bins: int
 ) -> list[list[int]] | None:
     """Longest first, each into the cheapest bin with room; None if one finds no room."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -213,7 +215,7 @@ def _fill_balanced(
     return bins
 
 
-def _fill_tight(order: np.ndarray, lengths_B: np.ndarray, bounds: _Bounds, num_bins: int) -> list[list[int]] | None:
+def _fill_tight(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bins: int) -> list[list[int]] | None:
     """Best-fit decreasing: longest first, each where the least room stays; None if one finds no room."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     open_bins = [(bounds.tokens, number) for number in range(num_bins)]
@@ -228,7 +230,7 @@ def _fill_tight(order: np.ndarray, lengths_B: np.ndarray, bounds: _Bounds, num_b
     return bins
 
 
-def _search(order: np.ndarray, lengths_B: np.ndarray, bounds: _Bounds, num_bins: int) -> list[list[int]] | None:
+def _search(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bins: int) -> list[list[int]] | None:
     """Depth-first search for any filling of `num_bins` bins; None if there is none or the search grows too large."""
     if order.size > EXACT_SEARCH_SEQUENCES:
         return None
@@ -259,7 +261,7 @@ def _search(order: np.ndarray, lengths_B: np.ndarray, bounds: _Bounds, num_bins:
     return bins if place(0) else None
 
 
-def _rebalance(bins: list[list[int]], lengths_B: np.ndarray, costs_B: np.ndarray, bounds: _Bounds) -> list[list[int]]:
+def _rebalance(bins: list[list[int]], lengths_B: np.ndarray, costs_B: np.ndarray, bounds: Bounds) -> list[list[int]]:
     """Move sequences from the costliest to the cheapest bin while that narrows the gap; fills empty bins first."""
     bin_costs = np.array([costs_B[members].sum() for members in bins])
     for _ in range(2 * len(bins)):

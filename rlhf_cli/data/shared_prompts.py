@@ -10,31 +10,42 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_cli.data.packing import Pack, Sequence, pack, plan_packs
+from rlhf_cli.data.packing import Bounds, Pack, Sequence, pack, plan_packs
 from rlhf_cli.data.trees import Branch, Tree, pack_trees
 
 
 def plan_groups(
-    sequences: Seq[Sequence], *, max_tokens: int, num_ranks: int, quadratic_cost: float
+    sequences: Seq[Sequence],
+    *,
+    max_tokens: int,
+    num_ranks: int,
+    quadratic_cost: float,
+    max_sequences: int | None = None,
 ) -> list[list[list[int]]]:
     """As `plan_packs`, with sequences of one prompt next to each other in a micro-batch, where the prompt counts once.
 
-    A group that is larger than a micro-batch, or than a rank's even share of all tokens, is cut into several.
+    A group that is larger than a micro-batch, or than a rank's even share of all tokens, is cut into several. With
+    `max_sequences`, micro-batches are filled one after the other, each with about as many sequences.
     """
     sizes = _Sizes([_prompt_size(sequence) for sequence in sequences], [len(sequence) for sequence in sequences])
     groups: dict[bytes, list[int]] = {}
     for index, (sequence, size) in enumerate(zip(sequences, sizes.prompts, strict=True)):
         groups.setdefault(sequence.token_ids[:size].tobytes(), []).append(index)
-    total = sum(sizes.tokens(members) for members in groups.values())
-    limit = min(max_tokens, -(-total // num_ranks))
-    parts = [part for members in groups.values() for part in sizes.cut(members, limit)]
+    if max_sequences is None:
+        total = sum(sizes.tokens(members) for members in groups.values())
+        limit = min(max_tokens, -(-total // num_ranks))
+        blocks = [[part] for members in groups.values() for part in sizes.cut(members, limit)]
+    else:
+        bounds = Bounds(max_tokens, max_sequences)
+        blocks = sizes.filled(list(groups.values()), bounds, num_ranks=num_ranks)
     plan = plan_packs(
-        [sizes.tokens(part) for part in parts],
-        costs=[sizes.cost(part, quadratic_cost) for part in parts],
+        [sum(map(sizes.tokens, parts)) for parts in blocks],
+        costs=[sum(sizes.cost(part, quadratic_cost) for part in parts) for parts in blocks],
         max_tokens=max_tokens,
         num_ranks=num_ranks,
+        max_sequences=None if max_sequences is None else 1,  # a block is a micro-batch already
     )
-    return [[[i for part in members for i in parts[part]] for members in bins] for bins in plan]
+    return [[[i for block in members for part in blocks[block] for i in part] for members in bins] for bins in plan]
 
 
 def pack_groups(sequences: Seq[Sequence]) -> Pack:
@@ -90,3 +101,28 @@ class _Sizes:
             parts[-1].append(index)
             room -= branch
         return parts
+
+    def filled(self, groups: list[list[int]], bounds: Bounds, *, num_ranks: int) -> list[list[list[int]]]:
+        """Return blocks of the groups' sequences in their order, evenly many in each; a block is parts of groups.
+
+        There are the fewest blocks that hold all sequences, in a multiple of the ranks. A block that reaches the limit
+        of tokens ends before, which may make more of them.
+        """
+        left, places, room = len(self.lengths), 0, 0
+        num_blocks = -(-left // (bounds.sequences * num_ranks)) * num_ranks
+        blocks: list[list[list[int]]] = []
+        for members in groups:
+            is_open = False  # whether the last part of the last block is of this group
+            for index in members:
+                needed = self.lengths[index] - (self.prompts[index] if is_open else 0)
+                if not places or needed > room:
+                    even = -(-left // max(1, num_blocks - len(blocks)))
+                    places, room = min(even, bounds.sequences), bounds.tokens
+                    needed, is_open = self.lengths[index], False
+                    blocks.append([])
+                if not is_open:
+                    blocks[-1].append([])
+                    is_open = True
+                blocks[-1][-1].append(index)
+                left, places, room = left - 1, places - 1, room - needed
+        return blocks
