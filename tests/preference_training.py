@@ -53,6 +53,7 @@ def make_pairs(count: int = NUM_ITEMS, *, seed: int = 0) -> PairData:
         counts(lambda pair: int(pair.chosen.loss_mask.sum() + pair.rejected.loss_mask.sum())),
         report=None,  # type: ignore[arg-type]
         where=str,
+        fingerprint=str,
     )
 
 
@@ -76,6 +77,7 @@ def make_labelled(count: int = NUM_ITEMS, *, seed: int = 0) -> LabelledData:
         counts(lambda item: item.desirable).astype(bool),
         report=None,  # type: ignore[arg-type]
         where=str,
+        fingerprint=str,
     )
 
 

@@ -21,6 +21,7 @@ from rlhf_cli.backends.weight_average import WeightAverage
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing import pack
+from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.trainers import dpo
@@ -181,6 +182,20 @@ def evaluation(model: str) -> dict[str, float]:
     return make_engine(module, 3).evaluate(micro_batches, bind(sft_objective, totals))
 
 
+def decisions() -> list[Any]:
+    """What the first rank's number and its refusal become on this rank."""
+
+    def refuse() -> None:
+        raise UsageError(f"rank {dist.get_rank()} refuses")
+
+    found: list[Any] = [distributed.by_first_rank(dist.get_rank)]
+    try:
+        distributed.by_first_rank(refuse)
+    except UsageError as error:
+        found.append(str(error))
+    return found
+
+
 def main(model: str, mixture: str, folder: Path) -> None:
     distributed.join_process_group()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -204,6 +219,7 @@ def main(model: str, mixture: str, folder: Path) -> None:
     results["evaluation"] = evaluation(model)
     results["reduced"] = distributed.reduce_metrics({"sum": rank + 1.0, "largest_max": rank * 2.0})
     results["votes"] = [distributed.any_rank(False), distributed.any_rank(rank == num_ranks - 1)]
+    results["decisions"] = decisions()
     torch.save(results, folder / f"rank{rank}of{num_ranks}.pt")
     distributed.leave_process_group()
 

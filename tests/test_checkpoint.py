@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_cli.backends.checkpoint import CheckpointStore, check_same_run
+from rlhf_cli.backends.checkpoint import CheckpointStore, check_same_run, differences
 from rlhf_cli.errors import RunError, UsageError
 
 MEGABYTE = 1 << 20
@@ -182,8 +182,18 @@ def test_a_checkpoint_of_another_run_is_refused(store):
     check_same_run(latest, {"seed": 1})
     with pytest.raises(UsageError, match=r"belongs to another run: its seed is 1, not 2; use another --output"):
         check_same_run(latest, {"seed": 2})
-    with pytest.raises(UsageError, match="its number of ranks is None, not 2"):
+    with pytest.raises(UsageError, match="belongs to another run: it does not record number of ranks; use"):
         check_same_run(latest, {"seed": 1, "number of ranks": 2})
+
+
+def test_every_difference_of_two_runs_has_a_clause_and_no_long_value_is_shown():
+    written = {"beta": 0.1, "tokenizer": "0" * 32, "adapter": None, "seed": 1}
+    assert differences(written, written) == ""
+    present = {"beta": 0.5, "tokenizer": "1" * 32, "adapter": None, "seed": 1, "loss": "ipo"}
+    assert differences(written, present) == "its beta is 0.1, not 0.5; it differs in tokenizer; it does not record loss"
+    many = differences(dict.fromkeys("abcdefgh", 1), dict.fromkeys("abcdefgh", 2))
+    assert many.startswith("its a is 1, not 2; its b is 1, not 2; ")
+    assert many.endswith("its e is 1, not 2; 3 further differences")
 
 
 def test_a_checkpoint_that_this_program_did_not_write_is_refused(store):

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,9 @@ STATE = "state.json"
 ASIDE = ".writing"
 REMOVED = ".removing"
 PROBE_BYTES = 4 << 20  # checked at both ends of a file: whole files of a large model would take minutes
+SHOWN_CHARACTERS = 30
+"""Of a value in a message; hashes are longer, and no reader can use them."""
+SHOWN_DIFFERENCES = 5
 
 logger = logging.getLogger(__name__)
 
@@ -196,19 +199,37 @@ def _problem(path: Path, size: int, probe: int) -> str | None:
     return None if _probe(path) == probe else "has other contents than were written"
 
 
-def check_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
+def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Raise UsageError if the checkpoint was written by a run with another identity.
 
     Args:
-        identity: what must be equal for continuing to make sense, such as command, model and number of ranks.
+        identity: what must be equal for continuing to make sense, such as command, weights and number of ranks.
     """
-    written = checkpoint.state.get("identity", {})
-    for name, value in identity.items():
-        if written.get(name) != value:
-            raise UsageError(
-                f"checkpoint {checkpoint.path} belongs to another run: its {name} is {written.get(name)!r}, "
-                f"not {value!r}; use another --output, or --overwrite to start again"
-            )
+    if found := differences(checkpoint.state.get("identity", {}), identity):
+        raise UsageError(
+            f"checkpoint {checkpoint.path} belongs to another run: {found}; use another --output, or --overwrite to "
+            "start again"
+        )
+
+
+def differences(written: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    """Return a clause for each of the first entries that differ, "" if none does; long values are not shown."""
+    found = [_difference(name, written, value) for name, value in identity.items() if _differs(name, written, value)]
+    more = [f"{len(found) - SHOWN_DIFFERENCES} further differences"] if len(found) > SHOWN_DIFFERENCES else []
+    return "; ".join([*found[:SHOWN_DIFFERENCES], *more])
+
+
+def _differs(name: str, written: Mapping[str, Any], value: Any) -> bool:
+    return name not in written or written[name] != value
+
+
+def _difference(name: str, written: Mapping[str, Any], value: Any) -> str:
+    if name not in written:
+        return f"it does not record {name}"
+    then, now = repr(written[name]), repr(value)
+    if max(len(then), len(now)) > SHOWN_CHARACTERS:
+        return f"it differs in {name}"
+    return f"its {name} is {then}, not {now}"
 
 
 def _probe(path: Path) -> int:

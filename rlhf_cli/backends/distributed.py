@@ -5,8 +5,10 @@ environment variables.
 """
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import torch
@@ -16,6 +18,8 @@ from rlhf_cli.backends.distributed_env import free_port
 from rlhf_cli.backends.extension_builds import remove_stale_locks, use_own_ninja
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.host_memory import keep_freed_memory
+
+T = TypeVar("T")
 
 
 def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -108,6 +112,24 @@ def any_rank(flag: bool) -> bool:
     votes = torch.tensor(int(flag), device=device())
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return bool(votes.item())
+
+
+def by_first_rank(decide: Callable[[], T]) -> T:
+    """Return what `decide` returns on the first rank; its UsageError is raised on every rank. Every rank must call it.
+
+    Other ranks would wait for a first rank that refuses to go on, and their own files may differ from its files.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = decide()
+        except UsageError as error:
+            outcome[1] = str(error)
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise UsageError(outcome[1])
+    return cast(T, outcome[0])
 
 
 def barrier() -> None:

@@ -24,6 +24,7 @@ from rlhf_cli.config.train import (
 )
 
 if TYPE_CHECKING:
+    from rlhf_cli.commands.offline import OfflineTask
     from rlhf_cli.trainers.dpo import DPOObjective
 
 
@@ -54,9 +55,17 @@ def dpo(config: DPOConfig) -> None:
     """Train a language model to prefer the chosen of two responses: DPO and its relatives."""
     begin_ranks(config.checkpoint, config.launch, config.tracking)
 
-    from rlhf_cli.commands.offline import OfflineTask, offline_model, run_offline
+    from rlhf_cli.commands.offline import run_offline
+
+    run_offline(config, dpo_task(config))
+
+
+def dpo_task(config: DPOConfig) -> "OfflineTask":
+    """Return the task of these settings, its data read. Raise UsageError for what can be found wrong with them."""
+    from rlhf_cli.commands.offline import OfflineTask, offline_model
     from rlhf_cli.commands.pair_items import load_pair_items
-    from rlhf_cli.commands.references import check_reference, pair_reference
+    from rlhf_cli.commands.references import check_reference, pair_reference, reference_identity
+    from rlhf_cli.commands.run_identity import objective_identity
     from rlhf_cli.models.adapters import require_language_model
     from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
@@ -66,7 +75,7 @@ def dpo(config: DPOConfig) -> None:
     require_language_model(config.model, model.architecture, model.plan)
     check_reference(config.reference, model, config.deepspeed, is_needed=objective.needs_reference)
     items, summary = load_pair_items(config, model, share_prompts=config.preference.share_prompts, read_ends=False)
-    task = OfflineTask(
+    return OfflineTask(
         command="dpo",
         objective=objective,
         items=items,
@@ -74,12 +83,14 @@ def dpo(config: DPOConfig) -> None:
         model=model,
         load=load_causal_lm,
         wrap=PolicyModel,
-        identity={"moving reference": config.reference.ref_sync_steps > 0},
+        identity=lambda: {
+            **objective_identity(config.preference),
+            **reference_identity(config.reference, model, is_needed=objective.needs_reference),
+        },
         begin=lambda items, share: pair_reference(
             config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
         ),
     )
-    run_offline(config, task)
 
 
 def make_objective(loss: PairLossConfig) -> "DPOObjective":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.backends.checkpoint import differences
 from rlhf_cli.commands.run_directory import CONFIG, LOGS, own_logs, remove
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.errors import UsageError
@@ -81,18 +82,16 @@ def check_folder(root: Path, out: AnswersOutputConfig) -> None:
 def rows_done(root: Path, out: AnswersOutputConfig, identity: Mapping[str, Any]) -> int | None:
     """Responses that are in the folder; None where none are to be continued.
 
-    Raises UsageError, naming the first difference, if they were made with other settings.
+    Raises UsageError, naming the differences, if they were made with other settings.
     """
     file = root / IDENTITY
     if not out.load_checkpoint or not file.exists():
         return None
-    written = json.loads(file.read_text(encoding="utf-8"))
-    for name, value in identity.items():
-        if written.get(name) != value:
-            raise UsageError(
-                f"--output {root} holds responses of other settings: its {name} is {written.get(name)!r}, not "
-                f"{value!r}; use another --output, or --overwrite to start again"
-            )
+    if found := differences(json.loads(file.read_text(encoding="utf-8")), identity):
+        raise UsageError(
+            f"--output {root} holds responses of other settings: {found}; use another --output, or --overwrite to "
+            "start again"
+        )
     return num_lines(root / SAMPLES)
 
 

@@ -22,6 +22,7 @@ from rlhf_cli.config.train import (
 )
 
 if TYPE_CHECKING:
+    from rlhf_cli.commands.offline import OfflineTask
     from rlhf_cli.data.preference_data import LabelledData
 
 
@@ -47,9 +48,17 @@ def kto(config: KTOConfig) -> None:
     """Train a language model on single responses, each labelled desirable or undesirable (KTO)."""
     begin_ranks(config.checkpoint, config.launch, config.tracking)
 
+    from rlhf_cli.commands.offline import run_offline
+
+    run_offline(config, kto_task(config))
+
+
+def kto_task(config: KTOConfig) -> "OfflineTask":
+    """Return the task of these settings, its data read. Raise UsageError for what can be found wrong with them."""
     from rlhf_cli.algorithms.kto import UnpairedSettings, finish_kto_metrics
-    from rlhf_cli.commands.offline import OfflineTask, load_items, offline_model, run_offline
-    from rlhf_cli.commands.references import check_reference, labelled_reference
+    from rlhf_cli.commands.offline import OfflineTask, load_items, offline_model
+    from rlhf_cli.commands.references import check_reference, labelled_reference, reference_identity
+    from rlhf_cli.commands.run_identity import objective_identity
     from rlhf_cli.data.preference_data import load_labelled
     from rlhf_cli.models.adapters import require_language_model
     from rlhf_cli.models.loading import load_causal_lm
@@ -69,7 +78,7 @@ def kto(config: KTOConfig) -> None:
 
     items = load_items(data, model, load)
     train = items.data.data
-    task = OfflineTask(
+    return OfflineTask(
         command="kto",
         objective=objective,
         items=items,
@@ -78,11 +87,11 @@ def kto(config: KTOConfig) -> None:
         load=load_causal_lm,
         wrap=PolicyModel,
         finish_metrics=finish_kto_metrics,
+        identity=lambda: objective_identity(loss) | reference_identity(config.reference, model),
         begin=lambda items, share: labelled_reference(
             config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
         ),
     )
-    run_offline(config, task)
 
 
 def balance(data: "LabelledData", loss: UnpairedLossConfig) -> str:

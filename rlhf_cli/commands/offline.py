@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -25,6 +25,7 @@ from rlhf_cli.commands.run_directory import (
     prepare_run_directory,
     run_directory,
 )
+from rlhf_cli.commands.run_identity import adapter_identity, model_identity, tokenizer_identity
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.config.model import AdapterConfig, LoraConfig, ModelConfig
 from rlhf_cli.config.train import (
@@ -172,8 +173,8 @@ class OfflineTask:
     # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
     begin: Callable[[Items, Share], tuple[Items, Reference]] = no_reference
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
-    # What has to be equal for a checkpoint to be continued, besides what every command has.
-    identity: dict[str, Any] = field(default_factory=dict)
+    # What has to be equal for a checkpoint to be continued, besides what every command has; rank 0 calls it.
+    identity: Callable[[], dict[str, Any]] = dict
     # Metrics of the last evaluation -> settings to be saved in the model's configuration.
     describe: Callable[[dict[str, float]], dict[str, Any]] = lambda evaluated: {}
 
@@ -193,9 +194,6 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
-    identity = _identity(config, task, num_ranks)
-    if resume is not None:
-        check_same_run(resume, identity)
     continues = resume is not None
     is_rank = distributed_env.is_under_launcher()
     stop = StopSignal(echo_seconds=ECHO_SECONDS if is_rank else 0.0)
@@ -203,6 +201,12 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         stop_with_launcher()
     with quiet_process(begin_log(paths, rank, keep=continues)) as terminal:
         distributed.join_process_group()
+        try:
+            identity = distributed.by_first_rank(lambda: checked_identity(config, task, resume, num_ranks=num_ranks))
+        except UsageError:
+            stop.restore()  # so that a launcher can end the other ranks before they repeat the sentence
+            distributed.leave_process_group()
+            raise
         seed_everything(config.batch.seed)
         share = Share(rank, num_ranks, config.batch, quadratic_cost(task.model.architecture))
         items, reference = task.begin(task.items, share)
@@ -243,23 +247,33 @@ def check_items(config: OfflineConfig, items: Items) -> None:
             )
 
 
-def _identity(config: OfflineConfig, task: OfflineTask, num_ranks: int) -> dict[str, Any]:
-    """What has to be equal for a checkpoint to be continued."""
-    return {
+def checked_identity(
+    config: OfflineConfig, task: OfflineTask, resume: Checkpoint | None, *, num_ranks: int
+) -> dict[str, Any]:
+    """Return what has to be equal for a checkpoint to be continued. Raise UsageError if `resume` is of another run."""
+    data, model = task.items.data, task.model
+    identity = {
         "command": task.command,
         "number of ranks": num_ranks,
         "zero_stage": config.deepspeed.zero_stage,
         "param_dtype": config.model.param_dtype,
-        "adapter": task.model.plan.identity() if task.model.plan else None,
-        "number of training rows": len(task.items.data.lengths),
-        "number of trained tokens": int(task.items.data.num_trained.sum()),
+        **model_identity("model", model.base.pretrain, model.plan),
+        **adapter_identity(model.plan),
+        **tokenizer_identity(model.tokenizer),
+        "number of training rows": len(data.lengths),
+        "number of trained tokens": int(data.num_trained.sum()),
+        "contents of the training rows": data.data.fingerprint(),
         "train_batch_size": config.batch.train_batch_size,
         "max_epochs": config.batch.max_epochs,
         "max_steps": config.batch.max_steps,
         "seed": config.batch.seed,
         **config.optim.kept(),
-        **task.identity,
+        "aux_loss_coef": config.optim.aux_loss_coef,
+        **task.identity(),
     }
+    if resume is not None:
+        check_same_run(resume, identity)
+    return identity
 
 
 def _build(config: OfflineConfig, task: OfflineTask) -> tuple[Any, DeepSpeedEngine]:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +25,7 @@ from rlhf_cli.commands.online_evaluation import (
     load_evaluation_prompts,
     make_evaluator,
 )
+from rlhf_cli.commands.online_identity import online_identity
 from rlhf_cli.commands.online_models import OnlineModels, check_stages, find_models, idle_settings, role_names
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.commands.restarts import with_restarts
@@ -37,7 +38,7 @@ from rlhf_cli.commands.run_directory import (
     run_directory,
 )
 from rlhf_cli.commands.surplus import load_surplus, save_surplus
-from rlhf_cli.config.online import CriticPlacementConfig, DynamicSamplingConfig
+from rlhf_cli.config.online import DynamicSamplingConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenising import check_token_ids
@@ -70,6 +71,7 @@ class _Run:
     paths: RunDirectory
     store: CheckpointStore
     resume: Checkpoint | None
+    identity: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Any:
@@ -102,43 +104,6 @@ class _Run:
         prompts = min(rollout.rollout_batch_size, len(self.data.prompts))
         samples = prompts * rollout.n_samples_per_prompt
         return count_steps(samples, self.config.batch, iterations=self.total_iterations)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What has to be equal for a checkpoint to be continued."""
-        config = self.config
-        placement = config.placement
-        actor = self.models.policy
-        roles = {
-            "zero_stage": config.deepspeed.zero_stage,
-            "adapter": actor.plan.identity() if actor.plan else None,
-            "number of actor ranks": placement.actor_num_nodes * placement.actor_num_gpus_per_node,
-        }
-        if critic := self.models.critic:
-            assert isinstance(placement, CriticPlacementConfig)
-            roles |= {
-                "zero stage of the critic": config.deepspeed.of("critic").zero_stage,
-                "adapter of the critic": critic.plan.identity() if critic.plan else None,
-                "number of critic ranks": placement.critic_num_nodes * placement.critic_num_gpus_per_node,
-            }
-        return {
-            "command": self.command,
-            "algorithm": self.algorithm.name,
-            "param_dtype": config.model.param_dtype,
-            **roles,
-            "number of prompts": len(self.data.prompts),
-            "fingerprint of the prompts": self.data.fingerprint,
-            "rollout_batch_size": config.rollout.rollout_batch_size,
-            "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
-            "train_batch_size": config.batch.train_batch_size,
-            **config.optim.kept(),
-            "init_kl_coef": config.policy.init_kl_coef,
-            "entropy_loss_coef": config.policy.entropy_loss_coef,
-            "moving reference": config.reference.ref_sync_steps > 0,
-            "seed": config.batch.seed,
-            "dynamic_filtering": dynamic_sampling(config) is not None,
-            "iterations": self.total_iterations,
-        }
 
 
 def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
@@ -229,8 +194,11 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
     run = _Run(config, command, algorithm, backend, models, data, eval_data, paths, store, resume)
+    iterations = run.total_iterations
+    identity = online_identity(config, models, data, command=command, algorithm=algorithm, iterations=iterations)
     if resume is not None:
-        check_same_run(resume, run.identity)
+        check_same_run(resume, identity)
+    run = replace(run, identity=identity)
     if not run.total_steps.actor:
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
     check_rewards(config.reward, *(read.prompts for read in all_data))

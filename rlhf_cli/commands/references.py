@@ -9,6 +9,7 @@ from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine
 from rlhf_cli.backends.distributed import gather_rows
 from rlhf_cli.backends.reference import Columns, FrozenReference, base_results, kept_columns
 from rlhf_cli.commands.offline import Items, Reference, TrainedModel
+from rlhf_cli.commands.run_identity import model_identity
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import FrozenReferenceConfig, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig
@@ -57,6 +58,17 @@ def _check_given(source: ModelConfig, model: TrainedModel) -> None:
 def _source(reference: FrozenReferenceConfig, model: TrainedModel) -> ModelConfig:
     changes = {"compile_model": False} | ({"pretrain": reference.ref_pretrain} if reference.ref_pretrain else {})
     return model.base.model_copy(update=changes)
+
+
+def reference_identity(
+    reference: FrozenReferenceConfig, model: TrainedModel, *, is_needed: bool = True
+) -> dict[str, Any]:
+    """Return what has to be equal of the reference for a checkpoint to be continued."""
+    source = _source(reference, model).pretrain if is_needed else None
+    weights = model_identity("reference", source)
+    if not isinstance(reference, ReferenceConfig):
+        return weights
+    return weights | {"ref_sync_steps": reference.ref_sync_steps, "ref_mixup_alpha": reference.ref_mixup_alpha}
 
 
 def pair_reference(

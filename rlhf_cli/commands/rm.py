@@ -4,7 +4,7 @@ Leaves out the loss (algorithms/), the objective (trainers/) and everything heav
 only.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -20,6 +20,9 @@ from rlhf_cli.config.train import (
     SingleOptimConfig,
     TrackingConfig,
 )
+
+if TYPE_CHECKING:
+    from rlhf_cli.commands.offline import OfflineTask
 
 
 class RMConfig(BaseModel):
@@ -43,8 +46,16 @@ def rm(config: RMConfig) -> None:
     """Train a reward model: a score for a response that is higher for the chosen of two."""
     begin_ranks(config.checkpoint, config.launch, config.tracking)
 
-    from rlhf_cli.commands.offline import OfflineTask, offline_model, run_offline
+    from rlhf_cli.commands.offline import run_offline
+
+    run_offline(config, rm_task(config))
+
+
+def rm_task(config: RMConfig) -> "OfflineTask":
+    """Return the task of these settings, its data read. Raise UsageError for what can be found wrong with them."""
+    from rlhf_cli.commands.offline import OfflineTask, offline_model
     from rlhf_cli.commands.pair_items import load_pair_items
+    from rlhf_cli.commands.run_identity import objective_identity
     from rlhf_cli.models.classifiers import padding_token, refuse_several_labels
     from rlhf_cli.models.loading import load_value_backbone
     from rlhf_cli.models.policy import ValueModel
@@ -58,7 +69,7 @@ def rm(config: RMConfig) -> None:
     )
     if padding_token(model.tokenizer, model.architecture) is None:
         summary += "; no token is free for padding: transformers will score one sequence at a time"
-    task = OfflineTask(
+    return OfflineTask(
         command="rm",
         objective=RewardObjective(loss.loss, loss.margin_loss, loss.center_rewards_coefficient),
         items=items,
@@ -67,9 +78,9 @@ def rm(config: RMConfig) -> None:
         load=load_value_backbone,
         wrap=ValueModel,
         finish_metrics=finish_reward_metrics,
+        identity=lambda: objective_identity(loss),
         describe=reward_statistics,
     )
-    run_offline(config, task)
 
 
 def reward_statistics(evaluated: dict[str, float]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Leaves out the loop itself (trainers/) and everything heavy: importing this module costs settings only.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -18,6 +18,9 @@ from rlhf_cli.config.train import (
     SingleOptimConfig,
     TrackingConfig,
 )
+
+if TYPE_CHECKING:
+    from rlhf_cli.commands.offline import OfflineTask
 
 
 class SFTConfig(BaseModel):
@@ -40,7 +43,14 @@ def sft(config: SFTConfig) -> None:
     """Fine-tune a language model on examples: prompts with responses, conversations, or plain text."""
     begin_ranks(config.checkpoint, config.launch, config.tracking)
 
-    from rlhf_cli.commands.offline import OfflineTask, load_items, offline_model, run_offline
+    from rlhf_cli.commands.offline import run_offline
+
+    run_offline(config, sft_task(config))
+
+
+def sft_task(config: SFTConfig) -> "OfflineTask":
+    """Return the task of these settings, its data read. Raise UsageError for what can be found wrong with them."""
+    from rlhf_cli.commands.offline import OfflineTask, load_items, offline_model
     from rlhf_cli.data.sft_data import load_sft_sequences
     from rlhf_cli.models.adapters import require_language_model
     from rlhf_cli.models.loading import load_causal_lm
@@ -55,7 +65,7 @@ def sft(config: SFTConfig) -> None:
         return SequenceItems(load_sft_sequences(data, model.tokenizer, seed=seed, **source))
 
     items = load_items(data, model, load)
-    task = OfflineTask(
+    return OfflineTask(
         command="sft",
         objective=sft_objective,
         items=items,
@@ -64,4 +74,3 @@ def sft(config: SFTConfig) -> None:
         load=load_causal_lm,
         wrap=PolicyModel,
     )
-    run_offline(config, task)

@@ -29,6 +29,7 @@ from rlhf_cli.data.sources import Rows
 from rlhf_cli.data.store import StoredTable, TableWriter
 from rlhf_cli.environment import user_cache
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.identity import tokenizer_fingerprint
 
 FORMAT = 1
 """Of the files; the code that fills them is part of the key by itself."""
@@ -77,19 +78,12 @@ def _key(config: OfflineDataConfig, tokenizer: Any, rows: Rows, kind: str, forma
     settings = {name: value for name, value in config.model_dump(mode="json").items() if name not in NOT_KEYED}
     contents = [[table.checksum() for table in source.tables if table.checksum] for source in rows.sources]
     versions = [FORMAT, pa.__version__, tokenizers.__version__, transformers.__version__, _code_checksum()]
-    said = json.dumps([kind, formats, settings, contents, versions, _tokenizer_parts(tokenizer)], sort_keys=True)
+    tokens = [tokenizer_fingerprint(tokenizer), tokenizer.chat_template]
+    said = json.dumps([kind, formats, settings, contents, versions, *tokens], sort_keys=True)
     digest = hashlib.blake2b(said.encode(), digest_size=16)
     for order in (rows.source_N, rows.index_N):
         digest.update(order.tobytes())
     return digest.hexdigest()
-
-
-def _tokenizer_parts(tokenizer: Any) -> list[Any]:
-    """All that decides about tokens: tokenizer.json without what calls change, the chat template, special tokens."""
-    model = json.loads(tokenizer.backend_tokenizer.to_str())
-    lasting = json.dumps({key: value for key, value in model.items() if key not in ("truncation", "padding")})
-    name, special_tokens = type(tokenizer).__name__, dict(tokenizer.special_tokens_map)
-    return [name, hashlib.blake2b(lasting.encode()).hexdigest(), tokenizer.chat_template, special_tokens]
 
 
 def _code_checksum() -> str:

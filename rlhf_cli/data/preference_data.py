@@ -23,6 +23,7 @@ from rlhf_cli.data.preparing import (
     Origins,
     Preparation,
     Progress,
+    contents_digest,
     count_cut,
     fitting,
     flat,
@@ -108,7 +109,7 @@ class PairData:
     """Tokenised pairs, in the order of their rows.
 
     int32 [N] each: tokens of the prompt, tokens of both branches without it, and trained tokens of both together.
-    `where` gives file and line of a pair's row.
+    `where` gives file and line of a pair's row; `fingerprint` is a hash of all that the other fields hold.
     """
 
     pairs: collections.abc.Sequence[Pair]
@@ -118,6 +119,7 @@ class PairData:
     num_trained: np.ndarray
     report: DataReport
     where: collections.abc.Callable[[int], str]
+    fingerprint: collections.abc.Callable[[], str]
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class LabelledData:
     """Tokenised labelled responses, in the order of their rows; the chosen side of a pair before the rejected.
 
     int32 [N] each: tokens of the prompt, of the response without it, and trained ones; `desirable` is bool [N].
-    `where` gives file and line of a response's row.
+    `where` gives file and line of a response's row; `fingerprint` is a hash of all that the other fields hold.
     """
 
     items: collections.abc.Sequence[LabelledItem]
@@ -135,6 +137,7 @@ class LabelledData:
     desirable: np.ndarray
     report: DataReport
     where: collections.abc.Callable[[int], str]
+    fingerprint: collections.abc.Callable[[], str]
 
 
 def load_pairs(
@@ -181,6 +184,7 @@ def load_pairs(
         num_trained=table.column("num_trained"),
         report=report,
         where=Origins(rows, table),
+        fingerprint=lambda: contents_digest(table),
     )
 
 
@@ -224,6 +228,7 @@ def load_labelled(
         desirable=table.column("desirable"),
         report=report,
         where=Origins(rows, table),
+        fingerprint=lambda: contents_digest(table),
     )
 
 

@@ -350,6 +350,11 @@ def count_cut(row: Row, whole: list[Tokens], kept: list[Tokens], report: DataRep
         report.note("truncated", f"{row.where}: {max(len(part.ids) for part in whole):,} tokens")
 
 
+def contents_digest(table: StoredTable) -> str:
+    """Return a hash of the items of a table in their order, wherever their rows come from."""
+    return table.digest(name for name in table.names if name not in ORIGIN)
+
+
 def no_progress(done: int, total: int) -> None:
     """Shows nothing."""
 

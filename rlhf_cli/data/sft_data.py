@@ -25,6 +25,7 @@ from rlhf_cli.data.preparing import (
     Origins,
     Preparation,
     Progress,
+    contents_digest,
     count_cut,
     fitting,
     flat,
@@ -55,7 +56,7 @@ def _sequence_at(table: StoredTable, row: int) -> Sequence:
 class SequenceData:
     """Tokenised data: `lengths` and `num_trained` (int32 [N]) are the tokens and trained tokens of each sequence.
 
-    `where` gives file and line of a sequence's row.
+    `where` gives file and line of a sequence's row; `fingerprint` is a hash of all tokens and of which are trained.
     """
 
     sequences: collections.abc.Sequence[Sequence]
@@ -63,6 +64,7 @@ class SequenceData:
     num_trained: np.ndarray
     report: DataReport
     where: collections.abc.Callable[[int], str]
+    fingerprint: collections.abc.Callable[[], str]
 
 
 def load_sft_sequences(
@@ -104,8 +106,14 @@ def load_sft_sequences(
     if len(table) == 0:
         raise UsageError(f"no sequence is left to train on: {report.summary}")
     sequences = StoredItems(table, _sequence_at)
-    where = Origins(rows, table)
-    return SequenceData(sequences, table.column("length"), table.column("num_trained"), report, where)
+    return SequenceData(
+        sequences,
+        table.column("length"),
+        table.column("num_trained"),
+        report,
+        where=Origins(rows, table),
+        fingerprint=lambda: contents_digest(table),
+    )
 
 
 def _sequence(encoded: Encoded[None], config: DataConfig, report: DataReport) -> list[dict[str, Any]]:

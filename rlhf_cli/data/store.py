@@ -5,8 +5,9 @@ system's folder for temporary files (TMPDIR). Tables that are kept for later run
 """
 
 import collections.abc
+import hashlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import IO, Any, TypeVar
 
 import numpy as np
@@ -75,6 +76,20 @@ class StoredTable:
         """A whole column of plain numbers or truths."""
         parts = [batch.column(name).to_numpy(zero_copy_only=False) for batch in self._batches]
         return np.concatenate(parts) if parts else np.zeros(0)
+
+    def digest(self, names: Iterable[str]) -> str:
+        """Return a hash of columns of numbers, truths or lists of numbers: of their values, however they are stored."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name in names:
+            lengths, values = hashlib.blake2b(), hashlib.blake2b()
+            for batch in self._batches:
+                column = batch.column(name)
+                if pa.types.is_list(column.type):
+                    lengths.update(column.value_lengths().to_numpy().tobytes())
+                    column = column.flatten()
+                values.update(column.to_numpy(zero_copy_only=False).tobytes())
+            digest.update(f"{name} {lengths.hexdigest()} {values.hexdigest()} ".encode())
+        return digest.hexdigest()
 
     def value(self, name: str, row: int) -> Any:
         """A cell as a Python value."""

@@ -6,6 +6,7 @@ trained and saved whole. Leaves out folding an adapter into its base (merging).
 
 import contextlib
 import copy
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -30,7 +31,7 @@ from rlhf_cli.models.loading import (
     resolve_model_path,
 )
 from rlhf_cli.models.saving import config_to_save, save_tokenizer
-from rlhf_cli.models.weight_files import fingerprint, folder_of
+from rlhf_cli.models.weight_files import SafetensorsFiles, fingerprint, fingerprint_of, folder_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_FILE = "adapter_base.json"
@@ -57,12 +58,25 @@ class AdapterPlan:
     in_4bit: bool
     seed: int
 
-    def identity(self) -> str:
-        """What has to be equal for a checkpoint of it to be continued."""
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that have to be equal for a checkpoint of it to be continued."""
         config = self.config
         targets = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)
-        bits = ", 4 bits" if self.in_4bit else ""
-        return f"rank {config.r}, alpha {config.lora_alpha}, {targets} on {self.fingerprint}{bits}"
+        return {
+            "lora_rank": config.r,
+            "lora_alpha": config.lora_alpha,
+            "lora_dropout": config.lora_dropout,
+            "target_modules": targets,
+            "load_in_4bit": self.in_4bit,
+        }
+
+    def start_fingerprint(self) -> str:
+        """Return a hash of the base and, if there is one to start from, of the adapter on disk."""
+        if self.weights is None:
+            return self.fingerprint
+        _require_weights(self.weights)
+        own = fingerprint_of(SafetensorsFiles([self.weights]))
+        return hashlib.sha256(f"{self.fingerprint} {own}".encode()).hexdigest()[:32]
 
 
 def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> AdapterPlan | None:
@@ -293,9 +307,13 @@ def describe_adapter(model: PreTrainedModel, folder: Path) -> None:
     (folder / BASE_FILE).write_text(json.dumps({"fingerprint": model.adapter_fingerprint}) + "\n")
 
 
-def _load_weights(model: PreTrainedModel, file: Path) -> None:
+def _require_weights(file: Path) -> None:
     if not file.is_file():
         raise UsageError(f"adapter {file.parent} has an {ADAPTER_FILE} but no {file.name}")
+
+
+def _load_weights(model: PreTrainedModel, file: Path) -> None:
+    _require_weights(file)
     weights = load_file(file)
     wanted = {file_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     missing = {name for name in wanted if name not in weights and not name.endswith(f"{HEAD}.weight")}

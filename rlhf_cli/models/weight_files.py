@@ -5,10 +5,12 @@ Leaves out building models from them (loading) and writing folders of them (merg
 
 import hashlib
 import json
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
@@ -18,6 +20,12 @@ from rlhf_cli.errors import UsageError
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """Files of a Hub repository besides its weights."""
+NOT_READ = ["*/*", "consolidated*"]
+"""Files of a Hub repository that transformers does not read: other forms of the same weights, as large again."""
+WHOLE_BYTES = 64 << 10
+"""Tensors up to this size are fingerprinted whole: norms and biases always, since training may change little else."""
+PIECE_BYTES, NUM_PIECES = 1 << 10, 16
+"""Of larger tensors: a billion bytes of an embedding would take a second, and hundreds of experts minutes."""
 
 
 class TensorSource(Protocol):
@@ -56,18 +64,15 @@ class SafetensorsFiles:
     def read(self, name: str) -> torch.Tensor:
         return self._file_of[name].get_tensor(name)
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Some rows of a tensor, without reading the others."""
-        return self._file_of[name].get_slice(name)[start:stop]
-
 
 class TorchFiles:
-    """Tensors of pytorch_model.bin files, mapped into memory rather than read."""
+    """Tensors of pytorch_model.bin files, mapped into memory rather than read if the file allows it."""
 
     def __init__(self, files: list[Path]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         for file in files:
-            self._tensors |= torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            can_be_mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 are none
+            self._tensors |= torch.load(file, map_location="cpu", mmap=can_be_mapped, weights_only=True)
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -80,10 +85,6 @@ class TorchFiles:
 
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[name]
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Some rows of a tensor."""
-        return self._tensors[name][start:stop]
 
 
 class RenamedTensors:
@@ -125,29 +126,38 @@ def folder_of(path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)
     try:
-        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", *BESIDE_WEIGHTS]))
+        folder = Path(
+            snapshot_download(path, allow_patterns=["*.safetensors", *BESIDE_WEIGHTS], ignore_patterns=NOT_READ)
+        )
         if not list(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(path, allow_patterns=["pytorch_model*", *BESIDE_WEIGHTS]))
+            folder = Path(
+                snapshot_download(path, allow_patterns=["pytorch_model*", *BESIDE_WEIGHTS], ignore_patterns=NOT_READ)
+            )
     except OSError as error:
         raise UsageError(f"model {path!r}: not a local folder, and the Hub gave none ({error})") from error
     return folder
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of names, types, shapes and the first and last row of every weight: models apart, copies alike."""
-    weights = open_weights(folder)
+    """Return a hash that tells the weights of a folder from others; copies and other cuts of files are alike."""
+    return fingerprint_of(open_weights(folder))
+
+
+def fingerprint_of(weights: TensorSource) -> str:
+    """Return a hash of names, types, shapes and bytes of tensors: all of small ones, pieces all over large ones."""
     digest = hashlib.sha256()
     for name in sorted(weights.names()):
-        shape = weights.shape(name)
-        digest.update(f"{name} {weights.dtype(name)} {shape}".encode())
-        for rows in _ends(weights, name, shape):
-            digest.update(rows.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(f"{name} {weights.dtype(name)} {weights.shape(name)}".encode())
+        for piece in _pieces(weights.read(name)):
+            digest.update(piece)
     return digest.hexdigest()[:32]
 
 
-def _ends(weights: Any, name: str, shape: tuple[int, ...]) -> list[torch.Tensor]:
-    if not shape:
-        return [weights.read(name).reshape(1)]
-    if len(shape) == 1:
-        return [weights.read(name)]
-    return [weights.rows(name, 0, 1), weights.rows(name, shape[0] - 1, shape[0])]
+def _pieces(tensor: torch.Tensor) -> Iterator[bytes]:
+    """Yield bytes of the tensor; only the pages of the file that they are on are read."""
+    raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    if raw.size <= WHOLE_BYTES:
+        yield raw.tobytes()
+        return
+    for start in np.linspace(0, raw.size - PIECE_BYTES, NUM_PIECES, dtype=np.int64):
+        yield raw[start : start + PIECE_BYTES].tobytes()

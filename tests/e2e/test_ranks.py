@@ -140,3 +140,7 @@ def test_metrics_are_summed_or_maxima_and_one_vote_is_enough(results):
     assert results[0, 1]["reduced"] == {"sum": 1.0, "largest_max": 0.0}
     assert results[0, 2]["reduced"] == results[1, 2]["reduced"] == {"sum": 3.0, "largest_max": 2.0}
     assert [found["votes"] for found in results.values()] == [[False, True]] * 3
+
+
+def test_every_rank_goes_by_what_the_first_one_decides(results):
+    assert [found["decisions"] for found in results.values()] == [[0, "rank 0 refuses"]] * 3

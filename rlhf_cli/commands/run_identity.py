@@ -1,0 +1,44 @@
+"""Parts of a run's identity, which must be equal for a checkpoint to be continued.
+
+Each setting and each hash has an entry of its own, whose name is read in the refusal.
+"""
+
+from typing import Any
+
+from rlhf_cli.config.base import Group
+from rlhf_cli.models.adapters import AdapterPlan
+from rlhf_cli.models.identity import configuration_fingerprint, template_fingerprint, tokenizer_fingerprint
+from rlhf_cli.models.loading import weights_of
+
+OF_AN_ADAPTER = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "load_in_4bit")
+NOT_OF_THE_OBJECTIVE = {"preset", "share_prompts"}
+"""A preset only gives defaults, and shared prompts only save time."""
+
+
+def model_identity(role: str, pretrain: str | None, plan: AdapterPlan | None = None) -> dict[str, Any]:
+    """Return hashes of the model that a role starts from; None if the run has no such role.
+
+    Args:
+        pretrain: the model, or the model under the adapter.
+    """
+    weights = configuration = None
+    if pretrain is not None:
+        weights = plan.start_fingerprint() if plan else weights_of(pretrain)
+        configuration = configuration_fingerprint(pretrain)
+    return {f"weights of the {role}": weights, f"configuration of the {role}": configuration}
+
+
+def adapter_identity(plan: AdapterPlan | None, *, suffix: str = "") -> dict[str, Any]:
+    """Return the settings of an adapter, None if there is no adapter, with the suffix behind their names."""
+    settings = dict.fromkeys(OF_AN_ADAPTER) | (plan.identity() if plan else {})
+    return {f"{name}{suffix}": value for name, value in settings.items()}
+
+
+def tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
+    """Return hashes of the tokenizer and of its chat template."""
+    return {"tokenizer": tokenizer_fingerprint(tokenizer), "chat template": template_fingerprint(tokenizer)}
+
+
+def objective_identity(group: Group, *, besides: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return the settings of a group that belong to the objective, as JSON, without those of `besides`."""
+    return group.model_dump(mode="json", exclude=NOT_OF_THE_OBJECTIVE | besides)

@@ -1,0 +1,44 @@
+"""Hashes that tell tokenizers, chat templates and configurations apart, wherever their files are.
+
+Weights have theirs in weight_files.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.models.loading import resolve_model_path
+from rlhf_cli.models.weight_files import folder_of
+
+OF_A_CALL = ("truncation", "padding")
+"""Parts of a tokenizer's JSON that calls change."""
+OF_A_FILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Entries of a configuration that do not change what the weights compute in the type of the settings."""
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of all that decides which tokens a text has."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python
+        model: Any = sorted(tokenizer.get_vocab().items())
+    else:
+        model = {key: value for key, value in json.loads(backend.to_str()).items() if key not in OF_A_CALL}
+    return _hash([type(tokenizer).__name__, model, dict(tokenizer.special_tokens_map)])
+
+
+def template_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of the chat template, or of several by their names."""
+    return _hash(tokenizer.chat_template)
+
+
+def configuration_fingerprint(pretrain: str) -> str:
+    """Return a hash of a model's config.json: the same weights compute other things with other rotary frequencies."""
+    written = json.loads((Path(folder_of(resolve_model_path(pretrain))) / "config.json").read_bytes())
+    return _hash({key: value for key, value in written.items() if key not in OF_A_FILE})
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
