@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 from online_fakes import FakeTracker, Run
 
+from rlhf_cli.backends.checkpoint import Checkpoint
+from rlhf_cli.commands.online_evaluation import forget_later_best
+from rlhf_cli.commands.run_directory import run_directory
 from rlhf_cli.config.evaluation import EvaluationConfig
+from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.errors import RunError, UsageError
@@ -202,6 +206,18 @@ def test_names_of_data_sets_are_short_where_that_tells_them_apart():
 
 
 RISING_AND_FALLING = [[False] * 3, [True, True, False], [True, False, False], [True, True, False], [True] * 3]
+
+
+def test_a_model_that_is_better_than_the_checkpoint_knows_is_renamed_with_a_line(tmp_path):
+    paths = run_directory(CheckpointConfig(output=str(tmp_path)))
+    paths.best.mkdir()
+    (paths.best / "best.json").write_text(json.dumps({"metric": "eval/reward", "iteration": 3, "value": 0.75}))
+    said: list[str] = []
+    for best in (Best(3, 0.75), Best(1, 0.5)):
+        state = {"evaluation": EvaluationState(3, best).plain()}
+        forget_later_best(paths, Checkpoint(tmp_path, 2, state), said.append)
+    assert said == [f"{tmp_path}/best was saved after the checkpoint of iteration 2: it is best.after_3 now"]
+    assert (tmp_path / "best.after_3" / "best.json").is_file()
 
 
 def test_the_model_of_each_new_best_value_is_kept_and_equal_ones_are_not():

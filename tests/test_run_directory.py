@@ -20,6 +20,7 @@ from rlhf_cli.commands.run_directory import (
     held_output,
     prepare_run_directory,
     run_directory,
+    set_later_best_aside,
 )
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
@@ -128,6 +129,34 @@ def test_the_best_model_so_far_is_not_thrown_away_by_load_checkpoint(tmp_path):
         check_run_directory(settings(tmp_path, load_checkpoint=True))
     add_checkpoint(tmp_path / "checkpoints", 2)
     check_run_directory(settings(tmp_path, load_checkpoint=True))
+
+
+def add_best(folder: Path, iteration: int) -> None:
+    add_model(folder)
+    (folder / "best.json").write_text(json.dumps({"metric": "eval/reward", "iteration": iteration, "value": 0.5}))
+
+
+def test_a_best_model_that_the_checkpoint_does_not_know_is_set_aside_and_never_lost(tmp_path):
+    paths = run_directory(settings(tmp_path))
+    assert set_later_best_aside(paths, known=None) is None  # there is no best model
+    add_best(paths.best, 4)
+    assert set_later_best_aside(paths, known=4) is None
+    for name in ("best.after_4", "best.after_4.2", "best.after_4.3"):
+        assert set_later_best_aside(paths, known=2) == tmp_path / name
+        assert not paths.best.exists()
+        add_best(paths.best, 4)
+    assert set_later_best_aside(paths, known=None) == tmp_path / "best.after_4.4"
+    assert (tmp_path / "best.after_4" / "best.json").is_file()
+
+
+def test_best_models_that_were_set_aside_belong_to_the_run(tmp_path):
+    add_run(tmp_path)
+    paths = run_directory(settings(tmp_path))
+    add_best(paths.best, 4)
+    set_later_best_aside(paths, known=2)
+    check_run_directory(settings(tmp_path, load_checkpoint=True))
+    prepare_run_directory(settings(tmp_path, overwrite=True), "", keep=False)
+    assert not list(tmp_path.glob("best*"))
 
 
 def test_checkpoints_elsewhere_belong_to_the_run_too(tmp_path):

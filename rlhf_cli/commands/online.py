@@ -22,6 +22,7 @@ from rlhf_cli.commands.online_config import FilteringConfig, OnlineConfig
 from rlhf_cli.commands.online_evaluation import (
     best_facts,
     evaluation_task,
+    forget_later_best,
     load_evaluation_prompts,
     make_evaluator,
 )
@@ -153,6 +154,8 @@ def _attempt(run: _Run, stop: StopSignal) -> Finished:
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
         tracker = stack.enter_context(_tracker(run, terminal.console))
         tracker.start(_facts(run, where))
+        if run.resume is not None:
+            forget_later_best(run.paths, run.resume, tracker.message)
         finished, best = _train(run, roles, scorer, tracker, stop)
         if not finished.interrupted:
             roles.actor.trained.save_model(run.paths.model)

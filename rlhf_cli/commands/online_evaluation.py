@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_cli.backends.checkpoint import Checkpoint
 from rlhf_cli.commands.online_config import OnlineConfig
 from rlhf_cli.commands.online_roles import OnlineRoles
-from rlhf_cli.commands.run_directory import BEST_FILE, RunDirectory
+from rlhf_cli.commands.run_directory import BEST_FILE, RunDirectory, set_later_best_aside
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.models.folders import whole_folder
@@ -82,10 +82,18 @@ def make_evaluator(
     return Evaluator(task, started.with_scorer(scorer), tracker, save_best=save_best, state=state)
 
 
+def forget_later_best(paths: RunDirectory, resume: Checkpoint, say: Callable[[str], None]) -> None:
+    """Move a best model out of the way that the checkpoint does not know, and report it."""
+    known = EvaluationState.of(resume.state["evaluation"]).best
+    if aside := set_later_best_aside(paths, known=known.iteration if known else None):
+        say(f"{paths.best} was saved after the checkpoint of iteration {resume.step}: it is {aside.name} now")
+
+
 def best_facts(evaluator: Evaluator, paths: RunDirectory) -> dict[str, str]:
     """What to say about the best model at the end of a run."""
     best = evaluator.state.best
     if best is None:
         return {}
     metric = evaluator.task.config.best_metric_key
-    return {"Best model": f"{paths.best}: {metric} {number(best.value)} after iteration {best.iteration}"}
+    where = paths.best if paths.best.exists() else "not kept"  # a killed run may have replaced it by a later one
+    return {"Best model": f"{where}: {metric} {number(best.value)} after iteration {best.iteration}"}

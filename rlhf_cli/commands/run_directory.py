@@ -1,5 +1,6 @@
 """The folder of a run: what may already be in it, and where its parts are."""
 
+import itertools
 import json
 import os
 import re
@@ -166,10 +167,34 @@ def begin_logs(paths: RunDirectory, *, keep: bool) -> None:
     paths.logs.mkdir(parents=True, exist_ok=True)
 
 
+def set_later_best_aside(paths: RunDirectory, *, known: int | None) -> Path | None:
+    """Rename the best model if the checkpoint that is continued does not know it yet; return its new path.
+
+    A run that was killed between an evaluation and its checkpoint leaves such a model. The continued run compares with
+    the best value of the checkpoint, and may never be as good as that model.
+
+    Args:
+        known: the iteration of the best model that the checkpoint knows.
+    """
+    iteration = _iteration_of(paths.best)
+    if iteration is None or (known is not None and iteration <= known):
+        return None
+    endings = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
+    named = (paths.root / f"{BEST}.after_{iteration}{ending}" for ending in endings)
+    aside = next(path for path in named if not path.exists())
+    paths.best.rename(aside)
+    return aside
+
+
 def _leftovers(paths: RunDirectory) -> list[Path]:
     """What a run has left in its own folder, besides logs and checkpoints. A model elsewhere stays until replaced."""
     own_model = [paths.model] if paths.model.is_relative_to(paths.root) else []
-    named = [*(paths.root / name for name in OF_A_RUN), *_errors(paths), *own_model]
+    named = [
+        *(paths.root / name for name in OF_A_RUN),
+        *paths.root.glob(f"{BEST}.after_*"),
+        *_errors(paths),
+        *own_model,
+    ]
     return [path for path in named if os.path.lexists(path)]
 
 
@@ -203,9 +228,14 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def _is_trained(best: Path) -> bool:
-    """Whether the best model is there, and not the one that training began with."""
+    """Return whether the best model is there, and is not the model that training began with."""
+    return (_iteration_of(best) or 0) > 0
+
+
+def _iteration_of(best: Path) -> int | None:
+    """Return the iteration after which the best model was saved; None if there is no best model."""
     said = best / BEST_FILE
-    return said.is_file() and json.loads(said.read_text())["iteration"] > 0
+    return int(json.loads(said.read_text())["iteration"]) if said.is_file() else None
 
 
 def _is_used(path: Path) -> bool:
