@@ -116,6 +116,28 @@ def test_children_started_apart_outlive_a_closed_terminal_and_the_handlers_stay(
     assert ended.returncode == 0
 
 
+MASK = """
+import signal
+from contextlib import suppress
+from rlhf_cli.backends.signals import children_apart
+def present():
+    return signal.pthread_sigmask(signal.SIG_BLOCK, set())
+for blocked in (set(), {signal.SIGHUP}, {signal.SIGUSR1}):
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    with children_apart():
+        assert present() == blocked | {signal.SIGHUP}
+    assert present() == blocked
+    with suppress(RuntimeError), children_apart():
+        raise RuntimeError("Ray did not start")
+    assert present() == blocked
+"""
+
+
+def test_the_signals_that_were_blocked_before_children_were_started_apart_are_blocked_after():
+    ended = subprocess.run([sys.executable, "-c", MASK], check=False, timeout=120, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_nohup_is_respected():
     program = "import os, signal; from rlhf_cli.backends.signals import StopSignal; stop = StopSignal(); "
     program += "os.kill(os.getpid(), signal.SIGHUP); assert not stop()"

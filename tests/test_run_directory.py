@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_cli.backends.checkpoint import CheckpointStore
+from rlhf_cli.backends.output_lock import new_output
 from rlhf_cli.commands.generation_folder import prepare_folder
 from rlhf_cli.commands.run_directory import (
     begin_log,
@@ -23,7 +24,8 @@ from rlhf_cli.commands.run_directory import (
     set_later_best_aside,
 )
 from rlhf_cli.config.train import CheckpointConfig
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.folders import whole_folder
 
 
 def settings(output: Path, **options: Any) -> CheckpointConfig:
@@ -257,6 +259,45 @@ def test_a_second_run_with_the_same_output_is_refused_until_the_first_is_gone(tm
         first.wait()
         with held_output(settings(tmp_path)):
             pass
+
+
+def test_two_runs_with_the_same_folder_of_checkpoints_are_refused(tmp_path):
+    shared = str(tmp_path / "disk")
+    with held_output(settings(tmp_path / "a", ckpt_path=shared)):
+        with (
+            pytest.raises(UsageError, match=r"^--ckpt_path .*disk is in use by another run"),
+            held_output(settings(tmp_path / "b", ckpt_path=shared)),
+        ):
+            pass
+        assert names(tmp_path) == {"a", "disk"}
+        with held_output(settings(tmp_path / "c", ckpt_path=str(tmp_path / "c" / "inside"))):
+            assert names(tmp_path / "c") == {".lock"}
+    with held_output(settings(tmp_path / "b", ckpt_path=shared)):
+        pass
+
+
+def test_a_folder_that_is_made_as_a_whole_is_held_meanwhile_and_a_failure_leaves_nothing(tmp_path):
+    folder = tmp_path / "model"
+
+    def make(*, fails: bool) -> None:
+        with new_output(folder):
+            with pytest.raises(UsageError, match="model is in use by another run"), new_output(folder):
+                pass
+            with whole_folder(folder) as written:
+                (written / "config.json").write_text("{}")
+                if fails:
+                    raise RunError("the disk is full")
+
+    with pytest.raises(RunError):
+        make(fails=True)
+    assert names(tmp_path) == set()
+    folder.mkdir()
+    (folder / ".lock").write_text("of a command that was killed")
+    make(fails=False)
+    assert names(folder) == {"config.json"}
+    with pytest.raises(UsageError, match=r"^--output .*model exists already; choose another folder"):
+        make(fails=False)
+    assert names(folder) == {"config.json"}
 
 
 def test_a_refused_run_leaves_no_folder_behind(tmp_path):

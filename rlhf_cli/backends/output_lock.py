@@ -17,49 +17,83 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def output_lock(folder: Path) -> Iterator[None]:
+def output_lock(folder: Path, *, flag: str = "--output") -> Iterator[None]:
     """Hold the folder, which is made if it is missing, until the block ends or this process dies.
 
     The kernel releases the lock when the process ends, however it ends. The file stays, because a process may just be
     opening it; only a folder that was made for a run that is refused goes again.
 
+    Args:
+        flag: the setting that names the folder.
+
     Raises:
         UsageError: another run holds the folder, or the folder cannot be made.
     """
-    is_new = _make(folder)
+    is_new = _make(folder, flag)
     try:
-        with _held(folder):
+        with _held(folder, flag):
             yield
     except UsageError:
         if is_new:
-            (folder / LOCK_FILE).unlink(missing_ok=True)
-            with suppress(OSError):  # something was written
-                folder.rmdir()
+            _remove_empty(folder)
         raise
 
 
-def _make(folder: Path) -> bool:
+@contextmanager
+def new_output(folder: Path) -> Iterator[None]:
+    """Hold a folder that the block makes as a whole; a block that fails leaves nothing.
+
+    Raises:
+        UsageError: the folder exists already, or another command is about to make it.
+    """
+    _require_new(folder)
+    with output_lock(folder):
+        _require_new(folder)  # another command may have made it since
+        try:
+            yield
+        except BaseException:
+            _remove_empty(folder)
+            raise
+
+
+def _require_new(folder: Path) -> None:
+    """Raise UsageError if the folder exists; a folder with the lock of a killed command alone does not count."""
+    if folder.is_dir() and [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+        return
+    if os.path.lexists(folder):
+        raise UsageError(f"--output {folder} exists already; choose another folder")
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove the folder if there is nothing in it but its lock."""
+    with suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+            (folder / LOCK_FILE).unlink()
+            folder.rmdir()
+
+
+def _make(folder: Path, flag: str) -> bool:
     """Make the folder; return whether it was missing."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         if folder.is_dir():
             return False
-        raise UsageError(f"--output: {folder} is a file, a folder is needed") from None
+        raise UsageError(f"{flag}: {folder} is a file, a folder is needed") from None
     except OSError as error:
-        raise UsageError(f"--output {folder} cannot be made: {(error.strerror or str(error)).lower()}") from None
+        raise UsageError(f"{flag} {folder} cannot be made: {(error.strerror or str(error)).lower()}") from None
     return True
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _held(folder: Path, flag: str) -> Iterator[None]:
     with (folder / LOCK_FILE).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"--output {folder} is in use by another run ({_holder(folder)})") from None
+            raise UsageError(f"{flag} {folder} is in use by another run ({_holder(folder)})") from None
         except OSError as error:  # some network file systems know no locks
-            logger.warning("%s cannot be locked (%s): do not start two runs with this --output", folder, error.strerror)
+            logger.warning("%s cannot be locked (%s): do not start two runs with this %s", folder, error.strerror, flag)
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         file.flush()

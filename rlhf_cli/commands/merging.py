@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.backends.checkpoint import MANIFEST
+from rlhf_cli.backends.output_lock import new_output
 from rlhf_cli.commands.merge import MergeGroup
 from rlhf_cli.commands.whole_models import Parts, configuration, find_parts, read_back, write_whole
 from rlhf_cli.errors import RunError, UsageError
@@ -16,8 +17,12 @@ TOKENS = tuple(range(1, 9))
 def run_merge(settings: MergeGroup) -> str:
     """Write the whole model to the output folder, verified; what is said about it."""
     output = Path(settings.output)
-    if output.exists():
-        raise UsageError(f"--output {output} exists already; choose another folder")
+    with new_output(output):
+        said = _write_merged(settings, output)
+    return f"{output}: {said}"
+
+
+def _write_merged(settings: MergeGroup, output: Path) -> str:
     parts = _parts(settings)
     config = configuration(parts, trust_remote_code=settings.trust_remote_code)
     max_bytes = int(settings.max_shard_size * 1e9)
@@ -31,7 +36,7 @@ def run_merge(settings: MergeGroup) -> str:
             trust_remote_code=settings.trust_remote_code,
         )
         checked = reload(written, config, max_bytes=max_bytes, trust_remote_code=settings.trust_remote_code)
-    return f"{output}: {checked}, {num_files} {'file' if num_files == 1 else 'files'} of weights"
+    return f"{checked}, {num_files} {'file' if num_files == 1 else 'files'} of weights"
 
 
 def _parts(settings: MergeGroup) -> Parts:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,11 +110,15 @@ def check_run_directory(settings: CheckpointConfig) -> None:
 
 @contextmanager
 def held_output(settings: CheckpointConfig) -> Iterator[None]:
-    """Hold the run's folder for this run alone. Raise UsageError if another run has it, or has left its files there.
+    """Hold the run's folders for this run alone. Raise UsageError if another run has one, or has left its files there.
 
-    The folder is checked again once it is held: another run may have begun and ended since the first check.
+    They are checked again once they are held: another run may have begun and ended since the first check.
     """
-    with output_lock(run_directory(settings).root):
+    paths = run_directory(settings)
+    with ExitStack() as stack:
+        stack.enter_context(output_lock(paths.root))
+        if not paths.checkpoints.resolve().is_relative_to(paths.root.resolve()):
+            stack.enter_context(output_lock(paths.checkpoints, flag="--ckpt_path"))
         check_run_directory(settings)
         yield
 

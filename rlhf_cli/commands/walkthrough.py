@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_cli.backends.output_lock import output_lock
 from rlhf_cli.commands.quickstart import QuickstartGroup
 from rlhf_cli.data.arithmetic import write_problems
 from rlhf_cli.errors import RunError, UsageError
@@ -87,6 +88,11 @@ class Walkthrough:
 
 def run_quickstart(settings: QuickstartGroup) -> None:
     """Run all stages and print the table; raise RunError naming the stage that failed."""
+    with output_lock(Path(settings.output)):
+        _run_stages(settings)
+
+
+def _run_stages(settings: QuickstartGroup) -> None:
     walk = Walkthrough(Path(settings.output), settings.seed, settings.algorithm)
     algorithm = settings.algorithm
     console = Console(highlight=False)
