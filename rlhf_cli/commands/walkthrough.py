@@ -9,11 +9,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.table import Table
 
 from rlhf_cli.backends.output_lock import output_lock
+from rlhf_cli.backends.signals import stop_signals
 from rlhf_cli.commands.quickstart import QuickstartGroup
 from rlhf_cli.data.arithmetic import write_problems
 from rlhf_cli.errors import RunError, UsageError
@@ -134,9 +136,13 @@ def _run(console: Console, title: str, words: list[str]) -> None:
     console.print(f"\n[bold cyan]{title}[/]")
     console.print(f"$ rlhf {shlex.join(words)}", style="dim", soft_wrap=True, markup=False)
     command = subprocess.Popen([sys.executable, "-m", "rlhf_cli", *words])
-    # Ctrl-C reaches the command too, SIGTERM is passed on: it finishes its step and saves; this process waits for it.
-    handlers = {signal.SIGINT: lambda signum, frame: None, signal.SIGTERM: lambda signum, frame: command.terminate()}
-    previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        if signum != signal.SIGINT:  # Ctrl-C reaches the command too, and a second one would end it at once
+            command.send_signal(signum)
+
+    # The command finishes its step and saves; this process waits for it.
+    previous = {signum: signal.signal(signum, pass_on) for signum in stop_signals()}
     try:
         status = command.wait()
     finally:

@@ -222,7 +222,7 @@ def test_a_reward_model_reads_the_sampled_tokens_to_the_last(inputs, tmp_path):
     assert len({row["score"] for row in rows}) > 1
 
 
-def test_an_evaluation_counts_its_samples_and_is_not_repeated_when_continued(inputs, tmp_path):
+def test_an_evaluation_is_stopped_by_a_closed_terminal_counts_its_samples_and_is_not_repeated(inputs, tmp_path):
     model, problems, _ = inputs
     judge, output, rates = tmp_path / "judge.py", tmp_path / "eval", tmp_path / "rates.jsonl"
     judge.write_text(
@@ -230,10 +230,19 @@ def test_an_evaluation_counts_its_samples_and_is_not_repeated_when_continued(inp
     )
     words = (
         f"eval --pretrain {model} --prompt_data {problems} --reward_func {judge} --pass_score 1 --temperature 1 "
-        f"--n_samples_per_prompt 4 --k 1,2 --rollout_backend transformers --max_len 64 --max_new_tokens 6 "
-        f"--rollout_batch_size 20 --output {output} --write_pass_rate {rates}"
+        f"--n_samples_per_prompt {SAMPLES} --k 1,2 --rollout_backend transformers --max_len 64 --max_new_tokens 40 "
+        f"--rollout_batch_size 2 --output {output} --write_pass_rate {rates}"
     ).split()
-    printed = finish(rlhf(*words))
+    process = rlhf(*words, start_new_session=True)
+    try:
+        wait_for_rows(output, process)
+        os.killpg(process.pid, signal.SIGHUP)
+        assert "--load_checkpoint" in finish(process, status=130)
+    finally:
+        process.kill()
+    assert_nothing_left(output)
+    assert not (output / "eval.json").exists()
+    printed = finish(rlhf(*words, "--load_checkpoint"))
     assert_nothing_left(output)
     samples = rows_of(output / "samples.jsonl")
     (result,) = json.loads((output / "eval.json").read_text())["results"]

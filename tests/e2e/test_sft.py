@@ -281,13 +281,14 @@ def test_a_second_ctrl_c_ends_at_once(place, launcher):
     ("launcher", "end"),
     [
         ("num_processes", lambda running: running.main.kill()),
+        ("num_processes", lambda running: os.killpg(running.main.pid, signal.SIGHUP)),
         ("deepspeed", lambda running: running.main.terminate()),
         ("torchrun", Running.press_ctrl_c),
     ],
-    ids=["num_processes killed", "deepspeed terminated", "torchrun interrupted"],
+    ids=["num_processes killed", "terminal closed", "deepspeed terminated", "torchrun interrupted"],
 )
 def test_ranks_save_and_end_with_their_launcher(place, launcher, end):
-    name = f"orphans_{launcher}"
+    name = f"orphans_{launcher}_{len(place._started)}"
     running = place.start(name, launcher, **ENDLESS)
     running.wait_for_a_step()
     end(running)
