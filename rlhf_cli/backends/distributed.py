@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from rlhf_cli.backends.deepspeed_start import leave_out_shared_memory, load_muon_uncompiled
 from rlhf_cli.backends.distributed_env import free_port
 from rlhf_cli.backends.extension_builds import remove_stale_locks, use_own_ninja
 from rlhf_cli.errors import UsageError
@@ -42,6 +43,9 @@ def join_process_group(*, timeout: timedelta = timedelta(minutes=30)) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     use_own_ninja()
     remove_stale_locks()
+    load_muon_uncompiled()
+    if os.environ["WORLD_SIZE"] == "1":
+        leave_out_shared_memory()
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     _unlink_shared_buffers()
 
