@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand
 
-from rlhf_cli.environment import prepare_environment
+from rlhf_cli.environment import prepare_environment, rest_collector
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.foreign import COMMANDS as COMMANDS_ELSEWHERE
 from rlhf_cli.foreign import WANDB_KEY
@@ -140,6 +140,7 @@ def root(
 
 def main(args: Sequence[str] | None = None, *, group: type[CommandGroup] = CommandGroup) -> int:
     """Run the program; the exit status: 0 done, 1 failure, 2 wrong usage, 130 interrupted."""
+    rest_collector()
     words = list(sys.argv[1:] if args is None else args)
     called = next((word for word in words if word in group.table), None)
     try:

@@ -16,7 +16,8 @@ from test_online_commands import resolve
 
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.online_roles import ActorGroup, CriticGroup, Dealer, ReferenceGroup, TrainedGroup
-from rlhf_cli.backends.roles import Actor, Critic, Reference, RoleSettings
+from rlhf_cli.backends.role_settings import RoleSettings
+from rlhf_cli.backends.roles import Actor, Critic, Reference
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.backends.rollout_transformers import TransformersEngine
 from rlhf_cli.backends.weight_transfer import WeightSender

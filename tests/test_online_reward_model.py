@@ -13,7 +13,8 @@ from tiny_training import OPTIM, make_sequences
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
 from rlhf_cli.algorithms.shaping import clip_scores, normalised_scores
-from rlhf_cli.backends.roles import Critic, Reward, RoleSettings
+from rlhf_cli.backends.role_settings import RoleSettings
+from rlhf_cli.backends.roles import Critic, Reward
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig

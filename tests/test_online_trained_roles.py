@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from tiny_training import OPTIM, make_sequences
 from transformers import AutoModelForCausalLM
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.backends.roles import Actor, Critic, Reference, RoleSettings
+from rlhf_cli.backends.engine_host import HOST_ENGINE, host_engine
+from rlhf_cli.backends.role_settings import ROLE_CLASSES, RoleSettings
+from rlhf_cli.backends.roles import Actor, Critic, Reference, Reward
 from rlhf_cli.backends.weight_vllm_trainer import tensor_specs
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
@@ -221,3 +224,13 @@ def test_what_is_saved_of_an_adapter_is_an_adapter(tiny_model_dir, tmp_path: Pat
     actor.role.save_model(tmp_path / "model")
     assert {"adapter_config.json", WEIGHTS_FILE} <= {path.name for path in (tmp_path / "model").iterdir()}
     assert not (tmp_path / "model" / "config.json").exists()
+
+
+def test_every_role_has_a_class_of_that_name():
+    assert {role: resolve_name(name) for role, name in ROLE_CLASSES.items()} == {
+        "actor": Actor,
+        "critic": Critic,
+        "ref": Reference,
+        "reward": Reward,
+    }
+    assert resolve_name(HOST_ENGINE) is host_engine

@@ -364,6 +364,13 @@ def test_threads_are_shared_unless_the_user_says_how_many(monkeypatch):
     assert joined.threads(2) == 4
 
 
+def test_a_rank_with_a_gpu_gets_eight_threads_of_a_node_with_many_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 192)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    node = Cluster(["a"], [8], 192.0, has_gpus=True, is_local=True)
+    assert [node.threads(count) for count in (1, 8, 48)] == [8, 8, 4]
+
+
 def test_roles_that_fit_on_no_cluster_are_found_before_there_is_one():
     rollout = RolloutConfig(vllm_num_engines=2)
     check_layout(CriticPlacementConfig(**shape(200, 8, *ROLES)), rollout, roles=ROLES)

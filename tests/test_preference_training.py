@@ -34,8 +34,9 @@ from rlhf_cli.algorithms.ragged import segment_sum
 from rlhf_cli.backends import distributed
 from rlhf_cli.backends.reference import kept_columns
 from rlhf_cli.commands.dpo import DPOConfig, make_objective
-from rlhf_cli.commands.offline import Items, TrainedModel
+from rlhf_cli.commands.offline import Items
 from rlhf_cli.commands.references import check_reference, pair_reference
+from rlhf_cli.commands.trained_model import TrainedModel
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import LOSS_DEFAULTS, PAIR_LOSSES, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_cli.backends.engine_group import make_engine, rollout_backend
+from rlhf_cli.backends.engine_group import rollout_backend
+from rlhf_cli.backends.engine_host import make_engine
 from rlhf_cli.backends.rollout_engine import EngineSettings, eos_token_ids
 from rlhf_cli.backends.rollout_transformers import TransformersEngine
 from rlhf_cli.backends.weight_transfer import WeightSender, weights_checksum

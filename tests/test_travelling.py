@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.backends.roles import UpdateStep
+from rlhf_cli.backends.role_settings import UpdateStep
 from rlhf_cli.backends.travelling import MicroBatches, UpdateSteps
 from rlhf_cli.data.packing import Sequence
 from rlhf_cli.data.samples import Sample

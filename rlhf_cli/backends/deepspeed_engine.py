@@ -23,6 +23,7 @@ from transformers import get_scheduler
 
 from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends import distributed
+from rlhf_cli.backends.deepspeed_config import deepspeed_config
 from rlhf_cli.backends.deepspeed_weights import DEEPSPEED
 from rlhf_cli.backends.router_loss import RouterLoss
 from rlhf_cli.backends.sleep import HostCopies, TrainedStates
@@ -35,43 +36,6 @@ Forward = Callable[[nn.Module, Any], torch.Tensor]
 
 BUCKET_BYTES = 1 << 28
 """Weights that are whole at a time under ZeRO-3."""
-
-
-def check_deepspeed(settings: DeepSpeedConfig, *, param_dtype: str) -> None:
-    """UsageError for settings that DeepSpeed has only together with others."""
-    if settings.adam_offload and settings.zero_stage == 0:
-        raise UsageError("--adam_offload: DeepSpeed moves optimizer states to host memory from --zero_stage 1 on")
-    if _is_plain_bf16(settings, param_dtype) and settings.grad_accum_dtype == "fp32":
-        raise UsageError("--grad_accum_dtype fp32: DeepSpeed has it for bf16 weights from --zero_stage 1 on")
-
-
-def _is_plain_bf16(settings: DeepSpeedConfig, param_dtype: str) -> bool:
-    return settings.zero_stage == 0 and param_dtype == "bf16"
-
-
-def deepspeed_config(settings: DeepSpeedConfig, *, param_dtype: str, max_norm: float) -> dict[str, Any]:
-    """The DeepSpeed configuration of these settings. UsageError as `check_deepspeed`.
-
-    One micro-batch is declared however many there are: the engine sets the accumulation boundary itself, because
-    packing makes their number change from step to step.
-    """
-    check_deepspeed(settings, param_dtype=param_dtype)
-    sums = settings.grad_accum_dtype or ("bf16" if _is_plain_bf16(settings, param_dtype) else "fp32")
-    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": settings.overlap_comm}
-    if settings.zero_stage == 3:
-        zero |= {"zero_hpz_partition_size": settings.zpg}
-    if settings.adam_offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": max_norm,
-        "bf16": {"enabled": param_dtype == "bf16"},
-        "data_types": {"grad_accum_dtype": sums},
-        "communication_data_type": sums,  # else sums over ranks are bf16 where the weights are
-        "zero_optimization": zero,
-        "steps_per_print": 1 << 60,
-    }
 
 
 def make_optimizer(

@@ -13,15 +13,14 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rlhf_cli.backends.online_roles import TrainedGroup
-from rlhf_cli.backends.roles import EngineLink
-from rlhf_cli.backends.rollout_engine import Arrivals, EngineDead, EngineSettings, SyncBackend
+from rlhf_cli.backends.role_settings import EngineLink
+from rlhf_cli.backends.rollout_engine import Arrivals, EngineDead, SyncBackend
 from rlhf_cli.backends.weight_transfer import PushReport
 from rlhf_cli.backends.weight_vllm_trainer import Rendezvous
 from rlhf_cli.config.generate import SamplingConfig
 from rlhf_cli.config.online import EngineConfig, RolloutConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
-from rlhf_cli.models.weight_files import folder_of
 
 MAX_RESTARTS = 3
 """Engines started again in one run; more deaths have a cause that a restart does not cure."""
@@ -44,46 +43,6 @@ def described(config: RolloutConfig | SamplingConfig, backend: str) -> str:
     """Return the number of engines, their kind and what a user adds to their arguments."""
     added = f" with {config.vllm_args}" if config.engine_arguments else ""
     return f"{config.vllm_num_engines} x {backend}{added}"
-
-
-def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Any:
-    """The rollout engine of that name, in this process; a model of the Hub is fetched to this machine first."""
-    model_path = str(folder_of(model_path))
-    if backend == "vllm":
-        from rlhf_cli.backends.rollout_vllm import VllmEngine
-
-        return VllmEngine(model_path, settings)
-    from rlhf_cli.backends.rollout_transformers import TransformersEngine
-
-    return TransformersEngine(model_path, settings)
-
-
-def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "EngineHost":
-    """The same inside what a Ray worker calls."""
-    return EngineHost(make_engine(backend, model_path, settings))
-
-
-class EngineHost:
-    """Holds an engine in its own process and joins verbs that always follow each other into one call."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    async def begin(
-        self, requests: list[GenerationRequest], sampling: SamplingParams, max_tokens: int | None
-    ) -> Arrivals:
-        """Start a batch, cut where it was cut before, and wait for its first responses."""
-        await self.engine.begin(requests, sampling)
-        if max_tokens is not None:
-            await self.engine.cut(max_tokens)
-        arrivals: Arrivals = await self.engine.collect()
-        return arrivals
-
-    async def take_push(self, manifest: dict[str, Any], version: int) -> None:
-        """Load a push from shared memory."""
-        await self.engine.start_weight_update()
-        await self.engine.update_weights(manifest)
-        await self.engine.finish_weight_update(version)
 
 
 @dataclass(frozen=True)
@@ -121,7 +80,6 @@ class EngineGroup:
 
     Args:
         start: begins building the engine of that number; (worker, building call).
-        actor: the ranks whose weights the engines take; None where they keep those they were built with.
         takes_turns: whether engines sleep while models train.
         sync_backend: how weights travel.
         ranks_per_engine: GPUs that share one engine.
@@ -132,13 +90,12 @@ class EngineGroup:
         start: Callable[[int], tuple[Any, Any]],
         *,
         num_engines: int,
-        actor: TrainedGroup | None,
         takes_turns: bool,
         sync_backend: SyncBackend,
         ranks_per_engine: int,
     ) -> None:
         self._start = start
-        self._actor = actor
+        self._actor: TrainedGroup | None = None
         self._takes_turns = takes_turns
         self._sync_backend = sync_backend
         self._ranks_per_engine = ranks_per_engine
@@ -159,18 +116,17 @@ class EngineGroup:
             except RayActorError as error:
                 raise RunError(f"rollout engine {number} died while it was started ({_reason(error)})") from error
 
-    def connect(self) -> None:
-        """Open the way weights take; to be called when actor and engines are built."""
-        if self._actor is None:
-            return
+    def connect(self, actor: TrainedGroup) -> None:
+        """Take the weights of this actor from now on; to be called when actor and engines are built."""
+        self._actor = actor
         link = EngineLink(
             backend=self._sync_backend,
             call_engines=CallWorkers(self._workers),
             num_engines=len(self._workers),
             ranks_per_engine=self._ranks_per_engine,
-            rendezvous=Rendezvous(*self._actor.group.address()),
+            rendezvous=Rendezvous(*actor.group.address()),
         )
-        self._actor.group.all("connect_engines", link)
+        actor.group.all("connect_engines", link)
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
         """One response per request, in their order."""
@@ -258,9 +214,10 @@ class EngineGroup:
 
     def shutdown(self) -> None:
         """End all engines and their processes."""
-        for worker in self._workers:
+        ending = [worker.call.remote("engine.shutdown") for worker in self._workers]
+        for worker, call in zip(self._workers, ending, strict=True):
             try:
-                ray.get(worker.call.remote("engine.shutdown"), timeout=30)
+                ray.get(call, timeout=30)
             except (RayActorError, RayTaskError, ray.exceptions.GetTimeoutError):
                 ray.kill(worker)
 
@@ -298,7 +255,8 @@ class EngineGroup:
         self._workers[number], building = self._start(number)
         try:
             ray.get(building)
-            self.connect()
+            if self._actor is not None:
+                self.connect(self._actor)
         except (RayActorError, RayTaskError) as again:
             raise ProcessDied(
                 f"rollout engine {number} died and could not be started again ({_reason(again)})"

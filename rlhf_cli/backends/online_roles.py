@@ -18,7 +18,7 @@ from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.objective import LossWeights, finish_policy_metrics, finish_value_metrics
 from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.backends.role_group import WorkerGroup
-from rlhf_cli.backends.roles import UpdateStep
+from rlhf_cli.backends.role_settings import UpdateStep
 from rlhf_cli.backends.travelling import MicroBatches, UpdateSteps
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing import Sequence, only_end, plan_packs

@@ -7,7 +7,7 @@ from typing import Any
 from deepspeed.runtime.zero import DeepSpeedTensorOverride, Init
 from transformers.integrations import HfDeepSpeedConfig
 
-from rlhf_cli.backends.deepspeed_engine import deepspeed_config
+from rlhf_cli.backends.deepspeed_config import deepspeed_config
 from rlhf_cli.config.train import DeepSpeedConfig
 
 

@@ -44,6 +44,11 @@ class Layout:
         """The seats of a role by rank."""
         return [seat for seat in self.seats if seat.role == role]
 
+    def local_size(self, role: str) -> int:
+        """Ranks of a role on a node, the same number on each."""
+        seats = self.of(role)
+        return sum(seat.island == seats[0].island for seat in seats)
+
     def users(self, island: int, gpu: int) -> list[str]:
         """Roles that sit on one GPU."""
         return self._users.get((island, gpu), [])

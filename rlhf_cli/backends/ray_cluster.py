@@ -4,10 +4,11 @@ Leaves out who sits where (placement) and what runs there (worker, role_group).
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.util.placement_group import (
@@ -23,6 +24,8 @@ from rlhf_cli.backends.signals import children_apart
 from rlhf_cli.errors import RunError, UsageError
 
 RESERVE_SECONDS = 120
+GPU_RANK_THREADS = 8
+"""CPU threads that a process with a GPU has use for: they pack, they drive kernels, they sum on no CPU."""
 CPU_ONLY_PLACES = 1024
 """Places offered by a node without GPUs: there a place is a process and the operating system shares the cores."""
 
@@ -50,7 +53,8 @@ class Cluster:
         chosen = os.environ.get("OMP_NUM_THREADS", "")
         if self.is_local and chosen.isdigit():
             return max(1, int(chosen))
-        return max(1, (os.cpu_count() or 1) // num_processes)
+        share = max(1, (os.cpu_count() or 1) // num_processes)
+        return min(share, GPU_RANK_THREADS) if self.has_gpus else share
 
 
 @contextmanager
@@ -66,7 +70,6 @@ def ray_cluster() -> Iterator[Cluster]:
                 include_dashboard=None if address else False,
                 log_to_driver=False,
                 logging_level="error",
-                runtime_env=None if address else {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
             )
     except ConnectionError as error:
         raise UsageError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
@@ -151,15 +154,22 @@ class Reservation:
         return [numbers.setdefault(node, len(numbers)) for node in holders]
 
     def _wait(self) -> None:
-        _, missing = ray.wait(
-            [group.ready() for group in self._groups], num_returns=len(self._groups), timeout=RESERVE_SECONDS
+        """Wait for the places a second at a time, so that signals are heard.
+
+        `wait` asks Ray alone, where `ready` would start a process for its task.
+        """
+        deadline = time.monotonic() + RESERVE_SECONDS
+        for group in self._groups:
+            while not group.wait(1):
+                if time.monotonic() > deadline:
+                    self._give_up()
+
+    def _give_up(self) -> NoReturn:
+        self.release()
+        raise RunError(
+            f"the Ray cluster did not give {self.layout.num_gpus} {self._cluster.unit} places within "
+            f"{RESERVE_SECONDS} s: {ray.available_resources()} are available; another job may hold the rest"
         )
-        if missing:
-            self.release()
-            raise RunError(
-                f"the Ray cluster did not give {self.layout.num_gpus} {self._cluster.unit} places within "
-                f"{RESERVE_SECONDS} s: {ray.available_resources()} are available; another job may hold the rest"
-            )
 
 
 def _cpus_per_place(layout: Layout, cluster: Cluster) -> float:

@@ -3,7 +3,7 @@
 Leaves out what a rank computes (roles), how work is dealt to ranks (online_roles) and where they sit (placement).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlhf_cli.backends.placement import Layout, Seat
 from rlhf_cli.backends.ray_cluster import Reservation
+from rlhf_cli.backends.role_settings import ROLE_CLASSES, RoleSettings
 from rlhf_cli.backends.worker import AsyncWorker, Worker
 from rlhf_cli.environment import SPIN_COUNT, onednn_caches
 from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
@@ -80,6 +81,20 @@ class WorkerGroup:
         """CUDA_VISIBLE_DEVICES of every rank."""
         return self.wait([worker.visible_gpus.remote() for worker in self._workers])
 
+    def build(self, settings: RoleSettings, *, local_size: int) -> list[Any]:
+        """Begin making the role in every rank; `wait` for the calls.
+
+        Args:
+            local_size: ranks on a node.
+        """
+        host, port = self.address()
+        size = {"WORLD_SIZE": str(len(self)), "LOCAL_RANK": "0", "LOCAL_SIZE": str(local_size)}
+        common = size | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        return [
+            worker.build.remote(common | {"RANK": str(rank)}, ROLE_CLASSES[self.role], settings)
+            for rank, worker in enumerate(self._workers)
+        ]
+
     def all(self, method: str, *args: Any) -> list[Any]:
         """Results of the same call on every rank."""
         return self.wait(self.start(method, *args))
@@ -100,32 +115,15 @@ class WorkerGroup:
         return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self.log_file(rank)}")
 
 
-def start_ranks(
-    role: str,
-    layout: Layout,
-    reservation: Reservation,
-    *,
-    log_dir: Path,
-    threads: int,
-    factory: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> tuple[WorkerGroup, list[Any]]:
-    """The ranks of a trained or frozen role, and the calls that build `factory(*args)` in each; `wait` for those.
+def start_ranks(role: str, layout: Layout, reservation: Reservation, *, log_dir: Path, threads: int) -> WorkerGroup:
+    """Start the processes of a role without waiting for them; `build` makes the role in each.
 
     Args:
         threads: CPU threads of each rank.
     """
     seats = layout.of(role)
     workers = [_worker(Worker, seat, reservation, log_dir=log_dir, threads=threads) for seat in seats]
-    group = WorkerGroup(role, workers, log_dir)
-    host, port = group.address()
-    common = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(seats)), "LOCAL_RANK": "0"}
-    local = str(sum(seat.island == seats[0].island for seat in seats))
-    building = [
-        worker.build.remote(common | {"RANK": str(seat.rank), "LOCAL_SIZE": local}, factory, *args)
-        for worker, seat in zip(workers, seats, strict=True)
-    ]
-    return group, building
+    return WorkerGroup(role, workers, log_dir)
 
 
 def start_engine(
@@ -135,7 +133,7 @@ def start_engine(
     log_dir: Path,
     threads: int,
     environment: dict[str, str],
-    factory: Callable[..., Any],
+    factory: str,
     args: tuple[Any, ...],
 ) -> tuple[Any, Any]:
     """(worker, building call) of one rollout engine."""

@@ -6,7 +6,6 @@ sequences and are packed here, so that only token ids and numbers travel between
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,19 +32,16 @@ from rlhf_cli.backends.deepspeed_engine import (
 from rlhf_cli.backends.deepspeed_weights import DESCRIPTION
 from rlhf_cli.backends.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.reference import SYNC_FILE
-from rlhf_cli.backends.rollout_engine import SyncBackend
+from rlhf_cli.backends.role_settings import EngineLink, RoleSettings, UpdateStep
 from rlhf_cli.backends.weight_average import WeightAverage
 from rlhf_cli.backends.weight_transfer import Idle, PushReport, Transport, WeightSender
 from rlhf_cli.backends.weight_transfer_shm import ShmTransport
-from rlhf_cli.backends.weight_vllm_trainer import CallEngines, EngineClient, Rendezvous, connect, tensor_specs
-from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
-from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
+from rlhf_cli.backends.weight_vllm_trainer import EngineClient, connect, tensor_specs
+from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.packing import Pack, Sequence, at_targets, pack
-from rlhf_cli.data.samples import Sample, SamplePack, pack_samples
+from rlhf_cli.data.samples import SamplePack, pack_samples
 from rlhf_cli.data.shared_prompts import pack_groups
 from rlhf_cli.models.adapters import (
-    AdapterPlan,
     adapter_off,
     describe_adapter,
     is_adapted,
@@ -64,44 +60,6 @@ from rlhf_cli.models.merging import folded, in_folding_order
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.saving import save_all_but_weights, save_hf
 from rlhf_cli.models.varlen import VARLEN
-
-
-@dataclass(frozen=True)
-class RoleSettings:
-    """What a role needs to be built."""
-
-    model: ModelConfig
-    deepspeed: DeepSpeedConfig
-    optim: OptimConfig
-    learning_rate: float
-    total_steps: int
-    seed: int
-    temperature: float
-    max_new_tokens: int
-    policy: PolicyConfig
-    share_prompts: bool = False
-    adapter: AdapterPlan | None = None
-    ema_beta: float | None = None
-    sleeps: bool = False
-
-
-@dataclass(frozen=True)
-class UpdateStep:
-    """One rank's share of one optimizer step."""
-
-    micro_batches: list[list[Sample]]
-    totals: StepTotals
-
-
-@dataclass(frozen=True)
-class EngineLink:
-    """How weights travel from the actor to the engines, and where those are."""
-
-    backend: SyncBackend
-    call_engines: CallEngines
-    num_engines: int
-    ranks_per_engine: int
-    rendezvous: Rendezvous
 
 
 def _transport(link: EngineLink, hf_model: Any) -> Transport:

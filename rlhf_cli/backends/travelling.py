@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_cli.backends.roles import UpdateStep
+from rlhf_cli.backends.role_settings import UpdateStep
 from rlhf_cli.data.packing import Sequence
 from rlhf_cli.data.samples import Sample
 

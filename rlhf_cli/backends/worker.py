@@ -7,12 +7,13 @@ import asyncio
 import faulthandler
 import os
 import sys
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from rlhf_cli.backends.distributed_env import free_port
+from rlhf_cli.environment import rest_collector, resume_collector
 
 
 class Worker:
@@ -33,10 +34,10 @@ class Worker:
         """CUDA_VISIBLE_DEVICES as Ray set it for this process."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
-    def build(self, environment: dict[str, str], factory: Callable[..., Any], *args: Any) -> None:
-        """Make the object this worker holds: `factory(*args)`."""
+    def build(self, environment: dict[str, str], factory: str, *args: Any) -> None:
+        """Make the object this worker holds: `factory(*args)`, of a factory named as "module:name"."""
         os.environ |= environment
-        self._target = factory(*args)
+        self._target = _made(factory, *args)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the object, or of an attribute of it ("role.save")."""
@@ -46,14 +47,21 @@ class Worker:
 class AsyncWorker(Worker):
     """A worker whose object has coroutines; calls may overlap."""
 
-    async def build(self, environment: dict[str, str], factory: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
+    async def build(self, environment: dict[str, str], factory: str, *args: Any) -> None:  # type: ignore[override]
         """Make the object this worker holds: `factory(*args)`, off the event loop."""
         os.environ |= environment
-        self._target = await asyncio.to_thread(factory, *args)
+        self._target = await asyncio.to_thread(_made, factory, *args)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Await a coroutine method of the object."""
         return await attrgetter(method)(self._target)(*args)
+
+
+def _made(factory: str, *args: Any) -> Any:
+    rest_collector()
+    made = resolve_name(factory)(*args)
+    resume_collector()
+    return made
 
 
 def log_to(path: Path) -> None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.backends.engine_group import EngineGroup, host_engine
+from rlhf_cli.backends.engine_group import EngineGroup
+from rlhf_cli.backends.engine_host import HOST_ENGINE
 from rlhf_cli.backends.online_roles import Dealer, RewardGroup
 from rlhf_cli.backends.placement import ENGINE, Layout, Seat, describe, plan_layout
 from rlhf_cli.backends.ray_cluster import Cluster, Reservation
 from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
-from rlhf_cli.backends.roles import Reward, RoleSettings
+from rlhf_cli.backends.role_settings import RoleSettings
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.config.generate import AnsweringConfig
 from rlhf_cli.config.online import PlacementConfig, RolloutConfig
@@ -105,16 +106,10 @@ def _start_reward_model(places: _Places, model: RewardModel) -> WorkerGroup:
         max_new_tokens=places.config.sampling.max_new_tokens,
         policy=PolicyConfig(),
     )
-    group, building = start_ranks(
-        REWARD,
-        places.layout,
-        places.reservation,
-        log_dir=places.log_dir,
-        threads=places.threads(REWARD),
-        factory=Reward,
-        args=(settings,),
+    group = start_ranks(
+        REWARD, places.layout, places.reservation, log_dir=places.log_dir, threads=places.threads(REWARD)
     )
-    group.wait(building)
+    group.wait(group.build(settings, local_size=places.layout.local_size(REWARD)))
     return group
 
 
@@ -149,14 +144,13 @@ def _start_engines(places: _Places, ranks: WorkerGroup | None) -> EngineGroup:
             log_dir=places.log_dir,
             threads=places.threads(ENGINE),
             environment=_engine_environment(places, seat, ranks),
-            factory=host_engine,
+            factory=HOST_ENGINE,
             args=(places.backend, places.pretrain, settings),
         )
 
     return EngineGroup(
         start,
         num_engines=sampling.vllm_num_engines,
-        actor=None,
         takes_turns=False,
         sync_backend="shm",
         ranks_per_engine=sampling.vllm_tensor_parallel_size,

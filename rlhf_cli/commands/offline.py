@@ -1,7 +1,7 @@
 """What every offline command does around its objective: run directory, engine, checkpoints, tracking, the model."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,14 @@ from pydantic import BaseModel
 
 from rlhf_cli.backends import distributed, distributed_env
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
-from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, check_deepspeed, seed_everything
+from rlhf_cli.backends.deepspeed_config import check_deepspeed
+from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, seed_everything
 from rlhf_cli.backends.launch import stop_with_launcher
 from rlhf_cli.backends.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.roles import describe_model, save_whole_model
 from rlhf_cli.backends.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
+from rlhf_cli.commands.conclusion import conclude
 from rlhf_cli.commands.run_directory import (
-    REPORT,
     RunDirectory,
     begin_log,
     check_not_replaced,
@@ -26,8 +27,9 @@ from rlhf_cli.commands.run_directory import (
     run_directory,
 )
 from rlhf_cli.commands.run_identity import adapter_identity, model_identity, tokenizer_identity
+from rlhf_cli.commands.trained_model import TrainedModel, trained_model
 from rlhf_cli.config.data import OfflineDataConfig
-from rlhf_cli.config.model import AdapterConfig, LoraConfig, ModelConfig
+from rlhf_cli.config.model import AdapterConfig, ModelConfig
 from rlhf_cli.config.train import (
     CheckpointConfig,
     DeepSpeedConfig,
@@ -37,14 +39,12 @@ from rlhf_cli.config.train import (
 )
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.data.tokenising import check_token_ids
+from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.models.adapters import AdapterPlan, load_with_adapter, parameters_said, plan_adapter
+from rlhf_cli.models.adapters import load_with_adapter, parameters_said
 from rlhf_cli.models.loading import (
     check_loadable,
     dtype_note,
-    load_config,
-    load_tokenizer,
-    packed_attention,
     quadratic_cost,
 )
 from rlhf_cli.models.routers import check_router_loss
@@ -103,32 +103,6 @@ def no_reference(items: Items, share: Share) -> tuple[Items, Reference]:
     """For objectives that compare with nothing."""
     del share
     return items, Reference()
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """The model that the settings name, perhaps under an adapter, before its weights are loaded.
-
-    `base` is what they name, or the model under the adapter that they name.
-    """
-
-    source: ModelConfig
-    base: ModelConfig
-    plan: AdapterPlan | None
-    architecture: Any
-    tokenizer: Any
-
-    @property
-    def attention(self) -> str:
-        """Name of the attention kernel it is going to run with."""
-        return packed_attention(self.base, self.architecture)
-
-
-def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> TrainedModel:
-    """The model of the settings. UsageError where it is none, or its adapter belongs to another one."""
-    plan = plan_adapter(model, adapter, seed=seed)
-    base = model if plan is None else model.model_copy(update={"pretrain": plan.base})
-    return TrainedModel(model, base, plan, load_config(base), load_tokenizer(model))
 
 
 def offline_model(config: OfflineConfig) -> TrainedModel:
@@ -218,6 +192,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         if rank == 0:  # not before: what cannot be built must not cost an earlier run
             settings = to_yaml(cast(BaseModel, config))
             prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
+        resume_collector()
         run = _Run(config, task, items, reference, share, paths, store, identity, hf_model, engine)
         with run.tracker(terminal.console, resume) if rank == 0 else SilentTracker() as tracker:
             finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
@@ -382,13 +357,3 @@ class _Run:
             if rank == 0:
                 raise  # the store makes a sentence of it and removes what was written
             raise RunError(f"rank {rank} could not write its part of the checkpoint of step {step}: {error}") from error
-
-
-def conclude(
-    tracker: Tracker | SilentTracker, paths: RunDirectory, finished: Finished, facts: Mapping[str, str] | None = None
-) -> None:
-    """Say how the run ended, where its results are, and `facts` besides."""
-    if finished.interrupted:
-        tracker.close(outcome="interrupted", facts={"Continue": "the same command with --load_checkpoint"})
-    else:
-        tracker.close(facts={"Model": str(paths.model), **(facts or {}), "Report": str(paths.root / REPORT)})

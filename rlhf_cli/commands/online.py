@@ -10,14 +10,14 @@ from rich.console import Console
 
 from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
 from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
-from rlhf_cli.backends.deepspeed_engine import check_deepspeed
+from rlhf_cli.backends.deepspeed_config import check_deepspeed
 from rlhf_cli.backends.engine_group import described, rollout_backend
 from rlhf_cli.backends.placement import check_layout, describe, plan_layout
 from rlhf_cli.backends.ray_cluster import Reservation, ray_cluster
 from rlhf_cli.backends.rollout_vllm_arguments import check_vllm_args
 from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
 from rlhf_cli.backends.weight_transfer import check_sync_backend
-from rlhf_cli.commands.offline import conclude
+from rlhf_cli.commands.conclusion import conclude
 from rlhf_cli.commands.online_config import FilteringConfig, OnlineConfig
 from rlhf_cli.commands.online_evaluation import (
     best_facts,
@@ -43,6 +43,7 @@ from rlhf_cli.config.online import DynamicSamplingConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenising import check_token_ids
+from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import ProcessDied, RunError, UsageError
 from rlhf_cli.models.loading import check_positions, dtype_note
 from rlhf_cli.models.routers import check_router_loss
@@ -151,6 +152,7 @@ def _attempt(run: _Run, stop: StopSignal) -> Finished:
         scorer = stack.enter_context(
             Scorer(config.reward, tell=lambda text: tracker.message(text), decode=run.tokenizer.decode)
         )
+        resume_collector()
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
         tracker = stack.enter_context(_tracker(run, terminal.console))
         tracker.start(_facts(run, where))

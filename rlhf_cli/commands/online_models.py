@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_cli.algorithms.table import Algorithm
-from rlhf_cli.commands.offline import TrainedModel, trained_model
 from rlhf_cli.commands.online_config import CriticConfig, OnlineConfig
 from rlhf_cli.commands.run_directory import check_not_replaced
+from rlhf_cli.commands.trained_model import TrainedModel, trained_model
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.classifiers import refuse_several_labels

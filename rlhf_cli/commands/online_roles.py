@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rlhf_cli.backends.engine_group import EngineGroup, host_engine
+from rlhf_cli.backends.engine_group import EngineGroup
+from rlhf_cli.backends.engine_host import HOST_ENGINE
 from rlhf_cli.backends.online_roles import (
     ActorGroup,
     BaseReference,
@@ -17,12 +18,12 @@ from rlhf_cli.backends.online_roles import (
 from rlhf_cli.backends.placement import ENGINE, Layout, Seat
 from rlhf_cli.backends.ray_cluster import Cluster, Reservation
 from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
-from rlhf_cli.backends.roles import Actor, Critic, Reference, Reward, RoleSettings
+from rlhf_cli.backends.role_settings import RoleSettings
 from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.backends.weight_transfer import choose_sync_backend
-from rlhf_cli.commands.offline import TrainedModel
 from rlhf_cli.commands.online_config import OnlineConfig
 from rlhf_cli.commands.online_models import OnlineModels, role_names
+from rlhf_cli.commands.trained_model import TrainedModel
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig
 from rlhf_cli.models.adapters import AdapterPlan
@@ -63,7 +64,6 @@ class OnlineRoles:
         self._where = where
         self._models = models
         self._total_steps = total_steps
-        self._is_settled = False
         self._sync_backend = choose_sync_backend(
             config.rollout.vllm_sync_backend,
             engine=where.backend,
@@ -71,8 +71,10 @@ class OnlineRoles:
             shares_gpus=shares_gpus(where.layout),
         )
         self._takes_turns = config.placement.deepspeed_enable_sleep
-        started = self._start_models(role_names(config, models))
-        groups = {role: group for role, (group, _) in started.items()}
+        models_wait = shares_gpus(where.layout) and where.cluster.has_gpus
+        if not models_wait:
+            self.engines = self._start_engines()  # first, for they take longest
+        groups = {role: self._start_ranks(role) for role in role_names(config, models)}
         self.actor = ActorGroup(self._trained(groups["actor"], models.policy))
         self.critic = CriticGroup(self._trained(groups["critic"], models.critic)) if models.critic else None
         self.reference: ReferenceGroup | BaseReference | None = None
@@ -81,13 +83,13 @@ class OnlineRoles:
         if "ref" in groups:
             self.reference = self._reference_group(groups["ref"])
         self.reward_model = self._reward_group(groups["reward"], models.reward) if models.reward else None
-        if shares_gpus(where.layout) and where.cluster.has_gpus:
-            self._settle(started)  # an engine measures what memory is free while it starts
-        self.engines = self._start_engines()
-        self._settle(started)
+        self._build_models(groups)
+        if models_wait:  # an engine measures what memory is free while it starts
+            self.engines = self._start_engines()
         self.engines.wait_until_built()
-        self.engines.connect()
+        self.engines.connect(self.actor.trained)
         if models.policy.plan is not None and models.policy.plan.weights is not None:
+            self.engines.sleep()
             self._push(0)  # the engines have started with the base
 
     def with_scorer(self, scorer: Scorer) -> Roles:
@@ -108,7 +110,8 @@ class OnlineRoles:
                 self._moving.save(directory / "ref")
 
     def load(self, directory: Path, *, iteration: int) -> None:
-        """Restore what `save` wrote and give the engines the actor's weights."""
+        """Restore what `save` wrote and give the engines the actor's weights; they sleep while the models load."""
+        self.engines.sleep()
         for role, trained in self._all_trained().items():
             trained.load(directory / role)
         if self._moving is not None:
@@ -117,8 +120,9 @@ class OnlineRoles:
         self._push(iteration)
 
     def _push(self, version: int) -> None:
-        """Give the engines the actor's weights."""
+        """Give the engines the actor's weights, which are all that the actor has on its accelerators meanwhile."""
         with self.actor.trained.awake():
+            self.actor.sleep_optimizer()
             self.engines.receive_weights(version)
 
     def __enter__(self) -> Self:
@@ -127,38 +131,28 @@ class OnlineRoles:
     def __exit__(self, *error: object) -> None:
         self.engines.shutdown()
 
-    def _start_models(self, names: tuple[str, ...]) -> dict[str, tuple[WorkerGroup, list[Any]]]:
-        models, rate = self._models, self._config.optim.actor_learning_rate
-        policy = models.policy.source
-        started = {"actor": self._start("actor", Actor, policy, rate, models.policy.plan)}
-        if models.critic is not None:
-            optim = self._config.optim
-            assert isinstance(optim, ActorCriticOptimConfig)
-            critic = models.critic
-            started["critic"] = self._start("critic", Critic, critic.source, optim.critic_learning_rate, critic.plan)
-        if "ref" in names:
-            started["ref"] = self._start("ref", Reference, policy, rate)
-        if models.reward is not None:
-            started["reward"] = self._start("reward", Reward, models.reward.source, rate)
-        return started
+    def _build_models(self, groups: dict[str, WorkerGroup]) -> None:
+        """Build all models; one after the other if they take turns on GPUs, because each fills a GPU at first."""
+        sleepers = {"actor": self.actor, "critic": self.critic, "ref": self.reference, "reward": self.reward_model}
+        one_by_one = self._takes_turns and self._where.cluster.has_gpus
+        rounds = [(role,) for role in groups] if one_by_one else [tuple(groups)]
+        for roles in rounds:
+            building = {role: self._begin_building(groups[role]) for role in roles}
+            for role, calls in building.items():
+                groups[role].wait(calls)
+            for role in roles:
+                sleeper = sleepers[role]
+                assert sleeper is not None
+                sleeper.sleep()
 
-    def _settle(self, started: dict[str, tuple[WorkerGroup, list[Any]]]) -> None:
-        """Wait until the models are built, and let those that take turns make room; once."""
-        if self._is_settled:
-            return
-        for group, building in started.values():
-            group.wait(building)
-        for role in (self.actor, self.critic, self.reference, self.reward_model):
-            if role is not None and not isinstance(role, BaseReference):
-                role.sleep()
-        self._is_settled = True
+    def _begin_building(self, group: WorkerGroup) -> list[Any]:
+        return group.build(self._settings(group.role), local_size=self._where.layout.local_size(group.role))
 
     def _start_engines(self) -> EngineGroup:
         rollout = self._config.rollout
         return EngineGroup(
             self._start_engine,
             num_engines=rollout.vllm_num_engines,
-            actor=self.actor.trained,
             takes_turns=rollout.vllm_enable_sleep,
             sync_backend=self._sync_backend,
             ranks_per_engine=rollout.vllm_tensor_parallel_size,
@@ -201,26 +195,31 @@ class OnlineRoles:
         """CPU threads of a process of the role."""
         return self._where.cluster.threads(len(self._where.layout.of(role)))
 
-    def _start(
-        self, role: str, factory: type, model: ModelConfig, learning_rate: float, adapter: AdapterPlan | None = None
-    ) -> tuple[WorkerGroup, list[Any]]:
-        settings = role_settings(
+    def _start_ranks(self, role: str) -> WorkerGroup:
+        where = self._where
+        return start_ranks(role, where.layout, where.reservation, log_dir=where.log_dir, threads=self._threads(role))
+
+    def _settings(self, role: str) -> RoleSettings:
+        source, optim = self._source(role), self._config.optim
+        rate = optim.actor_learning_rate
+        if role == "critic":
+            assert isinstance(optim, ActorCriticOptimConfig)
+            rate = optim.critic_learning_rate
+        return role_settings(
             self._config,
             role,
-            model,
-            learning_rate=learning_rate,
+            source.source,
+            learning_rate=rate,
             total_steps=self._total_steps.critic if role == "critic" else self._total_steps.actor,
-            adapter=adapter,
+            adapter=source.plan if isinstance(source, TrainedModel) and role != "ref" else None,
         )
-        return start_ranks(
-            role,
-            self._where.layout,
-            self._where.reservation,
-            log_dir=self._where.log_dir,
-            threads=self._threads(role),
-            factory=factory,
-            args=(settings,),
-        )
+
+    def _source(self, role: str) -> TrainedModel | RewardModel:
+        """The model of a role; the reference starts as the policy."""
+        models = self._models
+        source = {"critic": models.critic, "reward": models.reward}.get(role, models.policy)
+        assert source is not None
+        return source
 
     def _start_engine(self, number: int) -> tuple[Any, Any]:
         config, rollout = self._config, self._config.rollout
@@ -245,7 +244,7 @@ class OnlineRoles:
             log_dir=self._where.log_dir,
             threads=self._threads(ENGINE),
             environment=self._engine_environment(seat),
-            factory=host_engine,
+            factory=HOST_ENGINE,
             args=(self._where.backend, resolve_model_path(self._models.policy.base.pretrain), settings),
         )
 

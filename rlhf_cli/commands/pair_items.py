@@ -2,7 +2,8 @@
 
 from typing import Any, Protocol
 
-from rlhf_cli.commands.offline import Items, TrainedModel, load_items
+from rlhf_cli.commands.offline import Items, load_items
+from rlhf_cli.commands.trained_model import TrainedModel
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.train import OfflineBatchConfig
 from rlhf_cli.data.preference_data import load_pairs

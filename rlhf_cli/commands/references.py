@@ -8,8 +8,9 @@ from typing import Any
 from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine
 from rlhf_cli.backends.distributed import gather_rows
 from rlhf_cli.backends.reference import Columns, FrozenReference, base_results, kept_columns
-from rlhf_cli.commands.offline import Items, Reference, TrainedModel
+from rlhf_cli.commands.offline import Items, Reference
 from rlhf_cli.commands.run_identity import model_identity
+from rlhf_cli.commands.trained_model import TrainedModel
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import FrozenReferenceConfig, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig

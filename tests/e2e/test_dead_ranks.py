@@ -2,9 +2,9 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -33,16 +33,17 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not find the tests
-    with ray_cluster():
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        with ray_cluster():  # whose workers find this file
+            yield
 
 
 @pytest.mark.parametrize("role", ["critic", "ref"])
 def test_a_dead_rank_ends_a_call_that_others_are_still_at_with_its_name_and_log(cluster, role, tmp_path):
     logs = [tmp_path / f"{role}-{rank}.log" for rank in range(2)]
     workers = [ray.remote(Worker).options(num_cpus=0).remote(environment={}, log_file=log) for log in logs]
-    ray.get([worker.build.remote({}, Rank) for worker in workers])
+    ray.get([worker.build.remote({}, f"{__name__}:Rank") for worker in workers])
     group = WorkerGroup(role, workers, tmp_path)
     pids = group.all("pid")
     computing = group.start("compute")

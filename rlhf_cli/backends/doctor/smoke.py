@@ -128,7 +128,7 @@ def check_engine(folder: Path) -> str:
 async def _check_engine(folder: Path) -> str:
     import torch
 
-    from rlhf_cli.backends.engine_group import make_engine
+    from rlhf_cli.backends.engine_host import make_engine
     from rlhf_cli.backends.rollout_engine import EngineSettings
     from rlhf_cli.backends.weight_transfer import WeightSender
     from rlhf_cli.backends.weight_transfer_shm import ShmTransport

@@ -1,0 +1,34 @@
+"""The model that a training command names, perhaps under an adapter, before its weights are loaded."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_cli.config.model import LoraConfig, ModelConfig
+from rlhf_cli.models.adapters import AdapterPlan, plan_adapter
+from rlhf_cli.models.loading import load_config, load_tokenizer, packed_attention
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model that the settings name, perhaps under an adapter, before its weights are loaded.
+
+    `base` is what they name, or the model under the adapter that they name.
+    """
+
+    source: ModelConfig
+    base: ModelConfig
+    plan: AdapterPlan | None
+    architecture: Any
+    tokenizer: Any
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention kernel it is going to run with."""
+        return packed_attention(self.base, self.architecture)
+
+
+def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> TrainedModel:
+    """The model of the settings. UsageError where it is none, or its adapter belongs to another one."""
+    plan = plan_adapter(model, adapter, seed=seed)
+    base = model if plan is None else model.model_copy(update={"pretrain": plan.base})
+    return TrainedModel(model, base, plan, load_config(base), load_tokenizer(model))
