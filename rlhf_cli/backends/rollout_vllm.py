@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf_cli.backends.rollout_cache import head_size
+from rlhf_cli.backends.rollout_cache import bytes_per_token, head_size
 from rlhf_cli.backends.rollout_engine import Arrivals, Batch, EngineDead, EngineSettings, check_lengths, eos_token_ids
 from rlhf_cli.backends.rollout_processes import OWNER_VARIABLE, end_processes, process_tree
 from rlhf_cli.backends.rollout_stop import stop_strings
@@ -20,6 +20,7 @@ from rlhf_cli.backends.rollout_vllm_arguments import engine_arguments, is_eager,
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.environment import SPIN_COUNT
 from rlhf_cli.errors import RunError, UsageError, first_line
+from rlhf_cli.models.loading import DTYPES
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.25  # between looks at whether the engine's processes still live
 _DEAD = "a vLLM engine process ended unexpectedly; the engine's log has its last words"
 _CUT_POLL_SECONDS = 0.05  # between looks at how long the responses are that may be given up
-_SHUTDOWN_SECONDS = 15.0
+_CPU_BLOCK_TOKENS = 128
+"""Tokens of a block of the KV cache by vLLM's default for CPUs."""
+_SHUTDOWN_SECONDS = 2.0
+"""How long an engine has for its own end, which takes half a second; then Python would take its modules apart."""
 
 Result = TypeVar("Result")
 
@@ -260,7 +264,7 @@ class VllmEngine:
         return [checksum for checksum in found if checksum is not None]
 
     async def shutdown(self) -> None:
-        """Ends the engine and every process it started; a second call does nothing. Takes about 4 s."""
+        """Ends the engine and every process it started; a second call does nothing."""
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:
@@ -342,13 +346,29 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = engine_arguments(model_path, settings, on_cpu=on_cpu) | parsed_arguments(settings.vllm_args)
+    arguments = engine_arguments(model_path, settings, on_cpu=on_cpu)
+    if on_cpu:
+        arguments |= _kv_blocks(model_path, settings)
+    arguments |= parsed_arguments(settings.vllm_args)
     print("vLLM starts with", json.dumps(arguments, default=str), flush=True)
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(**arguments),
         # vLLM's limits of whole batches; an AsyncLLM gets those of the smallest machine otherwise
         usage_context=UsageContext.LLM_CLASS,
     )
+
+
+def _kv_blocks(model_path: str, settings: EngineSettings) -> dict[str, int]:
+    """Return how many blocks of a CPU's KV cache all sequences together can fill; nothing if that is over the bound.
+
+    vLLM takes and clears the whole bound otherwise, and a GiB of fresh memory takes seconds on a virtual machine.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code).get_text_config()
+    blocks = settings.max_num_seqs * -(-settings.max_model_len // _CPU_BLOCK_TOKENS) + 1  # vLLM keeps one empty
+    num_bytes = blocks * _CPU_BLOCK_TOKENS * bytes_per_token(config, DTYPES[settings.dtype])
+    return {"num_gpu_blocks_override": blocks} if num_bytes <= settings.kv_cache_gib << 30 else {}
 
 
 def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: list[int]) -> Any:
