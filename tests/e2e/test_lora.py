@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_cli import cli
 from rlhf_cli.models.weight_files import open_weights
 from rlhf_cli.tracking.sinks import read_metrics
 
@@ -28,6 +29,11 @@ def rlhf(*words: object, status: int = 0) -> str:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def merge(model: Path, output: Path, *words: object) -> None:
+    """`rlhf merge` in this process, which has imported what it needs."""
+    assert cli.main([str(word) for word in ("merge", "--model", model, "--output", output, *words)]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +100,7 @@ def test_an_adapter_is_trained_stopped_continued_and_merged(place, sft):
     sft("stopped", *lora, "--load_checkpoint")
     assert losses(stopped) == shown
     for run in ("whole", "stopped"):
-        rlhf("merge", "--model", place / run, "--output", place / f"{run}_merged")
+        merge(place / run, place / f"{run}_merged")
     assert same_weights(place / "whole_merged", place / "stopped_merged")
 
     said = rlhf(
@@ -105,7 +111,7 @@ def test_an_adapter_is_trained_stopped_continued_and_merged(place, sft):
 
     tokenizer = AutoTokenizer.from_pretrained(place / "whole_merged")
     tokens = tokenizer("1+1=", return_tensors="pt").input_ids
-    rlhf("merge", "--model", adapter, "--param_dtype", "fp32", "--output", place / "in_fp32")
+    merge(adapter, place / "in_fp32", "--param_dtype", "fp32")
     merged = AutoModelForCausalLM.from_pretrained(place / "in_fp32")
     trained = AutoModelForCausalLM.from_pretrained(place / "tiny", dtype=torch.float32)
     before = logits(trained, tokens)
@@ -123,23 +129,21 @@ def test_an_adapter_is_trained_stopped_continued_and_merged(place, sft):
 @pytest.mark.parametrize(("stage", "rank"), [(1, 0), (2, 4), (3, 0), (3, 4)])
 def test_a_checkpoint_of_two_ranks_is_what_the_run_saved(place, sft, stage, rank):
     name = f"two_{stage}_{rank}"
-    words = ("--pretrain", place / "tiny", "--zero_stage", stage, "--num_processes", 2, "--save_steps", 24)
-    sft(name, *words, "--lora_rank", rank)
-    rlhf("merge", "--model", place / name / "checkpoints" / "step_000024", "--output", place / f"{name}_merged")
+    words = ("--pretrain", place / "tiny", "--zero_stage", stage, "--num_processes", 2)
+    sft(name, *words, "--lora_rank", rank, "--save_steps", 8, "--max_steps", 8)
+    merge(place / name / "checkpoints" / "step_000008", place / f"{name}_merged")
     expected = place / name / "model"
     if rank:
-        rlhf("merge", "--model", place / name, "--output", place / f"{name}_expected")
+        merge(place / name, place / f"{name}_expected")
         expected = place / f"{name}_expected"
     assert same_weights(place / f"{name}_merged", expected)
 
 
-def test_another_adapter_does_not_continue_a_checkpoint(place, sft):
-    words = ("--pretrain", place / "tiny", "--save_steps", 2, "--max_steps", 2)
-    sft("changed", *words, "--lora_rank", 4)
-    subprocess.run(["rm", "-r", str(place / "changed" / "model")], check=True)
-    output = ("--output", place / "changed", "--dataset", place / "sums.jsonl", "--load_checkpoint")
-    said = rlhf("sft", *words, *output, "--train_batch_size", 8, "--max_epochs", 3, "--param_dtype", "fp32", status=2)
-    assert "belongs to another run: its lora_rank is 4, not None" in said
+def test_another_adapter_does_not_continue_a_checkpoint(place):
+    output = ("--output", place / "whole", "--dataset", place / "sums.jsonl", "--load_checkpoint")
+    usual = ("--train_batch_size", 8, "--max_epochs", 3, "--param_dtype", "fp32")
+    said = rlhf("sft", "--pretrain", place / "tiny", *output, *usual, status=2)
+    assert "belongs to another run: its lora_rank is 8, not None" in said
 
 
 def sums_online(place: Path, *words: object) -> list[dict[str, float]]:
@@ -176,7 +180,7 @@ def test_actor_and_critic_train_adapters_online_and_engines_sample_from_the_merg
 
 
 def test_an_adapter_answers_as_its_merged_model_does(place):
-    rlhf("merge", "--model", place / "ppo", "--output", place / "ppo_merged")
+    merge(place / "ppo", place / "ppo_merged")
     both = f"{place / 'ppo'},{place / 'ppo_merged'}"
     prompts = ("--prompt_data", place / "sums.jsonl", "--label_key", "response", "--reward_funcs", "exact")
     answers = ("--rollout_backend", "transformers", "--max_len", 64, "--max_new_tokens", 6, "--output", place / "eval")

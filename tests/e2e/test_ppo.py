@@ -275,10 +275,20 @@ def test_two_ranks_and_two_engines_do_what_one_of_each_does(tmp_path, model, pro
     assert responses[0] == responses[1]
 
 
+def endless_words(command: str, model: Path, problems: Path, output: Path) -> list[str]:
+    """A run that has to be stopped, and that saves only then."""
+    words = ppo_words(model, problems, output, backend="transformers", iterations=500, save_steps=-1)
+    if command != "ppo":  # no critic, and no reference either: two processes less to start
+        for name in ("--critic_learning_rate", "--kl_target"):
+            place = words.index(name)
+            del words[place : place + 2]
+        words[words.index("--init_kl_coef") + 1] = "0"
+    return [command, *words[1:]]
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, model, problems):
     output = tmp_path / "impatient"
-    words = ppo_words(model, problems, output, backend="transformers", iterations=500, save_steps=-1)
-    process = rlhf(*words, start_new_session=True)
+    process = rlhf(*endless_words("rloo", model, problems, output), start_new_session=True)
     try:
         wait_for_an_iteration(output, process)
         for _ in range(2):
@@ -291,10 +301,12 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, model, problems):
     assert_nothing_left(output)
 
 
-@pytest.mark.parametrize("end", ["Ctrl-C", "the terminal is closed", "timeout"])
-def test_a_stopped_run_finishes_its_iteration_saves_and_leaves_no_process(tmp_path, model, problems, end):
+@pytest.mark.parametrize(
+    ("command", "end"), [("ppo", "Ctrl-C"), ("grpo", "the terminal is closed"), ("reinforce++", "timeout")]
+)
+def test_a_stopped_run_finishes_its_iteration_saves_and_leaves_no_process(tmp_path, model, problems, command, end):
     output = tmp_path / "interrupted"
-    words = ppo_words(model, problems, output, backend="transformers", iterations=500, save_steps=-1)
+    words = endless_words(command, model, problems, output)
     under = ["timeout", "3600"] if end == "timeout" else []  # it passes SIGTERM on to its whole group
     process = rlhf(*words, under=under, start_new_session=True)
     try:

@@ -211,20 +211,27 @@ def kill_in_a_step(place: Place, name: str, running: Running) -> None:
 
 
 def kill_while_writing(place: Place, name: str, *, launcher: str) -> None:
-    """Kill -9 of every process, as when the power fails, while a checkpoint is written."""
+    """Kill -9 of every process, as when the power fails, while a checkpoint is written.
+
+    The ranks are halted first: if the checkpoint was complete by then, they go on to the next one.
+    """
     writing = place.folder / name / "checkpoints" / ".writing"
-    for _ in range(5):
+    running = place.start(name, launcher, "--load_checkpoint")
+    running.wait_for_a_step()
+    processes = running.processes()
+    ranks = running.ranks() or processes
+    while True:
         before = place.last_checkpoint(name)
-        running = place.start(name, launcher, "--load_checkpoint")
-        running.wait_for_a_step()
-        processes = running.processes()
         wait_until(writing.exists, what="a checkpoint is written", running=running)
-        for process in processes:
-            process.kill()
-        running.wait()
+        for rank in ranks:
+            rank.suspend()
         if writing.exists() and place.last_checkpoint(name) == before:
-            return
-    pytest.fail("no kill came while a checkpoint was written")
+            break
+        for rank in ranks:
+            rank.resume()
+    for process in processes:
+        process.kill()
+    running.wait()
 
 
 def stop(place: Place, name: str, *, launcher: str, press: Callable[[Running], None]) -> None:
