@@ -231,7 +231,7 @@ def test_killed_engines_are_started_again_with_the_present_weights(finished_run,
     output = tmp_path / "bereft"
     process = rlhf(*ppo_words(model, problems, output, backend=backend))
     try:
-        for iteration in (1, 2):
+        for iteration in (1, 2) if backend == "transformers" else (1,):  # a start of vLLM takes long
             wait_for(output / "checkpoints" / f"step_{iteration:06d}" / "manifest.json", process)
             engine_process(output, backend).kill()
         finish(process)
