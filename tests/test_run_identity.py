@@ -147,6 +147,15 @@ def test_another_setting_of_the_objective_is_refused_by_its_name(command, given,
     assert run.refusal(**given) == said
 
 
+def test_the_weight_of_the_router_loss_is_a_setting_of_the_objective(tmp_path, tiny_moe_dir, tiny_model_dir):
+    run = Offline(tmp_path / "mixture", "sft", tiny_moe_dir)
+    run.begin(aux_loss_coef="0.01")
+    run.resume(aux_loss_coef="0.01")
+    assert run.refusal() == "its aux_loss_coef is 0.01, not 0.0"
+    with pytest.raises(UsageError, match="models of type qwen2 have no router"):
+        Offline(tmp_path / "dense", "sft", tiny_model_dir).begin(aux_loss_coef="0.01")
+
+
 def test_a_reference_is_known_by_its_weights_and_not_by_its_name(tmp_path, tiny_model_dir):
     run = Offline(tmp_path, "dpo", tiny_model_dir)
     other = Path(shutil.copytree(tiny_model_dir, tmp_path / "reference"))

@@ -62,8 +62,8 @@ class OptimConfig(Group):
         return self
 
     def kept(self) -> dict[str, Any]:
-        """The settings that live on in the optimizer's state and the course of the learning rate, as JSON."""
-        return self.model_dump(mode="json", exclude={"max_norm", "max_skipped_steps", "aux_loss_coef"})
+        """Return the settings that a continued run must not change: optimizer, learning rate, router loss; as JSON."""
+        return self.model_dump(mode="json", exclude={"max_norm", "max_skipped_steps"})
 
 
 class SingleOptimConfig(OptimConfig):
