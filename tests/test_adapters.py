@@ -125,6 +125,12 @@ def test_heads_and_embeddings_get_no_adapter(tiny_model_dir, name):
         load(tiny_model_dir, target_modules=[name])
 
 
+def test_experts_get_no_adapter_and_the_refusal_names_what_to_give(tiny_moe_dir):
+    with pytest.raises(UsageError, match=r"mlp.experts cannot have an adapter.* as in --target_modules q_proj,v_proj"):
+        load(tiny_moe_dir)
+    load(tiny_moe_dir, target_modules=["q_proj", "v_proj"])
+
+
 def test_a_layer_that_is_not_there_is_named(tiny_model_dir):
     with pytest.raises(UsageError, match=r"target_modules: .*query_proj"):
         load(tiny_model_dir, target_modules=["query_proj"])

@@ -228,7 +228,10 @@ def _require_linear_layers(model: PreTrainedModel) -> None:
     outputs = [model.get_output_embeddings(), getattr(model, HEAD, None)]
     for name, layer in _tuned(model).items():
         if any(layer is output for output in outputs) or not isinstance(layer.get_base_layer(), nn.Linear):
-            raise UsageError(f"target_modules: {name} cannot have an adapter, only linear layers below the head can")
+            raise UsageError(
+                f"target_modules: {name} cannot have an adapter, only linear layers below the head can: "
+                "name them, as in --target_modules q_proj,v_proj"
+            )
 
 
 def _short_names(model: nn.Module) -> list[str]:
