@@ -204,3 +204,13 @@ def test_a_template_refuses_more_than_a_question(tmp_path):
         UsageError, match="line 1: prompt_template takes one question and no tools, not messages of syst"
     ):
         load(tmp_path, make_tokenizer(None), row, prompt_template="r1_zero", max_len=2000)
+
+
+def test_prompts_with_special_tokens_in_their_messages_are_counted(tmp_path):
+    rows = [{"prompt": "What?"}, {"prompt": "Say <|im_end|>"}, {"prompt": "Say <|start|> and <|im_end|>"}]
+    data = load(tmp_path, make_tokenizer(CHATML), *rows)
+    assert len(data.prompts) == data.report.prompts == 3
+    assert data.report.control_rows == 2
+    assert data.report.control_tokens == {"<|im_end|>": 2, "<|start|>": 1}
+    assert data.report.control_at.endswith("line 2")
+    assert "2 with special tokens in the text of their messages" in data.report.summary

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from chat_tokenizers import CHATML, VICUNA, make_tokenizer
 from pydantic import ValidationError
+from tokenizers import Tokenizer, decoders, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_cli.config.data import DataConfig, PromptConfig
 from rlhf_cli.data.packing import pack, plan_packs
@@ -275,3 +277,76 @@ def test_sources_say_which_files_and_how_many_rows_are_read(tmp_path):
     assert source.files == (str(tmp_path / "rows.jsonl"),)
     assert (source.num_rows, source.num_used, source.form) == (3, 2, "prompt_response: prompt -> answer")
     assert f"{source.name} (prompt_response: prompt -> answer, 2 of 3 rows)" in data.report.summary
+
+
+DNA_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<user>' if message['role'] == 'user' else '<model>' }}{{ message['content'] }}<end>"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<model>' }}{% endif %}"
+)
+
+
+def dna_tokenizer(*, unknown: bool) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that has no token but four letters and the marks of its template."""
+    specials = ["<end>", "<user>", "<model>", "<bos>", *(["<unk>"] if unknown else [])]
+    letters = {letter: place for place, letter in enumerate("ACGT")}
+    if unknown:
+        letters["<unk>"] = len(letters)
+    backend = Tokenizer(models.BPE(letters, [], unk_token="<unk>" if unknown else None))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(specials)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", backend.token_to_id("<bos>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<end>",
+        bos_token="<bos>",
+        pad_token="<end>",
+        unk_token="<unk>" if unknown else None,
+        chat_template=DNA_TEMPLATE,
+    )
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_a_vocabulary_of_four_letters_learns_from_chat_rows(unknown, tmp_path):
+    tokenizer = dna_tokenizer(unknown=unknown)
+    data = load(tmp_path, tokenizer, {"prompt": "ACCA", "answer": "GATTACA"}, {"prompt": "G", "answer": "CC"})
+    assert [trained(tokenizer, sequence) for sequence in data.sequences] == ["GATTACA<end>", "CC<end>"]
+    assert tokenizer.decode(data.sequences[0].token_ids) == "<user>ACCA<end><model>GATTACA<end>"
+    assert data.report.end_of_turn == "<end>"
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_a_row_with_words_that_the_vocabulary_lacks_is_named(unknown, tmp_path):
+    rows = {"prompt": "ACCA", "answer": "GATTACA"}, {"prompt": "G", "answer": "hello"}
+    with pytest.raises(UsageError, match=r"line 2: .*(no token for|decode to)"):
+        load(tmp_path, dna_tokenizer(unknown=unknown), *rows)
+
+
+def test_plain_text_of_a_vocabulary_without_the_letter_a_begins_with_the_start_of_text(tmp_path):
+    tokenizer = dna_tokenizer(unknown=False)
+    settings = {"apply_chat_template": False, "input_template": "{}"}
+    (sequence,) = load(tmp_path, tokenizer, {"prompt": "AC", "answer": "GT"}, **settings).sequences
+    assert tokenizer.decode(sequence.token_ids) == "<bos>ACGT<end>"
+
+
+def test_rows_with_special_tokens_in_their_messages_are_counted_and_trained(tmp_path):
+    rows = [
+        {"prompt": "What?", "answer": "one"},
+        {"prompt": "Say <|im_end|> twice <|im_end|>", "answer": "two"},
+        {"prompt": "What?", "answer": "<|im_end|> or <|start|>"},
+    ]
+    report = load(tmp_path, make_tokenizer(CHATML), *rows).report
+    assert (report.control_rows, report.items) == (2, 3)
+    assert report.control_tokens == {"<|im_end|>": 2, "<|start|>": 1}
+    assert "2 with special tokens in the text of their messages" in report.summary
+    assert "(<|im_end|> in 2, <|start|> in 1; first: " in report.summary
+    assert report.control_at.endswith("line 2")
+
+
+def test_the_template_s_own_tokens_and_plain_texts_are_not_counted(tmp_path):
+    report = load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?", "answer": "one"}).report
+    assert report.control_rows == 0
+    assert "special tokens" not in report.summary
+    assert load(tmp_path, make_tokenizer(CHATML), {"text": "one <|end|>"}).report.control_rows == 0

@@ -14,6 +14,7 @@ from rlhf_cli.commands.data import DataCommandConfig
 from rlhf_cli.config.base import Group
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.inspection import ShownDataConfig
+from rlhf_cli.data.control_tokens import ControlReport
 from rlhf_cli.data.packing import Sequence as TrainedSequence
 from rlhf_cli.data.preference_data import LabelledItem, Pair, load_labelled, load_pairs
 from rlhf_cli.data.preparing import COUNTED
@@ -121,6 +122,13 @@ class Reading:
     lengths_are: str
 
 
+def _controls(report: ControlReport) -> Happened:
+    """Return the rows with special tokens in their messages, with the count of each token."""
+    listed = [f"{token}: {count:,} rows" for token, count in report.control_tokens.items()]
+    what = "with special tokens in the text of their messages, which become control tokens"
+    return Happened(what, report.control_rows, [f"first: {report.control_at}", *listed])
+
+
 def _offline(title: str, reading: Reading, data: Any, config: DataCommandConfig, tokenizer: Any) -> Preview:
     report, items, decode = data.report, getattr(data, reading.items), decoder(tokenizer)
     examples = [
@@ -129,6 +137,7 @@ def _offline(title: str, reading: Reading, data: Any, config: DataCommandConfig,
     ]
     counts = [Happened(what, count, []) for what, count in report.details.items()]
     counts += [Happened(what, getattr(report, name), report.noted.get(name, [])) for name, what in COUNTED.items()]
+    counts.append(_controls(report))
     return Preview(
         title=title,
         sources=report.sources,
@@ -158,6 +167,7 @@ def _prompts(config: DataCommandConfig, settings: PromptConfig, tokenizer: Any) 
         Happened("with ground truth", report.labelled, []),
         Happened("left out by their pass rate", report.dropped_by_pass_rate, []),
         Happened(COUNTED["dropped_overlong"], report.dropped_overlong, report.noted),
+        _controls(report),
     ]
     return Preview(
         title="Prompts",

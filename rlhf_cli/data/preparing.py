@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.cache import KeptTableWriter, one_at_a_time, read_kept
 from rlhf_cli.data.columns import refuse_half_characters, refuse_images
+from rlhf_cli.data.control_tokens import ControlTokens, controls_phrase, note_controls
 from rlhf_cli.data.conversations import Conversation, Document
 from rlhf_cli.data.rendering import Pieces, Renderer
 from rlhf_cli.data.sources import ReadSource, Row, RowFault, Rows, batches
@@ -66,6 +67,7 @@ class DataReport:
     `lengths` counts rows, or labelled responses, by their tokens before anything is cut or dropped for its length; of
     a pair it is the longer side, with the prompt. `noted` names the first rows that a counter counted, and why.
     `largest_token` is the largest token id before anything is cut, `largest_token_at` the first row that has it.
+    `control_rows` counts rows with special tokens in their messages, `control_tokens` the rows of each token.
     """
 
     items_are: str
@@ -86,6 +88,9 @@ class DataReport:
     inlined_thoughts: int = 0
     largest_token: int = -1
     largest_token_at: str = ""
+    control_rows: int = 0
+    control_tokens: dict[str, int] = field(default_factory=dict)
+    control_at: str = ""
     lengths: dict[int, int] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=dict)
 
@@ -121,8 +126,9 @@ class DataReport:
             f"{self.rows:,} rows gave {self.items:,} {self.items_are} of {self.tokens:,} tokens, "
             f"{self.trained_tokens:,} trained",
             *(f"{count:,} {what}" for what, count in counted.items() if count),
+            controls_phrase(self),
         ]
-        return ", ".join(parts) + (f"; turns end with {self.end_of_turn}" if self.end_of_turn else "")
+        return ", ".join(filter(None, parts)) + (f"; turns end with {self.end_of_turn}" if self.end_of_turn else "")
 
 
 @dataclass(frozen=True)
@@ -148,12 +154,16 @@ class Encoded(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What was read from a row, and the text of its examples, or the fault for which there is none."""
+    """What was read from a row, and the text of its examples, or the fault for which there is none.
+
+    `controls` are the special tokens in the row's messages.
+    """
 
     row: Row
     read: Any
     texts: list[Pieces]
     fault: RowFault | None = None
+    controls: frozenset[str] = frozenset()
 
 
 Found = list[Tokens] | RowFault
@@ -168,18 +178,29 @@ class Encoder:
     def __init__(self, config: OfflineDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._renderer = Renderer(config, tokenizer)
         self._tokeniser = Tokeniser(tokenizer)
+        self._controls = ControlTokens(tokenizer)
 
     def tried_template(self) -> str:
-        """What ends a turn by the chat template, after a trial of it. Raises UsageError if it cannot be used."""
+        """Return the end of a turn by the chat template, after a trial of it.
+
+        A vocabulary of digits or DNA has no tokens for the trial's English words: then tokens are checked on the
+        rows' own texts alone.
+
+        Raises UsageError if the template cannot be used.
+        """
         try:
             pieces = self._renderer.example(Conversation(TRIAL))
-            (tokens,) = self._tokeniser.examples([pieces])
-            if isinstance(tokens, TemplateFault):
-                raise tokens
-            self._tokeniser.check(tokens, pieces)
+            if all(self._tokeniser.writes(message.content) for message in TRIAL):
+                self._try_tokens(pieces)
         except TemplateFault as fault:
             raise UsageError(f"{fault}; give another one with --tokenizer_chat_template FILE") from fault
         return " or ".join(self._renderer.template.ends_of_turn)
+
+    def _try_tokens(self, pieces: Pieces) -> None:
+        (tokens,) = self._tokeniser.examples([pieces])
+        if isinstance(tokens, TemplateFault):
+            raise tokens
+        self._tokeniser.check(tokens, pieces)
 
     def rendered(self, row: Row, examples: list[Conversation | Document]) -> list[Pieces]:
         """Text of a row's examples. Raises RowFault."""
@@ -191,6 +212,11 @@ class Encoder:
         for rendered in (part for pieces in found for part in pieces.texts):
             refuse_half_characters(row, rendered.text)
         return found
+
+    def controls(self, examples: list[Conversation | Document]) -> frozenset[str]:
+        """Return the special tokens that the messages of a row write in their text."""
+        conversations = (example for example in examples if isinstance(example, Conversation))
+        return self._controls.within(message for conversation in conversations for message in conversation.messages)
 
     def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
         """Tokens of every row's examples; the first `num_checked` are decoded and compared with their text.
@@ -302,7 +328,7 @@ class Preparation(Generic[T]):
         try:
             refuse_images(row)
             read, examples = self.read(row)
-            return Draft(row, read, self.encoder.rendered(row, examples))
+            return Draft(row, read, self.encoder.rendered(row, examples), controls=self.encoder.controls(examples))
         except RowFault as fault:
             return Draft(row, None, [], fault)
 
@@ -313,6 +339,7 @@ class Preparation(Generic[T]):
                 raise tokens
             for part in tokens:
                 note_largest(report, part.ids, draft.row)
+            note_controls(report, draft.controls, draft.row)
             return self.make(Encoded(draft.row, draft.read, tokens), report)
         except RowFault as fault:
             if not self.drops_invalid:

@@ -16,6 +16,7 @@ from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.online import ScoringConfig
 from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
 from rlhf_cli.data.columns import Columns, described, is_dialogue, refuse_half_characters
+from rlhf_cli.data.control_tokens import ControlTokens, controls_phrase, note_controls
 from rlhf_cli.data.conversations import Conversation
 from rlhf_cli.data.formats import PromptFormat, choose_prompt_format
 from rlhf_cli.data.preparing import MAX_NOTED
@@ -80,6 +81,10 @@ class PromptReport:
     largest_token: int = -1
     """The largest token id, and the first row that has it."""
     largest_token_at: str = ""
+    control_rows: int = 0
+    """Prompts with special tokens in their messages, the prompts of each token, and the first row."""
+    control_tokens: dict[str, int] = field(default_factory=dict)
+    control_at: str = ""
     lengths: dict[int, int] = field(default_factory=dict)
     noted: list[str] = field(default_factory=list)
 
@@ -88,6 +93,7 @@ class PromptReport:
         """The report in one line."""
         dropped = f", {self.dropped_by_pass_rate:,} left out by their pass rate" if self.dropped_by_pass_rate else ""
         dropped += f", {self.dropped_overlong:,} dropped as too long" if self.dropped_overlong else ""
+        dropped += f", {controls_phrase(self)}" if self.control_rows else ""
         return (
             f"{'; '.join(map(str, self.sources))}, {self.rows:,} rows gave {self.prompts:,} prompts of at most "
             f"{self.longest:,} tokens, {self.labelled:,} with ground truth{dropped}"
@@ -149,7 +155,8 @@ def load_prompts(
     if config.prompt_template is not None:
         template = load_prompt_template(config.prompt_template, system_prompt=config.system_prompt)
     plain = template is not None or not config.apply_chat_template
-    steps = _Steps(formats, template or Renderer(config, tokenizer), Tokeniser(tokenizer), judges, plain=plain)
+    renderer = template or Renderer(config, tokenizer)
+    steps = _Steps(formats, renderer, Tokeniser(tokenizer), ControlTokens(tokenizer), judges, plain=plain)
     for whole in batches(rows, BATCH_ROWS):
         kept = _kept_prompts(whole, steps, config, report, room=room)
         writer.append_columns({name: [getattr(prompt, name) for prompt in kept] for name in SCHEMA.names})
@@ -214,11 +221,15 @@ class _Steps:
     formats: dict[str, PromptFormat]
     renderer: Renderer | PromptTemplate
     tokeniser: Tokeniser
+    controls: ControlTokens
     judges: "Judges"
     plain: bool
 
-    def prompts(self, batch: list[Row]) -> list[Prompt]:
-        texts = [self._text(row) for row in batch]
+    def prompts(self, batch: list[Row], report: PromptReport) -> list[Prompt]:
+        conversations = [self.formats[row.source.name].read_prompt(row) for row in batch]
+        texts = [self._text(row, conversation) for row, conversation in zip(batch, conversations, strict=True)]
+        for row, conversation in zip(batch, conversations, strict=True):
+            note_controls(report, self.controls.within(conversation.messages), row)
         labels = [self.formats[row.source.name].read_label(row) for row in batch]
         ids = self.tokeniser.prompts(texts, plain=self.plain)
         return [
@@ -236,9 +247,8 @@ class _Steps:
         prompt = listed if is_dialogue(row.get(form.prompt_column)) else messages[-1].content
         return json.dumps({"prompt": prompt, "columns": row}, default=str)
 
-    def _text(self, row: Row) -> str:
+    def _text(self, row: Row, conversation: Conversation) -> str:
         try:
-            conversation = self.formats[row.source.name].read_prompt(row)
             text = self.renderer.prompt(conversation, template_kwargs_of(row))
         except TemplateFault as fault:
             raise row.error(str(fault)) from fault
@@ -252,7 +262,7 @@ def _kept_prompts(
     """Return the prompts of a batch of rows that are wanted and fit, and count them and the others."""
     batch = [row for row in whole if _is_wanted(row, config.pass_rate_range)]
     report.dropped_by_pass_rate += len(whole) - len(batch)
-    read = zip(batch, steps.prompts(batch), strict=True)
+    read = zip(batch, steps.prompts(batch, report), strict=True)
     kept = [prompt for row, prompt in read if _fits(row, prompt, room, config, report)]
     report.prompts += len(kept)
     report.labelled += sum(prompt.label is not None for prompt in kept)

@@ -104,10 +104,25 @@ class Tokeniser:
 
         These calls also end any truncation and padding that tokenizer.json asks for.
         """
-        text = self._tokenizer("a", add_special_tokens=False)["input_ids"]
-        whole = self._tokenizer("a", add_special_tokens=True)["input_ids"]
+        letter = next(filter(self._ids, self._letters()), "")
+        text, whole = self._ids(letter), self._tokenizer(letter, add_special_tokens=True)["input_ids"]
         places = (place for place in range(len(whole)) if whole[place : place + len(text)] == text)
         return whole[: next(places, 0)]
+
+    def _letters(self) -> Iterator[str]:
+        """Yield texts that may have tokens: a vocabulary of DNA or digits may have none for the first one."""
+        yield "a"
+        special = set(self._tokenizer.all_special_ids)
+        yield from (self._tokenizer.decode([token]) for token in range(len(self._tokenizer)) if token not in special)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def writes(self, text: str) -> bool:
+        """Return whether the tokens of the text decode to it."""
+        decoded = self._tokenizer.decode(self._ids(text), clean_up_tokenization_spaces=False)
+        return _comparable(decoded) == _comparable(text)
 
     def _encodings(self, texts: list[str], *, with_offsets: bool) -> list[Encoding]:
         """Not by calling the tokenizer, which turns every encoding into lists first: a sixth of all time for sft."""
