@@ -1,5 +1,6 @@
 """`ray job submit -- rlhf ppo ...` on a real cluster with its job server, which asks for a token."""
 
+import json
 import os
 import random
 import socket
@@ -54,10 +55,8 @@ def end_cluster(folder: Path) -> None:
     """End the processes of the cluster in this folder; `ray stop` would end every Ray of the machine."""
     own = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
     for process in own:
-        process.terminate()
-    _, left = psutil.wait_procs(own, timeout=20)
-    for process in left:
-        process.kill()
+        process.kill()  # some of Ray's processes take 20 s to end by themselves
+    psutil.wait_procs(own, timeout=20)
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +79,36 @@ def cluster(tmp_path_factory, ray_folder):
     end_cluster(ray_folder)
 
 
-def test_a_submitted_job_trains_on_the_cluster(problems, model, cluster, tmp_path):
-    output = tmp_path / "run"
-    words = (
-        f"ppo --pretrain {model} --prompt_data {problems} --label_key answer --reward_funcs exact --max_len 64 "
-        f"--max_new_tokens 6 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 --max_iterations 2 "
-        f"--rollout_backend transformers --output {output}"
-    )
-    printed = submit(str(BIN / "rlhf"), *words.split(), environment=cluster)
+REWARD = """
+import torch
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    found = [query[len(prompt):].strip() == label for query, prompt, label in zip(queries, prompts, labels)]
+    reward = torch.tensor(found, dtype=torch.float32)
+    return {"rewards": reward, "scores": reward, "extra_logs": {"answered": torch.ones(len(queries))}}
+"""
+OPENRLHF_PPO = (
+    "--ref_num_nodes 1 --ref_num_gpus_per_node 1 --critic_num_nodes 1 --critic_num_gpus_per_node 1 --actor_num_nodes 1 "
+    "--actor_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1 --colocate_all_models "
+    "--vllm_gpu_memory_utilization 0.5 --train_batch_size 8 --micro_train_batch_size 8 --micro_rollout_batch_size 16 "
+    "--rollout_batch_size 4 --n_samples_per_prompt 2 --max_epochs 1 --prompt_max_len 32 --max_samples 8 "
+    "--generate_max_len 6 --zero_stage 3 --bf16 --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 "
+    "--init_kl_coef 0.01 --input_key prompt --label_key answer --apply_chat_template "
+    "--gradient_checkpointing --packing_samples --enforce_eager --vllm_enable_sleep --deepspeed_enable_sleep"
+)
+"""The flags of OpenRLHF's README, with one process a role and sizes of a tiny model."""
+
+
+def test_the_words_of_openrlhf_train_as_a_submitted_job(problems, model, cluster, tmp_path):
+    saved, run_folder, reward = tmp_path / "policy", tmp_path / "policy_run", tmp_path / "reward_func.py"
+    reward.write_text(REWARD)
+    paths = f"--pretrain {model} --prompt_data {problems} --remote_rm_url {reward} --save_path {saved}"
+    printed = submit(str(BIN / "rlhf"), "ppo", *OPENRLHF_PPO.split(), *paths.split(), environment=cluster)
     assert "succeeded" in printed
-    assert (output / "model" / "config.json").exists()
-    assert len((output / "metrics.jsonl").read_text().splitlines()) == 2
+    assert "not needed here" in printed
+    assert "--packing_samples" in printed.split("not needed here")[1]
+    assert (saved / "config.json").exists()
+    metrics = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward_func/answered"] for line in metrics] == [1.0, 1.0]
+    assert {path.stem for path in (run_folder / "logs").glob("*-0.log")} == {"actor-0", "critic-0", "ref-0", "engine-0"}
