@@ -4,8 +4,8 @@ import json
 import random
 
 import pytest
-from chat_tokenizers import make_metaspace_tokenizer
-from model_templates import FAMILIES
+from chat_tokenizers import make_metaspace_tokenizer, make_tokenizer
+from model_templates import FAMILIES, QWEN_SPECIALS
 
 from rlhf_cli.config.data import DataConfig, PromptConfig
 from rlhf_cli.data.conversations import Conversation, Message
@@ -233,6 +233,38 @@ def test_thoughts_between_calls_are_trained_where_the_template_keeps_them(kind, 
     trained = [turn.replace("</think>\n\n\n", "</think>\n\n") for turn in trained_turns(tokenizer, data.sequences[0])]
     assert trained == [turn.replace("\n\n\n", "\n\n") for turn in expected_turns(family, STEPS[kind])]
     assert data.report.unthought_turns == 0
+
+
+OPENS_THOUGHTS = """{%- set asked = namespace(last=-1) %}
+{%- if tools %}{{- tools | tojson + '<|im_end|>\\n' }}{%- endif %}
+{%- for message in messages if message.role == 'user' %}{%- set asked.last = message.content %}{%- endfor %}
+{%- set thinks = namespace(now=false) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' and message.content == asked.last %}{%- set thinks.now = true %}{%- endif %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.role == 'assistant' and thinks.now %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+        {{- message.content or '' }}
+        {%- for call in message.tool_calls %}
+            {{- '<tool_call>' + call.function | tojson + '</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
+"""As Qwen 3.5's: the generation prompt opens a thought, which turns before the last question have no longer."""
+
+
+def test_an_answer_after_a_tool_and_before_a_further_question_is_trained(tmp_path):
+    tokenizer = make_tokenizer(OPENS_THOUGHTS, specials=(*QWEN_SPECIALS, "<think>", "</think>"), eos="<|im_end|>")
+    called = [user("Weather?"), calls("weather", city="Paris"), result("sunny"), says("It is sunny.")]
+    row = row_of([*called, user("Thanks"), says("Welcome.")])
+    turns = trained_turns(tokenizer, load(tmp_path, tokenizer, row).sequences[0])
+    assert turns[0].startswith("<tool_call>")
+    assert turns[1] == "It is sunny.<|im_end|>"
+    assert turns[2].lstrip() == "</think>\n\nWelcome.<|im_end|>"  # a token has both line ends before it
 
 
 def test_white_space_around_thoughts_is_the_templates(tmp_path):

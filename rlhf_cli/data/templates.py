@@ -284,20 +284,37 @@ class ChatTemplate:
         before, tools = conversation.messages[:number], conversation.tools
         prompt = self._render(before, tools, add_generation_prompt=True)[0]
         context = self._render(before, tools)[0]
-        floor = place_after(before, text, floor)
         alone = self._render(conversation.messages[: number + 1], tools)[0]
+        floor = place_after(before, text, floor)
+        found = self._turn_as_last(prompt, alone, said, text, floor)
+        if found is None and not said.first:
+            return self._calls_behind(prompt, context, said, text)
+        return found or self._words_behind(prompt, context, before[-1] if before else None, said, text, floor)
+
+    def _turn_as_last(self, prompt: str, alone: str, said: Said, text: str, floor: int) -> Span | None:
+        """Span of the characters that the turn has in `alone`, where it is the last one."""
         span = turn_at(alone, len(prompt), said, self._ends) if alone.startswith(prompt) else None
         place = text.find(alone[slice(*span)], floor) if span else -1
-        if span and place >= 0 and not any(end in text[floor:place] for end in self._ends):
-            return place, place + span[1] - span[0]
-        if not said.first:
-            return self._calls_behind(prompt, context, said, text)
-        for start in (prompt, context):
-            if start is context or text.startswith(prompt):
-                span = turn_from(text, max(num_shared(start, text), floor), said, self._ends)
-                if span is not None:
-                    return self._generated(prompt, context, span, text)
-        return None
+        if span is None or place < 0 or any(end in text[floor:place] for end in self._ends):
+            return None
+        return place, place + span[1] - span[0]
+
+    def _words_behind(
+        self, prompt: str, context: str, previous: Message | None, said: Said, text: str, floor: int
+    ) -> Span | None:
+        """Span of the words behind what the text shares with the prompt, with the context, or with the context's end.
+
+        The last is for templates that alter earlier turns: Qwen 3.5 leaves out the thoughts before a later question.
+        """
+        if text.startswith(prompt) and (span := turn_from(text, max(len(prompt), floor), said, self._ends)):
+            return self._generated(prompt, context, span, text)
+        if span := turn_from(text, max(num_shared(context, text), floor), said, self._ends):
+            return self._generated(prompt, context, span, text)
+        place = context.rfind(previous.content) if previous and previous.content else -1
+        if previous is None or place < 0:
+            return None
+        behind = num_shared(context[place + len(previous.content) :], text[floor:])
+        return turn_from(text, floor + behind, said, self._ends)
 
     def _generated(self, prompt: str, context: str, span: Span, text: str) -> Span:
         """Extend a turn to all that follows the generation prompt: the model has to generate what is between too.
