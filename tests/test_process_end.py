@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlhf_cli.environment import rest_collector, resume_collector
+from rlhf_cli.environment import SELDOM, USUAL, rest_collector, resume_collector
 
 
 @pytest.mark.parametrize(("words", "status"), [("--version", 0), ("ppo --nonsense 1", 2)])
@@ -30,10 +30,9 @@ def test_a_process_ends_with_its_status_after_everything_that_was_to_be_closed(w
 
 
 def test_the_collector_looks_as_usual_again_when_a_model_is_built():
-    usual = gc.get_threshold()
     rest_collector()
-    assert gc.get_threshold() > usual
+    assert gc.get_threshold() == SELDOM > USUAL
     resume_collector()
-    assert gc.get_threshold() == usual
+    assert gc.get_threshold() == USUAL
     assert gc.get_freeze_count() > 0
     gc.unfreeze()

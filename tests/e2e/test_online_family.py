@@ -132,4 +132,4 @@ def test_models_that_cannot_be_built_cost_no_earlier_run_and_leave_the_folder_fr
     assert {path: path.read_bytes() for path in before} == before
     left = {"config.yaml", "run.json", "metrics.jsonl", "checkpoints", "logs", ".lock"}
     assert {path.name for path in earlier.iterdir()} == left
-    assert {path.name for path in fresh.iterdir()} == {"logs"}
+    assert {path.name for path in fresh.iterdir()} == {"logs", ".lock"}

@@ -111,7 +111,7 @@ def kill_after_a_checkpoint(process: subprocess.Popen, run: Path) -> None:
     process.communicate()  # returns when no rank holds its output any more
 
 
-@pytest.mark.parametrize("command", OPTIONS)
+@pytest.mark.parametrize("command", ["rm", "dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_two_killed_ranks_end_as_two_never_stopped(place, command):
     whole = place.run(command, f"{command}_whole", f"{OPTIONS[command]} {RANKS}")
     killed, more = place.folder / f"{command}_killed", f"{OPTIONS[command]} {RANKS} --save_steps 1"

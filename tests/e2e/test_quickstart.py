@@ -14,7 +14,9 @@ from rlhf_cli.commands.walkthrough import Walkthrough
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 SEED = 1
-SLOW = (
+OTHERS = (
+    "grpo",
+    "reinforce++",
     "rloo",
     "remax",
     "reinforce++ --baseline group",
@@ -63,9 +65,8 @@ def test_ppo_makes_a_model_right_that_was_right_a_third_of_the_time(folder, outp
     assert [command[0] for command in printed] == ["scratch", "sft", "ppo", "eval"]
 
 
-@pytest.mark.parametrize(
-    "words", ["grpo", "reinforce++", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", OTHERS)
 @pytest.mark.usefixtures("output")
 def test_other_algorithms_teach_the_same_model(folder, tmp_path, words):
     algorithm, *flags = words.split()
