@@ -9,6 +9,7 @@ import pytest
 from rlhf_cli import cli
 from rlhf_cli.backends.engine_group import described
 from rlhf_cli.backends.rollout_engine import EngineSettings
+from rlhf_cli.backends.rollout_vllm import kv_blocks
 from rlhf_cli.backends.rollout_vllm_arguments import argument_names, check_vllm_args, check_with, engine_arguments
 from rlhf_cli.config.generate import SamplingConfig
 from rlhf_cli.config.online import EngineConfig
@@ -93,3 +94,12 @@ def test_the_last_line_of_the_checking_process_is_the_complaint():
         checked_by("sys.exit('no lib')")
     with pytest.raises(RunError, match="status 3"):
         checked_by("sys.exit(3)")
+
+
+def test_the_cache_of_a_cpu_is_as_large_as_all_sequences_can_fill(tiny_model_dir):
+    """Two layers of two heads with 8 numbers, keys and values in 4 bytes: 256 bytes a token, 128 tokens a block."""
+    settings = EngineSettings(max_model_len=200, dtype="fp32")
+    assert kv_blocks(tiny_model_dir, settings, num_sequences=10) == {"num_gpu_blocks_override": 21}
+    most = 2**30 // (256 * 128)  # the bound of a GiB; one block stays empty
+    assert kv_blocks(tiny_model_dir, settings, num_sequences=(most - 1) // 2) != {}
+    assert kv_blocks(tiny_model_dir, settings, num_sequences=most // 2 + 1) == {}

@@ -23,6 +23,7 @@ from rlhf_cli.errors import RunError, UsageError, first_line
 from rlhf_cli.models.loading import DTYPES
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -329,11 +330,9 @@ def _start_failure(error: Exception) -> str:
 
 def _check_head_size(model_path: str, settings: EngineSettings) -> None:
     """UsageError where vLLM's CPU attention lacks the model's head size: it would start, and die of a request."""
-    from transformers import AutoConfig
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code)
-    size, known = head_size(config.get_text_config()), CPUAttentionBackend.get_supported_head_sizes()
+    size, known = head_size(_text_config(model_path, settings)), CPUAttentionBackend.get_supported_head_sizes()
     if size not in known:
         raise UsageError(
             f"{model_path} has attention heads of size {size}; vLLM on a CPU takes {', '.join(map(str, known))}. "
@@ -341,15 +340,21 @@ def _check_head_size(model_path: str, settings: EngineSettings) -> None:
         )
 
 
+def _text_config(model_path: str, settings: EngineSettings) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code)
+    return config.get_text_config()
+
+
 def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "AsyncLLM":
     from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = engine_arguments(model_path, settings, on_cpu=on_cpu)
+    arguments = engine_arguments(model_path, settings, on_cpu=on_cpu) | parsed_arguments(settings.vllm_args)
     if on_cpu:
-        arguments |= _kv_blocks(model_path, settings)
-    arguments |= parsed_arguments(settings.vllm_args)
+        arguments = kv_blocks(model_path, settings, num_sequences=arguments["max_num_seqs"]) | arguments
     print("vLLM starts with", json.dumps(arguments, default=str), flush=True)
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(**arguments),
@@ -358,15 +363,13 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
     )
 
 
-def _kv_blocks(model_path: str, settings: EngineSettings) -> dict[str, int]:
+def kv_blocks(model_path: str, settings: EngineSettings, *, num_sequences: int) -> dict[str, int]:
     """Return how many blocks of a CPU's KV cache all sequences together can fill; nothing if that is over the bound.
 
     vLLM takes and clears the whole bound otherwise, and a GiB of fresh memory takes seconds on a virtual machine.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code).get_text_config()
-    blocks = settings.max_num_seqs * -(-settings.max_model_len // _CPU_BLOCK_TOKENS) + 1  # vLLM keeps one empty
+    config = _text_config(model_path, settings)
+    blocks = num_sequences * -(-settings.max_model_len // _CPU_BLOCK_TOKENS) + 1  # vLLM keeps one empty
     num_bytes = blocks * _CPU_BLOCK_TOKENS * bytes_per_token(config, DTYPES[settings.dtype])
     return {"num_gpu_blocks_override": blocks} if num_bytes <= settings.kv_cache_gib << 30 else {}
 
