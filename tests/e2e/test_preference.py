@@ -74,6 +74,11 @@ class Place:
         finish(self.start(command, name, more))
         return self.folder / name
 
+    def whole(self, command: str) -> Path:
+        """Return the folder of a run of two ranks that was never stopped; the first test that asks starts it."""
+        folder = self.folder / f"{command}_whole"
+        return folder if folder.exists() else self.run(command, folder.name, f"{OPTIONS[command]} {RANKS}")
+
 
 def finish(process: subprocess.Popen) -> str:
     output, _ = process.communicate(timeout=600)
@@ -113,7 +118,7 @@ def kill_after_a_checkpoint(process: subprocess.Popen, run: Path) -> None:
 
 @pytest.mark.parametrize("command", ["rm", "dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_two_killed_ranks_end_as_two_never_stopped(place, command):
-    whole = place.run(command, f"{command}_whole", f"{OPTIONS[command]} {RANKS}")
+    whole = place.whole(command)
     killed, more = place.folder / f"{command}_killed", f"{OPTIONS[command]} {RANKS} --save_steps 1"
     kill_after_a_checkpoint(place.start(command, killed.name, more), killed)
     assert len(metrics_of(killed)) < len(metrics_of(whole))
@@ -124,14 +129,14 @@ def test_two_killed_ranks_end_as_two_never_stopped(place, command):
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_held_out_rows_are_told_apart(place, command):
-    last = metrics_of(place.folder / f"{command}_whole")[STEPS]
+    last = metrics_of(place.whole(command))[STEPS]
     assert last["eval/accuracy"] > 0.9
     assert last["eval/chosen_reward"] > last["eval/rejected_reward"]
 
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_two_ranks_take_the_steps_of_one(place, command):
-    together = metrics_of(place.folder / f"{command}_whole")
+    together = metrics_of(place.whole(command))
     alone = metrics_of(place.run(command, f"{command}_alone", OPTIONS[command]))
     for step in (1, 2, 3):
         assert together[step] == pytest.approx(alone[step], rel=1e-3, abs=1e-4)
@@ -150,10 +155,10 @@ def test_reference_log_probabilities_are_kept_for_other_runs(place, command):
 
 
 def test_transformers_loads_the_reward_model_with_its_statistics(place):
-    folder = place.folder / "rm_whole" / "model"
+    folder = place.whole("rm") / "model"
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    last = metrics_of(place.folder / "rm_whole")[STEPS]
+    last = metrics_of(place.whole("rm"))[STEPS]
     assert model.config.num_labels == 1
     assert model.config.reward_mean == pytest.approx(last["eval/reward"])
     assert model.config.reward_std == pytest.approx(last["eval/reward_std"])
