@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf_cli.environment import user_cache
 from rlhf_cli.tracking.sinks import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -44,6 +45,11 @@ class Place:
             for part, chosen in (("train", rows[:48]), ("held_out", rows[48:])):
                 lines = [json.dumps(row) for row in chosen]
                 (folder / f"{name}_{part}.jsonl").write_text("\n".join(lines) + "\n")
+        built = user_cache("kernels")
+        built.mkdir(parents=True, exist_ok=True)
+        own = folder / "cache" / "rlhf-cli"
+        own.mkdir(parents=True)
+        (own / "kernels").symlink_to(built)  # compiled once for all tests
         size = "--hidden_size 32 --intermediate_size 48 --num_hidden_layers 2 --num_attention_heads 4 --vocab_size 300"
         words = f"scratch --dataset {folder / 'pairs_train.jsonl'} {size} --output {folder / 'tiny'}"
         finish(self.start_words(words))
