@@ -226,11 +226,11 @@ def test_turn_that_the_template_leaves_out_is_not_found_in_a_later_one(tmp_path)
 REFUSED = {
     "no end of turn": (
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}",
-        "no end-of-turn token after the assistant's text .* never learn to stop",
+        "no end of turn after the assistant's last text, so the model would never learn to stop",
     ),
     "no end of the last turn": (
         "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] }}{% endfor %}",
-        r"no end-of-turn token after the assistant's text \(nothing",
+        "no end of turn after the assistant's last text, so the model would never learn to stop",
     ),
     "assistant left out": (
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}",

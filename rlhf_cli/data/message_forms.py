@@ -11,11 +11,15 @@ from rlhf_cli.data.conversations import Message, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """One form: call arguments as JSON text or as an object, the text beside calls, and the key of a thought."""
+    """One form: call arguments as JSON text or as an object, the text beside calls, and the key of a thought.
+
+    With `as_parts` the content is a list of parts, which templates of vision models read alone.
+    """
 
     arguments_as_text: bool
     no_content: str | None
     reasoning_key: str = REASONING_KEYS[0]
+    as_parts: bool = False
 
     def entry(self, message: Message) -> dict[str, Any]:
         """Return the message as templates get it, without empty keys: templates test whether a key is there."""
@@ -27,6 +31,8 @@ class MessageForm:
         if message.tool_calls:
             entry["content"] = message.content or self.no_content
             entry["tool_calls"] = [self._call(call) for call in message.tool_calls]
+        if self.as_parts:
+            entry["content"] = [{"type": "text", "text": message.content}]
         return entry
 
     def _call(self, call: ToolCall) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from rlhf_cli.data.rendering import Pieces, Renderer
 from rlhf_cli.data.sources import ReadSource, Row, RowFault, Rows, batches
 from rlhf_cli.data.store import StoredTable, TableWriter
 from rlhf_cli.data.template_kwargs import template_kwargs_of
-from rlhf_cli.data.templates import TRIAL, TemplateFault
+from rlhf_cli.data.template_text import TRIAL, TemplateFault
 from rlhf_cli.data.tokenising import Tokeniser, Tokens, note_largest
 from rlhf_cli.data.turns import Span
 from rlhf_cli.errors import UsageError

@@ -9,7 +9,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlhf_cli.data.conversations import Conversation
-from rlhf_cli.data.templates import TemplateFault
+from rlhf_cli.data.template_text import TemplateFault
 from rlhf_cli.errors import UsageError
 
 BUILT_IN = {

@@ -25,7 +25,7 @@ from rlhf_cli.data.rendering import Renderer
 from rlhf_cli.data.sources import ReadSource, Row, batches, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, TableWriter
 from rlhf_cli.data.template_kwargs import template_kwargs_of
-from rlhf_cli.data.templates import TemplateFault
+from rlhf_cli.data.template_text import TemplateFault
 from rlhf_cli.data.tokenising import Tokeniser, note_largest
 from rlhf_cli.errors import UsageError
 

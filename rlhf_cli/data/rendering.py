@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import RESERVED, TextConfig
 from rlhf_cli.data.conversations import Conversation, Document, Message
-from rlhf_cli.data.templates import ChatTemplate, Rendered, TemplateFault
+from rlhf_cli.data.template_text import TemplateFault
+from rlhf_cli.data.templates import ChatTemplate, Rendered
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_cli.data.rendering import Pieces
 from rlhf_cli.data.sources import Row
-from rlhf_cli.data.templates import Rendered, TemplateFault
+from rlhf_cli.data.template_text import TemplateFault
+from rlhf_cli.data.templates import Rendered
 from rlhf_cli.data.token_bytes import TokenBytes
 from rlhf_cli.data.turns import Span
 from rlhf_cli.errors import UsageError

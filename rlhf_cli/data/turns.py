@@ -1,4 +1,4 @@
-"""Where a turn stands in rendered text: pure functions on texts, messages and the tokens that end a turn.
+"""Where a turn stands in rendered text: pure functions on texts, messages and the marks around a turn.
 
 Nothing is rendered here; see `templates`.
 """
@@ -18,7 +18,29 @@ SPACE = re.compile(r"\s*")
 EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 THOUGHT_TAG = re.compile(r"(</?think>)")
 """Templates set thoughts on lines of their own, whatever white space the row has around these."""
-THOUGHT_END = "</think>"
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMarks:
+    """What the template writes around a turn: the tokens that end turns, and the header before the assistant's."""
+
+    ends: tuple[str, ...]
+    header: str = ""
+
+    def end_at(self, text: str, place: int) -> str | None:
+        """Return the end of turn that the text has at a place."""
+        return next((end for end in self.ends if text.startswith(end, place)), None)
+
+    def any_in(self, text: str) -> bool:
+        """Return whether a turn ends in the text."""
+        return any(end in text for end in self.ends)
+
+    def skip_break(self, text: str, place: int) -> int:
+        """Return the place behind an end and a header that split one turn, as gpt-oss has after a thought."""
+        end = self.end_at(text, place)
+        divided = end is not None and self.header and text.startswith(self.header, place + len(end))
+        return place + len(end) + len(self.header) if end is not None and divided else place
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +71,24 @@ class Said:
         parts = (part.strip() for part in THOUGHT_TAG.split(content))
         return cls(tuple(part for part in parts if part), message.tool_calls, thought)
 
+    def behind(self, prompt: str) -> "Said":
+        """Return what is left to say behind a generation prompt, which may open the thought."""
+        opened = self.parts[:1] == (THOUGHT_START,) and prompt.rstrip().endswith(THOUGHT_START)
+        return replace(self, parts=self.parts[1:]) if opened else self
+
     @property
     def first(self) -> str:
         """The text it begins with; "" for calls alone."""
         return self.thought or next(iter(self.parts), "")
 
 
-def turn_at(text: str, start: int, said: Said, ends: Sequence[str]) -> Span | None:
+def turn_at(text: str, start: int, said: Said, marks: TurnMarks) -> Span | None:
     """Span from `start` over what is said and the end of turn; None if the text goes on otherwise.
 
     An empty thought that the template puts before tool calls is part of it, because the model generates it.
     """
     if said.thought:
-        return _turn_with_thought(text, start, said, ends)
+        return _turn_with_thought(text, start, said, marks)
     place = start
     if said.calls and (thought := EMPTY_THOUGHT.match(text, start)) and THOUGHT_END not in said.parts:
         place = thought.end()
@@ -71,29 +98,30 @@ def turn_at(text: str, start: int, said: Said, ends: Sequence[str]) -> Span | No
             return None
         place += len(part)
     if said.calls:
-        stop = min((found for end in ends if (found := text.find(end, place)) >= 0), default=-1)
+        place = marks.skip_break(text, place)
+        stop = min((found for end in marks.ends if (found := text.find(end, place)) >= 0), default=-1)
         if stop < 0 or missing_call(text[place:stop], said.calls) is not None:
             return None
         place = stop
     stop = skip_space(text, place)
-    end = next((end for end in ends if text.startswith(end, stop)), None)
+    end = marks.end_at(text, stop)
     return None if end is None else (start, stop + len(end))
 
 
-def _turn_with_thought(text: str, start: int, said: Said, ends: Sequence[str]) -> Span | None:
+def _turn_with_thought(text: str, start: int, said: Said, marks: TurnMarks) -> Span | None:
     begin = text.find(said.thought, start)
-    if begin < 0 or any(end in text[start:begin] for end in ends):
+    if begin < 0 or marks.any_in(text[start:begin]):
         return None
-    place, answer = begin + len(said.thought), replace(said, thought="")
-    span = turn_from(text, place, answer, ends) if answer.first else turn_at(text, place, answer, ends)
+    place, answer = marks.skip_break(text, begin + len(said.thought)), replace(said, thought="")
+    span = turn_from(text, place, answer, marks) if answer.first else turn_at(text, place, answer, marks)
     return None if span is None else (start, span[1])
 
 
-def turn_from(text: str, floor: int, said: Said, ends: Sequence[str]) -> Span | None:
+def turn_from(text: str, floor: int, said: Said, marks: TurnMarks) -> Span | None:
     """Span of the first turn from `floor` on that says this, no other turn ending before it."""
     begin = text.find(said.first, floor)
-    while begin >= 0 and not any(end in text[floor:begin] for end in ends):
-        span = turn_at(text, begin, said, ends)
+    while begin >= 0 and not marks.any_in(text[floor:begin]):
+        span = turn_at(text, begin, said, marks)
         if span is not None:
             return span
         begin = text.find(said.first, begin + 1)
