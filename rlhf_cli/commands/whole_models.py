@@ -196,7 +196,8 @@ def _describe(parts: Parts, config: Any, folder: Path, *, trust_remote_code: boo
         del config.quantization_config
     config.save_pretrained(folder)
     if source := parts.file(TOKENIZER_FILES):
-        AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, mistral_format=False)
+        tokenizer.save_pretrained(folder)
     if source := parts.file((GENERATION,)):
         shutil.copyfile(source / GENERATION, folder / GENERATION)
     for code in parts.base.glob("*.py") if parts.base else ():

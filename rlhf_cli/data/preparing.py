@@ -26,7 +26,7 @@ from rlhf_cli.data.sources import ReadSource, Row, RowFault, Rows, batches
 from rlhf_cli.data.store import StoredTable, TableWriter
 from rlhf_cli.data.template_kwargs import template_kwargs_of
 from rlhf_cli.data.template_text import TRIAL, TemplateFault
-from rlhf_cli.data.tokenising import Tokeniser, Tokens, note_largest
+from rlhf_cli.data.tokenising import Tokeniser, Tokens, note_largest, require_offsets
 from rlhf_cli.data.turns import Span
 from rlhf_cli.errors import UsageError
 
@@ -176,6 +176,7 @@ class Encoder:
     """Renders and tokenises what rows say, and checks that the trained tokens are those of the assistant."""
 
     def __init__(self, config: OfflineDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        require_offsets(tokenizer)
         self._renderer = Renderer(config, tokenizer)
         self._tokeniser = Tokeniser(tokenizer)
         self._controls = ControlTokens(tokenizer)

@@ -81,15 +81,24 @@ class Tokens:
         return replace(self, spans=[(1, len(self.ids))] if self.spans else [], merged=False)
 
 
-class Tokeniser:
-    """A fast tokenizer, with what it puts before and after plain text.
+def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UsageError for a tokenizer in Python: it does not report which characters a token stands for."""
+    if not tokenizer.is_fast:
+        raise UsageError(
+            f"pretrain {tokenizer.name_or_path!r}: its tokenizer {type(tokenizer).__name__} is a slow one, which gives "
+            "no offsets of tokens, so that the assistant's tokens cannot be told from others: training on data needs "
+            "a tokenizer.json (sampling and reinforcement learning do not)"
+        )
 
-    Raises UsageError for tokenizers without offsets or without an end-of-sequence token.
+
+class Tokeniser:
+    """A tokenizer, with the tokens that it puts before and after plain text.
+
+    Tokenizers in Python make prompts; examples need the offsets that only fast tokenizers give (`require_offsets`).
+    Raises UsageError for a tokenizer without an end-of-sequence token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if not tokenizer.is_fast:
-            raise UsageError(f"{type(tokenizer).__name__} gives no offsets of tokens: a fast tokenizer is needed")
         if tokenizer.eos_token_id is None:
             raise UsageError("the tokenizer has no end-of-sequence token (eos_token): a model could not learn to stop")
         self._tokenizer = tokenizer
@@ -133,7 +142,10 @@ class Tokeniser:
 
     def prompts(self, texts: list[str], *, plain: bool) -> list[list[int]]:
         """Token ids that generation starts from; `plain` texts get the start of text unless they have it."""
-        ids = [encoding.ids for encoding in self._encodings(texts, with_offsets=False)]
+        if self._tokenizer.is_fast:
+            ids = [encoding.ids for encoding in self._encodings(texts, with_offsets=False)]
+        else:
+            ids = [self._ids(text) for text in texts]
         return [self._started(prompt) for prompt in ids] if plain else ids
 
     def _started(self, ids: list[int]) -> list[int]:

@@ -148,7 +148,10 @@ def read_tokenizer(path: str, config: TokenizerSource) -> PreTrainedTokenizerBas
     if Path(path).is_dir() and not _has_tokenizer(Path(path)):
         raise UsageError(f"pretrain {path!r} has no tokenizer (tokenizer.json)")
     with _naming_the_model(path, "the tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        # Where vLLM is installed, transformers would take Mistral's own tokenizer (tekken.json), which has no template.
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=config.trust_remote_code, mistral_format=False
+        )
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):  # transformers makes up an empty one
         raise UsageError(
             f"pretrain {path!r}: the tokenizer has no vocabulary: a file such as tokenizer.json is missing"
