@@ -8,8 +8,9 @@ import numpy as np
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import OnlineRewardConfig, RolloutConfig
+from rlhf_cli.config.online import RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt

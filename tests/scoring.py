@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import psutil
 
-from rlhf_cli.config.online import RewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.rewards.session import ScoringSession

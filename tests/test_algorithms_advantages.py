@@ -12,8 +12,8 @@ from rlhf_cli.algorithms.advantages import gae, whiten
 from rlhf_cli.algorithms.kl import kl_estimate, next_kl_coef
 from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
 from rlhf_cli.algorithms.table import ALGORITHMS, Experience, compute_advantages
-from rlhf_cli.config.online import OnlineRewardConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, PolicyConfig, ReinforcePolicyConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
 
 
 def slow_gae(rewards, values, cu, gamma, lambd, bootstrap):

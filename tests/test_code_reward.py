@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from pydantic import ValidationError
 
-from rlhf_cli.config.online import ScoringConfig
+from rlhf_cli.config.scoring import ScoringConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards import sandbox
 from rlhf_cli.rewards.code import CodeLimits, grade, last_code_block, same_output, same_value

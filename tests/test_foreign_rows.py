@@ -11,7 +11,7 @@ import pytest
 from chat_tokenizers import CHATML, make_tokenizer
 
 from rlhf_cli.config.data import DataConfig, PreferenceDataConfig, PromptConfig
-from rlhf_cli.config.online import ScoringConfig
+from rlhf_cli.config.scoring import ScoringConfig
 from rlhf_cli.data.columns import Columns
 from rlhf_cli.data.conversations import Conversation, Message
 from rlhf_cli.data.dialogues import row_of_numbered

@@ -10,8 +10,9 @@ from online_fakes import BATCH, NUM_PROMPTS, ONE_STEP, SAMPLES_EACH, WITH_REFERE
 
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineRewardConfig, RolloutConfig
+from rlhf_cli.config.online import ActorCriticBatchConfig, RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError

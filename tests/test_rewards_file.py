@@ -251,7 +251,7 @@ def test_an_exception_in_the_run_leaves_no_process(reward_file: WriteFile) -> No
 
 PARENT = """
 import sys, threading
-from rlhf_cli.config.online import RewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 

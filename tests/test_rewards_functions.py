@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from rlhf_cli.config.online import ScoringConfig
 from rlhf_cli.config.rewards import REWARDS, RewardCall, read_call, read_calls
+from rlhf_cli.config.scoring import ScoringConfig
 from rlhf_cli.rewards.choices import multiple_choice
 from rlhf_cli.rewards.functions import resolve
 from rlhf_cli.rewards.lengths import length, soft_overlong

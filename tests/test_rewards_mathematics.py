@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.config.online import RewardConfig
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.rewards.mathematics import find_answer, math, same_answer
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer

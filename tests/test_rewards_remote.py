@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 from scoring import finished
 
-from rlhf_cli.config.online import OnlineRewardConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards import remote
 from rlhf_cli.rewards.pool import Outcome

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from scoring import WriteFile, asked, config, request, score, values
 
 from rlhf_cli.backends.rollout_processes import process_tree
-from rlhf_cli.config.online import OnlineRewardConfig, RewardConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig, RewardConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.parts import Part, join, stop_if_too_many_failed

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.config.online import OnlineRewardConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.rewards.records import Score, ScoreRequest

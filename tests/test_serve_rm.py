@@ -474,10 +474,12 @@ def test_a_port_that_is_taken_or_an_address_that_is_not_here_is_told():
         listening(ServeConfig(host="192.0.2.1", port=0)).__enter__()
 
 
-def test_a_reward_that_goes_by_rows_is_refused():
-    by_row = ServedRewardConfig(reward_funcs=["by_row"])
-    with pytest.raises(UsageError, match="by_row goes by rows, which requests do not carry"):
-        scoring(by_row, ServedModelConfig()).__enter__()
+def test_a_reward_that_goes_by_rows_is_refused_and_has_no_settings_here(capsys):
+    assert cli.main(["serve-rm", "--reward_funcs", "by_row"]) == 2
+    assert "by_row goes by rows, which requests do not carry" in capsys.readouterr().err
+    for flag in ("--reward_key", "--reward_by_source"):
+        assert cli.main(["serve-rm", "--reward_funcs", "math", flag, "x"]) == 2
+        assert f"unknown flag {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.ragged import last_index
-from rlhf_cli.config.online import OnlineRewardConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
 
 
 def normalised_scores(scores_B: Tensor, *, mean: float, std: float) -> Tensor:

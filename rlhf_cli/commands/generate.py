@@ -13,7 +13,7 @@ from rlhf_cli.config.generate import (
     SamplingConfig,
     SelectConfig,
 )
-from rlhf_cli.config.online import RemoteScoringConfig
+from rlhf_cli.config.scoring import RemoteScoringConfig
 
 
 class GenerateConfig(BaseModel):

@@ -18,12 +18,12 @@ from rlhf_cli.config.online import (
     DynamicSamplingConfig,
     OnlineBatchConfig,
     OnlineDeepSpeedConfig,
-    OnlineRewardConfig,
     PlacementConfig,
     RolloutConfig,
 )
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.presets import defaults_of_loss
+from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
 
 

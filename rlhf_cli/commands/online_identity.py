@@ -7,7 +7,8 @@ from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.commands.online_config import FilteringConfig, OnlineConfig
 from rlhf_cli.commands.online_models import OnlineModels
 from rlhf_cli.commands.run_identity import adapter_identity, model_identity, objective_identity, tokenizer_identity
-from rlhf_cli.config.online import CriticPlacementConfig, OnlineRewardConfig, RolloutConfig
+from rlhf_cli.config.online import CriticPlacementConfig, RolloutConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data.prompts import PromptData
 
 ENGINES = {"rollout_backend", "enable_prefix_caching", "enforce_eager"}

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from itertools import islice
 
-from rlhf_cli.config.online import ScoringConfig
+from rlhf_cli.config.scoring import ScoringConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer

@@ -69,10 +69,6 @@ def listening(config: ServeConfig) -> Iterator[socket.socket]:
 @contextmanager
 def scoring(reward: ServedRewardConfig, model: ServedModelConfig) -> Iterator[ScoreJobs]:
     """What scores the responses of several requests, loaded; its processes end with the block."""
-    if reward.is_by_row:
-        raise UsageError(
-            "--reward_funcs by_row goes by rows, which requests do not carry: give it to the run that asks"
-        )
     text_model = _text_model(reward, model)
     with Scorer(reward) as scorer:
 

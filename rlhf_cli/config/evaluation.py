@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 from rlhf_cli.config.base import Group
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.model import ModelSource
-from rlhf_cli.config.online import RemoteScoringConfig
 from rlhf_cli.config.rewards import REWARDS
+from rlhf_cli.config.scoring import RemoteScoringConfig
 
 
 class EvaluatedModelConfig(ModelSource):

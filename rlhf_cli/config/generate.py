@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 from rlhf_cli.config.base import Group
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.model import ModelSource
-from rlhf_cli.config.online import EngineConfig, RemoteScoringConfig
+from rlhf_cli.config.online import EngineConfig
+from rlhf_cli.config.scoring import RemoteScoringConfig
 
 
 class AnsweringModelConfig(ModelSource):

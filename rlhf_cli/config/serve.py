@@ -5,14 +5,14 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Group
-from rlhf_cli.config.online import REMOTE_RM_KEY, ModelScoringConfig
 from rlhf_cli.config.rewards import REWARDS
+from rlhf_cli.config.scoring import REMOTE_RM_KEY, RequestScoringConfig, RewardModelConfig
 
 UNSERVABLE = ("length", "group")
 """Kinds of rewards that go by the number of tokens of a response, which requests do not carry."""
 
 
-class ServedRewardConfig(ModelScoringConfig):
+class ServedRewardConfig(RequestScoringConfig, RewardModelConfig):
     """Reward"""
 
     reward_funcs: list[str] = []
@@ -35,6 +35,10 @@ class ServedRewardConfig(ModelScoringConfig):
 
     @model_validator(mode="after")
     def _requests_carry_what_is_needed(self) -> "ServedRewardConfig":
+        if self.is_by_row:
+            raise ValueError(
+                "reward_funcs by_row goes by rows, which requests do not carry: give it to the run that asks"
+            )
         if unknown := [call.name for call in self.rewards if call.row.kind in UNSERVABLE]:
             raise ValueError(
                 f"reward_funcs {unknown[0]} goes by the number of tokens of a response, which requests do not carry: "

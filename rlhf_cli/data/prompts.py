@@ -13,8 +13,8 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.config.online import ScoringConfig
 from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
+from rlhf_cli.config.scoring import ScoringConfig
 from rlhf_cli.data.columns import Columns, described, is_dialogue, refuse_half_characters
 from rlhf_cli.data.control_tokens import ControlTokens, controls_phrase, note_controls
 from rlhf_cli.data.conversations import Conversation

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.config.online import CODE_SHARE
+from rlhf_cli.config.scoring import CODE_SHARE
 from rlhf_cli.rewards import code_harness
 from rlhf_cli.rewards.code_tests import AssertTests, FunctionTests, StdinTests, Tests, parse_tests
 from rlhf_cli.rewards.sandbox import Limits, Outcome, SandboxError, run_program

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlhf_cli.config.online import ModelScoringConfig
+from rlhf_cli.config.scoring import ModelScoringConfig
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import weights_of_parts
 

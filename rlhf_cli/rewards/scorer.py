@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rlhf_cli.config.online import RemoteScoringConfig, ScoringConfig
 from rlhf_cli.config.rewards import RewardCall, read_call
 from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
+from rlhf_cli.config.scoring import RemoteScoringConfig, RequestScoringConfig, ScoringConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.api_key import api_key
 from rlhf_cli.rewards.file_feed import Decode, batch_of
@@ -49,7 +49,7 @@ MAX_LISTED = 5  # sources without a verifier that a message names
 DEFAULT_MAX_WORKERS = 4
 
 
-def weights_of_parts(config: ScoringConfig) -> dict[str, float]:
+def weights_of_parts(config: RequestScoringConfig) -> dict[str, float]:
     """The weight of each reward but a reward model's by the name of its part of a score."""
     names = [call.name for call in config.rewards]
     weights = dict.fromkeys(names, 1.0) | dict(zip(names, config.reward_weights, strict=False))
@@ -68,7 +68,7 @@ class Scorer:
     """
 
     def __init__(
-        self, config: ScoringConfig, *, tell: Callable[[str], None] | None = None, decode: Decode | None = None
+        self, config: RequestScoringConfig, *, tell: Callable[[str], None] | None = None, decode: Decode | None = None
     ) -> None:
         self._config = config
         self._decode = decode
@@ -166,16 +166,16 @@ class Scorer:
         return scores
 
 
-def _calls(config: ScoringConfig) -> list[RewardCall]:
+def _calls(config: RequestScoringConfig) -> list[RewardCall]:
     """The rewards that are computed in workers; they go by their places in this list."""
     return [call for call in config.rewards if call.row.in_worker]
 
 
-def _settings(config: ScoringConfig, call: RewardCall) -> dict[str, Any]:
+def _settings(config: RequestScoringConfig, call: RewardCall) -> dict[str, Any]:
     return {name: getattr(config, name) for name in call.row.settings}
 
 
-def _prepare_code(config: ScoringConfig) -> None:
+def _prepare_code(config: RequestScoringConfig) -> None:
     """See that programs can be run, and say it loudly where nothing guards this machine from them."""
     if config.code_unsandboxed:
         logger.warning(
@@ -185,11 +185,11 @@ def _prepare_code(config: ScoringConfig) -> None:
     require_sandbox(sandboxed=not config.code_unsandboxed)
 
 
-def _num_workers(config: ScoringConfig) -> int:
+def _num_workers(config: RequestScoringConfig) -> int:
     return config.reward_num_workers or min(DEFAULT_MAX_WORKERS, os.cpu_count() or 1)
 
 
-def _worker_pool(config: ScoringConfig) -> WorkerPool:
+def _worker_pool(config: RequestScoringConfig) -> WorkerPool:
     return WorkerPool(
         "rlhf_cli.rewards.functions:load",
         [[call.name, call.parameters | _settings(config, call)] for call in _calls(config)],
@@ -200,7 +200,7 @@ def _worker_pool(config: ScoringConfig) -> WorkerPool:
     )
 
 
-def _file_pool(reward_func: str, config: ScoringConfig) -> WorkerPool:
+def _file_pool(reward_func: str, config: RequestScoringConfig) -> WorkerPool:
     """Workers for the user's file, one of which has loaded it."""
     path, name = _file_and_function(reward_func)
     if not path.is_file():
@@ -228,12 +228,12 @@ def _file_and_function(reward_func: str) -> tuple[Path, str | None]:
     return Path(file).expanduser().resolve(), name
 
 
-def row_verifiers(config: ScoringConfig, sources: Sequence[str | None]) -> list[str]:
+def row_verifiers(config: RequestScoringConfig, sources: Sequence[str | None]) -> list[str]:
     """The verifier of each row under by_row; empty without it.
 
     Raises UsageError with the sources that have none, and how many rows name each.
     """
-    if not config.is_by_row:
+    if not isinstance(config, ScoringConfig) or not config.is_by_row:
         return []
     own = config.own_sources
     known = {source: None if source is None else verifier_of(source, own) for source in set(sources)}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-from rlhf_cli.config.online import ScoringConfig
 from rlhf_cli.config.row_rewards import verifier_of
+from rlhf_cli.config.scoring import RequestScoringConfig, ScoringConfig
 from rlhf_cli.rewards.file_feed import Decode, FileFeed
 from rlhf_cli.rewards.functions import resolve
 from rlhf_cli.rewards.parts import (
@@ -56,7 +56,7 @@ class ScoringSession:
 
     def __init__(
         self,
-        config: ScoringConfig,
+        config: RequestScoringConfig,
         *,
         weights: Mapping[str, float],
         workers: WorkerPool | None,
@@ -65,7 +65,7 @@ class ScoringSession:
         decode: Decode | None = None,
     ) -> None:
         self._config, self._weights = config, weights
-        self._sources = config.own_sources
+        self._sources = config.own_sources if isinstance(config, ScoringConfig) else {}
         calls = config.rewards
         others = {FILE_PART: file, REMOTE_PART: servers}
         self._names = [*(call.name for call in calls), *(name for name, source in others.items() if source is not None)]

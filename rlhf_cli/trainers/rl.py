@@ -14,8 +14,8 @@ import numpy as np
 
 from rlhf_cli.algorithms.kl import next_kl_coef
 from rlhf_cli.algorithms.objective import LossWeights, next_weights
-from rlhf_cli.config.online import OnlineRewardConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data import packing
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.samples import Sample

@@ -16,8 +16,8 @@ from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, segment_sum
 from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
 from rlhf_cli.algorithms.table import Algorithm, Experience, compute_advantages
-from rlhf_cli.config.online import OnlineRewardConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data.packing import Sequence
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation

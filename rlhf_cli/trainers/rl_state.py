@@ -8,8 +8,9 @@ from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import DynamicSamplingConfig, OnlineRewardConfig, RolloutConfig
+from rlhf_cli.config.online import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.trainers.rl_groups import Group

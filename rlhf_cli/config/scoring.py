@@ -1,0 +1,247 @@
+"""Rewards: built-in ones, reward files, reward models and reward servers, and how their scores are shaped.
+
+The table of built-in rewards is in rewards.py.
+"""
+
+import json
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from rlhf_cli.config.base import Group, JsonObject
+from rlhf_cli.config.rewards import REWARDS, RewardCall, read_calls
+from rlhf_cli.config.row_rewards import fault_of_sources
+
+REMOTE_RM_KEY = "RLHF_RM_API_KEY"
+"""Environment variable in which reward servers and those who ask them look for the key."""
+
+CODE_SHARE = 0.7
+"""Share of reward_timeout that all tests of a response may take, so that its worker can still say what came of them."""
+
+
+class RequestScoringConfig(Group):
+    """Reward"""
+
+    reward_funcs: list[str] = []
+    """Built-in rewards, added up: verifiers math, gsm8k, exact, boxed, multiple_choice, code, by_row (the one each row
+    names); format, tag_count, reasoning_steps, repetition_penalty, cosine, length, soft_overlong. Parameters are given
+    as cosine(max_len=2048)."""
+    reward_weights: list[float] = []
+    """Weight of each of reward_funcs; 1 by default."""
+    reward_func: str | None = None
+    """Python file with reward_func(queries, prompts, labels) -> list of floats, or FILE.py:NAME, plain or async, or a
+    class; TRL's, verl's and EasyR1's signatures work too. Called about one prompt at a time, by several processes."""
+    reward_func_args: JsonObject = "{}"
+    """Parameters of the reward file's function, as a JSON object or a YAML mapping."""
+    reward_func_weight: float = 1.0
+    """Weight of what reward_func says."""
+    reward_timeout: float = Field(30.0, gt=0)
+    """Seconds a call of a reward may take before it is killed and counts as failed."""
+    reward_retries: int = Field(1, ge=0)
+    """Further attempts for a reward that failed; one that took too long gets none."""
+    reward_num_workers: int | None = Field(None, gt=0)
+    """Processes that run reward_funcs, and as many that run reward_func, each of which loads the file; by default one
+    for each CPU, but four at most."""
+    reward_max_failures: float = Field(0.1, ge=0, le=1)
+    """Share of an iteration's rewards that may fail; above it the run stops."""
+    code_unsandboxed: bool = False
+    """DANGEROUS: the reward code runs what the model wrote as this user, without the sandbox (docs/sandbox.md)."""
+
+    @property
+    def rewards(self) -> list[RewardCall]:
+        """The built-in rewards with their parameters."""
+        return read_calls(self.reward_funcs)
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether rows name their verifiers."""
+        return any(call.row.by_row for call in self.rewards)
+
+    @property
+    def has_verifier(self) -> bool:
+        """Whether responses are found right or wrong, and not only scored."""
+        return any(call.row.kind == "verifier" for call in self.rewards)
+
+    @field_validator("reward_funcs")
+    @classmethod
+    def _rewards_exist(cls, texts: list[str]) -> list[str]:
+        read_calls(texts)
+        return texts
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> "RequestScoringConfig":
+        if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} values for {len(self.reward_funcs)} reward_funcs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_weight_is_of_a_file(self) -> "RequestScoringConfig":
+        given = self.changed("reward_func_weight", "reward_func_args")
+        if self.reward_func is None and given:
+            raise ValueError(f"{given} is about a reward file: give --reward_func FILE.py")
+        return self
+
+    @model_validator(mode="after")
+    def _code_fits(self) -> "RequestScoringConfig":
+        code = next((call for call in self.rewards if call.row.runs_code), None)
+        if code is None and self.code_unsandboxed and not self.is_by_row:
+            raise ValueError("code_unsandboxed is about the reward code: name it in reward_funcs")
+        if code is not None and code.parameters["timeout"] > CODE_SHARE * self.reward_timeout:
+            raise ValueError(
+                f"code(timeout={code.parameters['timeout']:g}) is too long for reward_timeout {self.reward_timeout:g}: "
+                f"all tests of a response get {CODE_SHARE:.0%} of that; raise the one or lower the other"
+            )
+        return self
+
+
+class ScoringConfig(RequestScoringConfig):
+    """Reward"""
+
+    reward_key: str | None = None
+    """Column that names each row's source or verifier for by_row; by default data_source."""
+    reward_by_source: JsonObject = "{}"
+    """Verifiers of sources for by_row, before the built-in ones of verl's data: {"my_*": "math", "mbpp": "code"}."""
+
+    @property
+    def own_sources(self) -> dict[str, str]:
+        """The verifier of each source that the settings name."""
+        return dict(json.loads(self.reward_by_source))
+
+    @model_validator(mode="after")
+    def _rows_name_verifiers(self) -> "ScoringConfig":
+        given = self.changed("reward_key", "reward_by_source")
+        if given and not self.is_by_row:
+            raise ValueError(f"{given} is about rows that name their verifier: add by_row to reward_funcs")
+        if fault := fault_of_sources(self.own_sources):
+            raise ValueError(f"reward_by_source: {fault}")
+        return self
+
+
+class RewardModelConfig(Group):
+    """Reward"""
+
+    reward_pretrain: str | None = None
+    """Reward model, added to other rewards: a folder, a run of `rlhf rm` or a Hugging Face name; same token ids."""
+    reward_model_weight: float = 1.0
+    """Weight of the reward model's score."""
+    normalize_reward: bool = False
+    """Take the reward model's score less its mean and by its spread, which `rlhf rm` writes into its configuration."""
+
+    @model_validator(mode="after")
+    def _settings_of_a_reward_model_have_one(self) -> "RewardModelConfig":
+        given = self.changed("normalize_reward", "reward_model_weight")
+        if self.reward_pretrain is None and given:
+            raise ValueError(f"{given} is about the score of a reward model: give --reward_pretrain MODEL")
+        return self
+
+
+class ModelScoringConfig(ScoringConfig, RewardModelConfig):
+    """Reward"""
+
+
+class RemoteScoringConfig(ModelScoringConfig):
+    """Reward"""
+
+    remote_rm_url: list[str] = []
+    """Reward servers, added to other rewards and asked in turns: http://HOST:PORT/get_reward of `rlhf serve-rm`.
+    They get texts alone: a reward model there reads a response that was cut as if it had ended."""
+    remote_rm_weight: float = 1.0
+    """Weight of the reward servers' score."""
+    remote_rm_timeout: float = Field(20.0, gt=0)
+    """Seconds in which a reward server has to answer; later it is named, left out until it answers a probe, and another
+    one asked."""
+    remote_rm_batch_size: int = Field(16, gt=0)
+    """Responses in one request to a reward server at most; which come together depends on when they are finished."""
+    remote_rm_api_key_env: str = REMOTE_RM_KEY
+    """Environment variable with the key of the reward servers; the key itself is never written anywhere."""
+
+    @field_validator("remote_rm_url")
+    @classmethod
+    def _urls_are_whole(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if problem := _url_problem(url):
+                raise ValueError(f"{url!r} {problem}; it has to be like http://10.0.0.5:5000/get_reward")
+        if len(set(urls)) < len(urls):
+            raise ValueError("names a server twice")
+        return urls
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is any reward."""
+        ways = (self.reward_funcs, self.reward_func, self.reward_pretrain, self.remote_rm_url)
+        return any(way not in (None, []) for way in ways)
+
+    @model_validator(mode="after")
+    def _settings_of_reward_servers_have_one(self) -> "RemoteScoringConfig":
+        given = self.changed("remote_rm_weight", "remote_rm_timeout", "remote_rm_batch_size", "remote_rm_api_key_env")
+        if not self.remote_rm_url and given:
+            raise ValueError(f"{given} is about reward servers: give --remote_rm_url URL")
+        return self
+
+
+def _url_problem(url: str) -> str:
+    """What is wrong with the address of a reward server, "" if nothing is."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        return f"is no URL ({error})"
+    if parts.scheme not in ("http", "https"):
+        return "does not begin with http:// or https://"
+    if not host or url != url.strip() or " " in url:
+        return "names no host"
+    if parts.username is not None or parts.password is not None:
+        return "has a name or password in it, which would be written to config.yaml"
+    return "has a query or fragment" if parts.query or parts.fragment else ""
+
+
+class RewardConfig(ScoringConfig):
+    """Reward"""
+
+    reward_clip_range: tuple[float, float] = (-10.0, 10.0)
+    """Scores are clipped to this before anything else is done with them."""
+
+    @model_validator(mode="after")
+    def _there_is_a_reward(self) -> "RewardConfig":
+        if not self.reward_funcs and self.reward_func is None:
+            names = ", ".join(REWARDS)
+            raise ValueError(f"no reward: give --reward_funcs ({names}) or --reward_func FILE.py")
+        return self
+
+    @model_validator(mode="after")
+    def _clip_range_is_not_empty(self) -> "RewardConfig":
+        low, high = self.reward_clip_range
+        if not low < high:
+            raise ValueError(f"reward_clip_range {low:g} {high:g} is empty: the first must be below the second")
+        return self
+
+
+class OnlineRewardConfig(RemoteScoringConfig, RewardConfig):
+    """Reward"""
+
+    overlong_buffer_len: int | None = Field(None, gt=0)
+    """Last tokens before max_new_tokens over which the score falls in a line, by overlong_penalty_factor at the end."""
+    overlong_penalty_factor: float = Field(1.0, gt=0)
+    """Score that a response of max_new_tokens loses under overlong_buffer_len."""
+    stop_properly_penalty_coef: float | None = Field(None, le=1)
+    """What a response that was cut gets: this share of its score, or this score where it is negative."""
+
+    @model_validator(mode="after")
+    def _one_penalty_of_length(self) -> "OnlineRewardConfig":
+        if self.overlong_buffer_len is None and self.overlong_penalty_factor != 1.0:
+            raise ValueError("overlong_penalty_factor says how much is lost in the buffer: give --overlong_buffer_len")
+        if self.overlong_buffer_len is not None and self.stop_properly_penalty_coef is not None:
+            raise ValueError("overlong_buffer_len and stop_properly_penalty_coef both punish length: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_a_reward(self) -> "OnlineRewardConfig":
+        if not self.is_given:
+            names = ", ".join(REWARDS)
+            raise ValueError(
+                f"no reward: give --reward_funcs ({names}), --reward_func FILE.py, --reward_pretrain MODEL or "
+                "--remote_rm_url URL"
+            )
+        return self
