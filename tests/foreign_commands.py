@@ -40,6 +40,7 @@ COMMAND_LINES = {
     f"ppo {PPO} {CRITIC} {JUDGED} --n_samples_per_prompt 1 --micro_train_batch_size 8": "parses: is --max_len 2048 here",
     f"ppo {PPO} {CRITIC} {JUDGED} --advantage_estimator gae": "parses: not needed here",
     f"ppo {PPO} {CRITIC} {FILE}": "parses: --reward_func ./reward_func.py",
+    f"ppo {PPO} {CRITIC} {FILE} --normalize_reward --colocate_actor_ref --adam_offload": "parses: --reward_func ./reward_func.py",
     f"ppo {PPO} {CRITIC} {JUDGED} --advantage_estimator group_norm": "refused: is a command here: rlhf grpo",
     f"grpo {PPO} {FILE} --advantage_estimator group_norm --n_samples_per_prompt 8": "parses: --advantage_estimator group_norm",
     f"grpo {PPO} {FILE} --advantage_estimator dr_grpo --n_samples_per_prompt 8": "parses: --preset dr_grpo",

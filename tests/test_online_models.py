@@ -10,7 +10,7 @@ from test_online_commands import resolve
 from test_online_reward_model import save_reward_model
 
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.commands.online_models import OnlineModels, check_stages, find_models, idle_settings
+from rlhf_cli.commands.online_models import OnlineModels, check_stages, find_models, idle_settings, truncation_notice
 from rlhf_cli.errors import UsageError
 
 
@@ -72,6 +72,11 @@ def test_a_role_has_its_own_stage_or_that_of_all():
         (("actor",), {"ref_zero_stage": 3}, "--ref_zero_stage means nothing here: there is a reference only with"),
         (("actor", "critic"), {"colocate_actor_ref": "true"}, "--colocate_actor_ref means nothing here: there is a"),
         (("actor", "ref"), {"reward_num_nodes": 2}, "--reward_num_nodes means nothing here: there is a reward model o"),
+        (
+            ("actor", "ref"),
+            {"normalize_reward": "true"},
+            "--normalize_reward means nothing here: there is a reward model",
+        ),
         (("actor", "ref"), {"colocate_critic_reward": "true"}, "--colocate_critic_reward means nothing here: there is"),
     ],
 )
@@ -80,6 +85,13 @@ def test_it_is_said_where_a_role_is_not_there_that_something_is_said_of(roles, g
     (sentence,) = idle_settings(config, roles)
     assert sentence.startswith(said)
     assert idle_settings(config, ("actor", "ref", "reward")) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.05)])
+def test_a_line_tells_that_training_does_not_know_truncated_sampling(name, value):
+    assert truncation_notice(resolve("grpo", n_samples_per_prompt=2).rollout) == []
+    (line,) = truncation_notice(resolve("grpo", n_samples_per_prompt=2, **{name: value}).rollout)
+    assert line.startswith(f"--{name} {value} truncates sampling alone: ratios, KL and gradients are of the whole")
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,6 @@ def test_bad_reward_settings_are_refused(settings: dict, message: str) -> None:
     ("settings", "message"),
     [
         ({}, "no reward: give --reward_funcs .* --reward_pretrain MODEL or --remote_rm_url URL"),
-        ({"reward_funcs": ["exact"], "normalize_reward": True}, "normalize_reward is about .*: give --reward_pretrain"),
         ({"reward_funcs": ["exact"], "reward_model_weight": 2.0}, "reward_model_weight is about"),
         ({"reward_pretrain": "rm", "reward_clip_range": (1.0, 1.0)}, "is empty"),
         ({"reward_pretrain": "rm", "reward_weights": [1.0]}, "1 values for 0"),

@@ -13,7 +13,7 @@ from rlhf_cli.backends.rollout_vllm import kv_blocks
 from rlhf_cli.backends.rollout_vllm_arguments import argument_names, check_vllm_args, check_with, engine_arguments
 from rlhf_cli.config.generate import SamplingConfig
 from rlhf_cli.config.online import EngineConfig
-from rlhf_cli.config.vllm_args import DECIDED
+from rlhf_cli.config.vllm_args import DECIDED, HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.flags import config_class, flags_of
 
@@ -80,6 +80,35 @@ def test_a_name_that_vllm_does_not_have_is_refused_with_a_near_one_without_loadi
 @needs_vllm
 def test_all_that_the_program_decides_are_arguments_of_the_installed_vllm():
     assert DECIDED.keys() | OPEN <= argument_names()
+
+
+@needs_vllm
+def test_the_bounds_of_temperature_are_those_at_which_vllm_refuses_or_alters_it():
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    assert SamplingParams(temperature=HIGHEST_TEMPERATURE).temperature == HIGHEST_TEMPERATURE
+    with pytest.raises(VLLMValidationError, match="temperature"):
+        SamplingParams(temperature=HIGHEST_TEMPERATURE + 0.01)
+    assert SamplingParams(temperature=LOWEST_TEMPERATURE).temperature == LOWEST_TEMPERATURE
+    assert SamplingParams(temperature=LOWEST_TEMPERATURE / 2).temperature == LOWEST_TEMPERATURE  # raised in silence
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("ppo --pretrain x --output y --prompt_data z --reward_funcs math", "--temperature"),
+        ("grpo --pretrain x --output y --prompt_data z --reward_funcs math --eval_dataset z", "--eval_temperature"),
+        ("generate --pretrain x --output y --prompt_data z", "--temperature"),
+        ("eval --pretrain x --output y --prompt_data z --reward_funcs math", "--temperature"),
+    ],
+)
+def test_a_temperature_that_engines_refuse_or_alter_is_refused_before_anything_starts(words, flag, capsys):
+    for value, reason in (("2.5", "2"), ("0.001", "0.01")):
+        assert cli.main([*words.split(), flag, value]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert flag.removeprefix("--") in line
+        assert reason in line
 
 
 def checked_by(program):

@@ -27,7 +27,14 @@ from rlhf_cli.commands.online_evaluation import (
     make_evaluator,
 )
 from rlhf_cli.commands.online_identity import online_identity
-from rlhf_cli.commands.online_models import OnlineModels, check_stages, find_models, idle_settings, role_names
+from rlhf_cli.commands.online_models import (
+    OnlineModels,
+    check_stages,
+    find_models,
+    idle_settings,
+    role_names,
+    truncation_notice,
+)
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.commands.restarts import with_restarts
 from rlhf_cli.commands.reward_check import check_rewards
@@ -145,8 +152,8 @@ def _attempt(run: _Run, stop: StopSignal) -> Finished:
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
         where = _reserve(run, stack)
         placement = "; ".join(describe(where.layout, unit=where.cluster.unit))
-        idle = idle_settings(config, role_names(config, run.models))
-        for line in [*idle, f"Starting on {placement}; logs in {run.paths.logs}"]:
+        notices = [*idle_settings(config, role_names(config, run.models)), *truncation_notice(config.rollout)]
+        for line in [*notices, f"Starting on {placement}; logs in {run.paths.logs}"]:
             terminal.console.print(line, markup=False, soft_wrap=True)
         roles = stack.enter_context(_build(run, where))
         scorer = stack.enter_context(

@@ -7,6 +7,7 @@ from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.commands.online_config import CriticConfig, OnlineConfig
 from rlhf_cli.commands.run_directory import check_not_replaced
 from rlhf_cli.commands.trained_model import TrainedModel, trained_model
+from rlhf_cli.config.online import RolloutConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.classifiers import refuse_several_labels
@@ -85,9 +86,21 @@ def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
     for role in (role for role in _ABSENT if role not in roles):
         sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER[role])
         given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
-        if given := given or deepspeed.changed(f"{role}_zero_stage"):
+        given = given or deepspeed.changed(f"{role}_zero_stage")
+        if given := given or (config.reward.changed("normalize_reward") if role == "reward" else None):
             said.append(f"--{given} means nothing here: {_ABSENT[role]}")
     return said
+
+
+def truncation_notice(rollout: RolloutConfig) -> list[str]:
+    """Return a line if responses are sampled from a part of the distribution, which training does not know."""
+    given = rollout.changed("top_p", "top_k", "min_p")
+    if given is None:
+        return []
+    return [
+        f"--{given} {getattr(rollout, given):g} truncates sampling alone: ratios, KL and gradients are of the whole "
+        "distribution, in which the sampled tokens are less likely"
+    ]
 
 
 def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:

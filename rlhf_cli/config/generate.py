@@ -2,13 +2,14 @@
 
 from typing import Literal, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_cli.config.base import Group
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.online import EngineConfig
 from rlhf_cli.config.scoring import RemoteScoringConfig
+from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, require_sampled
 
 
 class AnsweringModelConfig(ModelSource):
@@ -25,12 +26,14 @@ class SamplingConfig(EngineConfig):
     """Prompts answered, scored and written together: the bound on memory, and what a kill costs at most."""
     n_samples_per_prompt: int = Field(1, gt=0)
     """Responses sampled for each prompt."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=HIGHEST_TEMPERATURE)
     """Sampling temperature; 0 takes the likeliest token."""
     repetition_penalty: float = Field(1.0, gt=0)
     """Above 1, tokens of prompt and response get less likely: logits above 0 are divided by it, others multiplied."""
     vllm_num_engines: int = Field(1, gt=0)
     """Rollout engines."""
+
+    _temperature_is_kept = field_validator("temperature")(require_sampled)
 
     @model_validator(mode="after")
     def _the_likeliest_token_has_no_rivals(self) -> "SamplingConfig":

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_cli.config.base import Group, JsonObject
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
-from rlhf_cli.config.vllm_args import fault_of_vllm_args
+from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, fault_of_vllm_args
 
 
 class EngineConfig(Group):
@@ -74,7 +74,7 @@ class RolloutConfig(EngineConfig):
     """Passes over the prompts."""
     max_iterations: int | None = Field(None, gt=0)
     """Stop after this many iterations."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)
     """Sampling temperature; all log-probs are of logits divided by it."""
     vllm_num_engines: int = Field(1, gt=0)
     """Rollout engines."""

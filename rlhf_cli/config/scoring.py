@@ -4,6 +4,7 @@ The table of built-in rewards is in rewards.py.
 """
 
 import json
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -128,10 +129,11 @@ class RewardModelConfig(Group):
     """Weight of the reward model's score."""
     normalize_reward: bool = False
     """Take the reward model's score less its mean and by its spread, which `rlhf rm` writes into its configuration."""
+    _of_a_reward_model: ClassVar[tuple[str, ...]] = ("normalize_reward", "reward_model_weight")
 
     @model_validator(mode="after")
     def _settings_of_a_reward_model_have_one(self) -> "RewardModelConfig":
-        given = self.changed("normalize_reward", "reward_model_weight")
+        given = self.changed(*self._of_a_reward_model)
         if self.reward_pretrain is None and given:
             raise ValueError(f"{given} is about the score of a reward model: give --reward_pretrain MODEL")
         return self
@@ -227,6 +229,8 @@ class OnlineRewardConfig(RemoteScoringConfig, RewardConfig):
     """Score that a response of max_new_tokens loses under overlong_buffer_len."""
     stop_properly_penalty_coef: float | None = Field(None, le=1)
     """What a response that was cut gets: this share of its score, or this score where it is negative."""
+    # OpenRLHF's scripts with a reward file have --normalize_reward too: a notice at the start, no refusal.
+    _of_a_reward_model: ClassVar[tuple[str, ...]] = ("reward_model_weight",)
 
     @model_validator(mode="after")
     def _one_penalty_of_length(self) -> "OnlineRewardConfig":

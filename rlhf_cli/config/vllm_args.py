@@ -44,6 +44,17 @@ DECIDED: dict[str, str] = {
 """Arguments that cannot be given, each with the reason or the setting to use instead."""
 
 
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
+"""vLLM refuses requests above the one, and raises lower temperatures to the other, away from the trainer's."""
+
+
+def require_sampled(temperature: float) -> float:
+    """Return a temperature that may be 0, for the likeliest token. Raise ValueError if engines would alter it."""
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise ValueError(f"{temperature:g} is too low to sample at: give 0, or at least {LOWEST_TEMPERATURE:g}")
+    return temperature
+
+
 def fault_of_vllm_args(names: Iterable[str]) -> str | None:
     """Return why these engine arguments cannot be given, None if they can as far as this program is concerned."""
     return next((f"this program sets {name}: {DECIDED[name]}" for name in names if name in DECIDED), None)
