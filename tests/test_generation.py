@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_cli.backends.checkpoint import differences
 from rlhf_cli.commands.answering import Answering, Examinee, Hooks, answer_chunks, sampling_params, settings_identity
 from rlhf_cli.commands.answering_model import AnsweringModel
 from rlhf_cli.commands.generate import GenerateConfig
@@ -272,6 +273,16 @@ def test_stop_strings_are_part_of_the_sampling_and_of_what_rows_of_one_run_share
     settings = config(temperature=temperature, stop="</answer>, User:")
     assert sampling_params(settings.sampling).stop == ("</answer>", "User:")
     assert settings_identity(settings)["stop"] == ["</answer>", "User:"]
+
+
+def test_rows_scored_by_another_text_of_the_reward_file_are_those_of_other_settings(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def reward_func(queries, prompts, labels): return [0.0] * len(queries)")
+    settings = config(reward_func=str(file))
+    written = settings_identity(settings)
+    assert differences(written, settings_identity(settings)) == ""
+    file.write_text(file.read_text().replace("0.0", "1.0"))
+    assert "contents of the reward file" in differences(written, settings_identity(settings))
 
 
 @pytest.mark.parametrize(

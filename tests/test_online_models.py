@@ -88,7 +88,7 @@ def test_it_is_said_where_a_role_is_not_there_that_something_is_said_of(roles, g
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.05)])
-def test_a_line_tells_that_training_does_not_know_truncated_sampling(name, value):
+def test_a_line_reports_that_training_does_not_know_truncated_sampling(name, value):
     assert truncation_notice(resolve("grpo", n_samples_per_prompt=2).rollout) == []
     (line,) = truncation_notice(resolve("grpo", n_samples_per_prompt=2, **{name: value}).rollout)
     assert line.startswith(f"--{name} {value} truncates sampling alone: ratios, KL and gradients are of the whole")

@@ -21,8 +21,10 @@ from rlhf_cli.commands.kto import kto_task
 from rlhf_cli.commands.offline import checked_identity
 from rlhf_cli.commands.online_identity import online_identity
 from rlhf_cli.commands.online_models import find_models
+from rlhf_cli.commands.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
 from rlhf_cli.commands.rm import rm_task
 from rlhf_cli.commands.sft import sft_task
+from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import config_class
@@ -319,3 +321,27 @@ def test_a_configuration_is_another_one_where_the_same_weights_compute_other_thi
     assert configuration_fingerprint(str(folder)) == mark
     (folder / "config.json").write_text(json.dumps(written | {"rms_norm_eps": 0.5}))
     assert configuration_fingerprint(str(folder)) != mark
+
+
+def test_a_reward_file_that_was_mended_since_the_checkpoint_is_named_and_does_not_end_the_run(tmp_path):
+    file, store = tmp_path / "mine.py", CheckpointStore(tmp_path / "checkpoints", max_num=1)
+    file.write_text("def reward_func(queries, prompts, labels): return [0.0] * len(queries)")
+    for named in (str(file), f"{file}:reward_func"):
+        reward = RewardConfig(reward_func=named)
+        with store.writing(7, {"identity": {}, REWARD_FILE: reward_file_hash(reward)}, needed_bytes=0):
+            pass
+        assert reward_file_notice(store.latest(), reward) == []
+        assert reward_file_notice(None, reward) == []
+        written = file.read_text()
+        file.write_text(written.replace("0.0", "1.0"))
+        (line,) = reward_file_notice(store.latest(), reward)
+        assert line.startswith(f"the reward file {named} has changed since the checkpoint of iteration 7")
+        file.write_text(written)
+
+
+def test_a_checkpoint_of_a_run_without_a_reward_file_says_nothing_about_one(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", max_num=1)
+    reward = RewardConfig(reward_funcs=["math"])
+    with store.writing(7, {"identity": {}, REWARD_FILE: reward_file_hash(reward)}, needed_bytes=0):
+        pass
+    assert reward_file_notice(store.latest(), reward) == []

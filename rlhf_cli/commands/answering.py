@@ -14,6 +14,7 @@ from rlhf_cli.backends.ray_cluster import Cluster
 from rlhf_cli.commands.answering_model import AnsweringModel, find_answering_model
 from rlhf_cli.commands.generation_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.commands.generation_models import started_models
+from rlhf_cli.commands.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.config.generate import AnsweringConfig, SamplingConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
@@ -139,6 +140,7 @@ def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
         "reward_funcs": reward.reward_funcs,
         "reward_weights": reward.reward_weights,
         "reward_func": reward.reward_func,
+        REWARD_FILE: reward_file_hash(reward),
         "reward_func_weight": reward.reward_func_weight,
         "reward_func_args": reward.reward_func_args,
         "reward_key": reward.reward_key,

@@ -38,6 +38,7 @@ from rlhf_cli.commands.online_models import (
 from rlhf_cli.commands.online_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.commands.restarts import with_restarts
 from rlhf_cli.commands.reward_check import check_rewards
+from rlhf_cli.commands.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
 from rlhf_cli.commands.run_directory import (
     RunDirectory,
     begin_logs,
@@ -152,8 +153,7 @@ def _attempt(run: _Run, stop: StopSignal) -> Finished:
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
         where = _reserve(run, stack)
         placement = "; ".join(describe(where.layout, unit=where.cluster.unit))
-        notices = [*idle_settings(config, role_names(config, run.models)), *truncation_notice(config.rollout)]
-        for line in [*notices, f"Starting on {placement}; logs in {run.paths.logs}"]:
+        for line in [*_notices(run), f"Starting on {placement}; logs in {run.paths.logs}"]:
             terminal.console.print(line, markup=False, soft_wrap=True)
         roles = stack.enter_context(_build(run, where))
         scorer = stack.enter_context(
@@ -319,15 +319,24 @@ def _build(run: _Run, where: OnlineCluster) -> OnlineRoles:
         raise RunError(death.said) from death  # a checkpoint to go on from could only be that of an earlier run
 
 
+def _notices(run: _Run) -> list[str]:
+    """Return lines about settings that mean nothing in this run, or something else than one might expect."""
+    config = run.config
+    idle = idle_settings(config, role_names(config, run.models))
+    return [*idle, *truncation_notice(config.rollout), *reward_file_notice(run.resume, config.reward)]
+
+
 def _facts(run: _Run, where: OnlineCluster) -> dict[str, str]:
     """What to say about the run at its start."""
     config, models, adapter = run.config, run.models, run.models.policy.plan
+    reward_file = reward_file_notice(run.resume, config.reward)
     return {
         "Model": config.model.pretrain + (f", adapter of rank {adapter.config.r}" if adapter else ""),
         "Prompts": run.data.report.summary,
         **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
         **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
         **({"Reward model": models.reward.source.pretrain} if models.reward else {}),
+        **({"Reward file": reward_file[0]} if reward_file else {}),
         "Engine": described(config.rollout, run.backend),
         "Placement": "; ".join(describe(where.layout, unit=where.cluster.unit)),
         **({} if where.cluster.has_gpus else dtype_note(config.model)),
@@ -347,12 +356,14 @@ def _train(
     def decode(token_ids: Sequence[int]) -> str:
         return str(run.tokenizer.decode(token_ids, skip_special_tokens=True))
 
+    reward_file = reward_file_hash(run.config.reward)
     task = evaluation_task(run.config, run.eval_data, decode, total_iterations=run.total_iterations)
     evaluator = make_evaluator(task, started, scorer, tracker, paths=run.paths, resume=run.resume)
 
     def save_checkpoint(state: LoopState) -> None:
         saved = {
             "identity": run.identity,
+            REWARD_FILE: reward_file,
             "loop": state.plain(),
             "evaluation": evaluator.state.plain(),
             "tracker": tracker.state(),

@@ -202,7 +202,7 @@ def _worker_pool(config: RequestScoringConfig) -> WorkerPool:
 
 def _file_pool(reward_func: str, config: RequestScoringConfig) -> WorkerPool:
     """Workers for the user's file, one of which has loaded it."""
-    path, name = _file_and_function(reward_func)
+    path, name = file_and_function(reward_func)
     if not path.is_file():
         raise UsageError(f"--reward_func {reward_func}: there is no such file")
     pool = WorkerPool(
@@ -219,7 +219,7 @@ def _file_pool(reward_func: str, config: RequestScoringConfig) -> WorkerPool:
     return pool
 
 
-def _file_and_function(reward_func: str) -> tuple[Path, str | None]:
+def file_and_function(reward_func: str) -> tuple[Path, str | None]:
     """(file, name of the function in it) of FILE.py or FILE.py:NAME."""
     whole = Path(reward_func).expanduser().resolve()
     file, _, name = reward_func.rpartition(":")
