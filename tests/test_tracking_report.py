@@ -11,7 +11,7 @@ import pytest
 from rlhf_cli.tracking.charts import Series, binned, line_chart, nice_ticks, smoothed, stacked_bars, tick_label
 from rlhf_cli.tracking.report import write_report
 from rlhf_cli.tracking.report_data import read_rollouts, read_settings
-from rlhf_cli.tracking.sinks import MetricsFile, SamplesFile
+from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, MetricsFile, SamplesFile
 
 ATTACK = "</script ><script>alert(1)</script><img src=x onerror=alert(2)><!--<script "
 
@@ -78,11 +78,15 @@ def page_of(output: Path, **options) -> str:
     return write_report(output, **options).read_text(encoding="utf-8")
 
 
+def browsers_of(page: str) -> list[list[dict]]:
+    found = re.findall(r'<script type="application/json">(.*?)</script>', page, flags=re.DOTALL)
+    assert not any("<" in text for text in found)  # nothing can end the element or begin a comment, for any parser
+    return [json.loads(text) for text in found]
+
+
 def rollouts_of(page: str) -> list[dict]:
-    found = re.search(r'<script type="application/json">(.*?)</script>', page, flags=re.DOTALL)
-    assert found
-    assert "<" not in found[1]  # nothing in it can end the element or begin a comment, for any parser
-    return json.loads(found[1])
+    (rows,) = browsers_of(page)
+    return rows
 
 
 def test_numbers_of_the_report_are_those_of_the_metrics(tmp_path):
@@ -113,6 +117,25 @@ def test_text_of_models_and_settings_cannot_act(tmp_path):
     assert "tiny <b>&</b>" in " ".join(elements.text)
 
 
+def test_answers_of_evaluations_are_browsed_beside_the_rollouts(tmp_path):
+    make_run(tmp_path)
+    answers = SamplesFile(tmp_path, resume_step=None, name=EVAL_SAMPLES_FILE)
+    for step in (0, 40):
+        rows = [{"prompt": f"q{i}", "response": ATTACK, "label": "9", "reward": 1.0, "data": "sums"} for i in range(20)]
+        answers.log(step, rows)
+    page = page_of(tmp_path)
+    elements = Elements(page)
+    assert elements.open == []
+    rollouts, evaluated = browsers_of(page)
+    assert [row["prompt"] for row in rollouts] == ["p0", "p1", "p2"]
+    assert [(row["step"], row["prompt"]) for row in evaluated] == [(s, f"q{i}") for s in (0, 40) for i in range(16)]
+    text = " ".join(elements.text)
+    assert text.index("Rollouts") < text.index("Evaluation samples")
+    assert "3 of 3; all are in samples.jsonl" in text
+    assert "32 of 40; all are in eval_samples.jsonl" in text
+    assert "<script>alert" not in page
+
+
 def test_page_loads_nothing(tmp_path):
     page = page_of(make_run(tmp_path))
     assert not re.search(r"https?:|@import|url\(|//cdn", page)
@@ -133,6 +156,7 @@ def test_run_without_samples_and_settings_has_a_report(tmp_path):
     (tmp_path / "config.yaml").unlink()
     page = page_of(tmp_path)
     assert ">Rollouts<" not in page
+    assert ">Evaluation samples<" not in page
     assert ">Settings<" not in page
     assert Elements(page).open == []
 

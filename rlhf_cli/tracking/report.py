@@ -1,4 +1,4 @@
-"""One HTML page about one run or several: results, curves, times, rollouts, settings.
+"""One HTML page about one run or several: results, curves, times, rollouts, answers of evaluations, settings.
 
 The page needs nothing but itself: no other file, no network. What it shows is read by report_data.py, drawings are
 made by charts.py, the rest is report_style.py and report_script.py.
@@ -110,8 +110,7 @@ def stage_section(stage: Stage, *, number: int) -> str:
         f'<section class="stage" id="stage{number}"><div class="head"><h2>{escape(stage.command)}</h2>'
         f'<span class="chip {OUTCOMES.get(stage.outcome, "")}">{escape(stage.outcome)}</span></div>'
         f'<div class="facts">{listed}</div>'
-        f"{curves(stage)}{evaluations(stage)}{times(stage)}{browser(stage.rollouts, unit=stage.unit)}"
-        f"{settings(stage)}</section>"
+        f"{curves(stage)}{evaluations(stage)}{times(stage)}{samples(stage)}{settings(stage)}</section>"
     )
 
 
@@ -254,15 +253,21 @@ def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
     return number(metrics[name]) + interval(name, metrics) if name in metrics else ""
 
 
-def browser(rollouts: Rollouts, *, unit: str) -> str:
-    """The rollouts to look through, filtered by step, score and words."""
+def samples(stage: Stage) -> str:
+    """Return the rollouts of training and the responses of evaluations, each with a browser of its own."""
+    evaluated = browser("Evaluation samples", stage.evaluated, unit=stage.unit)
+    return browser("Rollouts", stage.rollouts, unit=stage.unit) + evaluated
+
+
+def browser(heading: str, rollouts: Rollouts, *, unit: str) -> str:
+    """Return the samples to look through, filtered by step, score and words; "" without any."""
     if not rollouts.rows:
         return ""
     steps = sorted({row["step"] for row in rollouts.rows})
     options = "".join(f'<option value="{step}">{step}</option>' for step in steps)
-    note = f"{len(rollouts.rows):,} of {rollouts.num_all:,}; all are in samples.jsonl"
+    note = f"{len(rollouts.rows):,} of {rollouts.num_all:,}; all are in {rollouts.file}"
     return (
-        f'<h3 class="part">Rollouts</h3><div class="rollouts" data-unit="{escape(unit)}"><div class="tools">'
+        f'<h3 class="part">{escape(heading)}</h3><div class="rollouts" data-unit="{escape(unit)}"><div class="tools">'
         f'<label>{escape(unit)} <select name="step"><option value="">all</option>{options}</select></label>'
         f'<label>order <select name="order"><option value="late">newest</option><option value="early">oldest</option>'
         f'<option value="best">best score</option><option value="worst">worst score</option></select></label>'

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from rlhf_cli.tracking.sinks import RUN_FILE, SAMPLES_FILE, SETTINGS_FILE, read_metrics
+from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, RUN_FILE, SAMPLES_FILE, SETTINGS_FILE, read_metrics
 from rlhf_cli.tracking.summary import Summary, summarise
 
 MAX_SAMPLE_STEPS = 40
@@ -23,10 +23,11 @@ STEP = re.compile(rb'\{"step": (\d+)')
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A selection of samples.jsonl that a page can hold."""
+    """A selection of samples.jsonl or eval_samples.jsonl that a page can hold; `file` is its name."""
 
     rows: list[dict[str, Any]]
     num_all: int
+    file: str
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Stage:
     settings: dict[str, dict[str, Any]]  # group -> name -> value
     metrics: dict[int, dict[str, float]]
     rollouts: Rollouts
+    evaluated: Rollouts
     summary: Summary
 
 
@@ -60,6 +62,7 @@ def read_stage(path: Path) -> Stage:
         settings=read_settings(path / SETTINGS_FILE),
         metrics=metrics,
         rollouts=read_rollouts(path / SAMPLES_FILE),
+        evaluated=read_rollouts(path / EVAL_SAMPLES_FILE),
         summary=summarise(path),
     )
 
@@ -83,7 +86,7 @@ def read_rollouts(path: Path) -> Rollouts:
     Goes through the file twice, so that memory does not grow with it.
     """
     if not path.exists():
-        return Rollouts([], 0)
+        return Rollouts([], 0, path.name)
     positions: dict[int, list[int]] = {}
     with path.open("rb") as lines:
         position = 0
@@ -96,8 +99,8 @@ def read_rollouts(path: Path) -> Rollouts:
         rows = []
         for start in (start for step in chosen for start in positions[step][:MAX_SAMPLES_PER_STEP]):
             lines.seek(start)
-            rows.append({name: shorten(value) for name, value in json.loads(lines.readline()).items()})
-    return Rollouts(rows, sum(len(starts) for starts in positions.values()))
+            rows.append({name: shorten(value, path.name) for name, value in json.loads(lines.readline()).items()})
+    return Rollouts(rows, sum(len(starts) for starts in positions.values()), path.name)
 
 
 def spread(items: list[int], limit: int) -> list[int]:
@@ -107,10 +110,10 @@ def spread(items: list[int], limit: int) -> list[int]:
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def shorten(value: Any) -> Any:
+def shorten(value: Any, file: str) -> Any:
     """The value, a very long text cut with a note of how much is missing."""
     if isinstance(value, str) and len(value) > MAX_TEXT:
-        return f"{value[:MAX_TEXT]} … ({len(value) - MAX_TEXT} more characters in {SAMPLES_FILE})"
+        return f"{value[:MAX_TEXT]} … ({len(value) - MAX_TEXT} more characters in {file})"
     return value
 
 

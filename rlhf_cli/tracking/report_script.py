@@ -128,7 +128,7 @@ for (const browser of document.querySelectorAll(".rollouts")) {
     list.querySelector(".on")?.classList.remove("on");
     chosen = index;
     const row = shown[index];
-    if (!row) return detail.replaceChildren(make("div", "none", "No rollout fits."));
+    if (!row) return detail.replaceChildren(make("div", "none", "No response fits."));
     list.children[index].classList.add("on");
     detail.replaceChildren(metaLine(row, browser.dataset.unit));
     for (const [name, heading] of Object.entries(TEXTS))
