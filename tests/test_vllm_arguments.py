@@ -9,8 +9,8 @@ import pytest
 from rlhf_cli import cli
 from rlhf_cli.backends.engine_group import described
 from rlhf_cli.backends.rollout_engine import EngineSettings
-from rlhf_cli.backends.rollout_vllm import kv_blocks
 from rlhf_cli.backends.rollout_vllm_arguments import argument_names, check_vllm_args, check_with, engine_arguments
+from rlhf_cli.backends.rollout_vllm_start import kv_blocks
 from rlhf_cli.config.generate import SamplingConfig
 from rlhf_cli.config.online import EngineConfig
 from rlhf_cli.config.vllm_args import DECIDED, HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE

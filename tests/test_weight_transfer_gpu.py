@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rlhf_cli.backends.rollout_engine import EngineSettings
-from rlhf_cli.backends.rollout_vllm import _engine_environment, sampled_logprobs
+from rlhf_cli.backends.rollout_vllm import sampled_logprobs
+from rlhf_cli.backends.rollout_vllm_start import engine_environment
 from rlhf_cli.backends.weight_transfer import WeightSender, check_sync_backend, choose_sync_backend, weights_checksum
 from rlhf_cli.backends.weight_vllm_trainer import EngineClient, PushSource, TensorSpec, VllmTransport, buffer_bytes
 from rlhf_cli.backends.weight_watch import Reconnecting, Watching
@@ -71,7 +72,7 @@ def test_the_engine_of_transformers_takes_weights_from_shared_memory_alone(chose
 def test_handles_may_be_pickled_for_as_long_as_the_engine_lives(monkeypatch, way, allowed):
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     before = dict(os.environ)
-    with _engine_environment(EngineSettings(max_model_len=8, sync_backend=way), on_cpu=False):
+    with engine_environment(EngineSettings(max_model_len=8, sync_backend=way), on_cpu=False):
         assert os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == allowed
     # Handles are encoded in this process at each push, long after the engine has started.
     assert os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None) == allowed
