@@ -11,6 +11,7 @@ from transformers import ByT5Tokenizer, GPTSw3Tokenizer, PreTrainedTokenizerBase
 from rlhf_cli.backends.rollout_stop import StopStrings
 from rlhf_cli.config.data import DataConfig, PromptConfig
 from rlhf_cli.config.model import TokenizerSource
+from rlhf_cli.data.decoding import text_of
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.data.tokenising import Tokeniser
@@ -81,6 +82,14 @@ def test_stop_strings_are_found_in_the_tokens_of_a_slow_tokenizer(slow):
     stop = StopStrings(slow, ("France?",))
     (end,) = [n for n in range(1, len(token_ids) + 1) if stop.end(token_ids[:n])][:1]
     assert slow.decode(token_ids[:end]).strip() == "What is the capital of France?"
+
+
+def test_a_sampled_token_that_only_the_model_has_leaves_the_text_of_the_others(slow):
+    token_ids = slow("What is", add_special_tokens=False)["input_ids"]
+    beyond = [*token_ids, len(slow) + 3, *token_ids]
+    text = text_of(slow, beyond, skip_special_tokens=True)
+    assert text == slow.decode([*token_ids, *token_ids], skip_special_tokens=True)
+    assert StopStrings(slow, ("What is",)).end(beyond)
 
 
 def test_training_on_data_with_a_slow_tokenizer_is_refused_with_its_class_and_the_cure(slow, tmp_path):

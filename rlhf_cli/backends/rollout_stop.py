@@ -3,11 +3,12 @@
 Leaves out end-of-sequence tokens, which engines compare themselves.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 from rlhf_cli.config.model import TokenizerSource
+from rlhf_cli.data.decoding import text_of
 from rlhf_cli.models.loading import load_tokenizer
 
 
@@ -19,8 +20,7 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
-        # The library's own decoder takes a tenth of the time; tokenizers in Python have none.
-        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._decode = _decoder(tokenizer)
         self._stop = stop
         # one more, since decoders of SentencePiece models drop a blank before the first token they are given
         self.num_tokens = max(len(text.encode()) for text in stop) + 1
@@ -30,8 +30,16 @@ class StopStrings:
 
         Special tokens count as what they are written like. A character is there when all of its bytes are.
         """
-        text = self._tokenizer.decode(list(token_ids[-self.num_tokens :]), skip_special_tokens=False)
+        text = self._decode(list(token_ids[-self.num_tokens :]), skip_special_tokens=False)
         return any(stop in text for stop in self._stop)
+
+
+def _decoder(tokenizer: Any) -> Callable[..., str]:
+    """Return the function that decodes: of the library behind a fast tokenizer, which takes a tenth of the time."""
+    decode: Callable[..., str] = (
+        tokenizer.backend_tokenizer.decode if tokenizer.is_fast else partial(text_of, tokenizer)
+    )
+    return decode
 
 
 @lru_cache(maxsize=1)

@@ -6,6 +6,7 @@ Leaves out whose folder the rows go to (generation_folder.py) and what is made o
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rlhf_cli.commands.generation_models import started_models
 from rlhf_cli.commands.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.config.generate import AnsweringConfig, SamplingConfig
 from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.data.decoding import text_of
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.data.selection import prompt_cells
@@ -175,7 +177,11 @@ def answer_prompts(
         scorer = None
         if config.reward.is_given:
             scorer = stack.enter_context(
-                Scorer(config.reward, tell=hooks.tracker.message, decode=examinee.model.tokenizer.decode)
+                Scorer(
+                    config.reward,
+                    tell=hooks.tracker.message,
+                    decode=partial(text_of, examinee.model.tokenizer, skip_special_tokens=False),
+                )
             )
         models = stack.enter_context(
             started_models(
@@ -190,7 +196,7 @@ def answer_prompts(
         )
 
         def decode(token_ids: Sequence[int]) -> str:
-            return str(examinee.model.tokenizer.decode(token_ids, skip_special_tokens=True))
+            return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
 
         answering = Answering(models.engines, decode, scorer, models.reward_model)
         return answer_chunks(answering, examinee, begin=begin, hooks=hooks)

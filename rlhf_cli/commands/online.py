@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -49,6 +50,7 @@ from rlhf_cli.commands.run_directory import (
 from rlhf_cli.commands.surplus import load_surplus, save_surplus
 from rlhf_cli.config.online import DynamicSamplingConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
+from rlhf_cli.data.decoding import text_of
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.environment import resume_collector
@@ -157,7 +159,11 @@ def _attempt(run: _Run, stop: StopSignal) -> Finished:
             terminal.console.print(line, markup=False, soft_wrap=True)
         roles = stack.enter_context(_build(run, where))
         scorer = stack.enter_context(
-            Scorer(config.reward, tell=lambda text: tracker.message(text), decode=run.tokenizer.decode)
+            Scorer(
+                config.reward,
+                tell=lambda text: tracker.message(text),
+                decode=partial(text_of, run.tokenizer, skip_special_tokens=False),
+            )
         )
         resume_collector()
         prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
@@ -354,7 +360,7 @@ def _train(
         started.load(run.resume.path, iteration=state.iteration)
 
     def decode(token_ids: Sequence[int]) -> str:
-        return str(run.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return text_of(run.tokenizer, token_ids, skip_special_tokens=True)
 
     reward_file = reward_file_hash(run.config.reward)
     task = evaluation_task(run.config, run.eval_data, decode, total_iterations=run.total_iterations)
