@@ -3,14 +3,13 @@
 import gc
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forked import run_rlhf
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -146,9 +145,7 @@ def model(tmp_path_factory, problems) -> Path:
     """An untrained model of 0.1M parameters that has the tokens of `problems`, made by `rlhf scratch`."""
     path = tmp_path_factory.mktemp("model") / "tiny"
     size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2 --vocab_size 300"
-    words = ["scratch", "--dataset", str(problems), *size.split(), "--output", str(path)]
-    done = subprocess.run([sys.executable, "-m", "rlhf_cli", *words], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_rlhf("scratch", "--dataset", problems, *size.split(), "--output", path)
     return path
 
 

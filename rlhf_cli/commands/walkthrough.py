@@ -68,7 +68,7 @@ class Walkthrough:
         words = (
             f"{self.algorithm} --pretrain {self._at('sft')} --prompt_data {self.train} --label_key answer "
             f"--reward_funcs exact --param_dtype fp32 --max_len 64 --max_new_tokens 8 --rollout_batch_size 256 "
-            f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 24 --actor_learning_rate 3e-4 "
+            f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 16 --actor_learning_rate 3e-4 "
             f"{CRITIC if self.algorithm == 'ppo' else ''} --lr_warmup_ratio 0.05 --enforce_eager "
             f"--seed {self.seed} --output {self._at('practice')} --logging_steps 2"
         )

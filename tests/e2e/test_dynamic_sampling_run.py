@@ -8,8 +8,9 @@ import json
 from pathlib import Path
 
 import pytest
+from forked import run_rlhf
 from safetensors.torch import load_file
-from test_ppo import assert_nothing_left, assert_same_run, finish, kill_driver, plain_metrics, rlhf, wait_for
+from test_ppo import assert_nothing_left, assert_same_run, kill_driver, plain_metrics, rlhf, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -25,7 +26,7 @@ def test_a_run_that_replaces_prompts_is_continued_with_its_surplus_and_its_best_
         "    return [1.0 if '99+99' in query else float(sum(map(ord, query)) % 2) for query in queries]\n"
     )
     size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2"
-    finish(rlhf("scratch", "--dataset", str(problems), *size.split(), "--vocab_size", "300", "--output", str(model)))
+    run_rlhf("scratch", "--dataset", problems, *size.split(), "--vocab_size", 300, "--output", model)
     words = (
         f"grpo --pretrain {model} --prompt_data {problems} --label_key answer --reward_func {reward} --max_len 64 "
         "--max_new_tokens 6 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 --max_iterations 3 "
@@ -34,12 +35,12 @@ def test_a_run_that_replaces_prompts_is_continued_with_its_surplus_and_its_best_
         "--best_metric_key eval/reward"
     ).split()
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(rlhf(*words, "--output", str(whole)))
+    run_rlhf(*words, "--output", whole)
     process = rlhf(*words, "--output", str(killed))
     wait_for(killed / "checkpoints" / "step_000001" / "manifest.json", process)
     kill_driver(process)
     assert_nothing_left(killed)
-    finish(rlhf(*words, "--output", str(killed), "--load_checkpoint"))
+    run_rlhf(*words, "--output", killed, "--load_checkpoint")
     assert_same_run(whole, killed)
     for run in (whole, killed):
         assert json.loads((run / "best" / "best.json").read_text())["iteration"] == 0

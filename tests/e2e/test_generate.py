@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked import run_rlhf
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli.config.data import PreferenceDataConfig, PromptConfig
@@ -58,7 +59,7 @@ def inputs(tmp_path_factory) -> tuple[Path, Path, Path]:
     texts = root / "texts.jsonl"
     texts.write_text("".join(json.dumps({"prompt": "1+2= Add.", "answer": "3"}) + "\n" for _ in range(4)))
     size = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2"
-    finish(rlhf("scratch", "--dataset", str(texts), *size.split(), "--vocab_size", "300", "--output", str(model)))
+    run_rlhf("scratch", "--dataset", texts, *size.split(), "--vocab_size", 300, "--output", model)
     return model, problems, reward
 
 
@@ -76,7 +77,7 @@ def generate_words(inputs: tuple[Path, Path, Path], output: Path, *further: str)
 def finished(tmp_path_factory, inputs) -> Path:
     """The folder of a generation that was never stopped."""
     output = tmp_path_factory.mktemp("generate") / "whole"
-    finish(rlhf(*generate_words(inputs, output)))
+    run_rlhf(*generate_words(inputs, output))
     assert_nothing_left(output)
     return output
 
@@ -141,7 +142,7 @@ def test_a_killed_generation_goes_on_to_the_same_rows(finished, inputs, tmp_path
     assert not (output / "selected.jsonl").exists()
     with (output / "samples.jsonl").open("a") as file:
         file.write('{"step": 9, "prompt')  # as a kill in the middle of a line leaves it
-    printed = finish(rlhf(*words))
+    printed = run_rlhf(*words)
     assert "after chunk" in printed
     for name in ("samples.jsonl", "selected.jsonl"):
         assert (output / name).read_bytes() == (finished / name).read_bytes()
@@ -172,11 +173,11 @@ def test_a_finished_generation_is_selected_from_again_without_engines(finished, 
     words = generate_words(inputs, finished, "--load_checkpoint")
     words[words.index("best_worst")] = "best"
     before = (finished / "selected.jsonl").read_bytes()
-    finish(rlhf(*words))
+    run_rlhf(*words)
     best = rows_of(finished / "selected.jsonl")
     assert {tuple(row) for row in best} == {("prompt", "response", "score")}
     (finished / "selected.jsonl").write_bytes(before)
-    refused = finish(rlhf(*words, "--temperature", "0.5"), status=2)
+    refused = run_rlhf(*words, "--temperature", "0.5", status=2)
     assert "its temperature is 1.0, not 0.5" in refused
     other = tmp_path / "other"
     shutil.copytree(inputs[0], other)
@@ -206,7 +207,7 @@ def test_a_reward_model_reads_the_sampled_tokens_to_the_last(inputs, tmp_path):
         f"--rollout_backend transformers --max_len 64 --max_new_tokens 8 --param_dtype fp32 --temperature 0 "
         f"--output {output}"
     )
-    finish(rlhf(*words.split()))
+    run_rlhf(*words.split())
     assert_nothing_left(output)
 
     rows = rows_of(output / "samples.jsonl")
@@ -242,7 +243,7 @@ def test_an_evaluation_is_stopped_by_a_closed_terminal_counts_its_samples_and_is
         process.kill()
     assert_nothing_left(output)
     assert not (output / "eval.json").exists()
-    printed = finish(rlhf(*words, "--load_checkpoint"))
+    printed = run_rlhf(*words, "--load_checkpoint")
     assert_nothing_left(output)
     samples = rows_of(output / "samples.jsonl")
     (result,) = json.loads((output / "eval.json").read_text())["results"]
@@ -257,6 +258,6 @@ def test_an_evaluation_is_stopped_by_a_closed_terminal_counts_its_samples_and_is
     assert rows_of(rates) == expected
 
     before = (output / "samples.jsonl").read_bytes()
-    again = finish(rlhf(*words, "--load_checkpoint"))
+    again = run_rlhf(*words, "--load_checkpoint")
     assert again.splitlines()[-4:] == printed.splitlines()[-4:]
     assert (output / "samples.jsonl").read_bytes() == before

@@ -1,15 +1,14 @@
 """`--lora_rank` and `rlhf merge` as a user runs them: train, stop, continue, merge, use, offline and online."""
 
 import json
-import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_rlhf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_cli import cli
@@ -17,18 +16,6 @@ from rlhf_cli.models.weight_files import open_weights
 from rlhf_cli.tracking.sinks import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-
-RLHF = str(Path(sys.executable).parent / "rlhf")
-PATIENCE = 300  # seconds: the machine may be busy with other things
-
-
-def rlhf(*words: object, status: int = 0) -> str:
-    """What the command says; its exit status must be that."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [RLHF, *map(str, words)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def merge(model: Path, output: Path, *words: object) -> None:
@@ -45,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in sums]
     (folder / "sums.jsonl").write_text("\n".join(rows))
     shape = ("--hidden_size", 64, "--intermediate_size", 96, "--num_hidden_layers", 2, "--num_attention_heads", 2)
-    rlhf("scratch", "--dataset", folder / "sums.jsonl", *shape, "--vocab_size", 300, "--output", folder / "tiny")
+    run_rlhf("scratch", "--dataset", folder / "sums.jsonl", *shape, "--vocab_size", 300, "--output", folder / "tiny")
     return folder
 
 
@@ -61,7 +48,7 @@ def sft(place: Path) -> Callable[..., str]:
             8,
         )
         usual += ("--max_epochs", 3, "--learning_rate", "1e-2", "--param_dtype", "fp32", "--no_use_tensorboard")
-        return rlhf("sft", *usual, *words)
+        return run_rlhf("sft", *usual, *words)
 
     return run
 
@@ -103,7 +90,7 @@ def test_an_adapter_is_trained_stopped_continued_and_merged(place, sft):
         merge(place / run, place / f"{run}_merged")
     assert same_weights(place / "whole_merged", place / "stopped_merged")
 
-    said = rlhf(
+    said = run_rlhf(
         "merge", "--model", place / "whole" / "checkpoints" / "step_000024", "--output", place / "of_checkpoint"
     )
     assert "parameters in bfloat16, reloaded and run on 8 tokens" in said
@@ -142,7 +129,7 @@ def test_a_checkpoint_of_two_ranks_is_what_the_run_saved(place, sft, stage, rank
 def test_another_adapter_does_not_continue_a_checkpoint(place):
     output = ("--output", place / "whole", "--dataset", place / "sums.jsonl", "--load_checkpoint")
     usual = ("--train_batch_size", 8, "--max_epochs", 3, "--param_dtype", "fp32")
-    said = rlhf("sft", "--pretrain", place / "tiny", *output, *usual, status=2)
+    said = run_rlhf("sft", "--pretrain", place / "tiny", *output, *usual, status=2)
     assert "belongs to another run: its lora_rank is 8, not None" in said
 
 
@@ -151,7 +138,7 @@ def sums_online(place: Path, *words: object) -> list[dict[str, float]]:
     prompts = ("--prompt_data", place / "sums.jsonl", "--label_key", "response", "--reward_funcs", "exact")
     rollout = ("--max_len", 64, "--max_new_tokens", 6, "--rollout_batch_size", 4, "--n_samples_per_prompt", 2)
     output = place / str(words[-1])
-    rlhf(*words[:-1], *prompts, *rollout, "--train_batch_size", 4, "--output", output)
+    run_rlhf(*words[:-1], *prompts, *rollout, "--train_batch_size", 4, "--output", output)
     return list(read_metrics(output).values())
 
 
@@ -184,7 +171,7 @@ def test_an_adapter_answers_as_its_merged_model_does(place):
     both = f"{place / 'ppo'},{place / 'ppo_merged'}"
     prompts = ("--prompt_data", place / "sums.jsonl", "--label_key", "response", "--reward_funcs", "exact")
     answers = ("--rollout_backend", "transformers", "--max_len", 64, "--max_new_tokens", 6, "--output", place / "eval")
-    rlhf("eval", "--pretrain", both, *prompts, *answers)
+    run_rlhf("eval", "--pretrain", both, *prompts, *answers)
     rows = [json.loads(line) for line in (place / "eval" / "samples.jsonl").read_text().splitlines()]
     assert [row["response"] for row in rows[:64]] == [row["response"] for row in rows[64:]]
     assert {path.name for path in (place / "eval").glob(".*")} == {".lock"}

@@ -2,12 +2,10 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_rlhf
 from safetensors.torch import load_file
 
 from rlhf_cli.tracking.sinks import read_metrics
@@ -25,17 +23,6 @@ def reward_func(queries, prompts, labels):
 SHARED = "--param_dtype fp32 --max_len 64 --aux_loss_coef 0.01"
 
 
-def rlhf(words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_cli", *words.split()],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def expert_weights(folder: Path):
     return {name: w for name, w in load_file(folder / "model.safetensors").items() if ".mlp.experts." in name}
 
@@ -44,15 +31,17 @@ def test_vllm_samples_from_the_experts_that_were_trained(tiny_moe_dir, problems,
     rows = [json.loads(line) for line in problems.read_text().splitlines()]
     examples = tmp_path / "examples.jsonl"
     examples.write_text("".join(json.dumps({"prompt": r["prompt"], "response": r["answer"]}) + "\n" for r in rows))
-    rlhf(
+    sft = (
         f"sft --pretrain {tiny_moe_dir} --dataset {examples} --train_batch_size 8 --max_epochs 1 {SHARED} "
         f"--learning_rate 1e-3 --output {tmp_path / 'sft'}"
     )
-    rlhf(
+    grpo = (
         f"grpo --pretrain {tmp_path / 'sft'} --prompt_data {problems} --label_key answer {SHARED} --max_new_tokens 6 "
         f"--reward_func {reward_file(VARIED)} --rollout_batch_size 4 --n_samples_per_prompt 3 --train_batch_size 12 "
         f"--max_iterations 2 --actor_learning_rate 1e-2 --enforce_eager --output {tmp_path / 'grpo'}"
     )
+    for command in (sft, grpo):
+        run_rlhf(*command.split())
     for run in ("sft", "grpo"):
         metrics = read_metrics(tmp_path / run)
         assert sorted(metrics) == [1, 2]

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from forked import run_rlhf
 from safetensors.torch import load_file
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -52,44 +53,43 @@ class Place:
         (own / "kernels").symlink_to(built)  # compiled once for all tests
         size = "--hidden_size 32 --intermediate_size 48 --num_hidden_layers 2 --num_attention_heads 4 --vocab_size 300"
         words = f"scratch --dataset {folder / 'pairs_train.jsonl'} {size} --output {folder / 'tiny'}"
-        finish(self.start_words(words))
+        run_rlhf(*words.split())
 
-    def start_words(self, words: str) -> subprocess.Popen:
-        environment = {"TORCH_EXTENSIONS_DIR": get_default_build_root(), **os.environ, "OMP_NUM_THREADS": "1"}
-        environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
-        return subprocess.Popen(
-            [sys.executable, "-m", "rlhf_cli", *words.split()],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    @property
+    def caches(self) -> dict[str, str]:
+        """Variables of commands that keep what they compute in this folder."""
+        built = os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root())
+        return {"TORCH_EXTENSIONS_DIR": built, "XDG_CACHE_HOME": str(self.folder / "cache")}
 
-    def start(self, command: str, name: str, more: str = "") -> subprocess.Popen:
+    def words(self, command: str, name: str, more: str = "") -> list[str]:
         kind = "labelled" if command == "kto" else "pairs"
         data = (
             f"--dataset {self.folder / f'{kind}_train.jsonl'} --eval_dataset {self.folder / f'{kind}_held_out.jsonl'}"
         )
         batch = f"--train_batch_size 16 --max_epochs 4 --max_steps {STEPS} --learning_rate 1e-2 --param_dtype fp32"
-        return self.start_words(
+        words = (
             f"{command} --pretrain {self.folder / 'tiny'} {data} {batch} --no_use_tensorboard "
             f"--output {self.folder / name} {more}"
         )
+        return words.split()
+
+    def start(self, command: str, name: str, more: str = "") -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rlhf_cli", *self.words(command, name, more)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | self.caches,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def run(self, command: str, name: str, more: str = "") -> Path:
-        finish(self.start(command, name, more))
+        run_rlhf(*self.words(command, name, more), environment=self.caches)
         return self.folder / name
 
     def whole(self, command: str) -> Path:
         """Return the folder of a run of two ranks that was never stopped; the first test that asks starts it."""
         folder = self.folder / f"{command}_whole"
         return folder if folder.exists() else self.run(command, folder.name, f"{OPTIONS[command]} {RANKS}")
-
-
-def finish(process: subprocess.Popen) -> str:
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output
-    return output
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +185,8 @@ def test_a_finished_reward_model_that_is_continued_keeps_its_statistics(place):
     assert json.loads(before)["reward_std"] > 0
     place.run("rm", "rm_killed", f"{RANKS} --save_steps 1 --load_checkpoint")
     assert config.read_text() == before
-    process = place.start("rm", "rm_killed", f"{RANKS} --save_steps 1 --load_checkpoint --l2 0.1")
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 2
+    words = place.words("rm", "rm_killed", f"{RANKS} --save_steps 1 --load_checkpoint --l2 0.1")
+    output = run_rlhf(*words, status=2, environment=place.caches)
     assert "belongs to another run: its l2 is 0.0, not 0.1" in " ".join(output.split())
 
 
@@ -200,8 +199,6 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(place):
         f"rm --pretrain {three}": f"--pretrain '{three}' has 3 labels, and a reward model has one",
         f"dpo --pretrain {place.folder / 'tiny'} --compile_model --zero_stage 3": "compile_model does not go with",
     }.items():
-        process = place.start_words(f"{words} {data}")
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 2
+        output = run_rlhf(*words.split(), *data.split(), status=2)
         assert fault in " ".join(output.split())
         assert not (place.folder / "refused").exists()

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_ppo import assert_nothing_left, finish, plain_metrics, rlhf
+from forked import run_rlhf
+from test_ppo import assert_nothing_left, plain_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -59,7 +60,7 @@ def test_ranks_and_engine_sit_on_different_nodes_and_train_together(problems, mo
         f"--max_new_tokens 6 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 --max_iterations 2 "
         f"--rollout_backend transformers --output {output} --init_kl_coef 0 --actor_num_gpus_per_node 2"
     )
-    said = finish(rlhf(*words.split()))
+    said = run_rlhf(*words.split())
     shown = r"node (\d): 2 processes for actor; node (\d): 1 process for critic; node (\d): 1 process for engine"
     found = re.search(shown, said)
     assert found, said

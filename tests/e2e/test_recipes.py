@@ -72,7 +72,7 @@ def judge(model, tmp_path_factory) -> Path:
     ("command", "roles"),
     [
         ("ppo", {"actor-0", "critic-0", "ref-0", "reward-0", "engine-0"}),
-        ("reinforce++", {"actor-0", "ref-0", "reward-0", "engine-0"}),
+        pytest.param("reinforce++", {"actor-0", "ref-0", "reward-0", "engine-0"}, marks=pytest.mark.slow),
     ],
 )
 def test_models_and_engines_share_one_machine(command, roles, model, judge, problems, tmp_path):

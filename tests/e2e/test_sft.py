@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from forked import run_rlhf
 
 from rlhf_cli.backends.checkpoint import CheckpointStore
 
@@ -109,8 +110,7 @@ class Place:
         shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         shape |= {"vocab_size": 300}
         flags = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
-        command = [RLHF, "scratch", "--dataset", str(folder / "sums.jsonl"), *flags]
-        subprocess.run([*command, "--output", str(folder / "tiny")], check=True, timeout=PATIENCE)
+        run_rlhf("scratch", "--dataset", folder / "sums.jsonl", *flags, "--output", folder / "tiny")
         self._started: list[Running] = []
 
     def start(self, name: str, launcher: str, *flags: str, **settings: str) -> Running:
