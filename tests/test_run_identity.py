@@ -339,7 +339,7 @@ def test_a_reward_file_that_was_mended_since_the_checkpoint_is_named_and_does_no
         file.write_text(written)
 
 
-def test_a_checkpoint_of_a_run_without_a_reward_file_says_nothing_about_one(tmp_path):
+def test_a_run_without_a_reward_file_has_no_notice_about_one(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", max_num=1)
     reward = RewardConfig(reward_funcs=["math"])
     with store.writing(7, {"identity": {}, REWARD_FILE: reward_file_hash(reward)}, needed_bytes=0):

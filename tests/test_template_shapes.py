@@ -168,7 +168,7 @@ NEXT_HEADER = """{%- for m in messages %}{{- '<|start|>' + m.role + ': ' + m.con
 """As GLM's: the header of the next message ends a turn, so that nothing ends the last one."""
 
 
-def test_template_that_ends_turns_with_the_next_header_is_refused_and_told_what_would_help():
+def test_template_that_ends_turns_with_the_next_header_is_refused_with_the_cure():
     with pytest.raises(
         TemplateFault, match=r"no end of turn after the assistant's last text.*--tokenizer_chat_template"
     ):

@@ -23,7 +23,7 @@ THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class TurnMarks:
-    """What the template writes around a turn: the tokens that end turns, and the header before the assistant's."""
+    """The marks around a turn: the tokens that end turns, and the header before the assistant's."""
 
     ends: tuple[str, ...]
     header: str = ""
