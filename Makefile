@@ -2,7 +2,7 @@
 BIN := .venv/bin
 INSTALLED := .venv/.complete
 
-.PHONY: demo test test-slow lint setup
+.PHONY: demo test test-slow gpu-check lint setup
 demo: $(INSTALLED)
 	@$(BIN)/rlhf quickstart --overwrite $(ARGS)
 
@@ -16,6 +16,10 @@ test: $(INSTALLED)
 # Learning runs and compiled models: many minutes, outside CI.
 test-slow: $(INSTALLED)
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
+
+# Ten steps on one NVIDIA GPU, and a Markdown table of them; ARGS="--steps 1 4" runs some.
+gpu-check: $(INSTALLED)
+	@$(BIN)/python benchmarks/gpu_check.py $(ARGS)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy rlhf_cli tests benchmarks

@@ -69,14 +69,19 @@ def _rounded(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--shape", choices=SHAPES, default="1.5b")
+    found.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    found.add_argument("--sequences", type=int, default=128, help="in one step")
+    found.add_argument("--max_tokens", type=int, default=16_384, help="in one micro-batch")
+    found.add_argument("--peak_tflops", type=float, help="of the GPU in bfloat16, where it is not known here")
+    return found
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--sequences", type=int, default=128, help="in one step")
-    parser.add_argument("--max_tokens", type=int, default=16_384, help="in one micro-batch")
-    parser.add_argument("--peak_tflops", type=float, help="of the GPU in bfloat16, where it is not known here")
-    args = parser.parse_args()
+    args = parser().parse_args()
     if not torch.cuda.is_available():
         print("No NVIDIA GPU is visible to PyTorch here, so there is nothing to measure.", file=sys.stderr)
         return 2

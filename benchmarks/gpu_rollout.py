@@ -20,7 +20,7 @@ from rlhf_cli.backends.weight_transfer import WeightSender
 from rlhf_cli.backends.weight_vllm_trainer import EngineClient, TensorSpec, connect
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 
-REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 256, 64, 512
+REQUESTS, PROMPT_TOKENS, NEW_TOKENS = (256, 1024), 64, 512
 SHARE = 0.5  # of the GPU's memory that the engine takes
 
 
@@ -63,7 +63,7 @@ async def _built(folder: str, settings: EngineSettings) -> VllmEngine:
 
 
 def _measured(run: Loop, engine: VllmEngine, model: torch.nn.Module) -> Iterator[Row]:
-    yield _generation(run, engine)
+    yield from (_generation(run, engine, count) for count in REQUESTS)
     specs = [TensorSpec(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters()]
 
     def call(method: str, arguments: list[tuple[Any, ...]]) -> None:
@@ -83,15 +83,15 @@ def _measured(run: Loop, engine: VllmEngine, model: torch.nn.Module) -> Iterator
     yield Row("transfer", "ipc, checksum included", {"s": report.seconds, "GB": gb, "GB/s": gb / report.seconds})
 
 
-def _generation(run: Loop, engine: VllmEngine) -> Row:
-    requests = [GenerationRequest(list(range(1, 1 + PROMPT_TOKENS)), seed) for seed in range(REQUESTS)]
+def _generation(run: Loop, engine: VllmEngine, count: int) -> Row:
+    requests = [GenerationRequest(list(range(1, 1 + PROMPT_TOKENS)), seed) for seed in range(count)]
     sampling = SamplingParams(NEW_TOKENS)
     run(engine.generate(requests[:8], sampling))
     begin = time.perf_counter()
     generations = run(engine.generate(requests, sampling))
     seconds = time.perf_counter() - begin
     num_tokens = sum(len(generation.token_ids) for generation in generations)
-    return Row("rollout", f"{REQUESTS} requests of {NEW_TOKENS} tokens", {"tokens/s": num_tokens / seconds})
+    return Row("rollout", f"{count} requests of {NEW_TOKENS} tokens", {"tokens/s": num_tokens / seconds})
 
 
 def _timed(action: Any) -> float:

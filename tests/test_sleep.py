@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from sleeping import assert_same, trained_weights
 from test_adapters import load
-from tiny_training import OPTIM, Items, Layout, make_sequences, train, weights_of
 
-from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, check_compiler
+from rlhf_cli.backends.deepspeed_engine import check_compiler
 from rlhf_cli.backends.sleep import HostCopies, TrainedStates
-from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import PolicyModel
 
@@ -49,27 +48,18 @@ def test_a_weight_that_moved_is_copied_again():
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_model_under_an_adapter_trains_on_after_it_slept(tiny_model_dir, stage):
-    weights = []
-    for sleeps in (False, True):
-        module = PolicyModel(load(tiny_model_dir, stage, lora_rank=2, dtype="bf16"))
-        engine = DeepSpeedEngine(
-            module,
-            DeepSpeedConfig(zero_stage=stage),
-            optim=OPTIM,
-            learning_rate=1e-3,
-            total_steps=3,
-            param_dtype="bf16",
-        )
+    def sleep_and_wake(engine, module):
         states = TrainedStates(engine._engine, module, device=CPU)
-        items = Items(make_sequences(4))
-        for _ in range(3):
-            train(engine, items, [[0, 1, 2, 3]], Layout())
-            if sleeps:
-                states.leave(with_weights=False)
-                states.leave(with_weights=True)
-                states.come_back()
-        weights.append(weights_of(engine, module))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+        def once():
+            states.leave(with_weights=False)
+            states.leave(with_weights=True)
+            states.come_back()
+
+        return once
+
+    never = trained_weights(tiny_model_dir, stage, lora_rank=2)
+    assert_same(never, trained_weights(tiny_model_dir, stage, lora_rank=2, between=sleep_and_wake))
 
 
 class FakeEngine:

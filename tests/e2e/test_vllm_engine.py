@@ -19,6 +19,17 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from engine_under_test import (
+    END,
+    PROMPTS,
+    REQUESTS,
+    SAMPLING,
+    Engine,
+    change_weights,
+    largest_difference,
+    make_engine_model,
+    trainer_model,
+)
 from transformers import AutoTokenizer
 
 from rlhf_cli.backends.rollout_engine import EngineSettings
@@ -35,67 +46,22 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [20] * 9, [3]]
-REQUESTS = [GenerationRequest(PROMPTS[index % 5], seed=1000 + index) for index in range(60)]
-SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95)
 STOPPING = replace(SAMPLING, stop=("e", "7", "Q", "never there"))
 LONG = [[7 + index * index % 240 for index in range(length)] for length in (130, 129)]  # a block of the cache has 128
 SHARING = [GenerationRequest(LONG[index // 8], seed=2000 + index) for index in range(16)]
 BATCHES = [(REQUESTS, SAMPLING), (REQUESTS, STOPPING), (SHARING, SAMPLING)]
 ADDED = {"max_num_seqs": 64, "additional_config": {"mark": [1, "x"]}}
 SETTINGS = EngineSettings(max_model_len=160, dtype="fp32", enforce_eager=True, num_threads=1, vllm_args=ADDED)
-END = [1, 2]
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Qwen2 of bytes with tied embeddings and two end tokens, whose heads vLLM's CPU attention takes."""
-    from conftest import make_tiny_tokenizer
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        tie_word_embeddings=True,
-        eos_token_id=END,
-        bos_token_id=None,
-    )
-    model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=END)
-    path = tmp_path_factory.mktemp("vllm-model")
-    model.save_pretrained(path)
-    make_tiny_tokenizer().save_pretrained(path)
-    return str(path)
-
-
-class Engine:
-    """An engine with its verbs waited for, all in one event loop."""
-
-    def __init__(self, path: str):
-        from rlhf_cli.backends.rollout_vllm import VllmEngine
-
-        self.runner = asyncio.Runner()
-        self.engine = VllmEngine(path, SETTINGS)
-
-    def __getattr__(self, name):
-        return lambda *args: self.runner.run(getattr(self.engine, name)(*args))
-
-    def push(self, manifest, version):
-        self.start_weight_update()
-        self.update_weights(manifest)
-        self.finish_weight_update(version)
+    return make_engine_model(tmp_path_factory.mktemp("vllm-model"))
 
 
 @pytest.fixture(scope="module")
 def engine(model_dir):
-    engine = Engine(model_dir)
+    engine = Engine(model_dir, SETTINGS)
     yield engine
     processes = engine.engine._processes
     assert processes
@@ -108,32 +74,6 @@ def engine(model_dir):
 def first_responses(engine):
     """What the engine answers before anything else was asked of it."""
     return engine.generate(REQUESTS, SAMPLING)
-
-
-def processed_logprobs(model, request, generation):
-    """Log-probs of a response after temperature and top-p, written out."""
-    tokens = torch.tensor([request.prompt_ids + generation.token_ids])
-    logprobs = (model(tokens).logits[0].float() / SAMPLING.temperature).log_softmax(-1)
-    logprobs = logprobs[len(request.prompt_ids) - 1 : -1]
-    ascending, order = logprobs.sort(dim=-1)
-    outside = ascending.exp().cumsum(-1) <= 1 - SAMPLING.top_p
-    outside[:, -1] = False
-    kept = ascending.masked_fill(outside, -torch.inf).log_softmax(-1)
-    kept = torch.empty_like(kept).scatter_(-1, order, kept)
-    return kept.gather(-1, torch.tensor(generation.token_ids)[:, None])[:, 0]
-
-
-def largest_difference(model, generations, requests=REQUESTS):
-    return max(
-        (processed_logprobs(model, request, generation) - torch.tensor(generation.logprobs)).abs().max().item()
-        for request, generation in zip(requests, generations, strict=True)
-    )
-
-
-def trainer_model(path):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path)
 
 
 def test_logprobs_are_the_trainers(first_responses, model_dir):
@@ -237,7 +177,7 @@ def test_a_prompt_that_leaves_no_room_is_named(engine):
 
 def test_heads_that_vllm_does_not_know_are_refused_before_it_starts(tiny_model_dir):
     with pytest.raises(UsageError, match="heads of size 8; vLLM on a CPU takes 32, 64"):
-        Engine(tiny_model_dir)
+        Engine(tiny_model_dir, SETTINGS)
 
 
 def test_greedy_responses_are_transformers_own(engine, model_dir):
@@ -344,7 +284,7 @@ def test_choosing_among_tokens_gives_the_probabilities_of_vllm_s_own_operators(t
 FRESH = """
 import asyncio, json, os, sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent)]
 from test_vllm_engine import BATCHES, REQUESTS, SAMPLING, SETTINGS
 from rlhf_cli.backends.rollout_engine import EngineDead
 from rlhf_cli.backends.rollout_vllm import VllmEngine
@@ -448,10 +388,7 @@ def test_a_wrong_push_is_refused_by_name_and_leaves_the_weights(engine, model_di
 
 def test_after_a_push_of_other_weights_the_engine_agrees_with_them(engine, model_dir, first_responses, tmp_path):
     model = trainer_model(model_dir)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.2).add_(torch.randn_like(parameter) * 0.05)
+    change_weights(model)
     assert largest_difference(model, first_responses) > 0.5
     sender = WeightSender(ShmTransport(folders=(str(tmp_path),)))
     for version in (1, 2):  # the second one is loaded over a first one
