@@ -5,7 +5,7 @@ Leaves out the engines themselves (rollout_vllm, rollout_transformers) and how w
 
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,7 +153,7 @@ class EngineGroup:
         """Responses that finished since the last call, each with the number of its request.
 
         Waits for one, at most `timeout` seconds. An engine that died is started again and its share repeated as a
-        whole: what comes twice is equal, and the schedule of the rest the same.
+        whole: a request has the same seed again, and of two responses to it the first one counts.
         """
         batch, found = self._batch, []
         ready, _ = ray.wait(list(batch.calls), num_returns=1, timeout=timeout) if batch.calls else ([], [])
@@ -162,11 +162,7 @@ class EngineGroup:
             try:
                 arrivals: Arrivals = ray.get(call)
             except (RayActorError, RayTaskError) as error:
-                self._restart(number, error)
-                if self._actor is not None:
-                    with self._actor.awake():
-                        self._push(self._version, [number])
-                self._ask_for_share(number)
+                self._replace(number, error)
                 continue
             found += batch.news(number, arrivals)
             if not arrivals.is_last:
@@ -184,6 +180,50 @@ class EngineGroup:
         share = [batch.requests[i] for i in batch.shares[number]]
         call = self._workers[number].call.remote("begin", share, batch.sampling, batch.max_tokens)
         batch.calls[call] = number
+
+    def _replace(self, number: int, error: Exception) -> None:
+        """Start an engine that died within a batch again, with the present weights, and ask for its share again."""
+        if self._actor is not None and (self._takes_turns or self._sync_backend != "shm"):
+            self._repeat_with(self._actor, number, error)
+            return
+        self._restart({number: error})
+        if self._actor is not None:
+            with self._actor.awake():
+                self._push(self._version, [number])
+        self._ask_for_share(number)
+
+    def _repeat_with(self, actor: TrainedGroup, number: int, error: Exception) -> None:
+        """Do the same when the push concerns all engines: all of them stop, and repeat what they had not finished.
+
+        A push by nccl or ipc needs every engine; on shared GPUs the actor needs the memory of their caches.
+        """
+        unfinished = [number, *self._batch.calls.values()]
+        died = {number: error} | self._stop()
+        if self._takes_turns:
+            self._each([other for other in range(len(self._workers)) if other not in died], "engine.sleep")
+        self._restart(died)
+        if self._takes_turns:
+            self._each(died, "engine.sleep")
+        with actor.awake():
+            actor.sleep_optimizer()
+            self.receive_weights(self._version)
+        self.wake_cache()
+        for other in unfinished:
+            self._ask_for_share(other)
+
+    def _stop(self) -> dict[int, Exception]:
+        """Make all engines give up what they are at; return the engines that died meanwhile."""
+        running, self._batch.calls = self._batch.calls, {}
+        for number in running.values():
+            self._workers[number].call.remote("engine.cut", 0)
+        died: dict[int, Exception] = {}
+        for call, number in running.items():
+            try:
+                while not ray.get(call).is_last:
+                    call = self._workers[number].call.remote("engine.collect")
+            except (RayActorError, RayTaskError) as error:
+                died[number] = error
+        return died
 
     def wake_cache(self) -> None:
         """Be ready to generate."""
@@ -234,14 +274,22 @@ class EngineGroup:
 
     def _revive(self) -> None:
         checks = [worker.call.remote("engine.check_alive") for worker in self._workers]
+        died: dict[int, Exception] = {}
         for number, check in enumerate(checks):
             try:
                 ray.get(check)
             except (RayActorError, RayTaskError) as error:
-                self._restart(number, error)
+                died[number] = error
+        self._restart(died)
 
-    def _restart(self, number: int, error: Exception) -> None:
-        """Replace an engine that died by a new one, which has the weights of the start yet."""
+    def _restart(self, died: Mapping[int, Exception]) -> None:
+        """Replace engines that died by new ones, which have the weights of the start yet."""
+        for number, error in died.items():
+            self._start_again(number, error)
+        if died and self._actor is not None:
+            self.connect(self._actor)
+
+    def _start_again(self, number: int, error: Exception) -> None:
         cause = getattr(error, "cause", None)
         if isinstance(error, RayTaskError) and not isinstance(cause, EngineDead):
             raise cause if isinstance(cause, ValueError | RuntimeError) else error
@@ -255,15 +303,16 @@ class EngineGroup:
         self._workers[number], building = self._start(number)
         try:
             ray.get(building)
-            if self._actor is not None:
-                self.connect(self._actor)
         except (RayActorError, RayTaskError) as again:
             raise ProcessDied(
                 f"rollout engine {number} died and could not be started again ({_reason(again)})"
             ) from again
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        return _get_all([worker.call.remote(method, *args) for worker in self._workers])
+        return self._each(range(len(self._workers)), method, *args)
+
+    def _each(self, numbers: Iterable[int], method: str, *args: Any) -> list[Any]:
+        return _get_all([self._workers[number].call.remote(method, *args) for number in numbers])
 
 
 def _reason(error: Exception) -> str:
