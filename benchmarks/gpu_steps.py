@@ -141,7 +141,7 @@ def _generation(files: Files) -> list[Command]:
 
 
 def _continued_ppo(files: Files) -> Iterator[Command]:
-    added = f"{IPC} --init_kl_coef 0.01 --max_iterations 3 --save_steps 1"
+    added = f"{IPC} --init_kl_coef 0.01 --max_iterations 8 --save_steps 1"
     whole = _online(files, "ppo", "vllm", added, needs=VLLM)
     saved = files.outputs / "ppo_vllm" / "checkpoints" / "step_000001" / "manifest.json"
     yield Command(whole.words, whole.seconds, whole.figures, VLLM, interrupt_at=saved)
