@@ -104,7 +104,7 @@ def _figures(command: Command, text: str) -> str:
     """Return the key figures; a command that succeeded stays so, even if its output is not as expected."""
     try:
         return command.figures(text)
-    except (OSError, LookupError, ValueError) as error:
+    except (OSError, LookupError, ValueError, StopIteration) as error:
         return f"no figures: {type(error).__name__}: {error}"
 
 

@@ -134,9 +134,7 @@ def _generation(files: Files) -> list[Command]:
         f"generate --pretrain {files.model} --prompt_data {files.rows} --rollout_backend vllm --max_len 512 "
         f"--max_new_tokens 256 --max_samples 256 --stop #### --overwrite --output {files.outputs}"
     )
-    runs = [
-        _rlhf(f"{line}/{mode} --{mode}", 300, last_line, needs=VLLM) for mode in ("enforce_eager", "no_enforce_eager")
-    ]
+    runs = [_rlhf(f"{line}/{mode} --{mode}", 300, _speed, needs=VLLM) for mode in ("enforce_eager", "no_enforce_eager")]
     return [*runs, _tests("tests/gpu/test_gpu_engine.py", 300, needs=VLLM)]
 
 
@@ -160,6 +158,11 @@ def last_line(output: str) -> str:
     """Return the last line that is not empty."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return lines[-1].strip("= ") if lines else ""
+
+
+def _speed(output: str) -> str:
+    """Return the speed from the summary that ends the output of a command."""
+    return next(line.split(maxsplit=1)[1] for line in output.splitlines() if line.startswith("  speed "))
 
 
 def _findings(output: str) -> str:

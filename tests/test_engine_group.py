@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
@@ -83,7 +84,7 @@ class FakeWorker:
         is_last = self.done == len(self.share)
         if is_last:
             self.share = []
-        return Arrivals(found, is_last)
+        return Arrivals(found, is_last)  # type: ignore[arg-type]
 
     def cut(self, max_tokens):
         assert max_tokens == 0
@@ -127,7 +128,7 @@ class FakeActor:
             assert not any(worker.share for worker in self.workers.values()), "a push came to an engine that generates"
             for worker in self.workers.values():
                 worker.version = args[0]
-        manifest = {"files": []} if self.backend == "shm" else None
+        manifest: dict[str, Any] | None = {"files": []} if self.backend == "shm" else None
         return [PushReport(args[0], 8, 1.0, 1, 1, manifest)]
 
 
@@ -148,7 +149,7 @@ def make_group(backend, *, takes_turns, dying):
         return worker, FakeCall(lambda: None, waits=False)
 
     group = EngineGroup(start, num_engines=3, takes_turns=takes_turns, sync_backend=backend, ranks_per_engine=1)
-    group.connect(FakeActor(present, backend))
+    group.connect(FakeActor(present, backend))  # type: ignore[arg-type]
     group.receive_weights(VERSION)
     group.wake_cache()
     return group, started

@@ -140,6 +140,13 @@ def test_findings_of_the_doctor_that_are_not_ok_are_its_figures():
     assert load("gpu_steps")._findings(output) == "2 findings; nvcc: missing"
 
 
+def test_the_speed_of_a_generation_is_the_figure_of_its_summary():
+    output = (
+        "chunk 1/1  424 tokens/s\n\nFinished: 1/1 chunks in 38s\n  speed                424 tokens/s\n  Responses  x\n"
+    )
+    assert load("gpu_steps")._speed(output) == "424 tokens/s"
+
+
 def test_the_last_table_of_the_benchmark_is_its_figures():
     row = "| training | ZeRO-2 | 5 MFU % |"
     output = f"{row}\n\n| part | setting | figures |\n|---|---|---|\n{row}"
