@@ -22,6 +22,8 @@ def _run() -> int:
         from rlhf_cli import cli
 
         return cli.main()
+    except SystemExit as end:  # how a command ends that was interrupted
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         sys.stderr.write("rlhf: interrupted\n")
         return 130

@@ -9,8 +9,12 @@ import pytest
 from rlhf_cli.environment import SELDOM, USUAL, rest_collector, resume_collector
 
 
-@pytest.mark.parametrize(("words", "status"), [("--version", 0), ("ppo --nonsense 1", 2)])
-def test_a_process_ends_with_its_status_after_everything_that_was_to_be_closed(words, status):
+@pytest.mark.parametrize(
+    ("words", "status", "run"),
+    [("--version", 0, "run()"), ("ppo --nonsense 1", 2, "run()"), ("--version", 130, "sys.exit(130)")],
+    ids=["done", "refused", "interrupted"],
+)
+def test_a_process_ends_with_its_status_after_everything_that_was_to_be_closed(words, status, run):
     code = (
         "import atexit, sys\n"
         "from rlhf_cli.__main__ import main\n"
@@ -21,7 +25,7 @@ def test_a_process_ends_with_its_status_after_everything_that_was_to_be_closed(w
         "left = Left()\n"
         "from rlhf_cli import cli\n"
         "run = cli.main\n"
-        "cli.main = lambda: (atexit.register(print, 'closed'), run())[1]\n"
+        f"cli.main = lambda: (atexit.register(print, 'closed'), {run})[1]\n"
         "sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
