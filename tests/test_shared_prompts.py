@@ -14,6 +14,7 @@ from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.data.samples import Sample
 from rlhf_cli.data.shared_prompts import pack_groups, plan_groups
 from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.models.varlen import SelectTokens
 from rlhf_cli.options import build_config
 
 
@@ -162,3 +163,16 @@ def test_columns_stay_with_their_tokens():
     packed = pack_groups([sample.sequence for sample in micro_batch])
     assert np.concatenate([s.columns["ids"] for s in micro_batch]).tolist() == packed.targets_K.tolist()
     assert (step.totals.num_tokens, step.totals.num_sequences) == (9, 5)
+
+
+def test_gradients_of_a_shared_token_are_rounded_to_bfloat16_once():
+    torch.manual_seed(0)
+    keys = torch.randn(5, 2, 4, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.tensor([*range(5)] * 64 + [3, 3])
+    grads = torch.rand(len(index), 2, 4).bfloat16()
+    SelectTokens.apply(keys, index).backward(grads)
+    exact = torch.zeros(5, 2, 4, dtype=torch.float64).index_add_(0, index, grads.double())
+    assert keys.grad is not None
+    assert ((keys.grad.double() - exact).abs() <= exact * 2**-9 * 1.01).all()  # half a unit of 8 bits
+    whole = torch.randn(5, 2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda keys: SelectTokens.apply(keys, index[:12]), (whole,))

@@ -45,7 +45,7 @@ def varlen_attention_forward(
             raise ValueError(f"attention 'varlen' has no {feature}: use attn_implementation eager")
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if kwargs.get("key_index") is not None:
-        key_THD, value_THD = (tensor.index_select(0, kwargs["key_index"]) for tensor in (key_THD, value_THD))
+        key_THD, value_THD = (SelectTokens.apply(tensor, kwargs["key_index"]) for tensor in (key_THD, value_THD))
     window = kwargs.get("sliding_window") or 0
     if query.is_cuda:
         output_THD = attend_cuda(query_THD, key_THD, value_THD, _cuda_kernel(), window=window, **kwargs)
@@ -54,6 +54,27 @@ def varlen_attention_forward(
         bounds = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
         output_THD = varlen_attention(query_THD, key_THD, value_THD, *bounds, scale, window)
     return output_THD.unsqueeze(0), None
+
+
+class SelectTokens(torch.autograd.Function):
+    """`index_select` over tokens that adds up the gradients of a token in float32 and rounds once.
+
+    Its own backward rounds each sum to the type of the weights: in bfloat16 a prompt with 16 responses then has three
+    times the error of one rounding, with 64 six times. On CUDA the order of the sums stays free.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor_THD: torch.Tensor, index_U: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index_U)
+        ctx.num_tokens = tensor_THD.shape[0]
+        return tensor_THD.index_select(0, index_U)
+
+    @staticmethod
+    def backward(ctx: Any, grad_UHD: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index_U,) = ctx.saved_tensors
+        wide = torch.promote_types(grad_UHD.dtype, torch.float32)
+        total_THD = grad_UHD.new_zeros((ctx.num_tokens, *grad_UHD.shape[1:]), dtype=wide)
+        return total_THD.index_add_(0, index_U, grad_UHD.to(wide)).to(grad_UHD.dtype), None
 
 
 def attend_cuda(
