@@ -10,6 +10,7 @@ visible, with 1 if a step failed. About 40 minutes on an H200.
 import argparse
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,9 +53,10 @@ class Outcome:
 
 
 def make_files(folder: Path, *, size: str = MODEL) -> Files:
-    """Make the model and the rows that all steps work on, unless they are there."""
+    """Make the model and the rows that all steps work on, unless they are there; remove an earlier check's outputs."""
     folder.mkdir(parents=True, exist_ok=True)
     files = Files(folder / "model", folder / "rows.jsonl", folder / "outputs")
+    shutil.rmtree(files.outputs, ignore_errors=True)  # a checkpoint of then would end a run of now
     if not files.model.exists():
         write_word_problems(files.rows, num_rows=NUM_ROWS)
         words = ["scratch", "--dataset", str(files.rows), *size.split(), "--output", str(files.model)]

@@ -165,6 +165,13 @@ SHOWN = {
 }
 
 
+def test_outputs_of_an_earlier_check_are_removed_and_its_model_is_kept(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "outputs" / "ppo").mkdir(parents=True)
+    files = load("gpu_check").make_files(tmp_path)
+    assert (files.model.exists(), files.outputs.exists()) == (True, False)
+
+
 def test_without_a_gpu_the_check_ends_with_status_2_and_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpu_check.py", "--steps", "1", "4"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
