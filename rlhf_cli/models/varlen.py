@@ -59,8 +59,9 @@ def varlen_attention_forward(
 class SelectTokens(torch.autograd.Function):
     """`index_select` over tokens that adds up the gradients of a token in float32 and rounds once.
 
-    Its own backward rounds each sum to the type of the weights: in bfloat16 a prompt with 16 responses then has three
-    times the error of one rounding, with 64 six times. On CUDA the order of the sums stays free.
+    On a CPU index_select does so itself. On CUDA it is expected to add in the type of the weights by atomic operations,
+    which has not been run: emulated in bfloat16, 16 responses to a prompt give three times the error of one rounding.
+    The order of the sums stays free on CUDA.
     """
 
     @staticmethod

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from repeated_tokens import repeated_tokens
 
 from rlhf_cli.backends import distributed
 from rlhf_cli.models.logprobs import token_logprobs
-from rlhf_cli.models.varlen import varlen_attention_forward
+from rlhf_cli.models.varlen import SelectTokens, varlen_attention_forward
 from rlhf_cli.models.varlen_cpu import varlen_attention
 
 pytestmark = [
@@ -67,3 +68,11 @@ def test_log_probs_of_a_large_vocabulary_agree_with_float64():
     exact, _ = token_logprobs(hidden.double(), weight.double(), targets)
     found, _ = token_logprobs(hidden.cuda(), weight.cuda(), targets.cuda())
     assert (found.cpu() - exact).abs().max() < 0.05
+
+
+def test_gradients_of_a_shared_token_are_summed_in_float32():
+    """On a CPU index_select itself does so; sums in bfloat16 stop growing at these numbers."""
+    keys, index, grads, exact = repeated_tokens()
+    keys = keys.detach().cuda().requires_grad_()
+    (found,) = torch.autograd.grad(SelectTokens.apply(keys, index.cuda()), keys, grads.cuda())
+    assert ((found.cpu().double() - exact).abs() <= exact * 2**-8 * 1.01).all()
