@@ -33,9 +33,10 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.errors import UsageError, one_line
+from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
 from rlhf_cli.models.host_memory import keep_freed_memory
 from rlhf_cli.models.loading import (
     SLOW_BF16,
@@ -43,6 +44,7 @@ from rlhf_cli.models.loading import (
     dtype_note,
     load_causal_lm,
     load_config,
+    load_reward_model,
     load_tokenizer,
     load_value_backbone,
     num_parameters,
@@ -312,6 +314,23 @@ def test_liger_needs_a_gpu(tiny_model_dir):
         pytest.skip("this machine has one")
     with pytest.raises(UsageError, match="use_liger_kernel needs an NVIDIA GPU"):
         load_causal_lm(settings(tiny_model_dir, use_liger_kernel=True))
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_backbone])
+@pytest.mark.parametrize("device", [None, torch.device("cpu"), torch.device("meta")])
+def test_weights_are_read_onto_the_device_that_is_asked_for(tiny_model_dir, load, device):
+    """The meta device stands for a GPU: weights that come over host memory would not be on it."""
+    model = load(settings(tiny_model_dir), device=device)
+    assert {weight.device for weight in model.parameters()} == {device or torch.device("cpu")}
+
+
+def test_a_reward_model_and_the_model_under_an_adapter_are_read_onto_the_device_too(tiny_model_dir, tmp_path):
+    save_hf(load_value_backbone(settings(tiny_model_dir)), load_tokenizer(settings(tiny_model_dir)), tmp_path / "judge")
+    meta = torch.device("meta")
+    judge = load_reward_model(settings(tmp_path / "judge"), device=meta)
+    plan = plan_adapter(settings(tiny_model_dir), LoraConfig(lora_rank=2), seed=1)
+    adapted = load_with_adapter(load_causal_lm, settings(tiny_model_dir), plan, device=meta)
+    assert {weight.device for model in (judge, adapted) for weight in model.parameters()} == {meta}
 
 
 def test_fresh_value_head_is_small_and_always_the_same(tiny_model_dir):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from tiny_training import OPTIM, make_sequences
 from transformers import AutoModelForCausalLM
 
 from rlhf_cli.algorithms.aggregation import StepTotals
+from rlhf_cli.backends import distributed
 from rlhf_cli.backends.engine_host import HOST_ENGINE, host_engine
 from rlhf_cli.backends.role_settings import ROLE_CLASSES, RoleSettings
-from rlhf_cli.backends.roles import Actor, Critic, Reference, Reward
+from rlhf_cli.backends.roles import Actor, Critic, Reference, Reward, join_and_load
 from rlhf_cli.backends.weight_vllm_trainer import tensor_specs
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
@@ -56,6 +58,20 @@ def role_settings(
         adapter=plan_adapter(model, lora, seed=1) if lora_rank else None,
         ema_beta=ema_beta,
     )
+
+
+@pytest.mark.parametrize(("stage", "is_partitioned"), [(2, False), (3, True)])
+def test_a_role_reads_its_weights_onto_its_own_device(tiny_model_dir, stage, is_partitioned):
+    asked: dict[str, Any] = {}
+    model = torch.nn.Linear(1, 1)
+
+    def load(source, **how):
+        asked.update(how, pretrain=source.pretrain)
+        return model
+
+    assert join_and_load(role_settings(tiny_model_dir, stage), load) is model
+    assert (asked["pretrain"], asked["device"]) == (tiny_model_dir, distributed.device())
+    assert (asked["partition"] is not None) == is_partitioned
 
 
 def train(actor: Actor, steps: int = 1) -> None:

@@ -33,7 +33,7 @@ class FrozenReference:
 
     def __init__(self, source: ModelConfig, settings: DeepSpeedConfig) -> None:
         partition = partitioned_loading(settings, param_dtype=source.param_dtype)
-        self._hf_model = load_causal_lm(source, partition=partition)
+        self._hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
         self.engine = FrozenEngine(PolicyModel(self._hf_model), settings, param_dtype=source.param_dtype)
 
     def infer(self, batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:

@@ -163,7 +163,7 @@ class Actor:
     """One rank of the policy in training."""
 
     def __init__(self, settings: RoleSettings) -> None:
-        hf_model = _join_and_load(settings, load_causal_lm)
+        hf_model = join_and_load(settings, load_causal_lm)
         self.role = TrainedRole(settings, hf_model, PolicyModel(hf_model), ema_beta=settings.ema_beta)
         self._sender: WeightSender | None = None
 
@@ -253,7 +253,7 @@ class Critic:
     COLUMNS = ("old_values", "returns")
 
     def __init__(self, settings: RoleSettings) -> None:
-        hf_model = _join_and_load(settings, load_value_backbone)
+        hf_model = join_and_load(settings, load_value_backbone)
         self.role = TrainedRole(settings, hf_model, ValueModel(hf_model))
 
     def values(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
@@ -291,7 +291,7 @@ class Reference:
     """One rank of the frozen policy that the KL divergence is measured from."""
 
     def __init__(self, settings: RoleSettings) -> None:
-        self._hf_model = hf_model = _join_and_load(settings, load_causal_lm)
+        self._hf_model = hf_model = join_and_load(settings, load_causal_lm)
         self._settings = settings
         self.packer = Packer(settings, hf_model)
         self.engine = FrozenEngine(PolicyModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
@@ -334,7 +334,7 @@ class Reward:
     """One rank of the reward model."""
 
     def __init__(self, settings: RoleSettings) -> None:
-        hf_model = _join_and_load(settings, load_reward_model)
+        hf_model = join_and_load(settings, load_reward_model)
         self.engine = FrozenEngine(ValueModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
 
     def scores(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
@@ -355,11 +355,12 @@ class Reward:
         self.engine.wake()
 
 
-def _join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn.Module:
+def join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn.Module:
+    """Join the ranks of the role and return the model by `load`, read straight onto this rank's device."""
     distributed.join_process_group()
     seed_everything(settings.seed)
     partition = partitioned_loading(settings.deepspeed, param_dtype=settings.model.param_dtype)
-    return load_with_adapter(load, settings.model, settings.adapter, partition=partition)
+    return load_with_adapter(load, settings.model, settings.adapter, device=distributed.device(), partition=partition)
 
 
 def _infer(

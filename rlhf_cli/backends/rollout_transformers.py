@@ -23,6 +23,7 @@ from rlhf_cli.backends.weight_transfer_shm import read_verified_push
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint, copy_from_checkpoint, shapes_in_checkpoint
+from rlhf_cli.models.loading import placed_on
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -45,6 +46,7 @@ class TransformersEngine:
             model_path,
             dtype=_DTYPES[settings.dtype],
             trust_remote_code=settings.trust_remote_code,
+            **placed_on(self._device),
         )
         if self._device.type == "cpu" and model.config._attn_implementation == "sdpa":
             model.set_attn_implementation(GROUPED_DECODE)

@@ -253,7 +253,9 @@ def checked_identity(
 
 def _build(config: OfflineConfig, task: OfflineTask) -> tuple[Any, DeepSpeedEngine]:
     partition = partitioned_loading(config.deepspeed, param_dtype=config.model.param_dtype)
-    hf_model = load_with_adapter(task.load, task.model.base, task.model.plan, partition=partition)
+    hf_model = load_with_adapter(
+        task.load, task.model.base, task.model.plan, device=distributed.device(), partition=partition
+    )
     engine = DeepSpeedEngine(
         task.wrap(hf_model),
         config.deepspeed,

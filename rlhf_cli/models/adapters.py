@@ -178,13 +178,14 @@ def load_with_adapter(
     model: ModelConfig,
     plan: AdapterPlan | None,
     *,
+    device: torch.device | None = None,
     partition: AbstractContextManager[None] | None = None,
 ) -> PreTrainedModel:
-    """The model by `load` (`load_causal_lm`, `load_value_backbone`), under the adapter if one is planned."""
+    """Return the model by `load` (`load_causal_lm`, `load_value_backbone`), under the adapter if one is planned."""
     if plan is None:
-        return load(model, partition=partition)
+        return load(model, device=device, partition=partition)
     base = model.model_copy(update={"pretrain": plan.base})
-    hf_model = load(base, partition=partition, in_4bit=plan.in_4bit)
+    hf_model = load(base, device=device, partition=partition, in_4bit=plan.in_4bit)
     put_adapter(hf_model, plan)
     return hf_model
 

@@ -186,23 +186,24 @@ def _chat_template(source: str) -> str:
 def load_causal_lm(
     config: ModelConfig,
     *,
-    device_map: str | dict[str, Any] | None = None,
+    device: torch.device | None = None,
     partition: AbstractContextManager[None] | None = None,
     in_4bit: bool = False,
 ) -> PreTrainedModel:
     """Causal language model in evaluation mode, attention and gradient checkpointing set.
 
-    With `partition`, a context of ZeRO-3, weights are partitioned over ranks while they are loaded;
-    with `in_4bit` they are quantised, for training an adapter on them. UsageError for a model that gives scores.
+    Weights are read onto `device`, by default into host memory. With `partition`, a context of ZeRO-3, they are
+    partitioned over ranks while they are loaded; with `in_4bit` they are quantised on this process's GPU, for training
+    an adapter on them. UsageError for a model that gives scores.
     """
     refuse_classifier(load_config(config), f"pretrain {config.pretrain!r}")
-    return _load(AutoModelForCausalLM, config, partition=partition, in_4bit=in_4bit, device_map=device_map)
+    return _load(AutoModelForCausalLM, config, partition=partition, in_4bit=in_4bit, device=device)
 
 
 def load_value_backbone(
     config: ModelConfig,
     *,
-    device_map: str | dict[str, Any] | None = None,
+    device: torch.device | None = None,
     partition: AbstractContextManager[None] | None = None,
     in_4bit: bool = False,
 ) -> PreTrainedModel:
@@ -215,14 +216,26 @@ def load_value_backbone(
         config,
         partition=partition,
         in_4bit=in_4bit,
-        device_map=device_map,
+        device=device,
         num_labels=1,
     )
 
 
-def load_reward_model(config: ModelConfig, *, partition: AbstractContextManager[None] | None = None) -> PreTrainedModel:
-    """The model with the scalar head `score` that its folder has. UsageError where it has none."""
-    return _load(AutoModelForSequenceClassification, config, partition=partition, num_labels=1, has_score_head=True)
+def load_reward_model(
+    config: ModelConfig,
+    *,
+    device: torch.device | None = None,
+    partition: AbstractContextManager[None] | None = None,
+) -> PreTrainedModel:
+    """Return the model with the scalar head `score` that its folder has. Raise UsageError if it has none."""
+    return _load(
+        AutoModelForSequenceClassification,
+        config,
+        partition=partition,
+        device=device,
+        num_labels=1,
+        has_score_head=True,
+    )
 
 
 def check_trainable(architecture: PretrainedConfig) -> None:
@@ -298,6 +311,11 @@ def _quantised(config: ModelConfig) -> dict[str, Any]:
     return {"quantization_config": quantization, "device_map": {"": torch.cuda.current_device()}}
 
 
+def placed_on(device: torch.device | None) -> dict[str, Any]:
+    """Return what `from_pretrained` takes to read weights straight onto a GPU, without a copy in host memory."""
+    return {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
+
+
 def _load(
     auto_class: Any,
     config: ModelConfig,
@@ -305,7 +323,7 @@ def _load(
     partition: AbstractContextManager[None] | None,
     in_4bit: bool = False,
     has_score_head: bool = False,
-    device_map: str | dict[str, Any] | None = None,
+    device: torch.device | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     path = resolve_model_path(config.pretrain)
@@ -320,7 +338,7 @@ def _load(
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
-            **(_quantised(config) if in_4bit else {"device_map": device_map}),
+            **(_quantised(config) if in_4bit else placed_on(None if partition else device)),
             **options,
         )
     if not model.is_backend_compatible():

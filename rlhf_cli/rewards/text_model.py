@@ -29,7 +29,8 @@ class TextRewardModel:
         self._tokeniser = Tokeniser(tokenizer)
         self._end: int = tokenizer.eos_token_id
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._module = ValueModel(load_reward_model(model.source)).to(self._device).requires_grad_(False).eval()
+        hf_model = load_reward_model(model.source, device=self._device)
+        self._module = ValueModel(hf_model).to(self._device).requires_grad_(False).eval()
         self._model, self._max_len, self._max_tokens = model, max_len, max_tokens
 
     def scores(self, texts: Seq[str]) -> list[float | str]:

@@ -73,7 +73,7 @@ def check_attention(folder: Path) -> str:
     sequences = [_sequence(length) for length in (7, 1, 130, 40)]
     exact_model = load_causal_lm(ModelConfig(pretrain=path, param_dtype="fp32", attn_implementation="eager"))
     dtype = "bf16" if device == "cuda" else "fp32"
-    model = load_causal_lm(ModelConfig(pretrain=path, param_dtype=dtype)).to(device)
+    model = load_causal_lm(ModelConfig(pretrain=path, param_dtype=dtype), device=torch.device(device)).to(device)
     with torch.no_grad():
         exact = torch.cat([PolicyModel(exact_model)(pack([one]))[0] for one in sequences])
         found = PolicyModel(model)(pack(sequences).to(device))[0].float().cpu()
@@ -98,7 +98,8 @@ def check_training(folder: Path) -> str:
     from rlhf_cli.models.policy import PolicyModel
 
     distributed.join_process_group()
-    policy = PolicyModel(load_causal_lm(ModelConfig(pretrain=tiny_model(folder), param_dtype="fp32")))
+    config = ModelConfig(pretrain=tiny_model(folder), param_dtype="fp32")
+    policy = PolicyModel(load_causal_lm(config, device=distributed.device()))
     engine = DeepSpeedEngine(
         policy,
         DeepSpeedConfig(zero_stage=2),
