@@ -92,7 +92,8 @@ class DeepSpeedEngine:
         param_dtype: str,
         sleeps: bool = False,
     ) -> None:
-        config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=optim.max_norm)
+        num_gpus = distributed.num_gpus()
+        config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=optim.max_norm, num_gpus=num_gpus)
         module.to(distributed.device())
         optimizer = make_optimizer(module, settings, learning_rate=learning_rate, optim=optim, sleeps=sleeps)
         scheduler = make_schedule(optimizer, optim, total_steps=total_steps)
@@ -246,7 +247,8 @@ class FrozenEngine:
         self._partitioned = settings.zero_stage == 3
         module.requires_grad_(False).eval()
         if self._partitioned:
-            config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=0.0)
+            num_gpus = distributed.num_gpus()
+            config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=0.0, num_gpus=num_gpus)
             register_external_parameters(module)
             module, *_ = deepspeed.initialize(model=module, config=config)
         else:

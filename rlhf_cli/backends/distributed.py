@@ -74,6 +74,11 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def num_gpus() -> int:
+    """Return the number of GPUs that compute as one group: one for each rank, or none."""
+    return dist.get_world_size() if torch.cuda.is_available() else 0
+
+
 def reduce_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The same metrics over all ranks: names ending in `_max` as maxima, all others as sums.
 

@@ -84,8 +84,9 @@ class DeepSpeedConfig(Group):
     """Keep optimizer states in host memory and step there (DeepSpeed CPU Adam)."""
     grad_accum_dtype: Literal["bf16", "fp32"] | None = None
     """Type in which gradients are added up; by default fp32, but for bf16 weights at stage 0, where it is bf16."""
-    overlap_comm: bool = False
-    """Overlap gradient reduction with the backward pass."""
+    overlap_comm: bool | None = None
+    """Overlap gradient reduction with the backward pass, and at stage 3 the gathering of weights with computation. By
+    default between several GPUs, but not with --adam_offload."""
 
     @model_validator(mode="after")
     def _parts_are_of_partitioned_weights(self) -> "DeepSpeedConfig":
