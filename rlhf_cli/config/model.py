@@ -36,8 +36,9 @@ class ModelConfig(ModelSource):
     """Recompute layers in the backward pass: less memory, about a third more compute."""
     compile_model: bool = False
     """Compile the decoder with torch.compile: faster steps after a minute or two of compiling; not with ZeRO-3."""
-    use_liger_kernel: bool = False
-    """Use Liger's fused Triton kernels for norms, rotary embeddings and MLPs (CUDA, extra `liger`)."""
+    use_liger_kernel: bool | None = None
+    """Use Liger's fused Triton kernels for norms, rotary embeddings and MLPs (CUDA, extra `liger`). By default if they
+    are installed, know the type of the model, and --compile_model does not fuse the same operations."""
 
 
 class MovingReferenceConfig(Group):

@@ -30,12 +30,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_bitsandbytes_available, is_liger_kernel_available
+from transformers.utils import is_bitsandbytes_available
 
 from rlhf_cli.config.model import ModelConfig, ModelSource, TokenizerSource
 from rlhf_cli.errors import UsageError, one_line
 from rlhf_cli.models.attention import attention_needs, resolve_attention
 from rlhf_cli.models.classifiers import refuse_classifier
+from rlhf_cli.models.fused import fuse, is_installed, uses_fused_kernels
 from rlhf_cli.models.rounding import has_bf16_products
 from rlhf_cli.models.weight_files import fingerprint, folder_of
 
@@ -287,16 +288,22 @@ def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4b
             "load_in_4bit needs an NVIDIA GPU; without it the model is trained under its adapter as is",
         ),
         (in_4bit and not is_bitsandbytes_available(), "load_in_4bit: bitsandbytes is not installed (extra `quant`)"),
-        (config.use_liger_kernel and no_gpu, "use_liger_kernel needs an NVIDIA GPU: its kernels are written in Triton"),
-        (
-            config.use_liger_kernel and not is_liger_kernel_available(),
-            "use_liger_kernel: liger-kernel is not installed (extra `liger`)",
-        ),
     )
     for applies, fault in faults:
         if applies:
             raise UsageError(fault)
+    _uses_fused_kernels(config, architecture)
     packed_attention(config, architecture)
+
+
+def _uses_fused_kernels(config: ModelConfig, architecture: PretrainedConfig) -> bool:
+    return uses_fused_kernels(
+        config.use_liger_kernel,
+        architecture,
+        on_gpu=torch.cuda.is_available(),
+        compiled=config.compile_model,
+        installed=is_installed(),
+    )
 
 
 def _quantised(config: ModelConfig) -> dict[str, Any]:
@@ -344,8 +351,8 @@ def _load(
     if not model.is_backend_compatible():
         raise UsageError(f"{type(model).__name__} cannot be trained on packs: its attention takes no other kernel")
     _complete_weights(model, path, report, has_score_head=has_score_head)
-    if config.use_liger_kernel:
-        _use_liger_kernels(model)
+    if next(model.parameters()).is_cuda and _uses_fused_kernels(config, architecture):
+        fuse(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.compile_model:
@@ -399,16 +406,6 @@ def fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
         start = torch.distributed.get_rank(parameter.ds_process_group) * shard.numel()
         own = values.flatten()[start : start + shard.numel()]
         shard[: own.numel()].copy_(own)
-
-
-def _use_liger_kernels(model: PreTrainedModel) -> None:
-    """Fused norms, rotary embeddings and MLPs; the loss is ours already, so Liger's is left off."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise UsageError(f"use_liger_kernel: liger-kernel has none for models of type {model.config.model_type}")
-    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def num_parameters(model: nn.Module) -> int:
