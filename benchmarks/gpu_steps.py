@@ -111,7 +111,7 @@ def _sft(files: Files) -> Iterator[Command]:
         f"sft --pretrain {files.model} --dataset {files.rows} --train_batch_size 64 --max_len 512 --max_steps 20 "
         f"--train_max_tokens_per_gpu 16384 --overwrite --output {files.outputs}/sft"
     )
-    yield _rlhf(line, 300, _metrics_of(files.outputs / "sft"))
+    yield _rlhf(f"{line} --no_use_liger_kernel", 300, _metrics_of(files.outputs / "sft"))
     liger = files.outputs / "sft_liger"
     yield _rlhf(f"{line}_liger --use_liger_kernel", 300, _metrics_of(liger), needs=("liger_kernel",))
 
