@@ -13,7 +13,7 @@ RUN python3 -m venv "$VIRTUAL_ENV"
 WORKDIR /opt/src
 COPY pyproject.toml README.md LICENSE ./
 COPY rlhf_cli rlhf_cli
-RUN pip install ".[vllm]"
+RUN pip install ".[vllm,liger]"
 # Packed attention runs PyTorch's own variable-length kernel, which shares prompts. --build-arg FLASH=1 adds
 # FlashAttention 2 for models with a cap on attention scores (Gemma 2): it compiles against the torch just installed,
 # for up to an hour if no wheel fits. FLASH_ARCHS are the compute capabilities of your cards without the dot.

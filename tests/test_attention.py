@@ -10,7 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.attention import BACKENDS, AttentionBackend, attention_needs, resolve_attention
+from rlhf_cli.models.attention import (
+    BACKENDS,
+    AttentionBackend,
+    attention_needs,
+    attention_note,
+    resolve_attention,
+)
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.models.varlen import attend_cuda, varlen_attention_forward, wants_flash_attention_3
 from rlhf_cli.models.varlen_cpu import varlen_attention
@@ -260,3 +266,17 @@ def test_needs_are_read_from_the_configuration():
 
     assert needs() == needs(attn_logit_softcapping=None, attention_dropout=0.0) == frozenset()
     assert needs(attn_logit_softcapping=50.0, attention_dropout=0.1) == {"softcap", "dropout"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "cure"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "needs softcap: slow for long packs; install flash-attn (extra `flash`)"),
+        ({"model_type": "gpt_oss"}, "needs sinks: slow for long packs; no kernel here has it"),
+    ],
+)
+def test_plain_attention_on_a_gpu_is_noted_with_its_cure(shape, cure):
+    config = SimpleNamespace(**{"model_type": "tiny"} | shape)
+    config.get_text_config = lambda: config
+    assert cure in attention_note("eager", config, on_gpu=True)["Attention"]
+    assert attention_note("eager", config, on_gpu=False) == attention_note("varlen", config, on_gpu=True) == {}

@@ -42,6 +42,7 @@ from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapters import load_with_adapter, parameters_said
+from rlhf_cli.models.attention import attention_note
 from rlhf_cli.models.loading import (
     check_loadable,
     dtype_note,
@@ -302,7 +303,9 @@ class _Run:
             saved=resume.state["tracker"] if resume else None,
         )
         said = f"{self.config.model.pretrain}, {parameters_said(self.hf_model)}"
-        tracker.start({"Model": said, "Data": self.task.summary, **dtype_note(self.config.model)})
+        model, on_gpu = self.task.model, distributed.device().type == "cuda"
+        notes = attention_note(model.attention, model.architecture, on_gpu=on_gpu) | dtype_note(self.config.model)
+        tracker.start({"Model": said, "Data": self.task.summary, **notes})
         return tracker
 
     def train(self, tracker: Any, stop: StopSignal, *, start_step: int) -> Finished:

@@ -47,6 +47,7 @@ from rlhf_cli.commands.run_directory import (
     prepare_run_directory,
     run_directory,
 )
+from rlhf_cli.commands.sleep_memory import sleep_memory_fact
 from rlhf_cli.commands.surplus import load_surplus, save_surplus
 from rlhf_cli.config.online import DynamicSamplingConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
@@ -55,6 +56,7 @@ from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenising import check_token_ids
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import ProcessDied, RunError, UsageError
+from rlhf_cli.models.attention import attention_note
 from rlhf_cli.models.loading import check_positions, dtype_note
 from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.options import to_yaml
@@ -345,6 +347,8 @@ def _facts(run: _Run, where: OnlineCluster) -> dict[str, str]:
         **({"Reward file": reward_file[0]} if reward_file else {}),
         "Engine": described(config.rollout, run.backend),
         "Placement": "; ".join(describe(where.layout, unit=where.cluster.unit)),
+        **sleep_memory_fact(config, models, where.layout, has_gpus=where.cluster.has_gpus),
+        **attention_note(models.policy.attention, models.policy.architecture, on_gpu=where.cluster.has_gpus),
         **({} if where.cluster.has_gpus else dtype_note(config.model)),
         "Logs": str(run.paths.logs),
     }

@@ -95,6 +95,16 @@ def attention_needs(config: PretrainedConfig) -> frozenset[str]:
     return frozenset(needs) | _head_needs(text)
 
 
+def attention_note(kernel: str, config: PretrainedConfig, *, on_gpu: bool) -> dict[str, str]:
+    """Return a line if a GPU has to run plain attention, whose cost grows with the square of a pack."""
+    if kernel != "eager" or not on_gpu:
+        return {}
+    needs = attention_needs(config)
+    packages = [row.missing for row in BACKENDS if "cuda" in row.devices and row.missing and needs <= row.offers]
+    cure = packages[-1] if packages else "no kernel here has it: lower --train_max_tokens_per_gpu"
+    return {"Attention": f"eager, as the model needs {' and '.join(sorted(needs))}: slow for long packs; {cure}"}
+
+
 def _head_needs(text: PretrainedConfig) -> frozenset[str]:
     """Return what is unusual about the sizes of the model's heads."""
     heads = getattr(text, "num_attention_heads", None)
