@@ -6,17 +6,19 @@ a command leaves need not wait for that each time. Tests of signals, kills and l
 The server is this file as a program: it reads one request a line, forks, and answers with the exit status.
 """
 
-import atexit
 import functools
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 IMPORTED = (
     "deepspeed",
@@ -52,35 +54,48 @@ def run_rlhf(*words: object, status: int = 0, environment: Mapping[str, str] | N
     return printed
 
 
+@dataclass(frozen=True)
+class Server:
+    """The process that forks, and the pipes to it."""
+
+    pid: int
+    requests: IO[str]
+    answers: IO[str]
+
+
 @functools.cache
-def _server() -> subprocess.Popen[str]:
-    """Start the process that forks; it ends with this one."""
+def _server() -> Server:
+    """Start the process that forks. It is no child of this one, whose children tests count; it ends with the pipe."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(Path(__file__).resolve())]
-    server = subprocess.Popen(
+    starter = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    atexit.register(server.kill)
-    return server
+    starter.wait()
+    assert starter.stdin is not None
+    assert starter.stdout is not None
+    return Server(int(starter.stdout.readline()), starter.stdin, starter.stdout)
 
 
-def _answer(server: subprocess.Popen[str], request: dict[str, object]) -> int:
+def _answer(server: Server, request: dict[str, object]) -> int:
     """Return the exit status of a command; kill the server, so that its pipe ends, if the command hangs."""
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    watch = threading.Timer(SECONDS, server.kill)
+    server.requests.write(json.dumps(request) + "\n")
+    server.requests.flush()
+    watch = threading.Timer(SECONDS, os.killpg, (server.pid, signal.SIGKILL))
     watch.start()
     try:
-        return int(server.stdout.readline())
+        return int(server.answers.readline())
     finally:
         watch.cancel()
 
 
 def serve() -> None:
     """Import everything, then fork for each request, one after the other."""
+    if os.fork():
+        os._exit(0)  # the process that started this one waits for it
+    os.setpgid(0, 0)
     answers = os.fdopen(os.dup(1), "w")
+    print(os.getpid(), file=answers, flush=True)
     os.dup2(2, 1)  # what an imported package prints is no answer
     sys.path.remove(str(Path(__file__).resolve().parent))
     for name in IMPORTED:
