@@ -26,7 +26,7 @@ from setting import RLHF, machine, run_quietly, write_word_problems
 
 from rlhf_cli.backends.doctor.gpus import gpus
 from rlhf_cli.backends.doctor.gpus import run as run_tool
-from rlhf_cli.commands.doctor_run import redacted
+from rlhf_cli.runs.doctor import redacted
 
 REPOSITORY = Path(__file__).parents[1]
 MODEL = (

@@ -26,8 +26,8 @@ IMPORTED = (
     "rlhf_cli.backends.roles",
     "rlhf_cli.commands.eval",
     "rlhf_cli.commands.generate",
-    "rlhf_cli.commands.offline",
-    "rlhf_cli.commands.online",
+    "rlhf_cli.runs.offline.run",
+    "rlhf_cli.runs.online.run",
 )
 SECONDS = 600.0
 """After which a command counts as hanging."""

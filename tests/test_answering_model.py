@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from trained_folders import Trained, outputs
 from transformers import AutoModelForCausalLM
 
-from rlhf_cli.commands.answering import examinee
-from rlhf_cli.commands.answering_model import find_answering_model
-from rlhf_cli.commands.generate import GenerateConfig
+from rlhf_cli.config.commands.generate import GenerateConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config
+from rlhf_cli.runs.inference.model import find_answering_model
+from rlhf_cli.runs.inference.run import examinee
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 

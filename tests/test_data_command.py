@@ -13,14 +13,12 @@ import pytest
 from chat_tokenizers import CHATML, make_tokenizer
 from rich.console import Console
 
-from rlhf_cli.commands.data import DataCommandConfig
-from rlhf_cli.commands.data_view import show, visible
-from rlhf_cli.commands.dpo import DPOConfig
-from rlhf_cli.commands.inspection import DATA_CONFIGS, PROMPT_NAMES, inspect_data, settings_of
-from rlhf_cli.commands.kto import KTOConfig
-from rlhf_cli.commands.online_config import CriticConfig
-from rlhf_cli.commands.rm import RMConfig
-from rlhf_cli.commands.sft import SFTConfig
+from rlhf_cli.config.commands.data import DataCommandConfig
+from rlhf_cli.config.commands.dpo import DPOConfig
+from rlhf_cli.config.commands.kto import KTOConfig
+from rlhf_cli.config.commands.online import CriticConfig
+from rlhf_cli.config.commands.rm import RMConfig
+from rlhf_cli.config.commands.sft import SFTConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
 from rlhf_cli.config.online import RolloutConfig
@@ -31,6 +29,8 @@ from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
+from rlhf_cli.runs.data_preview import DATA_CONFIGS, PROMPT_NAMES, inspect_data, settings_of
+from rlhf_cli.runs.data_view import show, visible
 
 ASKED = [{"prompt": f"What is {i}?", "answer": f"It is {i}."} for i in range(9)]
 PAIRS = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "I do not know."} for i in range(9)]

@@ -28,7 +28,7 @@ def test_a_single_rank_starts_without_inductor_and_without_a_compiled_operator()
 def test_the_process_that_starts_an_online_run_imports_neither_deepspeed_nor_vllm():
     printed = run(
         "import sys\n"
-        "import rlhf_cli.commands.online, rlhf_cli.commands.generation\n"
+        "import rlhf_cli.runs.online.run, rlhf_cli.runs.inference.generate\n"
         "print({'deepspeed', 'vllm', 'peft'} & sys.modules.keys())"
     )
     assert printed.splitlines()[-1] == "set()"

@@ -22,7 +22,7 @@ from rlhf_cli.backends.doctor.machine import (
 )
 from rlhf_cli.backends.doctor.packages import installed_versions, package_findings, torch_extras_finding
 from rlhf_cli.backends.doctor.smoke import SmokeTest, check_attention, run_test
-from rlhf_cli.commands.doctor_run import markdown, redacted
+from rlhf_cli.runs.doctor import markdown, redacted
 
 REQUIRES = {
     "rlhf-cli": ["torch>=2.11,<2.14", "ray>=2.60", 'vllm==0.32.*; extra == "vllm"', 'tomli; python_version < "3"'],

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from online_fakes import BATCH, NUM_PROMPTS, SAMPLES_EACH, WITHOUT_REFERENCE, Run
 
-from rlhf_cli.commands.surplus import load_surplus, save_surplus
 from rlhf_cli.config.online import DynamicSamplingConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.runs.online.saved_groups import load_surplus, save_surplus
 from rlhf_cli.trainers.loop import Finished
 from rlhf_cli.trainers.rl_groups import Group, longest_needed, sort_round, usefulness
 from rlhf_cli.trainers.rl_source import planned_iterations

@@ -9,11 +9,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_cli.algorithms.answer_statistics import wilson_interval
-from rlhf_cli.commands.answering import Examinee
-from rlhf_cli.commands.answering_model import AnsweringModel
-from rlhf_cli.commands.eval import EvalConfig
-from rlhf_cli.commands.evaluation import EvalRun, results_of, rows_with_pass_rate
-from rlhf_cli.commands.generation_folder import Chunks
+from rlhf_cli.config.commands.eval import EvalConfig
 from rlhf_cli.data.conversations import Conversation, Message
 from rlhf_cli.data.prompts import Prompt, PromptData, PromptReport
 from rlhf_cli.data.sources import Row, Source
@@ -21,6 +17,10 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers, pass_rate
 from rlhf_cli.rewards.records import Score, Status
+from rlhf_cli.runs.inference.evaluate import EvalRun, results_of, rows_with_pass_rate
+from rlhf_cli.runs.inference.model import AnsweringModel
+from rlhf_cli.runs.inference.output_folder import Chunks
+from rlhf_cli.runs.inference.run import Examinee
 from rlhf_cli.tracking.evaluation_table import Result, evaluation_table, print_table
 
 NEEDED = {"pretrain": "a", "prompt_data": "p", "reward_funcs": "gsm8k"}

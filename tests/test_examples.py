@@ -14,14 +14,14 @@ from test_docs_parse import commands_in
 
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.placement import plan_layout
-from rlhf_cli.commands.online import check_batches
-from rlhf_cli.commands.online_config import CriticConfig
+from rlhf_cli.config.commands.online import CriticConfig
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs
 from rlhf_cli.models.loading import load_tokenizer
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.code_tests import AssertTests, FunctionTests, StdinTests, parse_tests
+from rlhf_cli.runs.online.run import check_batches
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "scripts" / "gsm8k_pairs.py"
 

@@ -7,18 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_cli.backends.checkpoint import differences
-from rlhf_cli.commands.answering import Answering, Examinee, Hooks, answer_chunks, sampling_params, settings_identity
-from rlhf_cli.commands.answering_model import AnsweringModel
-from rlhf_cli.commands.generate import GenerateConfig
-from rlhf_cli.commands.generation_folder import (
-    WHOLE_MODEL,
-    Chunks,
-    answers_folder,
-    check_folder,
-    num_lines,
-    prepare_folder,
-    rows_done,
-)
+from rlhf_cli.config.commands.generate import GenerateConfig
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.data.conversations import Conversation, Message
 from rlhf_cli.data.prompts import Prompt, PromptData, PromptReport
@@ -27,6 +16,17 @@ from rlhf_cli.data.sources import Row, Source
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.records import Score
+from rlhf_cli.runs.inference.model import AnsweringModel
+from rlhf_cli.runs.inference.output_folder import (
+    WHOLE_MODEL,
+    Chunks,
+    answers_folder,
+    check_folder,
+    num_lines,
+    prepare_folder,
+    rows_done,
+)
+from rlhf_cli.runs.inference.run import Answering, Examinee, Hooks, answer_chunks, sampling_params, settings_identity
 
 IDENTITY = {"seed": 42, "temperature": 1.0}
 

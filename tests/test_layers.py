@@ -1,6 +1,7 @@
 """Modules import downwards only. A new module goes into the row it belongs to."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ ROWS = [
     {"data", "rewards", "tracking"},
     {"backends"},
     {"trainers"},
+    {"runs"},
     {"commands"},
     {"cli", "__main__"},
 ]
 RANK = {member: rank for rank, row in enumerate(ROWS) for member in row}
 BACKEND_PACKAGES = {"ray", "deepspeed", "vllm"}  # imported in backends/ alone
 HEAVY = BACKEND_PACKAGES | {"torch", "transformers", "datasets", "peft", "pandas", "numpy"}
-LIGHT_ROWS = {0, 6, 7}  # what `--help` imports: nothing heavy at module level
+LIGHT_ROWS = {0, 7, 8}  # what `--help` imports: nothing heavy at module level
 PURE = {"torch", "rlhf_cli"}  # all that algorithms/ may import besides the standard library
 
 
@@ -80,6 +82,28 @@ def test_every_module_has_a_row():
 
 def test_imports_point_down():
     assert [offence for name, source in sources() for offence in offences(name, source)] == []
+
+
+def imports_of_modules(named_sources: list[tuple[str, str]]) -> dict[str, set[str]]:
+    """Which modules of the package each module imports anywhere, by full names: 'rlhf_cli.trainers.loop'."""
+    trees = {"rlhf_cli." + name.removesuffix(".py").replace("/", "."): ast.parse(text) for name, text in named_sources}
+    return {name: (imported(tree) & trees.keys()) - {name} for name, tree in trees.items()}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = imports_of_modules(sources())
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def test_a_circle_of_imports_is_found_inside_functions_too():
+    graph = imports_of_modules(
+        [("a/x.py", "from rlhf_cli.b import y"), ("b/y.py", "def f():\n    from rlhf_cli.a.x import g")]
+    )
+    with pytest.raises(CycleError):
+        list(TopologicalSorter(graph).static_order())
 
 
 def test_algorithms_import_torch_and_nothing_else():

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from trained_folders import Trained, outputs
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_cli.commands.merge import MergeGroup
-from rlhf_cli.commands.merging import run_merge
+from rlhf_cli.config.commands.merge import MergeGroup
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.merging import FoldedAdapter, plan_shards, verify_shards, write_shards
 from rlhf_cli.models.weight_files import SafetensorsFiles, open_weights
+from rlhf_cli.runs.merge import run_merge
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 

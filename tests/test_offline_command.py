@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlhf_cli.commands.offline import Items, check_items
-from rlhf_cli.commands.rm import reward_statistics
-from rlhf_cli.commands.sft import SFTConfig
+from rlhf_cli.config.commands.sft import SFTConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
+from rlhf_cli.runs.offline.rm import reward_statistics
+from rlhf_cli.runs.offline.run import Items, check_items
 
 
 def settings(**given: str) -> SFTConfig:

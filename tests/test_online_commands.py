@@ -7,12 +7,12 @@ import yaml
 
 from rlhf_cli import cli
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.commands.online import check_batches, check_filtering
-from rlhf_cli.commands.online_config import OnlineConfig
-from rlhf_cli.commands.online_evaluation import evaluation_task
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import config_class, flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml
+from rlhf_cli.runs.online.evaluation import evaluation_task
+from rlhf_cli.runs.online.run import check_batches, check_filtering
 from rlhf_cli.trainers.rl_state import OnlineSettings
 
 ONLINE = [name for name, entry in cli.COMMANDS.items() if entry.panel == cli.ONLINE]

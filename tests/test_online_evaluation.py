@@ -10,8 +10,6 @@ import pytest
 from online_fakes import FakeTracker, Run
 
 from rlhf_cli.backends.checkpoint import Checkpoint
-from rlhf_cli.commands.online_evaluation import forget_later_best
-from rlhf_cli.commands.run_directory import run_directory
 from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.data.prompts import Prompt
@@ -19,6 +17,8 @@ from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.records import Score
+from rlhf_cli.runs.online.evaluation import forget_later_best
+from rlhf_cli.runs.run_directory import run_directory
 from rlhf_cli.trainers.rl import LoopState
 from rlhf_cli.trainers.rl_evaluation import (
     MAX_KEPT_CHARACTERS,
@@ -283,7 +283,7 @@ def journal_of(run: Evaluated) -> list[str]:
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, complaint):
-    from rlhf_cli.commands.grpo import GRPOConfig
+    from rlhf_cli.config.commands.grpo import GRPOConfig
 
     needed = {"pretrain": "m", "prompt_data": "p", "output": "o", "reward_funcs": "exact"}
     with pytest.raises(UsageError, match=complaint):

@@ -10,8 +10,8 @@ from test_online_commands import resolve
 from test_online_reward_model import save_reward_model
 
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.commands.online_models import OnlineModels, check_stages, find_models, idle_settings, truncation_notice
 from rlhf_cli.errors import UsageError
+from rlhf_cli.runs.online.models import OnlineModels, check_stages, find_models, idle_settings, truncation_notice
 
 
 def find(command: str, pretrain: str, **given: Any) -> OnlineModels:

@@ -22,7 +22,7 @@ from rlhf_cli.backends.rollout_engine import EngineSettings
 from rlhf_cli.backends.rollout_transformers import TransformersEngine
 from rlhf_cli.backends.weight_transfer import WeightSender
 from rlhf_cli.backends.weight_transfer_shm import ShmTransport
-from rlhf_cli.commands.online_config import OnlineConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest

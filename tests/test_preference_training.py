@@ -33,10 +33,7 @@ from rlhf_cli.algorithms.preference import PREFERENCE_LOSSES
 from rlhf_cli.algorithms.ragged import segment_sum
 from rlhf_cli.backends import distributed
 from rlhf_cli.backends.reference import kept_columns
-from rlhf_cli.commands.dpo import DPOConfig, make_objective
-from rlhf_cli.commands.offline import Items
-from rlhf_cli.commands.references import check_reference, pair_reference
-from rlhf_cli.commands.trained_model import TrainedModel
+from rlhf_cli.config.commands.dpo import DPOConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import LOSS_DEFAULTS, PAIR_LOSSES, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig
@@ -49,6 +46,10 @@ from rlhf_cli.models.loading import load_config, load_tokenizer, load_value_back
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.models.saving import save_hf
 from rlhf_cli.options import build_config
+from rlhf_cli.runs.offline.dpo import make_objective
+from rlhf_cli.runs.offline.frozen_reference import check_reference, pair_reference
+from rlhf_cli.runs.offline.run import Items
+from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers import dpo
 from rlhf_cli.trainers.kto import KTOPreparation, partners_of
 from rlhf_cli.trainers.pairs import PairItems

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from rlhf_cli.commands.restarts import with_restarts
 from rlhf_cli.errors import ProcessDied, RunError
+from rlhf_cli.runs.online.restarts import with_restarts
 from rlhf_cli.trainers.loop import Finished
 
 

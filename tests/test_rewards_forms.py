@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from scoring import WriteFile, config, score
 
-from rlhf_cli.commands.reward_check import check_rewards
 from rlhf_cli.config.online import DynamicSamplingConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.trainers.rl_batch import rollout_rewards
 from rlhf_cli.trainers.rl_groups import usefulness
 

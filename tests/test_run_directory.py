@@ -12,8 +12,11 @@ from pydantic import ValidationError
 
 from rlhf_cli.backends.checkpoint import CheckpointStore
 from rlhf_cli.backends.output_lock import new_output
-from rlhf_cli.commands.generation_folder import prepare_folder
-from rlhf_cli.commands.run_directory import (
+from rlhf_cli.config.train import CheckpointConfig
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.folders import whole_folder
+from rlhf_cli.runs.inference.output_folder import prepare_folder
+from rlhf_cli.runs.run_directory import (
     begin_log,
     begin_logs,
     check_not_replaced,
@@ -23,9 +26,6 @@ from rlhf_cli.commands.run_directory import (
     run_directory,
     set_later_best_aside,
 )
-from rlhf_cli.config.train import CheckpointConfig
-from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.models.folders import whole_folder
 
 
 def settings(output: Path, **options: Any) -> CheckpointConfig:

@@ -16,14 +16,6 @@ from test_online_reward_model import save_reward_model
 from rlhf_cli import cli
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.checkpoint import CheckpointStore, check_same_run
-from rlhf_cli.commands.dpo import dpo_task
-from rlhf_cli.commands.kto import kto_task
-from rlhf_cli.commands.offline import checked_identity
-from rlhf_cli.commands.online_identity import online_identity
-from rlhf_cli.commands.online_models import find_models
-from rlhf_cli.commands.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
-from rlhf_cli.commands.rm import rm_task
-from rlhf_cli.commands.sft import sft_task
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.errors import UsageError
@@ -31,6 +23,14 @@ from rlhf_cli.flags import config_class
 from rlhf_cli.models.identity import configuration_fingerprint, tokenizer_fingerprint
 from rlhf_cli.models.weight_files import NUM_PIECES, PIECE_BYTES, WHOLE_BYTES, fingerprint, fingerprint_of
 from rlhf_cli.options import build_config
+from rlhf_cli.runs.offline.dpo import dpo_task
+from rlhf_cli.runs.offline.kto import kto_task
+from rlhf_cli.runs.offline.rm import rm_task
+from rlhf_cli.runs.offline.run import checked_identity
+from rlhf_cli.runs.offline.sft import sft_task
+from rlhf_cli.runs.online.identity import online_identity
+from rlhf_cli.runs.online.models import find_models
+from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
 
 TASKS: dict[str, Callable[[Any], Any]] = {"sft": sft_task, "dpo": dpo_task, "kto": kto_task, "rm": rm_task}
 ROWS: dict[str, list[dict[str, Any]]] = {

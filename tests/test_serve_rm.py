@@ -25,7 +25,6 @@ from test_rewards_remote import ask, request
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli import cli
-from rlhf_cli.commands.reward_serving import listening, scoring, server_key
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.serve import ServeConfig, ServedModelConfig, ServedRewardConfig
 from rlhf_cli.errors import RunError, UsageError
@@ -36,6 +35,7 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote import RemoteRewards, check_servers
 from rlhf_cli.rewards.serving import StoppableServer, is_loopback, reward_app
 from rlhf_cli.rewards.text_model import TextRewardModel
+from rlhf_cli.runs.reward_server import listening, scoring, server_key
 
 KEY = "of-this-test"
 TEXTS = ["the weather", "a", "<|im_start|>user\n1+1?<|im_end|>\n", "the other <|im_end|>", "x" * 40]

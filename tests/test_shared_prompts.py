@@ -8,8 +8,7 @@ from test_trees import SHAPE
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlhf_cli.backends.online_roles import Dealer
-from rlhf_cli.commands.grpo import GRPOConfig
-from rlhf_cli.commands.online_roles import role_settings
+from rlhf_cli.config.commands.grpo import GRPOConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing import Sequence, pack
 from rlhf_cli.data.samples import Sample
@@ -17,6 +16,7 @@ from rlhf_cli.data.shared_prompts import pack_groups, plan_groups
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.models.varlen import SelectTokens
 from rlhf_cli.options import build_config
+from rlhf_cli.runs.online.start_roles import role_settings
 
 
 def sequence(prompt: list[int], response: list[int], trained: list[int] | None = None) -> Sequence:

@@ -5,8 +5,8 @@ from test_online_commands import resolve
 
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.placement import Island, Layout, Seat
-from rlhf_cli.commands.online_models import find_models
-from rlhf_cli.commands.sleep_memory import GIB, SleepingRole, described, num_parameters, sleep_memory_fact
+from rlhf_cli.runs.online.models import find_models
+from rlhf_cli.runs.online.sleep_memory import GIB, SleepingRole, described, num_parameters, sleep_memory_fact
 
 SEVEN = 7_000_000_000
 

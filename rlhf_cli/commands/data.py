@@ -1,26 +1,6 @@
-"""`rlhf data`: how the rows of a data set will be read, before anything trains.
+"""`rlhf data`: show how a command will read a data set, before anything trains."""
 
-Leaves out what is read (inspection.py), how it looks (data_view.py) and everything heavy: importing this module costs
-settings only.
-"""
-
-from typing import ClassVar
-
-from pydantic import BaseModel, ConfigDict
-
-from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
-from rlhf_cli.config.model import TokenizerSource
-
-
-class DataCommandConfig(BaseModel):
-    """Settings of `rlhf data`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    positional: ClassVar[str] = "dataset"
-
-    show: ShowConfig
-    model: TokenizerSource
-    data: ShownDataConfig
+from rlhf_cli.config.commands.data import DataCommandConfig
 
 
 def data(config: DataCommandConfig) -> None:
@@ -29,8 +9,8 @@ def data(config: DataCommandConfig) -> None:
     Settings of the data are those of the command, which refuses the same rows with the same words. Only the tokenizer
     is loaded. For ppo, DATASET stands for its prompt_data.
     """
-    from rlhf_cli.commands.data_view import show
-    from rlhf_cli.commands.inspection import inspect_data
+    from rlhf_cli.runs.data_preview import inspect_data
+    from rlhf_cli.runs.data_view import show
     from rlhf_cli.tracking.terminal import LastingStream, open_console
 
     previews = inspect_data(config)

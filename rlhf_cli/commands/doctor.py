@@ -1,27 +1,6 @@
 """`rlhf doctor`: check the installation and this machine, with a cure for each problem."""
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from rlhf_cli.config.base import Group
-
-
-class DoctorGroup(Group):
-    """Doctor"""
-
-    smoke_tests: bool = True
-    """Let each part do its work once: attention kernel, DeepSpeed step, rollout engine, weight push."""
-    as_json: bool = Field(False, alias="json")
-    """Print the findings as one JSON object."""
-    report: bool = False
-    """Print a block of Markdown for a bug report, without home paths, names and keys."""
-
-
-class DoctorConfig(BaseModel):
-    """Settings of `rlhf doctor`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    doctor: DoctorGroup = DoctorGroup()
+from rlhf_cli.config.commands.doctor import DoctorConfig
 
 
 def doctor(config: DoctorConfig) -> None:
@@ -29,6 +8,6 @@ def doctor(config: DoctorConfig) -> None:
 
     The exit status is 1 if a run would fail. For a bug report, paste the output of `rlhf doctor --report`.
     """
-    from rlhf_cli.commands.doctor_run import run_doctor
+    from rlhf_cli.runs.doctor import run_doctor
 
     run_doctor(config.doctor)

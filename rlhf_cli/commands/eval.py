@@ -1,61 +1,10 @@
-"""`rlhf eval`: answers of one model or several to prompts with ground truth, and how often they are right.
+"""`rlhf eval`: accuracy of one or several models on prompts with ground truth."""
 
-Leaves out what it does (evaluation.py) and everything heavy: importing this module costs settings only.
-"""
-
-from pydantic import BaseModel, ConfigDict, model_validator
-
-from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.config.evaluation import EvalOutputConfig, EvalRewardConfig, EvaluatedModelConfig, StatisticsConfig
-from rlhf_cli.config.generate import RewardPlacementConfig, SamplingConfig
-
-
-class EvalConfig(BaseModel):
-    """Settings of `rlhf eval`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: EvaluatedModelConfig
-    prompts: PromptConfig
-    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    reward: EvalRewardConfig
-    statistics: StatisticsConfig = StatisticsConfig()
-    placement: RewardPlacementConfig = RewardPlacementConfig()
-    out: EvalOutputConfig = EvalOutputConfig()
-
-    @property
-    def ks(self) -> list[int]:
-        """The numbers of samples of pass@k and maj@k."""
-        samples = self.sampling.n_samples_per_prompt
-        return sorted(self.statistics.k) or ([samples] if samples > 1 else [])
-
-    @model_validator(mode="after")
-    def _there_are_k_samples(self) -> "EvalConfig":
-        samples = self.sampling.n_samples_per_prompt
-        if max(self.ks, default=1) > samples:
-            raise ValueError(f"k {max(self.ks)} is more than the samples there are: n_samples_per_prompt {samples}")
-        return self
-
-    @model_validator(mode="after")
-    def _right_can_be_told_from_wrong(self) -> "EvalConfig":
-        if self.reward.has_verifier or self.statistics.pass_score is not None:
-            return self
-        for name, is_given in (("k", self.statistics.k), ("write_pass_rate", self.out.write_pass_rate)):
-            if is_given:
-                raise ValueError(
-                    f"{name} counts right responses: name a verifier in --reward_funcs, or give --pass_score"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _pass_rates_are_of_one_model(self) -> "EvalConfig":
-        if self.out.write_pass_rate is not None and len(self.model.names) > 1:
-            raise ValueError(f"write_pass_rate is of a single model, and pretrain names {len(self.model.names)}")
-        return self
+from rlhf_cli.config.commands.eval import EvalConfig
 
 
 def eval(config: EvalConfig) -> None:
     """Answer prompts with models and count what is right: accuracy, pass@k and majority votes, with intervals."""
-    from rlhf_cli.commands.evaluation import run_evaluation
+    from rlhf_cli.runs.inference.evaluate import run_evaluation
 
     run_evaluation(config)

@@ -1,16 +1,13 @@
-"""`rlhf ppo`: online reinforcement learning with a critic.
+"""`rlhf ppo`: online reinforcement learning with a critic."""
 
-Leaves out the loop itself (trainers/) and everything heavy: importing this module costs settings only.
-"""
-
-from rlhf_cli.commands.online_config import CriticConfig
+from rlhf_cli.config.commands.online import CriticConfig
 
 
 def ppo(config: CriticConfig) -> None:
     """Train a policy and a critic online: sample responses, score them, update both (PPO with GAE)."""
-    from rlhf_cli.commands.run_directory import check_run_directory
+    from rlhf_cli.runs.run_directory import check_run_directory
 
     check_run_directory(config.checkpoint)
-    from rlhf_cli.commands.online import run_online
+    from rlhf_cli.runs.online.run import run_online
 
     run_online(config, "ppo", algorithm="ppo")

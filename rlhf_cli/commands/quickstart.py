@@ -1,38 +1,6 @@
-"""`rlhf quickstart`: the whole pipeline on a tiny model, made of the commands a user would type."""
+"""`rlhf quickstart`: the whole pipeline on a tiny model."""
 
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict, field_validator
-
-from rlhf_cli.config.base import Group
-
-
-class QuickstartGroup(Group):
-    """Quickstart"""
-
-    output: str = "quickstart"
-    """Folder for the data, the models and the runs."""
-    algorithm: Literal["ppo", "reinforce++", "grpo", "rloo", "remax"] = "ppo"
-    """Command to practise with; its own settings stay as they are by default."""
-    seed: int = 42
-    """Seed of data, model and training."""
-    overwrite: bool = False
-    """Replace what an earlier quickstart left in the folder."""
-
-    @field_validator("output")
-    @classmethod
-    def _models_can_be_listed(cls, output: str) -> str:
-        if "," in output:
-            raise ValueError(f"{output!r} has a comma, which separates models on a command line")
-        return output
-
-
-class QuickstartConfig(BaseModel):
-    """Settings of `rlhf quickstart`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    quickstart: QuickstartGroup = QuickstartGroup()
+from rlhf_cli.config.commands.quickstart import QuickstartConfig
 
 
 def quickstart(config: QuickstartConfig) -> None:
@@ -40,6 +8,6 @@ def quickstart(config: QuickstartConfig) -> None:
 
     Prints every command it runs, so that you can run and change them yourself. Takes a few minutes on a laptop.
     """
-    from rlhf_cli.commands.walkthrough import run_quickstart
+    from rlhf_cli.runs.quickstart import run_quickstart
 
     run_quickstart(config.quickstart)

@@ -1,20 +1,13 @@
-"""`rlhf remax`: responses against the greedy one to the same prompt, without a critic.
+"""`rlhf remax`: online reinforcement learning with a greedy response as baseline."""
 
-Leaves out the loop itself (trainers/) and everything heavy: importing this module costs settings only.
-"""
-
-from rlhf_cli.commands.online_config import OnlineConfig
-
-
-class ReMaxConfig(OnlineConfig):
-    """Settings of `rlhf remax`."""
+from rlhf_cli.config.commands.remax import ReMaxConfig
 
 
 def remax(config: ReMaxConfig) -> None:
     """Train a policy online without a critic: each response against the greedy one to its prompt (ReMax)."""
-    from rlhf_cli.commands.run_directory import check_run_directory
+    from rlhf_cli.runs.run_directory import check_run_directory
 
     check_run_directory(config.checkpoint)
-    from rlhf_cli.commands.online import run_online
+    from rlhf_cli.runs.online.run import run_online
 
     run_online(config, "remax", algorithm="remax")

@@ -1,24 +1,9 @@
-"""`rlhf serve-rm`: rewards over HTTP, for runs on other machines or with other tokenizers.
-
-Leaves out what it does (reward_serving.py) and everything heavy: importing this module costs settings only.
-"""
+"""`rlhf serve-rm`: rewards over HTTP for runs on other machines."""
 
 from importlib.util import find_spec
 
-from pydantic import BaseModel, ConfigDict
-
-from rlhf_cli.config.serve import ServeConfig, ServedModelConfig, ServedRewardConfig
+from rlhf_cli.config.commands.serve_rm import ServeRMConfig
 from rlhf_cli.errors import UsageError
-
-
-class ServeRMConfig(BaseModel):
-    """Settings of `rlhf serve-rm`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    reward: ServedRewardConfig
-    model: ServedModelConfig = ServedModelConfig()
-    server: ServeConfig = ServeConfig()
 
 
 def serve_rm(config: ServeRMConfig) -> None:
@@ -32,6 +17,6 @@ def serve_rm(config: ServeRMConfig) -> None:
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UsageError(f"{' and '.join(missing)} is not installed: pip install 'rlhf-cli[serve]'")
-    from rlhf_cli.commands.reward_serving import run_server
+    from rlhf_cli.runs.reward_server import run_server
 
     run_server(config)

@@ -1,7 +1,7 @@
 """An adapter folded into its base tensor by tensor, and whole models written shard by shard and read again.
 
 Nothing here holds more than one shard of a model. Leaves out where models and adapters come from
-(commands/whole_models).
+(runs/model_export.py).
 """
 
 import json

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.commands.walkthrough import Walkthrough
+from rlhf_cli.runs.quickstart import Walkthrough
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 

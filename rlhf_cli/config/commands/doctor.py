@@ -1,0 +1,24 @@
+"""The settings of `rlhf doctor`."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rlhf_cli.config.base import Group
+
+
+class DoctorGroup(Group):
+    """Doctor"""
+
+    smoke_tests: bool = True
+    """Let each part do its work once: attention kernel, DeepSpeed step, rollout engine, weight push."""
+    as_json: bool = Field(False, alias="json")
+    """Print the findings as one JSON object."""
+    report: bool = False
+    """Print a block of Markdown for a bug report, without home paths, names and keys."""
+
+
+class DoctorConfig(BaseModel):
+    """Settings of `rlhf doctor`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    doctor: DoctorGroup = DoctorGroup()

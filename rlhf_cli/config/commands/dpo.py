@@ -1,0 +1,24 @@
+"""The settings of `rlhf dpo`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_cli.config.commands.offline import OfflineConfig
+from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.preference import PairLossConfig, ReferenceConfig
+from rlhf_cli.config.presets import defaults_of_pair_loss
+from rlhf_cli.config.train import SingleOptimConfig
+
+
+class DPOConfig(OfflineConfig):
+    """Settings of `rlhf dpo`."""
+
+    data: PreferenceDataConfig
+    preference: PairLossConfig = PairLossConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    optim: SingleOptimConfig = SingleOptimConfig(learning_rate=5e-7)
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults that depend on the given settings."""
+        return defaults_of_pair_loss(given)

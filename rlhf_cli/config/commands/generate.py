@@ -1,0 +1,37 @@
+"""The settings of `rlhf generate`."""
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.generate import (
+    AnsweringModelConfig,
+    GenerateOutputConfig,
+    RewardPlacementConfig,
+    SamplingConfig,
+    SelectConfig,
+)
+from rlhf_cli.config.scoring import RemoteScoringConfig
+
+
+class GenerateConfig(BaseModel):
+    """Settings of `rlhf generate`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: AnsweringModelConfig
+    prompts: PromptConfig
+    sampling: SamplingConfig = SamplingConfig()
+    reward: RemoteScoringConfig = RemoteScoringConfig()
+    placement: RewardPlacementConfig = RewardPlacementConfig()
+    selection: SelectConfig = SelectConfig()
+    out: GenerateOutputConfig
+
+    @model_validator(mode="after")
+    def _selection_has_scores(self) -> "GenerateConfig":
+        if self.reward.is_given:
+            return self
+        if self.selection.select in ("best", "best_worst"):
+            raise ValueError(f"select {self.selection.select} compares scores: give a reward")
+        if self.selection.min_score is not None:
+            raise ValueError("min_score needs scores: give a reward")
+        return self

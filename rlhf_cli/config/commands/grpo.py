@@ -1,0 +1,21 @@
+"""The settings of `rlhf grpo`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_cli.config.commands.online import FilteringConfig
+from rlhf_cli.config.online import RolloutConfig
+from rlhf_cli.config.policy import GroupPolicyConfig
+from rlhf_cli.config.presets import defaults_of_preset
+
+
+class GRPOConfig(FilteringConfig):
+    """Settings of `rlhf grpo`."""
+
+    rollout: RolloutConfig = RolloutConfig(rollout_batch_size=128, n_samples_per_prompt=8)
+    policy: GroupPolicyConfig = GroupPolicyConfig(use_kl_loss=True, kl_estimator="k3")
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults that depend on what was given."""
+        return defaults_of_preset(given)

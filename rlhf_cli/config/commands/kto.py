@@ -1,0 +1,15 @@
+"""The settings of `rlhf kto`."""
+
+from rlhf_cli.config.commands.offline import OfflineConfig
+from rlhf_cli.config.data import LabelledDataConfig
+from rlhf_cli.config.preference import FrozenReferenceConfig, UnpairedLossConfig
+from rlhf_cli.config.train import SingleOptimConfig
+
+
+class KTOConfig(OfflineConfig):
+    """Settings of `rlhf kto`."""
+
+    data: LabelledDataConfig
+    preference: UnpairedLossConfig = UnpairedLossConfig()
+    reference: FrozenReferenceConfig = FrozenReferenceConfig()
+    optim: SingleOptimConfig = SingleOptimConfig(learning_rate=5e-7)

@@ -1,0 +1,30 @@
+"""The settings that all offline commands share; each command replaces groups by its own and adds its loss."""
+
+from pydantic import BaseModel, ConfigDict
+
+from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.config.model import AdapterConfig, ModelConfig
+from rlhf_cli.config.train import (
+    CheckpointConfig,
+    DeepSpeedConfig,
+    LaunchConfig,
+    OfflineBatchConfig,
+    SingleOptimConfig,
+    TrackingConfig,
+)
+
+
+class OfflineConfig(BaseModel):
+    """Settings of an offline training command."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelConfig
+    adapter: AdapterConfig = AdapterConfig()
+    data: OfflineDataConfig
+    batch: OfflineBatchConfig = OfflineBatchConfig()
+    optim: SingleOptimConfig = SingleOptimConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    launch: LaunchConfig = LaunchConfig()
+    checkpoint: CheckpointConfig
+    tracking: TrackingConfig = TrackingConfig()

@@ -1,0 +1,12 @@
+"""The settings of `rlhf sft`."""
+
+from rlhf_cli.config.commands.offline import OfflineConfig
+from rlhf_cli.config.data import DataConfig
+from rlhf_cli.config.train import OfflineBatchConfig
+
+
+class SFTConfig(OfflineConfig):
+    """Settings of `rlhf sft`."""
+
+    data: DataConfig
+    batch: OfflineBatchConfig = OfflineBatchConfig(max_epochs=2)

@@ -1,0 +1,17 @@
+"""The last lines of a training command on the terminal."""
+
+from collections.abc import Mapping
+
+from rlhf_cli.runs.run_directory import REPORT, RunDirectory
+from rlhf_cli.tracking.tracker import SilentTracker, Tracker
+from rlhf_cli.trainers.loop import Finished
+
+
+def conclude(
+    tracker: Tracker | SilentTracker, paths: RunDirectory, finished: Finished, facts: Mapping[str, str] | None = None
+) -> None:
+    """Show how the run ended, where its results are, and `facts` besides."""
+    if finished.interrupted:
+        tracker.close(outcome="interrupted", facts={"Continue": "the same command with --load_checkpoint"})
+    else:
+        tracker.close(facts={"Model": str(paths.model), **(facts or {}), "Report": str(paths.root / REPORT)})

@@ -1,0 +1,248 @@
+"""Data as the command that `rlhf data` stands in for reads them, by that command's own loading function.
+
+How they are printed is in data_view.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, create_model
+
+from rlhf_cli.config.base import Group
+from rlhf_cli.config.commands.data import DataCommandConfig
+from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
+from rlhf_cli.config.inspection import ShownDataConfig
+from rlhf_cli.data.control_tokens import ControlReport
+from rlhf_cli.data.packing import Sequence as TrainedSequence
+from rlhf_cli.data.preference_data import LabelledItem, Pair, load_labelled, load_pairs
+from rlhf_cli.data.preparing import COUNTED
+from rlhf_cli.data.preview import Decode, Part, ShownExample, part_of, spread
+from rlhf_cli.data.prompts import Prompt, load_prompts
+from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.sources import ReadSource
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.loading import load_tokenizer
+from rlhf_cli.options import build_config
+from rlhf_cli.tracking.rows_bar import rows_bar
+
+DATA_CONFIGS: dict[str, type[Group]] = {
+    "sft": DataConfig,
+    "rm": PreferenceDataConfig,
+    "dpo": PreferenceDataConfig,
+    "kto": LabelledDataConfig,
+    "ppo": PromptConfig,
+}
+"""The data settings of each command."""
+PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", "dataset_split": "prompt_split"}
+"""What prompts are called in the settings of online commands."""
+
+
+@dataclass(frozen=True)
+class Happened:
+    """What happened to some rows, how many, and the first of them in words."""
+
+    what: str
+    count: int
+    rows: list[str]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Data as a command will get them.
+
+    `limit` is the longest that a length may be without something being cut or dropped, `limit_is` says what it is;
+    `lengths` counts all lengths, `lengths_are` says of what. `num_trained` is None where tokens are not trained on.
+    """
+
+    title: str
+    sources: list[ReadSource]
+    num_rows: int
+    num_items: int
+    items_are: str
+    num_tokens: int | None
+    num_trained: int | None
+    end_of_turn: str | None
+    examples: list[ShownExample]
+    lengths: dict[int, int]
+    lengths_are: str
+    limit: int
+    limit_is: str
+    happened: list[Happened]
+    special_tokens: list[str]
+
+
+def inspect_data(config: DataCommandConfig) -> list[Preview]:
+    """Training data and, where they are given, evaluation data. UsageError where the command would refuse them."""
+    command = config.show.for_
+    settings: Any = settings_of(command, config.data)
+    tokenizer = load_tokenizer(config.model)
+    if command == "ppo":
+        return [_prompts(config, settings, tokenizer)]
+    named = {"Training data": (settings.dataset, settings.dataset_split)}
+    if settings.eval_dataset is not None:
+        named["Evaluation data"] = (settings.eval_dataset, settings.eval_split)
+    previews = []
+    with rows_bar(shown=True) as progress:
+        for title, (dataset, split) in named.items():
+            reading = OFFLINE[command]
+            data = reading.load(
+                settings, tokenizer, dataset=dataset, split=split, seed=config.show.seed, progress=progress
+            )
+            previews.append(_offline(title, reading, data, config, tokenizer))
+    return previews
+
+
+def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
+    """The command's own data settings. UsageError names a setting that it does not have."""
+    fields = type(given).model_fields
+    names = PROMPT_NAMES if command == "ppo" else {}
+    values = {name: value for name, value in given if value != fields[name].default}
+    cls = DATA_CONFIGS[command]
+    if command == "ppo":
+        values.pop("max_new_tokens", None)  # a setting of ppo, though not of its data
+    foreign = [name for name in values if names.get(name, name) not in cls.model_fields]
+    if foreign:
+        raise UsageError(f"{', '.join(f'--{name}' for name in foreign)}: rlhf {command} has no such setting")
+    config = build_config(
+        create_model("CommandConfig", data=(cls, ...)), {names.get(name, name): values[name] for name in values}
+    )
+    return config.data  # type: ignore[attr-defined, no-any-return]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How an offline command loads its data, which field of that has the items, and how an item is shown."""
+
+    load: Callable[..., Any]
+    items: str
+    parts: Callable[[Any, Decode], list[Part]]
+    facts: Callable[[Any], dict[str, str]]
+    lengths_are: str
+
+
+def _controls(report: ControlReport) -> Happened:
+    """Return the rows with special tokens in their messages, with the count of each token."""
+    listed = [f"{token}: {count:,} rows" for token, count in report.control_tokens.items()]
+    what = "with special tokens in the text of their messages, which become control tokens"
+    return Happened(what, report.control_rows, [f"first: {report.control_at}", *listed])
+
+
+def _offline(title: str, reading: Reading, data: Any, config: DataCommandConfig, tokenizer: Any) -> Preview:
+    report, items, decode = data.report, getattr(data, reading.items), decoder(tokenizer)
+    examples = [
+        ShownExample(place + 1, data.where(place), reading.parts(items[place], decode), reading.facts(items[place]))
+        for place in spread(len(items), config.show.num_rows)
+    ]
+    counts = [Happened(what, count, []) for what, count in report.details.items()]
+    counts += [Happened(what, getattr(report, name), report.noted.get(name, [])) for name, what in COUNTED.items()]
+    counts.append(_controls(report))
+    return Preview(
+        title=title,
+        sources=report.sources,
+        num_rows=report.rows,
+        num_items=report.items,
+        items_are=report.items_are,
+        num_tokens=report.tokens,
+        num_trained=report.trained_tokens,
+        end_of_turn=report.end_of_turn,
+        examples=examples,
+        lengths=report.lengths,
+        lengths_are=reading.lengths_are,
+        limit=config.data.max_len,
+        limit_is=f"max_len {config.data.max_len:,}",
+        happened=[happened for happened in counts if happened.count],
+        special_tokens=special_tokens_of(tokenizer),
+    )
+
+
+def _prompts(config: DataCommandConfig, settings: PromptConfig, tokenizer: Any) -> Preview:
+    decode = decoder(tokenizer)
+    data = load_prompts(settings, tokenizer, max_new_tokens=config.data.max_new_tokens, seed=config.show.seed)
+    report = data.report
+    shown = [(place, data.prompts[place]) for place in spread(len(data.prompts), config.show.num_rows)]
+    room = config.data.max_len - config.data.max_new_tokens
+    counts = [
+        Happened("with ground truth", report.labelled, []),
+        Happened("left out by their pass rate", report.dropped_by_pass_rate, []),
+        Happened(COUNTED["dropped_overlong"], report.dropped_overlong, report.noted),
+        _controls(report),
+    ]
+    return Preview(
+        title="Prompts",
+        sources=report.sources,
+        num_rows=report.rows,
+        num_items=report.prompts,
+        items_are="prompts",
+        num_tokens=None,
+        num_trained=None,
+        end_of_turn=None,
+        examples=[
+            ShownExample(place + 1, data.where(prompt), _parts_of_prompt(prompt, decode), _facts_of_prompt(prompt))
+            for place, prompt in shown
+        ],
+        lengths=report.lengths,
+        lengths_are="prompts",
+        limit=room,
+        limit_is=f"max_len {config.data.max_len:,} less max_new_tokens {config.data.max_new_tokens:,}",
+        happened=[happened for happened in counts if happened.count],
+        special_tokens=special_tokens_of(tokenizer),
+    )
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """Decodes token ids to the very text they stand for, special tokens included."""
+    return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def special_tokens_of(tokenizer: Any) -> list[str]:
+    """What special tokens look like in a decoded text."""
+    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def _parts_of_sequence(sequence: TrainedSequence, decode: Decode) -> list[Part]:
+    return [part_of("sequence", sequence.token_ids.tolist(), sequence.loss_mask.tolist(), decode)]
+
+
+def _parts_of_pair(pair: Pair, decode: Decode) -> list[Part]:
+    return [
+        _untrained("prompt", pair.prompt_ids.tolist(), decode),
+        _branch("chosen", pair.prompt_ids, pair.chosen, decode),
+        _branch("rejected", pair.prompt_ids, pair.rejected, decode),
+    ]
+
+
+def _parts_of_labelled(item: LabelledItem, decode: Decode) -> list[Part]:
+    name = "desirable response" if item.desirable else "undesirable response"
+    prompt = _untrained("prompt", item.prompt_ids.tolist(), decode)
+    return [prompt, _branch(name, item.prompt_ids, item.response, decode)]
+
+
+def _parts_of_prompt(prompt: Prompt, decode: Decode) -> list[Part]:
+    return [_untrained("prompt", prompt.prompt_ids, decode)]
+
+
+def _untrained(name: str, token_ids: Sequence[int], decode: Decode) -> Part:
+    return part_of(name, token_ids, [False] * len(token_ids), decode)
+
+
+def _branch(name: str, prompt_ids: Any, branch: Any, decode: Decode) -> Part:
+    return part_of(name, branch.token_ids.tolist(), branch.loss_mask.tolist(), decode, behind=prompt_ids.tolist())
+
+
+def _facts_of_prompt(prompt: Prompt) -> dict[str, str]:
+    return {"ground truth": "none" if prompt.label is None else prompt.label}
+
+
+def _facts_of_pair(pair: Pair) -> dict[str, str]:
+    return {} if pair.margin is None else {"margin": f"{pair.margin:g}"}
+
+
+PAIRS = Reading(load_pairs, "pairs", _parts_of_pair, _facts_of_pair, "pairs (the longer side with the prompt)")
+OFFLINE = {
+    "sft": Reading(load_sft_sequences, "sequences", _parts_of_sequence, lambda item: {}, "sequences"),
+    "rm": PAIRS,
+    "dpo": PAIRS,
+    "kto": Reading(load_labelled, "items", _parts_of_labelled, lambda item: {}, "responses with the prompt"),
+}

@@ -1,0 +1,190 @@
+"""How previews of data look: colours and underlines on a terminal, marks and 80 columns elsewhere.
+
+What they say is made in inspection.py.
+"""
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from rlhf_cli.data.preview import Bin, Part, Piece, ShownExample, length_bins, quantile
+from rlhf_cli.runs.data_preview import Preview
+
+PLAIN_WIDTH = 80
+"""Columns where there is no terminal."""
+MAX_BAR = 40
+MAX_FILES = 4
+"""Files of a source that are named."""
+MARKS = "[[", "]]"
+"""Around trained tokens where there are neither colours nor underlines."""
+TRAINED, LEFT_OUT, SPECIAL, FAINT, HEADING = "green underline", "yellow", "bold", "dim", "bold cyan"
+KEPT_CONTROLS = "\n\t"
+
+
+def show(previews: Sequence[Preview], console: Console, *, command: str) -> None:
+    """Print the previews: sources, examples, lengths, and what happened to the rows."""
+    for preview in previews:
+        page = _Page(console, preview.special_tokens)
+        page.heading(f"{preview.title} as rlhf {command} reads {'it' if preview.title != 'Prompts' else 'them'}")
+        page.sources(preview)
+        page.examples(preview)
+        page.lengths(preview)
+        page.counts(preview)
+
+
+class _Page:
+    """Prints lines no wider than the terminal."""
+
+    def __init__(self, console: Console, special_tokens: Sequence[str]) -> None:
+        self._console = console
+        self._is_plain = not console.is_terminal
+        self._width = PLAIN_WIDTH if self._is_plain else console.width
+        self._special_tokens = list(special_tokens)
+
+    def heading(self, text: str) -> None:
+        self._line(Text(text, HEADING))
+
+    def _line(self, text: Text | str = "", *, indent: int = 0, hanging: int = 0) -> None:
+        """Print a text, wrapped; all its lines are indented, those after the first further by `hanging`."""
+        text = Text(text) if isinstance(text, str) else text
+        width = max(20, self._width - indent - hanging)
+        for number, line in enumerate(text.wrap(self._console, width, overflow="fold", tab_size=8)):
+            line.rstrip()
+            shift = " " * (indent + (hanging if number else 0)) if line.plain else ""
+            self._console.print(Text(shift).append_text(line), soft_wrap=True, highlight=False)
+
+    def sources(self, preview: Preview) -> None:
+        for source in preview.sources:
+            rows = f"{source.num_used:,}" + (f" of {source.num_rows:,}" if source.num_used < source.num_rows else "")
+            self._line(source.name, indent=2, hanging=2)
+            self._line(f"{rows} rows; {source.form}", indent=4, hanging=2)
+            if source.files != (source.name,):
+                named = ", ".join(source.files[:MAX_FILES])
+                more = len(source.files) - MAX_FILES
+                self._line(f"files: {named}{f' and {more:,} more' if more > 0 else ''}", indent=4, hanging=2)
+
+    def examples(self, preview: Preview) -> None:
+        if not preview.examples:
+            return
+        if preview.num_trained is not None:
+            self._line()
+            text = Text("Trained tokens look ")
+            text.append_text(self._pieces([Piece("like this", is_trained=True)]))
+            self._line(text.append("."))
+        for example in preview.examples:
+            self._example(example, preview)
+
+    def _example(self, example: ShownExample, preview: Preview) -> None:
+        self._line()
+        number = f"{preview.items_are.removesuffix('s').capitalize()} {example.number:,} of {preview.num_items:,}"
+        self._line(Text().append(number, HEADING).append(f": {example.where}", FAINT), hanging=2)
+        for part in example.parts:
+            trained = f", {part.num_trained:,} trained" if part.num_trained else ""
+            name = Text().append(part.name, "bold").append(f": {part.num_tokens:,} tokens{trained}", FAINT)
+            self._line(name, indent=2)
+            self._text(part)
+        for fact, value in example.facts.items():
+            self._line(Text().append(fact, "bold").append(f": {visible(value)}"), indent=2, hanging=2)
+
+    def _text(self, part: Part) -> None:
+        text = self._pieces(part.pieces)
+        if text.plain.endswith("\n"):
+            text.right_crop(1)
+        self._line(text, indent=4)
+
+    def _pieces(self, pieces: Sequence[Piece]) -> Text:
+        opening, closing = MARKS if self._is_plain else ("", "")
+        text = Text()
+        is_open = False
+        for piece in pieces:
+            if is_open and not piece.is_trained:
+                text.append(closing)
+            if piece.is_trained and not is_open:
+                text.append(opening)
+            is_open = piece.is_trained
+            if piece.num_left_out:
+                text.append(f" ... {piece.num_left_out:,} tokens ... ", LEFT_OUT)
+            else:
+                text.append(visible(piece.text), TRAINED if piece.is_trained else "")
+        text.append(closing if is_open else "")
+        text.highlight_words(self._special_tokens, SPECIAL)
+        return text
+
+    def lengths(self, preview: Preview) -> None:
+        if not preview.lengths:
+            return
+        self._line()
+        self._line(Text(f"Lengths of {preview.lengths_are} in tokens", HEADING))
+        for line in histogram(preview, width=self._width - 2, sign="#" if self._is_plain else "█"):
+            self._line(line, indent=2)
+        figures = {name: quantile(preview.lengths, share) for name, share in QUANTILES.items()}
+        self._line(", ".join(f"{name} {length:,}" for name, length in figures.items()), indent=2)
+
+    def counts(self, preview: Preview) -> None:
+        self._line()
+        self._line(Text("Rows", HEADING))
+        tokens = f" of {preview.num_tokens:,} tokens" if preview.num_tokens is not None else ""
+        self._line(f"{preview.num_rows:,} rows give {preview.num_items:,} {preview.items_are}{tokens}", indent=2)
+        if preview.num_tokens and preview.num_trained is not None:
+            share = preview.num_trained / preview.num_tokens
+            self._line(f"{preview.num_trained:,} tokens are trained ({share:.1%})", indent=2)
+        if preview.end_of_turn:
+            self._line(f"turns end with {preview.end_of_turn}", indent=2)
+        for happened in preview.happened:
+            self._line(f"{happened.count:,} {happened.what}", indent=2, hanging=2)
+            for row in happened.rows:
+                self._line(Text(visible(row), FAINT), indent=4, hanging=2)
+            if happened.rows and happened.count > len(happened.rows):
+                self._line(Text(f"and {happened.count - len(happened.rows):,} more", FAINT), indent=4)
+        if not any(happened.rows for happened in preview.happened):
+            self._line("nothing is truncated or dropped", indent=2)
+        self._line()
+
+
+QUANTILES = {"shortest": 0.0, "median": 0.5, "95 % up to": 0.95, "longest": 1.0}
+
+
+def histogram(preview: Preview, *, width: int, sign: str) -> Iterator[Text]:
+    """A line for each bin, and one where the limit is."""
+    bins = length_bins(preview.lengths, preview.limit)
+    names = [f"{low:,}" if low == high else f"{low:,}-{high:,}" for low, high, _ in bins]
+    name_width = max(map(len, names))
+    count_width = max(len(f"{count:,}") for _, _, count in bins)
+    bar_width = min(MAX_BAR, width - name_width - count_width - 4)
+    within = [entry for entry in bins if entry.high <= preview.limit]
+    for name, entry in zip(names, bins, strict=True):
+        if entry.low > preview.limit and entry is bins[len(within)]:
+            yield _limit_line(preview)
+        bar = sign * bar_length(entry, bins, bar_width)
+        style = "" if entry.high <= preview.limit else LEFT_OUT
+        yield Text(f"{name:>{name_width}}  {entry.num_items:>{count_width},}  ").append(bar, style or "cyan")
+    if len(within) == len(bins):
+        yield _limit_line(preview)
+
+
+def bar_length(entry: Bin, bins: Sequence[Bin], width: int) -> int:
+    """Columns of a bar, in proportion; at least one where there is anything."""
+    most = max(other.num_items for other in bins)
+    return max(1, round(entry.num_items / most * width)) if entry.num_items else 0
+
+
+def _limit_line(preview: Preview) -> Text:
+    above = sum(count for length, count in preview.lengths.items() if length > preview.limit)
+    said = f"{above:,} {'is' if above == 1 else 'are'} longer" if above else "none is longer"
+    return Text(f"--- {preview.limit_is}: {said} ---", LEFT_OUT)
+
+
+def visible(text: str) -> str:
+    """The text with control characters spelled out: they would do something to the terminal."""
+    return "".join(
+        char if char in KEPT_CONTROLS or not unicodedata.category(char).startswith("C") else _spelled(char)
+        for char in text
+    )
+
+
+def _spelled(char: str) -> str:
+    if unicodedata.category(char) == "Cf" and char in "\u200d\u200c":  # join emojis and letters
+        return char
+    return char.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,113 @@
+"""Runs the checks of `rlhf doctor` and prints them: for a terminal, as JSON, or as Markdown for a bug report."""
+
+import getpass
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from rlhf_cli.backends.doctor.cluster import cluster_finding
+from rlhf_cli.backends.doctor.finding import Finding
+from rlhf_cli.backends.doctor.gpus import gpu_findings, gpus
+from rlhf_cli.backends.doctor.machine import machine_findings
+from rlhf_cli.backends.doctor.packages import installed_versions, package_findings, torch_cuda, torch_extras_finding
+from rlhf_cli.backends.doctor.smoke import smoke_findings
+from rlhf_cli.config.commands.doctor import DoctorGroup
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.version import __version__
+
+MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("ERROR", "red")}
+REPORTED_VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|TORCH|HF|OMP|DS|DEEPSPEED|TRANSFORMERS|PYTORCH|GLOO)_")
+"""Names of environment variables that change how a run behaves."""
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_IMPORT_SECONDS = 60
+
+
+def run_doctor(config: DoctorGroup) -> None:
+    """Run all checks and print them. Raises RunError if a check found an error, so that the exit status is 1."""
+    if config.as_json and config.report:
+        raise UsageError("--json and --report are two forms of the output: give one of them")
+    findings = _findings(smoke_tests=config.smoke_tests)
+    if config.as_json:
+        found = list(findings)
+        print(json.dumps({"rlhf-cli": __version__, "findings": [asdict(one) for one in found]}, indent=1))
+    elif config.report:
+        found = list(findings)
+        print(redacted(markdown(found, os.environ)))
+    else:
+        found = _shown(findings, Console(highlight=False))
+    if wrong := [one.part for one in found if one.status == "error"]:
+        raise RunError(f"{len(wrong)} of {len(found)} checks failed: {', '.join(wrong)}")
+
+
+def _findings(*, smoke_tests: bool) -> Iterator[Finding]:
+    versions = installed_versions()
+    yield from package_findings(versions)
+    if (finding := torch_extras_finding(versions, _import_error)) is not None:
+        yield finding
+    yield from gpu_findings(gpus(), torch_cuda=torch_cuda())
+    yield from machine_findings()
+    yield cluster_finding(os.environ.get("RAY_ADDRESS"))
+    if smoke_tests:
+        yield from smoke_findings()
+
+
+def _import_error(module: str) -> str | None:
+    """Return the last line of the error that importing a module raises in a new process; None if it works."""
+    command = [sys.executable, "-c", f"import {module}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS)
+    lines = done.stderr.strip().splitlines()
+    return (lines[-1] if lines else f"exit status {done.returncode}") if done.returncode else None
+
+
+def _shown(findings: Iterable[Finding], console: Console) -> list[Finding]:
+    """Print each finding as soon as it is there, with its cure in the next line; return them all."""
+    found = []
+    for finding in findings:
+        mark, colour = MARKS[finding.status]
+        line = Text(f"{mark:>7}  ", style=colour).append(f"{finding.part}: ", style="bold default")
+        console.print(line.append(finding.message, style="default"), soft_wrap=True)
+        if finding.cure:
+            console.print(f"{'':9}cure: {finding.cure}", markup=False, soft_wrap=True)
+        found.append(finding)
+    counts = ", ".join(f"{sum(one.status == status for one in found)} {MARKS[status][0]}" for status in MARKS)
+    console.print(f"{counts}; for a bug report: rlhf doctor --report", markup=False)
+    return found
+
+
+def markdown(findings: Iterable[Finding], environment: Mapping[str, str]) -> str:
+    """Return the findings as a Markdown table, and the environment variables that change how a run behaves."""
+    rows = [f"| {one.status} | {_cell(one.part)} | {_cell(one.message)} |" for one in findings]
+    names = sorted(name for name in environment if REPORTED_VARIABLES.match(name))
+    variables = [f"{name}={'(hidden)' if SECRET.search(name) else environment[name]}" for name in names]
+    table = "\n".join([f"rlhf-cli {__version__}", "", "| status | part | finding |", "|---|---|---|", *rows])
+    return table + ("\n\n```text\n" + "\n".join(variables) + "\n```" if variables else "")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def redacted(text: str) -> str:
+    """Return the text without the home folder, the user's name, this machine's name and credentials in addresses."""
+    text = _CREDENTIALS.sub("(hidden)@", text).replace(str(Path.home()), "~")
+    for name, stand_in in ((_user_name(), "(user)"), (socket.gethostname(), "(host)")):
+        if name:
+            text = re.sub(rf"\b{re.escape(name)}\b", stand_in, text)
+    return text
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without an entry, as containers have
+        return ""

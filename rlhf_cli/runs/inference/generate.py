@@ -1,0 +1,128 @@
+"""What `rlhf generate` does: a model answers prompts, rows are kept, some are selected.
+
+Leaves out how prompts are answered (answering.py), which rows are selected (data/selection.py) and whose the folder is
+(generation_folder.py).
+"""
+
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.backends.engine_group import described, rollout_backend
+from rlhf_cli.backends.output_lock import output_lock
+from rlhf_cli.backends.ray_cluster import ray_cluster
+from rlhf_cli.backends.rollout_vllm_arguments import check_vllm_args
+from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.config.commands.generate import GenerateConfig
+from rlhf_cli.config.train import TrackingConfig
+from rlhf_cli.data.selection import select_samples, summary, write_rows
+from rlhf_cli.errors import RunError
+from rlhf_cli.options import to_yaml
+from rlhf_cli.runs.inference.output_folder import SAMPLES, SELECTED, check_folder, prepare_folder, rows_done
+from rlhf_cli.runs.inference.run import (
+    Examinee,
+    Hooks,
+    answer_prompts,
+    examinee,
+    model_identity,
+    settings_identity,
+)
+from rlhf_cli.runs.reward_check import check_rewards
+from rlhf_cli.runs.run_directory import LOGS
+from rlhf_cli.tracking.sinks import read_lines
+from rlhf_cli.tracking.terminal import quiet_process
+from rlhf_cli.tracking.tracker import Tracker
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is known before anything heavy starts; `done` is None where nothing is continued."""
+
+    config: GenerateConfig
+    examinee: Examinee
+    identity: dict[str, Any]
+    done: int | None  # chunks
+
+    @property
+    def is_generated(self) -> bool:
+        return self.done == len(self.examinee.chunks)
+
+
+def run_generation(config: GenerateConfig) -> None:
+    """Answer what is not answered yet, then write what is selected; exit with 130 where Ctrl-C came between."""
+    root = Path(config.out.output)
+    with ExitStack() as stack:
+        stack.enter_context(output_lock(root))
+        check_folder(root, config.out)
+        run = _check(config, root)
+        stop = StopSignal()
+        prepare_folder(root, to_yaml(config), run.identity, keep=run.done is not None)
+        terminal = stack.enter_context(quiet_process(root / LOGS / "driver.log"))
+        tracker = Tracker(
+            TrackingConfig(use_tensorboard=False),
+            root,
+            command="generate",
+            total_steps=len(run.examinee.chunks),
+            console=terminal.console,
+            resume_step=run.done,
+            unit="chunk",
+        )
+        stack.enter_context(tracker)
+        is_generated = _generate(run, root, tracker, stop)
+        if is_generated:
+            tracker.close(facts={"Responses": str(root / SAMPLES)} | _select(config, root))
+        else:
+            tracker.close(outcome="interrupted", facts={"Continue": "the same command with --load_checkpoint"})
+    if not is_generated:
+        sys.exit(INTERRUPTED)
+
+
+def _check(config: GenerateConfig, root: Path) -> _Run:
+    """Everything that can be found wrong before the first process starts."""
+    check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
+    asked = examinee(config)
+    identity = {"command": "generate"} | settings_identity(config) | model_identity(asked)
+    rows = rows_done(root, config.out, identity)
+    run = _Run(config, asked, identity, None if rows is None else asked.chunks.whole(rows))
+    if config.reward.is_given and not run.is_generated:
+        check_rewards(config.reward, asked.data.prompts)
+    return run
+
+
+def _generate(run: _Run, root: Path, tracker: Tracker, stop: StopSignal) -> bool:
+    """Answer the chunks that are left; whether all are answered now."""
+    asked, log_dir = run.examinee, root / LOGS
+    facts = {"Model": run.config.model.pretrain, "Prompts": asked.data.report.summary}
+    if run.is_generated:
+        tracker.start(facts)
+        return True
+
+    def announce(placement: str) -> None:
+        engine = described(run.config.sampling, asked.backend)
+        model = {"Reward model": asked.reward_model.source.pretrain} if asked.reward_model else {}
+        tracker.start(facts | model | {"Engine": engine, "Placement": placement, "Logs": str(log_dir)})
+
+    with ray_cluster() as cluster:
+        return answer_prompts(
+            asked,
+            begin=run.done or 0,
+            cluster=cluster,
+            root=root,
+            log_dir=log_dir,
+            announce=announce,
+            hooks=Hooks(tracker, stop),
+        )
+
+
+def _select(config: GenerateConfig, root: Path) -> dict[str, str]:
+    """Write selected.jsonl if it is wanted; what to say about it."""
+    if config.selection.select == "none":
+        return {}
+    counts: Counter[str] = Counter()
+    write_rows(root / SELECTED, select_samples(read_lines(root / SAMPLES), config.selection, counts))
+    if not counts["rows"]:
+        raise RunError(f"nothing could be selected ({summary(counts)}); all responses are in {root / SAMPLES}")
+    return {"Selected": f"{root / SELECTED}: {summary(counts)}"}

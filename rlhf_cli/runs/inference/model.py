@@ -1,0 +1,68 @@
+"""The model that `rlhf generate` and `rlhf eval` ask: a whole one, or an adapter or checkpoint made whole meanwhile.
+
+Leaves out how the parts of a model add up (whole_models.py) and the engines that load it (generation_models.py).
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.config.model import ModelSource
+from rlhf_cli.models.classifiers import refuse_classifier
+from rlhf_cli.models.loading import (
+    TOKENIZER_FILES,
+    load_config,
+    load_tokenizer,
+    read_tokenizer,
+    resolve_model_path,
+    weights_of,
+)
+from rlhf_cli.runs.model_export import Parts, configuration, find_parts, read_back, whole_weights, write_whole
+
+
+@dataclass(frozen=True)
+class AnsweringModel:
+    """A language model before its weights are loaded; `parts` where engines cannot load it as it is."""
+
+    source: ModelSource
+    architecture: Any  # PretrainedConfig
+    tokenizer: Any
+    parts: Parts | None = None
+
+    def fingerprint(self) -> str:
+        """A hash that tells its weights from others: a folder may hold those of a later run."""
+        return weights_of(self.source.pretrain) if self.parts is None else self.parts.fingerprint()
+
+    @contextmanager
+    def whole(self, folder: Path, *, tell: Callable[[str], None]) -> Iterator[str]:
+        """What engines load: the model as it is, or `folder`, where it is written for the length of the block."""
+        if self.parts is None:
+            yield resolve_model_path(self.source.pretrain)
+            return
+        tell(f"Writing {self.source.pretrain} as a whole model for the engines, to {folder} while they run")
+        folder.mkdir(parents=True)
+        try:
+            trust = self.source.trust_remote_code
+            write_whole(self.parts, self.architecture, folder, trust_remote_code=trust)
+            # an engine might make up a weight that it does not find
+            read_back(folder, self.architecture, device_map="meta", trust_remote_code=trust)
+            yield str(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_answering_model(source: ModelSource) -> AnsweringModel:
+    """The model of the settings. UsageError where it is none, or gives scores."""
+    parts = find_parts(source.pretrain, flag="--pretrain")
+    if parts is None:
+        found = AnsweringModel(source, load_config(source), load_tokenizer(source))
+    else:
+        architecture = configuration(parts, trust_remote_code=source.trust_remote_code)
+        described = parts.file(TOKENIZER_FILES) or parts.description
+        found = AnsweringModel(source, architecture, read_tokenizer(str(described), source), parts)
+        whole_weights(parts, architecture, trust_remote_code=source.trust_remote_code)  # what does not fit is found now
+    refuse_classifier(found.architecture, f"--pretrain {source.pretrain!r}")
+    return found

@@ -1,0 +1,119 @@
+"""The folder of a generation or an evaluation: what may already be in it, whose it is, how much of it is there."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.backends.checkpoint import differences
+from rlhf_cli.config.generate import AnswersOutputConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.runs.run_directory import CONFIG, LOGS, own_logs, remove
+
+SAMPLES, SELECTED, FIGURES, IDENTITY = "samples.jsonl", "selected.jsonl", "eval.json", "generation.json"
+WHOLE_MODEL = ".whole_model"
+"""Folder of a model that is there only while engines need it."""
+LEFTOVERS = (SAMPLES, SELECTED, FIGURES, "metrics.jsonl", "run.json", CONFIG, "error.log", IDENTITY)
+BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Prompts in chunks of the same size, the last one smaller, each with some samples per prompt."""
+
+    num_prompts: int
+    size: int
+    num_samples: int
+
+    def __len__(self) -> int:
+        return -(-self.num_prompts // self.size)
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """First prompt of chunk `number`, from 0, and the one after its last."""
+        return number * self.size, min((number + 1) * self.size, self.num_prompts)
+
+    def whole(self, num_rows: int) -> int:
+        """Chunks whose rows are all among the first `num_rows`."""
+        if num_rows >= self.num_prompts * self.num_samples:
+            return len(self)
+        return num_rows // (self.size * self.num_samples)
+
+
+@contextmanager
+def answers_folder(output: str | None) -> Iterator[Path]:
+    """The folder of that name; without a name one that is gone after the block.
+
+    A failure leaves it, since messages name the logs in it.
+    """
+    if output is not None:
+        yield Path(output)
+        return
+    root, is_needed = Path(tempfile.mkdtemp(prefix="rlhf-")), False
+    try:
+        yield root
+    except Exception as error:
+        is_needed = not isinstance(error, UsageError)
+        raise
+    finally:
+        if not is_needed:
+            shutil.rmtree(root)
+
+
+def check_folder(root: Path, out: AnswersOutputConfig) -> None:
+    """Raise UsageError if the responses would mix with something else in their folder; nothing is touched."""
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"--output: {root} is a file, a folder is needed")
+    if not (root / IDENTITY).exists():
+        found = next((name for name in (CONFIG, SAMPLES, SELECTED) if (root / name).exists()), None)
+        if found is not None:
+            raise UsageError(f"--output {root} holds other things ({found}): choose a folder of its own")
+    elif not out.load_checkpoint and not out.overwrite:
+        raise UsageError(
+            f"--output {root} holds earlier responses: continue them with --load_checkpoint, replace them with "
+            "--overwrite, or choose another folder"
+        )
+
+
+def rows_done(root: Path, out: AnswersOutputConfig, identity: Mapping[str, Any]) -> int | None:
+    """Responses that are in the folder; None where none are to be continued.
+
+    Raises UsageError, naming the differences, if they were made with other settings.
+    """
+    file = root / IDENTITY
+    if not out.load_checkpoint or not file.exists():
+        return None
+    if found := differences(json.loads(file.read_text(encoding="utf-8")), identity):
+        raise UsageError(
+            f"--output {root} holds responses of other settings: {found}; use another --output, or --overwrite to "
+            "start again"
+        )
+    return num_lines(root / SAMPLES)
+
+
+def num_lines(path: Path) -> int:
+    """Lines of a file that end, 0 where there is none: a last one that was torn does not count."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))
+
+
+def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, Any], *, keep: bool) -> None:
+    """Make the folder and write down settings and identity; what was left in it is removed unless kept.
+
+    A model that engines of a killed run had loaded from it is removed in any case.
+    """
+    if (root / WHOLE_MODEL).exists():
+        shutil.rmtree(root / WHOLE_MODEL)
+    if not keep:
+        remove([*(root / name for name in LEFTOVERS), *own_logs(root / LOGS)])
+    (root / LOGS).mkdir(parents=True, exist_ok=True)
+    temporary = root / f"{IDENTITY}.tmp"
+    temporary.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, root / IDENTITY)
+    (root / CONFIG).write_text(config_yaml, encoding="utf-8")

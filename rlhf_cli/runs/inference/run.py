@@ -1,0 +1,306 @@
+"""A model answers prompts, chunk by chunk: what `rlhf generate` and `rlhf eval` have in common.
+
+Leaves out whose folder the rows go to (generation_folder.py) and what is made of them (generation.py, evaluation.py).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.backends.engine_group import rollout_backend
+from rlhf_cli.backends.ray_cluster import Cluster
+from rlhf_cli.config.generate import AnsweringConfig, SamplingConfig
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.data.decoding import text_of
+from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
+from rlhf_cli.data.selection import prompt_cells
+from rlhf_cli.data.tokenising import check_token_ids
+from rlhf_cli.models.loading import check_positions, weights_of
+from rlhf_cli.models.reward_model import RewardModel, find_reward_model
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.runs.inference.model import AnsweringModel, find_answering_model
+from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
+from rlhf_cli.runs.inference.workers import started_models
+from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
+from rlhf_cli.tracking.phases import PhaseTimer
+from rlhf_cli.trainers import rl
+from rlhf_cli.trainers.rl_batch import failure_metrics, length_metrics, rollout_metrics, score_requests, whole_groups
+from rlhf_cli.trainers.rl_evaluation import score_responses
+
+
+@dataclass(frozen=True)
+class Examinee:
+    """A model with the prompts it is asked, as far as they are known before anything heavy starts.
+
+    Its chunks are numbered from `first_step` on; `cells` are columns that all of its rows begin with.
+    """
+
+    config: AnsweringConfig
+    backend: str
+    model: AnsweringModel
+    data: PromptData
+    reward_model: RewardModel | None
+    chunks: Chunks
+    first_step: int = 1
+    cells: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Responses to one chunk of prompts; lists are by response, the samples of a prompt next to each other."""
+
+    prompts: list[Prompt]
+    requests: list[ScoreRequest]
+    generations: list[Generation]
+    scores: list[Score] | None
+
+
+@dataclass(frozen=True)
+class Answering:
+    """What turns prompts into answers: engines, the words of their tokens, and scores where there is a scorer."""
+
+    engines: rl.Engines
+    decode: Callable[[Sequence[int]], str]
+    scorer: rl.Scoring | None
+    reward_model: rl.RewardModel | None
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What is called between chunks: where rows and metrics go, and whether to stop."""
+
+    tracker: Any
+    should_stop: Callable[[], bool]
+
+
+def examinee(config: AnsweringConfig, *, first_step: int = 1, cells: Mapping[str, Any] | None = None) -> Examinee:
+    """The model of the settings with its prompts. UsageError for what can be found wrong with them."""
+    sampling, backend = config.sampling, rollout_backend(config.sampling)
+    model = find_answering_model(config.model)
+    if backend == "vllm":
+        check_positions(model.architecture, config.prompts.max_len)
+    data = load_prompts(
+        config.prompts,
+        model.tokenizer,
+        max_new_tokens=sampling.max_new_tokens,
+        seed=config.out.seed,
+        reward=config.reward,
+    )
+    check_token_ids(data.report, model.tokenizer, model.architecture, pretrain=config.model.pretrain)
+    return Examinee(
+        config,
+        backend,
+        model,
+        data,
+        _reward_model(config, model.tokenizer),
+        Chunks(len(data.prompts), sampling.rollout_batch_size, sampling.n_samples_per_prompt),
+        first_step,
+        cells or {},
+    )
+
+
+def _reward_model(config: AnsweringConfig, tokenizer: Any) -> RewardModel | None:
+    if config.reward.reward_pretrain is None:
+        return None
+    policy = ModelConfig(**config.model.model_dump())
+    return find_reward_model(config.reward.reward_pretrain, policy, tokenizer, normalize=config.reward.normalize_reward)
+
+
+def model_identity(examinee: Examinee) -> dict[str, Any]:
+    """What has to be equal for the rows of two runs to be answers of one model to the same prompts."""
+    return {
+        "fingerprint of the weights": examinee.model.fingerprint(),
+        "number of prompts": len(examinee.data.prompts),
+        "fingerprint of the prompts": examinee.data.fingerprint,
+    }
+
+
+def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
+    """What besides has to be equal for the rows of two runs to be of one; the number of engines is not part of it."""
+    sampling, reward = config.sampling, config.reward
+    return {
+        "pretrain": config.model.pretrain,
+        "param_dtype": config.model.param_dtype,
+        "rollout_backend": rollout_backend(sampling),
+        "rollout_batch_size": sampling.rollout_batch_size,
+        "n_samples_per_prompt": sampling.n_samples_per_prompt,
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "enforce_eager": sampling.enforce_eager,
+        "vllm_args": sampling.vllm_args,
+        "stop": sampling.stop,
+        "seed": config.out.seed,
+        "reward_funcs": reward.reward_funcs,
+        "reward_weights": reward.reward_weights,
+        "reward_func": reward.reward_func,
+        REWARD_FILE: reward_file_hash(reward),
+        "reward_func_weight": reward.reward_func_weight,
+        "reward_func_args": reward.reward_func_args,
+        "reward_key": reward.reward_key,
+        "reward_by_source": reward.reward_by_source,
+        "reward_pretrain": reward.reward_pretrain,
+        "fingerprint of the reward model": None
+        if reward.reward_pretrain is None
+        else weights_of(reward.reward_pretrain),
+        "reward_model_weight": reward.reward_model_weight,
+        "rewards of servers": bool(reward.remote_rm_url),
+        "remote_rm_weight": reward.remote_rm_weight,
+        "normalize_reward": reward.normalize_reward,
+    }
+
+
+def answer_prompts(
+    examinee: Examinee,
+    *,
+    begin: int,
+    cluster: Cluster,
+    root: Path,
+    log_dir: Path,
+    announce: Callable[[str], None],
+    hooks: Hooks,
+) -> bool:
+    """Start the model, answer its chunks from `begin` on and end it; whether the last chunk was reached.
+
+    `root` is the folder of the run, where a model that has to be written first is meanwhile.
+    """
+    config = examinee.config
+    with ExitStack() as stack:
+        scorer = None
+        if config.reward.is_given:
+            scorer = stack.enter_context(
+                Scorer(
+                    config.reward,
+                    tell=hooks.tracker.message,
+                    decode=partial(text_of, examinee.model.tokenizer, skip_special_tokens=False),
+                )
+            )
+        models = stack.enter_context(
+            started_models(
+                config,
+                examinee.backend,
+                examinee.reward_model,
+                weights=examinee.model.whole(root.resolve() / WHOLE_MODEL, tell=hooks.tracker.message),
+                cluster=cluster,
+                log_dir=log_dir,
+                announce=announce,
+            )
+        )
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
+
+        answering = Answering(models.engines, decode, scorer, models.reward_model)
+        return answer_chunks(answering, examinee, begin=begin, hooks=hooks)
+
+
+def answer_chunks(answering: Answering, examinee: Examinee, *, begin: int, hooks: Hooks) -> bool:
+    """Answer chunks from `begin` on and report their rows, each chunk before the next; whether the last was reached.
+
+    A chunk's metrics are kept before its rows: a folder that has all rows of a chunk lacks nothing of it.
+    """
+    chunks = examinee.chunks
+    for number in range(begin, len(chunks)):
+        timer = PhaseTimer(on_change=hooks.tracker.phase)
+        first, end = chunks.bounds(number)
+        answers = _answer(answering, examinee.data.prompts[first:end], examinee.config, first=first, timer=timer)
+        step = examinee.first_step + number
+        hooks.tracker.log(step, _metrics(answers), timer.take())
+        hooks.tracker.samples(step, sample_cells(answers, examinee, first=first))
+        if hooks.should_stop() and number + 1 < len(chunks):
+            return False
+    return True
+
+
+def _answer(
+    answering: Answering, prompts: Sequence[Prompt], config: AnsweringConfig, *, first: int, timer: PhaseTimer
+) -> Answers:
+    """Responses to prompts, the first of which is number `first`, from which the seeds of its requests are counted."""
+    sampling = config.sampling
+    asked = [prompt for prompt in prompts for _ in range(sampling.n_samples_per_prompt)]
+    count = first * sampling.n_samples_per_prompt
+    requests = [
+        GenerationRequest(prompt.prompt_ids, scattered_seed(config.out.seed, count + place))
+        for place, prompt in enumerate(asked)
+    ]
+    with timer("generate"):
+        generations = answering.engines.generate(requests, sampling_params(sampling))
+    with timer("reward"):
+        places = whole_groups(len(prompts), sampling.n_samples_per_prompt)
+        questions = score_requests(asked, generations, answering.decode, places=places)
+        scores = None
+        if answering.scorer is not None:
+            scores = score_responses(
+                answering.scorer,
+                answering.reward_model,
+                config.reward,
+                asked=asked,
+                generations=generations,
+                questions=questions,
+            )
+    return Answers(asked, questions, generations, scores)
+
+
+def sampling_params(sampling: SamplingConfig) -> SamplingParams:
+    """The settings as engines take them."""
+    is_greedy = sampling.temperature == 0
+    return SamplingParams(
+        sampling.max_new_tokens,
+        temperature=1.0 if is_greedy else sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        greedy=is_greedy,
+        stop=tuple(sampling.stop),
+    )
+
+
+def _metrics(answers: Answers) -> dict[str, float]:
+    if answers.scores is None:
+        metrics = length_metrics(answers.generations)
+    else:
+        metrics = rollout_metrics(answers.generations, answers.scores) | failure_metrics(answers.scores)
+    return metrics | {"num_tokens": float(sum(len(generation.token_ids) for generation in answers.generations))}
+
+
+def sample_cells(answers: Answers, examinee: Examinee, *, first: int) -> list[dict[str, Any]]:
+    """Rows of samples.jsonl: prompt_index counts the prompts, row the rows of the data set they come from."""
+    rows = []
+    for place, prompt in enumerate(answers.prompts):
+        number, sample = divmod(place, examinee.chunks.num_samples)
+        if sample == 0:
+            conversation = examinee.data.conversation_of(prompt)
+            cells = {"source": prompt.source, "row": prompt.index, **prompt_cells(conversation)}
+        generation = answers.generations[place]
+        row = {
+            **examinee.cells,
+            "prompt_index": first + number,
+            "sample_index": sample,
+            **cells,
+            "response": answers.requests[place].response,
+            "label": prompt.label,
+            "num_tokens": len(generation.token_ids),
+            "finish_reason": generation.finish_reason,
+            **({"data_source": prompt.data_source} if prompt.data_source is not None else {}),
+        }
+        rows.append(row | (_score_cells(answers.scores[place]) if answers.scores is not None else {}))
+    return rows
+
+
+def _score_cells(score: Score) -> dict[str, Any]:
+    return {
+        "score": score.value,
+        "scores": score.parts,
+        "verdict": score.status,
+        "detail": score.detail,
+        "answer": score.answer,
+    }

@@ -1,0 +1,79 @@
+"""What `rlhf merge` does: a model made whole (whole_models.py) and read again. Nothing is uploaded."""
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.backends.checkpoint import MANIFEST
+from rlhf_cli.backends.output_lock import new_output
+from rlhf_cli.config.commands.merge import MergeGroup
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.folders import whole_folder
+from rlhf_cli.models.loading import ADAPTER_FILE, DTYPES
+from rlhf_cli.runs.model_export import Parts, configuration, find_parts, read_back, write_whole
+
+TOKENS = tuple(range(1, 9))
+
+
+def run_merge(settings: MergeGroup) -> str:
+    """Write the whole model to the output folder, verified; what is said about it."""
+    output = Path(settings.output)
+    with new_output(output):
+        said = _write_merged(settings, output)
+    return f"{output}: {said}"
+
+
+def _write_merged(settings: MergeGroup, output: Path) -> str:
+    parts = _parts(settings)
+    config = configuration(parts, trust_remote_code=settings.trust_remote_code)
+    max_bytes = int(settings.max_shard_size * 1e9)
+    with whole_folder(output) as written:
+        num_files = write_whole(
+            parts,
+            config,
+            written,
+            dtype=DTYPES[settings.param_dtype] if settings.param_dtype else None,
+            max_bytes=max_bytes,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        checked = reload(written, config, max_bytes=max_bytes, trust_remote_code=settings.trust_remote_code)
+    return f"{checked}, {num_files} {'file' if num_files == 1 else 'files'} of weights"
+
+
+def _parts(settings: MergeGroup) -> Parts:
+    """What `model` stands for. UsageError, naming what would do, if it is nothing that can be merged."""
+    parts = find_parts(settings.model, flag="--model", base=settings.base)
+    if parts is None:
+        raise UsageError(_why_nothing(Path(settings.model).expanduser()))
+    if settings.base and parts.base is None:
+        raise UsageError(f"--base: {settings.model} is a whole model, it has no other under it")
+    return parts
+
+
+def _why_nothing(path: Path) -> str:
+    if not path.is_dir():
+        return f"--model {path}: there is no such folder"
+    if checkpoints := sorted(path.glob(f"checkpoints/step_*/{MANIFEST}")):
+        return f"--model {path} has no adapter; to turn a checkpoint into a model, give {checkpoints[-1].parent}"
+    if (path / "config.json").is_file() or (path / "model" / "config.json").is_file():
+        return f"--model {path} is a whole model already"
+    return f"--model {path} is neither an adapter ({ADAPTER_FILE}) nor a checkpoint ({MANIFEST})"
+
+
+def reload(folder: Path, config: Any, *, max_bytes: int, trust_remote_code: bool) -> str:
+    """What transformers finds in the folder, which has to be the whole model; up to that size, it also computes.
+
+    Raises:
+        RunError: it finds something else, or the model gives no finite numbers.
+    """
+    import torch
+
+    small = sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= max_bytes
+    model = read_back(folder, config, device_map=None if small else "meta", trust_remote_code=trust_remote_code)
+    said = f"{model.num_parameters() / 1e6:.1f}M parameters in {str(model.dtype).removeprefix('torch.')}, reloaded"
+    if not small:
+        return said
+    with torch.no_grad():
+        outputs = model.base_model(input_ids=torch.tensor([TOKENS])).last_hidden_state
+    if not torch.isfinite(outputs).all():
+        raise RunError("the merged model gives numbers that are not finite")
+    return f"{said} and run on {len(TOKENS)} tokens"

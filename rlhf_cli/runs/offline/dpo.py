@@ -1,0 +1,54 @@
+"""The task of `rlhf dpo`: its data, model, reference and objective."""
+
+from typing import Any
+
+from rlhf_cli.algorithms.preference import PreferenceSettings, preference_losses
+from rlhf_cli.config.commands.dpo import DPOConfig
+from rlhf_cli.config.preference import PairLossConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.adapters import require_language_model
+from rlhf_cli.models.loading import load_causal_lm
+from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.runs.offline.frozen_reference import check_reference, pair_reference, reference_identity
+from rlhf_cli.runs.offline.pair_items import load_pair_items
+from rlhf_cli.runs.offline.run import OfflineTask, offline_model
+from rlhf_cli.runs.run_identity import objective_identity
+from rlhf_cli.trainers.dpo import DPOObjective
+
+
+def dpo_task(config: DPOConfig) -> OfflineTask:
+    """Return the task of these settings, its data read. Raise UsageError for what can be found wrong with them."""
+    objective = make_objective(config.preference)
+    model = offline_model(config)
+    require_language_model(config.model, model.architecture, model.plan)
+    check_reference(config.reference, model, config.deepspeed, is_needed=objective.needs_reference)
+    items, summary = load_pair_items(config, model, share_prompts=config.preference.share_prompts, read_ends=False)
+    return OfflineTask(
+        command="dpo",
+        objective=objective,
+        items=items,
+        summary=summary,
+        model=model,
+        load=load_causal_lm,
+        wrap=PolicyModel,
+        identity=lambda: {
+            **objective_identity(config.preference),
+            **reference_identity(config.reference, model, is_needed=objective.needs_reference),
+        },
+        begin=lambda items, share: pair_reference(
+            config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
+        ),
+    )
+
+
+def make_objective(loss: PairLossConfig) -> DPOObjective:
+    """The objective of these settings. UsageError for a setting that none of the losses reads."""
+    read = {name for row in preference_losses(loss.loss) for name in row.settings}
+    names = ("beta", "label_smoothing", "simpo_gamma", "discopop_tau", "orpo_lambda")
+    given: dict[str, Any] = {name: getattr(loss, name) for name in names}
+    defaults = PairLossConfig()
+    for name, value in given.items():
+        if name not in read and value != getattr(defaults, name):
+            raise UsageError(f"{name} {value} changes nothing in loss {','.join(loss.loss)}: leave it away")
+    weights = tuple(loss.loss_weights or [1.0] * len(loss.loss))
+    return DPOObjective(tuple(loss.loss), weights, PreferenceSettings(**given), loss.nll_loss_coef)

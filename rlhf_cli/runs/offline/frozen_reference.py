@@ -1,0 +1,157 @@
+"""The reference that the settings of a preference command ask for, as the offline loop takes it."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine
+from rlhf_cli.backends.distributed import gather_rows
+from rlhf_cli.backends.reference import Columns, FrozenReference, base_results, kept_columns
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.preference import FrozenReferenceConfig, ReferenceConfig
+from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.classifiers import refuse_classifier
+from rlhf_cli.models.loading import load_config, load_tokenizer
+from rlhf_cli.models.reward_model import require_same_tokens
+from rlhf_cli.runs.offline.run import Items, Reference
+from rlhf_cli.runs.run_identity import model_identity
+from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.trainers import dpo, kto
+from rlhf_cli.trainers.loop import Share
+from rlhf_cli.trainers.reference_columns import all_results, digest_of_pairs, digest_of_responses
+
+Forwards = dict[str, Callable[[Any, Any], Any]]
+"""What is asked of the reference, by the column it becomes."""
+
+
+def check_reference(
+    reference: FrozenReferenceConfig, model: TrainedModel, settings: DeepSpeedConfig, *, is_needed: bool
+) -> None:
+    """UsageError for a reference that cannot be had, or that is asked for and not needed."""
+    if not is_needed and reference != type(reference)():
+        raise UsageError("the loss compares with no reference: leave the settings of the reference away")
+    moves = isinstance(reference, ReferenceConfig) and reference.ref_sync_steps > 0
+    if moves and model.plan is not None:
+        raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
+    if moves and settings.zero_stage == 3:
+        raise UsageError("ref_sync_steps does not go with --zero_stage 3, which partitions both models")
+    if reference.ref_pretrain is not None:
+        _check_given(_source(reference, model), model)
+
+
+def _check_given(source: ModelConfig, model: TrainedModel) -> None:
+    """UsageError for a model that cannot be the reference, or reads other token ids than the trained one."""
+    what = f"--ref_pretrain {source.pretrain!r}"
+    try:
+        architecture, tokenizer = load_config(source), load_tokenizer(source)
+    except UsageError as error:
+        raise UsageError(f"--ref_pretrain: {error}") from error
+    refuse_classifier(architecture, what)
+    require_same_tokens(tokenizer, model.tokenizer, what)
+    last_token = max(model.tokenizer.get_vocab().values())
+    sizes = [config.get_text_config().vocab_size for config in (architecture, model.architecture)]
+    if sizes[0] < min(last_token + 1, sizes[1]):  # rows of padding beyond the tokens may differ
+        raise UsageError(f"{what} has {sizes[0]:,} embeddings, fewer than the {last_token + 1:,} tokens it would read")
+
+
+def _source(reference: FrozenReferenceConfig, model: TrainedModel) -> ModelConfig:
+    changes = {"compile_model": False} | ({"pretrain": reference.ref_pretrain} if reference.ref_pretrain else {})
+    return model.base.model_copy(update=changes)
+
+
+def reference_identity(
+    reference: FrozenReferenceConfig, model: TrainedModel, *, is_needed: bool = True
+) -> dict[str, Any]:
+    """Return what has to be equal of the reference for a checkpoint to be continued."""
+    source = _source(reference, model).pretrain if is_needed else None
+    weights = model_identity("reference", source)
+    if not isinstance(reference, ReferenceConfig):
+        return weights
+    return weights | {"ref_sync_steps": reference.ref_sync_steps, "ref_mixup_alpha": reference.ref_mixup_alpha}
+
+
+def pair_reference(
+    settings: ReferenceConfig,
+    objective: dpo.DPOObjective,
+    items: Items,
+    share: Share,
+    *,
+    model: TrainedModel,
+    deepspeed: DeepSpeedConfig,
+) -> tuple[Items, Reference]:
+    """The pairs with the reference's log-probabilities, or the reference that is asked in every step."""
+    infer: dpo.Infer | None = None
+    moves: dict[str, Any] = {}
+    if objective.needs_reference and settings.precompute_ref_log_probs:
+        precomputed = _Precomputed(_source(settings, model), deepspeed, share, {dpo.REF: dpo.batch_logprobs})
+        items = precomputed.added_to(items, digest_of_pairs)
+    elif objective.needs_reference and model.plan is not None and settings.ref_pretrain is None:
+        infer = base_results(dpo.batch_logprobs)
+    elif objective.needs_reference:
+        frozen = FrozenReference(_source(settings, model), deepspeed)
+        infer = frozen.results(dpo.batch_logprobs)
+        moves = _moves(frozen, settings)
+    preparation = dpo.PairPreparation(objective, infer, gather_rows)
+    return items, Reference(prepare=preparation if preparation.is_needed else None, **moves)
+
+
+def _moves(frozen: FrozenReference, settings: ReferenceConfig) -> dict[str, Any]:
+    """Hooks that move the reference, where it moves."""
+    if settings.ref_sync_steps == 0:
+        return {}
+
+    def after_step(engine: DeepSpeedEngine, step: int) -> None:
+        if step % settings.ref_sync_steps == 0:
+            frozen.move(engine, settings.ref_mixup_alpha)
+
+    return {"after_step": after_step, "save": frozen.save, "load": frozen.load}
+
+
+def labelled_reference(
+    settings: FrozenReferenceConfig,
+    objective: kto.KTOObjective,
+    items: Items,
+    share: Share,
+    *,
+    model: TrainedModel,
+    deepspeed: DeepSpeedConfig,
+) -> tuple[Items, Reference]:
+    """The responses with the reference's log-probabilities, or the reference that is asked in every step."""
+    reference = None
+    if settings.precompute_ref_log_probs:
+        forwards: Forwards = {kto.REF: kto.matched_logprobs, kto.MISMATCHED_REF: kto.mismatched_logprobs}
+        precomputed = _Precomputed(_source(settings, model), deepspeed, share, forwards)
+        items = precomputed.added_to(items, digest_of_responses)
+    else:
+        is_base = model.plan is not None and settings.ref_pretrain is None
+        asked = base_results if is_base else FrozenReference(_source(settings, model), deepspeed).results
+        reference = kto.LabelledReference(asked(kto.matched_logprobs), asked(kto.mismatched_logprobs))
+    return items, Reference(prepare=kto.KTOPreparation(objective, reference, gather_rows))
+
+
+class _Precomputed:
+    """Columns of a reference for whole data sets; the model is loaded only where they are not on disk, and once."""
+
+    def __init__(self, source: ModelConfig, deepspeed: DeepSpeedConfig, share: Share, forwards: Forwards) -> None:
+        self._source, self._deepspeed, self._share, self._forwards = source, deepspeed, share, forwards
+
+    @functools.cached_property
+    def _model(self) -> FrozenReference:
+        return FrozenReference(self._source, self._deepspeed)
+
+    def added_to(self, items: Items, digest: Callable[[Any], str]) -> Items:
+        """The items with the columns."""
+        evaluated = None if items.eval_data is None else self._completed(items.eval_data, digest)
+        return Items(self._completed(items.data, digest), evaluated)
+
+    def _completed(self, part: Any, digest: Callable[[Any], str]) -> Any:
+        said = " ".join([digest(part), *self._forwards])
+        return replace(part, columns=part.columns | kept_columns(self._source, said, lambda: self._columns(part)))
+
+    def _columns(self, part: Any) -> Columns:
+        return {
+            name: all_results(self._model, forward, part, share=self._share, gather=gather_rows)
+            for name, forward in self._forwards.items()
+        }

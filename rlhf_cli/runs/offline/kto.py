@@ -1,0 +1,64 @@
+"""The task of `rlhf kto`: its data, model, reference and objective."""
+
+from typing import Any
+
+from rlhf_cli.algorithms.kto import UnpairedSettings, balanced_weights, finish_kto_metrics
+from rlhf_cli.config.commands.kto import KTOConfig
+from rlhf_cli.config.preference import UnpairedLossConfig
+from rlhf_cli.data.preference_data import LabelledData, load_labelled
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.adapters import require_language_model
+from rlhf_cli.models.loading import load_causal_lm
+from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.runs.offline.frozen_reference import check_reference, labelled_reference, reference_identity
+from rlhf_cli.runs.offline.run import OfflineTask, load_items, offline_model
+from rlhf_cli.runs.run_identity import objective_identity
+from rlhf_cli.trainers.kto import KTOObjective, LabelledItems, partners_of
+
+
+def kto_task(config: KTOConfig) -> OfflineTask:
+    """Return the task of these settings, its data read. Raise UsageError for what can be found wrong with them."""
+    loss, data = config.preference, config.data
+    settings = UnpairedSettings(loss.beta, loss.desirable_loss_weight, loss.undesirable_loss_weight)
+    objective = KTOObjective(loss.loss, settings)
+    model = offline_model(config)
+    require_language_model(config.model, model.architecture, model.plan)
+    check_reference(config.reference, model, config.deepspeed, is_needed=True)
+
+    def load(**source: Any) -> LabelledItems:
+        labelled = load_labelled(data, model.tokenizer, seed=config.batch.seed, **source)
+        return LabelledItems(labelled, partners_of(labelled), {})
+
+    items = load_items(data, model, load)
+    train = items.data.data
+    return OfflineTask(
+        command="kto",
+        objective=objective,
+        items=items,
+        summary=f"{train.report.summary}; {balance(train, loss)}",
+        model=model,
+        load=load_causal_lm,
+        wrap=PolicyModel,
+        finish_metrics=finish_kto_metrics,
+        identity=lambda: objective_identity(loss) | reference_identity(config.reference, model),
+        begin=lambda items, share: labelled_reference(
+            config.reference, objective, items, share, model=model, deepspeed=config.deepspeed
+        ),
+    )
+
+
+def balance(data: LabelledData, loss: UnpairedLossConfig) -> str:
+    """Whether the weights make up for the numbers of both kinds, for the terminal. UsageError if one is missing."""
+    num_desirable = int(data.desirable.sum())
+    num_undesirable = len(data.desirable) - num_desirable
+    try:
+        least, greatest = balanced_weights(num_desirable, num_undesirable)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    said = f"{num_desirable:,} desirable, {num_undesirable:,} undesirable"
+    weight = loss.undesirable_loss_weight
+    if weight > 0 and least <= loss.desirable_loss_weight / weight <= greatest:
+        return said
+    return (
+        f"{said}: with --undesirable_loss_weight 1 a --desirable_loss_weight of {least:.3g} to {greatest:.3g} balances"
+    )

@@ -1,0 +1,41 @@
+"""Preference pairs of the settings as items of the offline loop, for `rm` and `dpo`."""
+
+from typing import Any, Protocol
+
+from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.train import OfflineBatchConfig
+from rlhf_cli.data.preference_data import load_pairs
+from rlhf_cli.models.varlen import VARLEN
+from rlhf_cli.runs.offline.run import Items, load_items
+from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.trainers.pairs import PairItems, margins
+from rlhf_cli.trainers.rm import MARGIN
+
+
+class PairConfig(Protocol):
+    """What is read of the settings."""
+
+    @property
+    def data(self) -> PreferenceDataConfig: ...
+    @property
+    def batch(self) -> OfflineBatchConfig: ...
+
+
+def load_pair_items(
+    config: PairConfig, model: TrainedModel, *, share_prompts: bool, read_ends: bool, with_margin: bool = False
+) -> tuple[Items, str]:
+    """Training and evaluation pairs, and the line about the former for the terminal.
+
+    Prompts are shared where that is wanted and the attention kernel can. UsageError where a margin is wanted and
+    missing.
+    """
+    share = share_prompts and model.attention == VARLEN
+    data, seed = config.data, config.batch.seed
+
+    def load(**source: Any) -> PairItems:
+        pairs = load_pairs(data, model.tokenizer, seed=seed, **source)
+        return PairItems(pairs, share, read_ends, {MARGIN: margins(pairs)} if with_margin else {})
+
+    items = load_items(data, model, load)
+    said = "prompts shared by their responses" if share else "prompts repeated for each response"
+    return items, f"{items.data.data.report.summary}; {said}"

@@ -1,0 +1,44 @@
+"""The task of `rlhf rm`: its data, model and objective."""
+
+from typing import Any
+
+from rlhf_cli.config.commands.rm import RMConfig
+from rlhf_cli.models.classifiers import padding_token, refuse_several_labels
+from rlhf_cli.models.loading import load_value_backbone
+from rlhf_cli.models.policy import ValueModel
+from rlhf_cli.runs.offline.pair_items import load_pair_items
+from rlhf_cli.runs.offline.run import OfflineTask, offline_model
+from rlhf_cli.runs.run_identity import objective_identity
+from rlhf_cli.trainers.rm import RewardObjective, finish_reward_metrics
+
+
+def rm_task(config: RMConfig) -> OfflineTask:
+    """Return the task of these settings, its data read. Raise UsageError for what can be found wrong with them."""
+    loss = config.reward
+    model = offline_model(config)
+    refuse_several_labels(model.architecture, f"--pretrain {model.base.pretrain!r}")
+    items, summary = load_pair_items(
+        config, model, share_prompts=loss.share_prompts, read_ends=True, with_margin=loss.margin_loss
+    )
+    if padding_token(model.tokenizer, model.architecture) is None:
+        summary += "; no token is free for padding: transformers will score one sequence at a time"
+    return OfflineTask(
+        command="rm",
+        objective=RewardObjective(loss.loss, loss.margin_loss, loss.center_rewards_coefficient),
+        items=items,
+        summary=summary,
+        model=model,
+        load=load_value_backbone,
+        wrap=ValueModel,
+        finish_metrics=finish_reward_metrics,
+        identity=lambda: objective_identity(loss),
+        describe=reward_statistics,
+    )
+
+
+def reward_statistics(evaluated: dict[str, float]) -> dict[str, Any]:
+    """What the model's configuration says of its rewards on the evaluation data, for `--normalize_reward`.
+
+    Without such data None: the model that training began with may have said something of its own.
+    """
+    return {f"reward_{name}": evaluated.get(key) for name, key in (("mean", "reward"), ("std", "reward_std"))}

@@ -1,0 +1,336 @@
+"""What every offline command does around its objective: run directory, engine, checkpoints, tracking, the model."""
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from rlhf_cli.backends import distributed, distributed_env
+from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
+from rlhf_cli.backends.deepspeed_config import check_deepspeed
+from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, seed_everything
+from rlhf_cli.backends.launch import stop_with_launcher
+from rlhf_cli.backends.partitioned_loading import partitioned_loading
+from rlhf_cli.backends.roles import describe_model, save_whole_model
+from rlhf_cli.backends.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
+from rlhf_cli.config.commands.offline import OfflineConfig
+from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.data.sampling import StepBatches
+from rlhf_cli.data.tokenising import check_token_ids
+from rlhf_cli.environment import resume_collector
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.adapters import load_with_adapter, parameters_said
+from rlhf_cli.models.attention import attention_note
+from rlhf_cli.models.loading import (
+    check_loadable,
+    dtype_note,
+    quadratic_cost,
+)
+from rlhf_cli.models.routers import check_router_loss
+from rlhf_cli.options import to_yaml
+from rlhf_cli.runs.conclusion import conclude
+from rlhf_cli.runs.run_directory import (
+    RunDirectory,
+    begin_log,
+    check_not_replaced,
+    held_output,
+    prepare_run_directory,
+    run_directory,
+)
+from rlhf_cli.runs.run_identity import adapter_identity, model_identity, tokenizer_identity
+from rlhf_cli.runs.trained_model import TrainedModel, trained_model
+from rlhf_cli.tracking.report import write_report
+from rlhf_cli.tracking.rows_bar import rows_bar
+from rlhf_cli.tracking.terminal import quiet_process
+from rlhf_cli.tracking.tracker import SilentTracker, Tracker
+from rlhf_cli.trainers.loop import Finished, Hooks, Objective, Prepare, Schedule, Share, train
+
+
+@dataclass(frozen=True)
+class Items:
+    """What is trained on and, where there is any, what is evaluated on: each an `ItemData` of the command's own."""
+
+    data: Any
+    eval_data: Any | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What an objective compares the trained model with.
+
+    `prepare` is called with the micro-batches of every step, `after_step` (engine, step) after every step; `save` and
+    `load` take the folder of a checkpoint, every rank calls them.
+    """
+
+    prepare: Prepare | None = None
+    after_step: Callable[[Any, int], None] | None = None
+    save: Callable[[Path], None] | None = None
+    load: Callable[[Path], None] | None = None
+
+
+def no_reference(items: Items, share: Share) -> tuple[Items, Reference]:
+    """For objectives that compare with nothing."""
+    del share
+    return items, Reference()
+
+
+def offline_model(config: OfflineConfig) -> TrainedModel:
+    """The model of an offline command. UsageError as `trained_model`, and where this process could not load it."""
+    check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype)
+    model = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    check_not_replaced(config.checkpoint, config.model.pretrain, model.base.pretrain)
+    check_router_loss(config.optim.aux_loss_coef, model.architecture)
+    in_4bit = model.plan is not None and model.plan.in_4bit
+    check_loadable(model.base, model.architecture, in_4bit=in_4bit, partitioned=config.deepspeed.zero_stage == 3)
+    return model
+
+
+def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., Any]) -> Items:
+    """Training and evaluation data; `load(dataset=..., split=..., progress=...)` makes items of one of them.
+
+    UsageError where they have tokens that the model has not.
+    """
+    rank, _ = distributed_env.rank_and_world_size()
+    with rows_bar(shown=rank == 0) as progress:
+
+        def checked(dataset: str, split: str) -> Any:
+            items = load(dataset=dataset, split=split, progress=progress)
+            check_token_ids(items.data.report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
+            return items
+
+        train = checked(data.dataset, data.dataset_split)
+        return Items(train, None if data.eval_dataset is None else checked(data.eval_dataset, data.eval_split))
+
+
+@dataclass(frozen=True)
+class OfflineTask:
+    """What is trained, on what, and by which objective."""
+
+    command: str
+    objective: Objective
+    items: Items
+    summary: str  # of the data, for the terminal
+    model: TrainedModel
+    load: Callable[..., Any]  # `load_causal_lm` or `load_value_backbone`
+    wrap: Callable[[Any], Any]  # Hugging Face model -> module that the objective calls
+    # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
+    begin: Callable[[Items, Share], tuple[Items, Reference]] = no_reference
+    finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
+    # What has to be equal for a checkpoint to be continued, besides what every command has; rank 0 calls it.
+    identity: Callable[[], dict[str, Any]] = dict
+    # Metrics of the last evaluation -> settings to be saved in the model's configuration.
+    describe: Callable[[dict[str, float]], dict[str, Any]] = lambda evaluated: {}
+
+
+def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
+    """Train the task from its newest checkpoint, or from the start, to the end; save the model and the report."""
+    check_items(config, task.items)
+    rank, _ = distributed_env.rank_and_world_size()
+    with held_output(config.checkpoint) if rank == 0 else nullcontext():
+        finished = _train(config, task)
+    if finished.interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
+    rank, num_ranks = distributed_env.rank_and_world_size()
+    paths = run_directory(config.checkpoint)
+    store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
+    resume = store.latest() if config.checkpoint.load_checkpoint else None
+    continues = resume is not None
+    is_rank = distributed_env.is_under_launcher()
+    stop = StopSignal(echo_seconds=ECHO_SECONDS if is_rank else 0.0)
+    if is_rank:
+        stop_with_launcher()
+    with quiet_process(begin_log(paths, rank, keep=continues)) as terminal:
+        distributed.join_process_group()
+        try:
+            identity = distributed.by_first_rank(lambda: checked_identity(config, task, resume, num_ranks=num_ranks))
+        except UsageError:
+            stop.restore()  # so that a launcher can end the other ranks before they repeat the sentence
+            distributed.leave_process_group()
+            raise
+        seed_everything(config.batch.seed)
+        share = Share(rank, num_ranks, config.batch, quadratic_cost(task.model.architecture))
+        items, reference = task.begin(task.items, share)
+        hf_model, engine = _build(config, task)
+        if resume is not None:
+            engine.load(resume.path / "model")
+            if reference.load is not None:
+                reference.load(resume.path / "model")
+        if rank == 0:  # not before: what cannot be built must not cost an earlier run
+            settings = to_yaml(cast(BaseModel, config))
+            prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
+        resume_collector()
+        run = _Run(config, task, items, reference, share, paths, store, identity, hf_model, engine)
+        with run.tracker(terminal.console, resume) if rank == 0 else SilentTracker() as tracker:
+            finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
+            if not finished.interrupted:
+                for name, value in task.describe(finished.evaluated).items():
+                    setattr(hf_model.config, name, value)
+                save_whole_model(engine, hf_model, task.model.tokenizer, paths.model)
+            conclude(tracker, paths, finished)
+        if rank == 0:
+            write_report(paths.root)
+        distributed.leave_process_group()
+    return finished
+
+
+def check_items(config: OfflineConfig, items: Items) -> None:
+    """UsageError for items that no micro-batch can hold, and for settings of an evaluation without one."""
+    given = config.batch.changed("eval_steps", "stop_eval_loss")
+    if items.eval_data is None and given:
+        raise UsageError(f"{given} is about evaluations: give --eval_dataset")
+    budget = config.batch.train_max_tokens_per_gpu
+    for what, part in (("training", items.data), ("evaluation", items.eval_data)):
+        longest = int(part.lengths.max()) if part is not None else 0
+        if longest > budget:
+            raise UsageError(
+                f"the longest item of the {what} data takes {longest} tokens of a micro-batch, where pairs have both "
+                f"responses: raise train_max_tokens_per_gpu {budget}, or lower max_len {config.data.max_len}"
+            )
+
+
+def checked_identity(
+    config: OfflineConfig, task: OfflineTask, resume: Checkpoint | None, *, num_ranks: int
+) -> dict[str, Any]:
+    """Return what has to be equal for a checkpoint to be continued. Raise UsageError if `resume` is of another run."""
+    data, model = task.items.data, task.model
+    identity = {
+        "command": task.command,
+        "number of ranks": num_ranks,
+        "zero_stage": config.deepspeed.zero_stage,
+        "param_dtype": config.model.param_dtype,
+        **model_identity("model", model.base.pretrain, model.plan),
+        **adapter_identity(model.plan),
+        **tokenizer_identity(model.tokenizer),
+        "number of training rows": len(data.lengths),
+        "number of trained tokens": int(data.num_trained.sum()),
+        "contents of the training rows": data.data.fingerprint(),
+        "train_batch_size": config.batch.train_batch_size,
+        "max_epochs": config.batch.max_epochs,
+        "max_steps": config.batch.max_steps,
+        "seed": config.batch.seed,
+        **config.optim.kept(),
+        "aux_loss_coef": config.optim.aux_loss_coef,
+        **task.identity(),
+    }
+    if resume is not None:
+        check_same_run(resume, identity)
+    return identity
+
+
+def _build(config: OfflineConfig, task: OfflineTask) -> tuple[Any, DeepSpeedEngine]:
+    partition = partitioned_loading(config.deepspeed, param_dtype=config.model.param_dtype)
+    hf_model = load_with_adapter(
+        task.load, task.model.base, task.model.plan, device=distributed.device(), partition=partition
+    )
+    engine = DeepSpeedEngine(
+        task.wrap(hf_model),
+        config.deepspeed,
+        optim=config.optim,
+        learning_rate=config.optim.learning_rate,
+        total_steps=total_steps(config, task),
+        param_dtype=config.model.param_dtype,
+    )
+    return hf_model, engine
+
+
+def total_steps(config: OfflineConfig, task: OfflineTask) -> int:
+    """Optimizer steps of the whole run."""
+    batch = config.batch
+    batches = StepBatches(
+        len(task.items.data.lengths), batch_size=batch.train_batch_size, epochs=batch.max_epochs, seed=batch.seed
+    )
+    return min(len(batches), batch.max_steps or len(batches))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Everything built, on one rank."""
+
+    config: OfflineConfig
+    task: OfflineTask
+    items: Items
+    reference: Reference
+    share: Share
+    paths: RunDirectory
+    store: CheckpointStore
+    identity: dict[str, Any]
+    hf_model: Any
+    engine: DeepSpeedEngine
+
+    def tracker(self, console: Any, resume: Checkpoint | None) -> Tracker:
+        tracker = Tracker(
+            self.config.tracking,
+            self.paths.root,
+            command=self.task.command,
+            total_steps=total_steps(self.config, self.task),
+            console=console,
+            resume_step=resume.step if resume else None,
+            saved=resume.state["tracker"] if resume else None,
+        )
+        said = f"{self.config.model.pretrain}, {parameters_said(self.hf_model)}"
+        model, on_gpu = self.task.model, distributed.device().type == "cuda"
+        notes = attention_note(model.attention, model.architecture, on_gpu=on_gpu) | dtype_note(self.config.model)
+        tracker.start({"Model": said, "Data": self.task.summary, **notes})
+        return tracker
+
+    def train(self, tracker: Any, stop: StopSignal, *, start_step: int) -> Finished:
+        config = self.config
+        return train(
+            self.engine,
+            self.task.objective,
+            data=self.items.data,
+            eval_data=self.items.eval_data,
+            share=self.share,
+            schedule=Schedule(
+                start_step=start_step,
+                total_steps=total_steps(config, self.task),
+                save_steps=config.checkpoint.save_steps,
+                eval_steps=config.batch.eval_steps,
+                max_skipped_steps=config.optim.max_skipped_steps,
+                stop_eval_loss=config.batch.stop_eval_loss,
+            ),
+            hooks=Hooks(
+                tracker,
+                lambda step: self.save_checkpoint(step, tracker.state()),
+                lambda: distributed.any_rank(stop()),
+                prepare=self.reference.prepare,
+                after_step=self.reference.after_step,
+                finish_metrics=self.task.finish_metrics,
+            ),
+        )
+
+    def save_checkpoint(self, step: int, tracker_state: dict[str, Any]) -> None:
+        """Write the checkpoint of a step; every rank calls it, rank 0 makes the folder and publishes it."""
+        rank, _ = distributed_env.rank_and_world_size()
+        with ExitStack() as stack:
+            failure: RunError | None = None
+            if rank == 0:
+                needed = self.engine.checkpoint_bytes()
+                state = {"identity": self.identity, "tracker": tracker_state}
+                try:
+                    stack.enter_context(self.store.writing(step, state, needed_bytes=needed))
+                except RunError as error:
+                    failure = error
+            if distributed.any_rank(failure is not None):
+                raise failure or SystemExit(1)  # rank 0 says why
+            self._save_own_part(step, rank)
+
+    def _save_own_part(self, step: int, rank: int) -> None:
+        folder = self.store.aside() / "model"
+        try:
+            folder.mkdir(exist_ok=True)
+            self.engine.save(folder)
+            describe_model(self.hf_model, self.task.model.tokenizer, folder)
+            if self.reference.save is not None:
+                self.reference.save(folder)
+        except (OSError, RuntimeError) as error:
+            if rank == 0:
+                raise  # the store makes a sentence of it and removes what was written
+            raise RunError(f"rank {rank} could not write its part of the checkpoint of step {step}: {error}") from error

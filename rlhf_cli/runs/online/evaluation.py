@@ -1,0 +1,99 @@
+"""Evaluation during an online command: its prompts, where the best model is kept, and what a checkpoint holds of it."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rlhf_cli.backends.checkpoint import Checkpoint
+from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.data.prompts import PromptData, load_prompts
+from rlhf_cli.data.rollouts import SamplingParams
+from rlhf_cli.models.folders import whole_folder
+from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.runs.online.start_roles import OnlineRoles
+from rlhf_cli.runs.run_directory import BEST_FILE, RunDirectory, set_later_best_aside
+from rlhf_cli.tracking.figures import number
+from rlhf_cli.tracking.tracker import Tracker
+from rlhf_cli.trainers.rl_evaluation import Best, EvaluationState, EvaluationTask, Evaluator
+
+
+def load_evaluation_prompts(config: OnlineConfig, tokenizer: Any) -> PromptData | None:
+    """The held-out prompts, rendered like those of training; None where none are given."""
+    evaluation = config.evaluation
+    if evaluation.eval_dataset is None:
+        return None
+    source = {
+        "prompt_data": evaluation.eval_dataset,
+        "prompt_data_probs": None,
+        "prompt_split": evaluation.eval_split,
+        "pass_rate_range": None,
+        "max_samples": evaluation.eval_max_samples,
+    }
+    return load_prompts(
+        config.prompts.model_copy(update=source),
+        tokenizer,
+        max_new_tokens=config.rollout.max_new_tokens,
+        seed=config.batch.seed,
+        reward=config.reward,
+    )
+
+
+def evaluation_task(
+    config: OnlineConfig,
+    data: PromptData | None,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    total_iterations: int,
+) -> EvaluationTask:
+    """What the settings ask for."""
+    temperature, rollout = config.evaluation.eval_temperature, config.rollout
+    greedy = SamplingParams(rollout.max_new_tokens, greedy=True, stop=tuple(rollout.stop))
+    return EvaluationTask(
+        config=config.evaluation,
+        reward=config.reward,
+        prompts=data.prompts if data else (),
+        decode=decode,
+        sampling=replace(greedy, greedy=False, temperature=temperature) if temperature else greedy,
+        seed=config.batch.seed,
+        total_iterations=total_iterations,
+        engines_lose_weights=rollout.vllm_enable_sleep,
+    )
+
+
+def make_evaluator(
+    task: EvaluationTask,
+    started: OnlineRoles,
+    scorer: Scorer,
+    tracker: Tracker,
+    *,
+    paths: RunDirectory,
+    resume: Checkpoint | None,
+) -> Evaluator:
+    """The evaluator of a run, which goes on where the checkpoint `resume` was made, if there is one."""
+
+    def save_best(best: Best) -> None:
+        with whole_folder(paths.best) as folder:
+            started.actor.trained.save_model(folder)
+            said = {"metric": task.config.best_metric_key, **asdict(best)}
+            (folder / BEST_FILE).write_text(json.dumps(said) + "\n", encoding="utf-8")
+
+    state = EvaluationState() if resume is None else EvaluationState.of(resume.state["evaluation"])
+    return Evaluator(task, started.with_scorer(scorer), tracker, save_best=save_best, state=state)
+
+
+def forget_later_best(paths: RunDirectory, resume: Checkpoint, say: Callable[[str], None]) -> None:
+    """Move a best model out of the way that the checkpoint does not know, and report it."""
+    known = EvaluationState.of(resume.state["evaluation"]).best
+    if aside := set_later_best_aside(paths, known=known.iteration if known else None):
+        say(f"{paths.best} was saved after the checkpoint of iteration {resume.step}: it is {aside.name} now")
+
+
+def best_facts(evaluator: Evaluator, paths: RunDirectory) -> dict[str, str]:
+    """What to say about the best model at the end of a run."""
+    best = evaluator.state.best
+    if best is None:
+        return {}
+    metric = evaluator.task.config.best_metric_key
+    where = paths.best if paths.best.exists() else "not kept"  # a killed run may have replaced it by a later one
+    return {"Best model": f"{where}: {metric} {number(best.value)} after iteration {best.iteration}"}

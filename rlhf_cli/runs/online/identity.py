@@ -1,0 +1,104 @@
+"""The identity of an online run, which must be equal for a checkpoint to be continued."""
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.config.commands.online import FilteringConfig, OnlineConfig
+from rlhf_cli.config.online import CriticPlacementConfig, RolloutConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.data.prompts import PromptData
+from rlhf_cli.runs.online.models import OnlineModels
+from rlhf_cli.runs.run_identity import adapter_identity, model_identity, objective_identity, tokenizer_identity
+
+ENGINES = {"rollout_backend", "enable_prefix_caching", "enforce_eager"}
+LENGTH = {"num_episodes", "max_iterations"}
+"""Settings of the length of a run, which its number of iterations stands for."""
+HOW_ENGINES_RUN = frozenset(ENGINES | LENGTH | {name for name in RolloutConfig.model_fields if "vllm_" in name})
+HOW_REWARDS_RUN = frozenset(
+    {
+        "reward_func",
+        "reward_pretrain",
+        "reward_timeout",
+        "reward_retries",
+        "reward_num_workers",
+        "reward_max_failures",
+        "code_unsandboxed",
+        "remote_rm_url",
+        "remote_rm_timeout",
+        "remote_rm_batch_size",
+        "remote_rm_api_key_env",
+    }
+)
+"""Settings of rewards that change how they are computed or where their files are, and not their values."""
+
+
+def online_identity(
+    config: OnlineConfig,
+    models: OnlineModels,
+    data: PromptData,
+    *,
+    command: str,
+    algorithm: Algorithm,
+    iterations: int,
+) -> dict[str, Any]:
+    """Return what has to be equal for a checkpoint to be continued, as JSON.
+
+    The objective's settings are part of it, the number of its passes over the responses of an iteration is not.
+    """
+    return {
+        "command": command,
+        "algorithm": algorithm.name,
+        "param_dtype": config.model.param_dtype,
+        **_roles(config, models),
+        **tokenizer_identity(models.policy.tokenizer),
+        "number of prompts": len(data.prompts),
+        "contents of the prompts": data.fingerprint,
+        **objective_identity(config.rollout, besides=HOW_ENGINES_RUN),
+        "train_batch_size": config.batch.train_batch_size,
+        **config.optim.kept(),
+        "aux_loss_coef": config.optim.aux_loss_coef,
+        **objective_identity(config.policy),
+        **_rewards(config.reward),
+        **config.reference.model_dump(mode="json"),
+        **_filtering(config),
+        "seed": config.batch.seed,
+        "iterations": iterations,
+    }
+
+
+def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, Any]:
+    placement, policy, critic = config.placement, models.policy, models.critic
+    roles = {
+        "zero_stage": config.deepspeed.zero_stage,
+        "number of actor ranks": placement.actor_num_nodes * placement.actor_num_gpus_per_node,
+        **model_identity("policy", policy.base.pretrain, policy.plan),
+        **adapter_identity(policy.plan),
+        **model_identity("reward model", models.reward.source.pretrain if models.reward else None),
+    }
+    if critic is None:
+        return roles
+    assert isinstance(placement, CriticPlacementConfig)
+    return {
+        **roles,
+        "zero stage of the critic": config.deepspeed.of("critic").zero_stage,
+        "number of critic ranks": placement.critic_num_nodes * placement.critic_num_gpus_per_node,
+        **model_identity("critic", critic.base.pretrain, critic.plan),
+        **adapter_identity(critic.plan, suffix=" of the critic"),
+    }
+
+
+def _rewards(reward: OnlineRewardConfig) -> dict[str, Any]:
+    return {
+        **objective_identity(reward, besides=HOW_REWARDS_RUN),
+        "reward_func": Path(reward.reward_func).name if reward.reward_func else None,
+        "reward servers": bool(reward.remote_rm_url),
+    }
+
+
+def _filtering(config: OnlineConfig) -> dict[str, Any]:
+    """Return which groups count; the number of prompts that are asked for them is not part of it."""
+    if not isinstance(config, FilteringConfig):
+        return {}
+    names = {"dynamic_filtering", "dynamic_filtering_reward_range"}
+    return config.dynamic.model_dump(mode="json", include=names)

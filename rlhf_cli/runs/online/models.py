@@ -1,0 +1,113 @@
+"""The models of an online command, found and held against each other before any weight is read; its roles."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.config.commands.online import CriticConfig, OnlineConfig
+from rlhf_cli.config.online import RolloutConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.adapters import require_language_model
+from rlhf_cli.models.classifiers import refuse_several_labels
+from rlhf_cli.models.loading import check_trainable
+from rlhf_cli.models.reward_model import RewardModel, find_reward_model, require_same_tokens
+from rlhf_cli.runs.run_directory import check_not_replaced
+from rlhf_cli.runs.trained_model import TrainedModel, trained_model
+
+
+@dataclass(frozen=True)
+class OnlineModels:
+    """What the roles start from; a critic and a reward model where the run has them."""
+
+    policy: TrainedModel
+    critic: TrainedModel | None
+    reward: RewardModel | None
+
+
+def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
+    """The models of the settings. UsageError where one is not what its role needs, or reads other token ids."""
+    policy = trained_model(config.model, config.adapter, seed=config.batch.seed)
+    require_language_model(config.model, policy.architecture, policy.plan)
+    check_trainable(policy.architecture)
+    if policy.plan is not None and config.reference.ref_sync_steps:
+        raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
+    reward = None
+    if config.reward.reward_pretrain is not None:
+        reward = find_reward_model(
+            config.reward.reward_pretrain, policy.base, policy.tokenizer, normalize=config.reward.normalize_reward
+        )
+    critic = _critic(config, policy) if algorithm.critic else None
+    trained = (policy, critic or policy)
+    names = {name for model in trained for name in (model.source.pretrain, model.base.pretrain)}
+    check_not_replaced(config.checkpoint, *sorted(names), *([reward.source.pretrain] if reward else []))
+    return OnlineModels(policy, critic, reward)
+
+
+def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
+    """The policy's own model, or the one of `critic_pretrain`, under an adapter of its own where there are adapters."""
+    assert isinstance(config, CriticConfig)
+    pretrain = config.critic.critic_pretrain
+    if pretrain is None:
+        return policy
+    source = config.model.model_copy(update={"pretrain": pretrain, "tokenizer_chat_template": None})
+    try:
+        critic = trained_model(source, config.adapter, seed=config.batch.seed)
+        check_trainable(critic.architecture)
+    except UsageError as error:
+        raise UsageError(f"--critic_pretrain: {error}") from error
+    what = f"--critic_pretrain {pretrain!r}"
+    refuse_several_labels(critic.architecture, what)
+    require_same_tokens(critic.tokenizer, policy.tokenizer, what)
+    return critic
+
+
+def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
+    """The roles this run has besides the engines; a reference only where the KL divergence counts, from another model
+    than the one under the actor's adapter."""
+    critic = ("critic",) if models.critic else ()
+    reference = ("ref",) if config.policy.init_kl_coef > 0 and models.policy.plan is None else ()
+    reward = ("reward",) if models.reward else ()
+    return ("actor", *critic, *reference, *reward)
+
+
+_ABSENT = {
+    "ref": "there is a reference only with --init_kl_coef above 0, and under an adapter it is the actor's own base",
+    "reward": "there is a reward model only with --reward_pretrain",
+}
+_TOGETHER = {"ref": "colocate_actor_ref", "reward": "colocate_critic_reward"}
+
+
+def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
+    """A sentence for each role that the run lacks and that something is said of.
+
+    Not refused: a command line goes on to work where the KL divergence is turned off or an adapter comes in.
+    """
+    placement, deepspeed, said = config.placement, config.deepspeed, []
+    for role in (role for role in _ABSENT if role not in roles):
+        sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER[role])
+        given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
+        given = given or deepspeed.changed(f"{role}_zero_stage")
+        if given := given or (config.reward.changed("normalize_reward") if role == "reward" else None):
+            said.append(f"--{given} means nothing here: {_ABSENT[role]}")
+    return said
+
+
+def truncation_notice(rollout: RolloutConfig) -> list[str]:
+    """Return a line if responses are sampled from a part of the distribution, which training does not know."""
+    given = rollout.changed("top_p", "top_k", "min_p")
+    if given is None:
+        return []
+    return [
+        f"--{given} {getattr(rollout, given):g} truncates sampling alone: ratios, KL and gradients are of the whole "
+        "distribution, in which the sampled tokens are less likely"
+    ]
+
+
+def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
+    """UsageError where blocks of a role are to be compiled whose weights are partitioned."""
+    deepspeed = config.deepspeed
+    for role in roles:
+        if config.model.compile_model and deepspeed.of(role).zero_stage == 3:
+            own = f"{role}_zero_stage"
+            stage = own if getattr(deepspeed, own, None) is not None else "zero_stage"
+            raise UsageError(f"compile_model does not go with --{stage} 3, which gathers weights between layers")

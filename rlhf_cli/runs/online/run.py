@@ -1,0 +1,395 @@
+"""What every online command does around the loop: checks, run directory, cluster, checkpoints, tracking, the model."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
+from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
+from rlhf_cli.backends.deepspeed_config import check_deepspeed
+from rlhf_cli.backends.engine_group import described, rollout_backend
+from rlhf_cli.backends.placement import check_layout, describe, plan_layout
+from rlhf_cli.backends.ray_cluster import Reservation, ray_cluster
+from rlhf_cli.backends.rollout_vllm_arguments import check_vllm_args
+from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.backends.weight_transfer import check_sync_backend
+from rlhf_cli.config.commands.online import FilteringConfig, OnlineConfig
+from rlhf_cli.config.online import DynamicSamplingConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig
+from rlhf_cli.data.decoding import text_of
+from rlhf_cli.data.prompts import PromptData, load_prompts
+from rlhf_cli.data.tokenising import check_token_ids
+from rlhf_cli.environment import resume_collector
+from rlhf_cli.errors import ProcessDied, RunError, UsageError
+from rlhf_cli.models.attention import attention_note
+from rlhf_cli.models.loading import check_positions, dtype_note
+from rlhf_cli.models.routers import check_router_loss
+from rlhf_cli.options import to_yaml
+from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.runs.conclusion import conclude
+from rlhf_cli.runs.online.evaluation import (
+    best_facts,
+    evaluation_task,
+    forget_later_best,
+    load_evaluation_prompts,
+    make_evaluator,
+)
+from rlhf_cli.runs.online.identity import online_identity
+from rlhf_cli.runs.online.models import (
+    OnlineModels,
+    check_stages,
+    find_models,
+    idle_settings,
+    role_names,
+    truncation_notice,
+)
+from rlhf_cli.runs.online.restarts import with_restarts
+from rlhf_cli.runs.online.saved_groups import load_surplus, save_surplus
+from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
+from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
+from rlhf_cli.runs.reward_check import check_rewards
+from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
+from rlhf_cli.runs.run_directory import (
+    RunDirectory,
+    begin_logs,
+    held_output,
+    prepare_run_directory,
+    run_directory,
+)
+from rlhf_cli.tracking.report import write_report
+from rlhf_cli.tracking.terminal import quiet_process
+from rlhf_cli.tracking.tracker import Tracker, check_tracking
+from rlhf_cli.trainers.loop import Finished
+from rlhf_cli.trainers.rl import OnlineHooks, train_online
+from rlhf_cli.trainers.rl_source import planned_iterations
+from rlhf_cli.trainers.rl_state import LoopState, OnlineSettings, first_state
+from rlhf_cli.trainers.update_plan import StepCounts, count_steps
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is known before anything heavy starts."""
+
+    config: OnlineConfig
+    command: str
+    algorithm: Algorithm
+    backend: str
+    models: OnlineModels
+    data: PromptData
+    eval_data: PromptData | None
+    paths: RunDirectory
+    store: CheckpointStore
+    resume: Checkpoint | None
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer."""
+        return self.models.policy.tokenizer
+
+    @property
+    def settings(self) -> OnlineSettings:
+        config = self.config
+        return OnlineSettings(
+            self.algorithm,
+            config.rollout,
+            config.reward,
+            config.policy,
+            config.batch,
+            config.reference,
+            config.optim,
+            dynamic_sampling(config),
+        )
+
+    @property
+    def total_iterations(self) -> int:
+        """Iterations of the whole run."""
+        return planned_iterations(len(self.data.prompts), self.settings)
+
+    @property
+    def total_steps(self) -> StepCounts:
+        """Optimizer steps of the whole run, for the learning rates' courses."""
+        rollout = self.config.rollout
+        prompts = min(rollout.rollout_batch_size, len(self.data.prompts))
+        samples = prompts * rollout.n_samples_per_prompt
+        return count_steps(samples, self.config.batch, iterations=self.total_iterations)
+
+
+def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
+    """Train from the newest checkpoint, or from the start, to the end; save the models and the report.
+
+    Args:
+        algorithm: the row of the table of algorithms.
+    """
+    with held_output(config.checkpoint):
+        first, stop = _check(config, command, ALGORITHMS[algorithm]), StopSignal()
+        begin_logs(first.paths, keep=first.resume is not None)
+
+        def attempt(continues: bool) -> Finished:
+            return _attempt(_continued(first) if continues else first, stop)
+
+        finished = with_restarts(
+            attempt,
+            max_restarts=config.checkpoint.max_restarts,
+            should_stop=stop,
+            has_checkpoint=lambda: bool(first.store.steps()),
+            say=lambda message: print(f"rlhf {command}: {message}", file=sys.stderr, flush=True),
+        )
+    if finished.interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _continued(run: _Run) -> _Run:
+    """The same run from its newest checkpoint on, or from the start where there is none yet."""
+    checkpoint = run.config.checkpoint.model_copy(update={"load_checkpoint": True, "overwrite": False})
+    return _check(run.config.model_copy(update={"checkpoint": checkpoint}), run.command, run.algorithm)
+
+
+def _attempt(run: _Run, stop: StopSignal) -> Finished:
+    """Start everything, train, save and end everything."""
+    config = run.config
+    with ExitStack() as stack:
+        terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
+        where = _reserve(run, stack)
+        placement = "; ".join(describe(where.layout, unit=where.cluster.unit))
+        for line in [*_notices(run), f"Starting on {placement}; logs in {run.paths.logs}"]:
+            terminal.console.print(line, markup=False, soft_wrap=True)
+        roles = stack.enter_context(_build(run, where))
+        scorer = stack.enter_context(
+            Scorer(
+                config.reward,
+                tell=lambda text: tracker.message(text),
+                decode=partial(text_of, run.tokenizer, skip_special_tokens=False),
+            )
+        )
+        resume_collector()
+        prepare_run_directory(config.checkpoint, to_yaml(config), keep=run.resume is not None)
+        tracker = stack.enter_context(_tracker(run, terminal.console))
+        tracker.start(_facts(run, where))
+        if run.resume is not None:
+            forget_later_best(run.paths, run.resume, tracker.message)
+        finished, best = _train(run, roles, scorer, tracker, stop)
+        if not finished.interrupted:
+            roles.actor.trained.save_model(run.paths.model)
+            if config.optim.enable_ema:
+                roles.actor.trained.save_average(run.paths.ema)
+        conclude(tracker, run.paths, finished, best)
+    write_report(run.paths.root)
+    return finished
+
+
+def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
+    """Everything that can be found wrong before the first process starts."""
+    check_tracking(config.tracking)
+    check_batches(config, algorithm)
+    check_filtering(config)
+    if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
+        raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
+    for role in ("actor", "critic"):
+        check_deepspeed(config.deepspeed.of(role), param_dtype=config.model.param_dtype)
+    backend = rollout_backend(config.rollout)
+    check_sync_backend(config.rollout.vllm_sync_backend, engine=backend)
+    check_vllm_args(config.rollout, backend=backend)
+    models = find_models(config, algorithm)
+    model = models.policy
+    check_router_loss(config.optim.aux_loss_coef, model.architecture)
+    if backend == "vllm":
+        check_positions(model.architecture, config.prompts.max_len)
+    roles = role_names(config, models)
+    check_stages(config, roles)
+    check_layout(config.placement, config.rollout, roles=roles)
+    longest, seed = config.rollout.max_new_tokens, config.batch.seed
+    data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed, reward=config.reward)
+    eval_data = load_evaluation_prompts(config, model.tokenizer)
+    all_data = [data] if eval_data is None else [data, eval_data]
+    for trained in (model, models.critic or model):
+        for read in all_data:
+            check_token_ids(read.report, model.tokenizer, trained.architecture, pretrain=trained.base.pretrain)
+    paths = run_directory(config.checkpoint)
+    store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
+    resume = store.latest() if config.checkpoint.load_checkpoint else None
+    run = _Run(config, command, algorithm, backend, models, data, eval_data, paths, store, resume)
+    iterations = run.total_iterations
+    identity = online_identity(config, models, data, command=command, algorithm=algorithm, iterations=iterations)
+    if resume is not None:
+        check_same_run(resume, identity)
+    run = replace(run, identity=identity)
+    if not run.total_steps.actor:
+        raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
+    check_rewards(config.reward, *(read.prompts for read in all_data))
+    return run
+
+
+def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
+    """Raise UsageError for sizes that do not fit together; says which would."""
+    rollout, batch = config.rollout, config.batch
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    if samples % batch.train_batch_size:
+        fitting = [size for size in range(1, samples + 1) if samples % size == 0]
+        below = max((size for size in fitting if size < batch.train_batch_size), default=fitting[0])
+        above = min((size for size in fitting if size > batch.train_batch_size), default=samples)
+        raise UsageError(
+            f"--train_batch_size {batch.train_batch_size} does not divide the {samples} responses of an iteration "
+            f"({rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt}); "
+            f"{' and '.join(map(str, sorted({below, above})))} would"
+        )
+    if rollout.n_samples_per_prompt < algorithm.min_group:
+        raise UsageError(
+            f"--n_samples_per_prompt {rollout.n_samples_per_prompt}: {algorithm.name} compares the responses of a "
+            f"prompt and needs at least {algorithm.min_group}"
+        )
+    names = [call.name for call in config.reward.rewards]
+    if "length" in names and rollout.n_samples_per_prompt == 1:
+        raise UsageError("--reward_funcs length compares the responses of a prompt: raise --n_samples_per_prompt")
+    if "soft_overlong" in names and config.reward.overlong_buffer_len is not None:
+        raise UsageError("--reward_funcs soft_overlong and --overlong_buffer_len punish length twice: give one of them")
+    shaping = ("overlong_buffer_len", "stop_properly_penalty_coef")
+    given = next((name for name in shaping if getattr(config.reward, name) is not None), None)
+    if given and algorithm.rewards_apart:
+        raise UsageError(f"--{given} changes the sum of the rewards, which {algorithm.name} compares one by one")
+    buffer = config.reward.overlong_buffer_len
+    if buffer is not None and buffer > rollout.max_new_tokens:
+        raise UsageError(
+            f"--overlong_buffer_len {buffer} is longer than a response may be: --max_new_tokens "
+            f"{rollout.max_new_tokens}"
+        )
+    bootstraps = isinstance(config.policy, ActorCriticPolicyConfig) and config.policy.bootstrap_truncated
+    if bootstraps and batch.train_max_tokens_per_gpu == config.prompts.max_len:
+        raise UsageError(
+            f"--bootstrap_truncated reads one more token than --max_len {config.prompts.max_len}: raise "
+            f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu}"
+        )
+    if config.batch.train_max_tokens_per_gpu < config.prompts.max_len:
+        raise UsageError(
+            f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu} cannot hold one sequence of --max_len "
+            f"{config.prompts.max_len}: raise the one or lower the other"
+        )
+
+
+def dynamic_sampling(config: OnlineConfig) -> DynamicSamplingConfig | None:
+    """The settings of dynamic sampling; None where it is off or the command has none."""
+    if not isinstance(config, FilteringConfig) or not config.dynamic.dynamic_filtering:
+        return None
+    return config.dynamic
+
+
+def check_filtering(config: OnlineConfig) -> None:
+    """Raise UsageError where dynamic sampling would have nothing to judge prompts by."""
+    if dynamic_sampling(config) is None:
+        return
+    if config.rollout.n_samples_per_prompt < 2:
+        raise UsageError(
+            "--dynamic_filtering compares the responses of a prompt: --n_samples_per_prompt has to be at least 2"
+        )
+    reward = config.reward
+    if not reward.reward_funcs and reward.reward_func is None and not reward.remote_rm_url:
+        raise UsageError(
+            "--dynamic_filtering judges responses while others are generated, which a reward model cannot do: give "
+            "--reward_funcs, --reward_func or --remote_rm_url besides --reward_pretrain"
+        )
+
+
+def _tracker(run: _Run, console: Console) -> Tracker:
+    return Tracker(
+        run.config.tracking,
+        run.paths.root,
+        command=run.command,
+        total_steps=run.total_iterations,
+        console=console,
+        resume_step=run.resume.step if run.resume else None,
+        unit="iteration",
+        saved=run.resume.state["tracker"] if run.resume else None,
+    )
+
+
+def _reserve(run: _Run, stack: ExitStack) -> OnlineCluster:
+    config = run.config
+    cluster = stack.enter_context(ray_cluster())
+    layout = plan_layout(
+        config.placement, config.rollout, roles=role_names(config, run.models), node_gpus=cluster.node_gpus
+    )
+    reservation = Reservation(layout, cluster)
+    stack.callback(reservation.release)
+    return OnlineCluster(cluster, reservation, run.paths.logs, run.backend)
+
+
+def _build(run: _Run, where: OnlineCluster) -> OnlineRoles:
+    try:
+        return OnlineRoles(run.config, where, run.models, total_steps=run.total_steps)
+    except ProcessDied as death:
+        if run.resume is not None:
+            raise
+        raise RunError(death.said) from death  # a checkpoint to go on from could only be that of an earlier run
+
+
+def _notices(run: _Run) -> list[str]:
+    """Return lines about settings that mean nothing in this run, or something else than one might expect."""
+    config = run.config
+    idle = idle_settings(config, role_names(config, run.models))
+    return [*idle, *truncation_notice(config.rollout), *reward_file_notice(run.resume, config.reward)]
+
+
+def _facts(run: _Run, where: OnlineCluster) -> dict[str, str]:
+    """What to say about the run at its start."""
+    config, models, adapter = run.config, run.models, run.models.policy.plan
+    reward_file = reward_file_notice(run.resume, config.reward)
+    return {
+        "Model": config.model.pretrain + (f", adapter of rank {adapter.config.r}" if adapter else ""),
+        "Prompts": run.data.report.summary,
+        **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
+        **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
+        **({"Reward model": models.reward.source.pretrain} if models.reward else {}),
+        **({"Reward file": reward_file[0]} if reward_file else {}),
+        "Engine": described(config.rollout, run.backend),
+        "Placement": "; ".join(describe(where.layout, unit=where.cluster.unit)),
+        **sleep_memory_fact(config, models, where.layout, has_gpus=where.cluster.has_gpus),
+        **attention_note(models.policy.attention, models.policy.architecture, on_gpu=where.cluster.has_gpus),
+        **({} if where.cluster.has_gpus else dtype_note(config.model)),
+        "Logs": str(run.paths.logs),
+    }
+
+
+def _train(
+    run: _Run, started: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal
+) -> tuple[Finished, dict[str, str]]:
+    """(how training ended, what to say about the best model)."""
+    state = first_state(run.config.policy)
+    if run.resume is not None:
+        state = LoopState(**run.resume.state["loop"], surplus=load_surplus(run.resume.path))
+        started.load(run.resume.path, iteration=state.iteration)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return text_of(run.tokenizer, token_ids, skip_special_tokens=True)
+
+    reward_file = reward_file_hash(run.config.reward)
+    task = evaluation_task(run.config, run.eval_data, decode, total_iterations=run.total_iterations)
+    evaluator = make_evaluator(task, started, scorer, tracker, paths=run.paths, resume=run.resume)
+
+    def save_checkpoint(state: LoopState) -> None:
+        saved = {
+            "identity": run.identity,
+            REWARD_FILE: reward_file,
+            "loop": state.plain(),
+            "evaluation": evaluator.state.plain(),
+            "tracker": tracker.state(),
+        }
+        with run.store.writing(state.iteration, saved, needed_bytes=started.checkpoint_bytes()) as folder:
+            started.save(folder)
+            save_surplus(folder, state.surplus)
+
+    finished = train_online(
+        started.with_scorer(scorer),
+        run.settings,
+        prompts=run.data.prompts,
+        decode=decode,
+        state=state,
+        total_iterations=run.total_iterations,
+        save_steps=run.config.checkpoint.save_steps,
+        hooks=OnlineHooks(tracker, save_checkpoint, stop, evaluator),
+    )
+    return finished, best_facts(evaluator, run.paths)

@@ -1,0 +1,90 @@
+"""The host memory that roles of an online run take while they sleep, counted before they start."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from rlhf_cli.backends.placement import Layout
+from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.models.loading import load_config
+from rlhf_cli.runs.online.models import OnlineModels
+
+GIB = 2**30
+OPTIMIZER_BYTES = 12
+"""Of each trained parameter: its float32 weight and Adam's two moments."""
+WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class SleepingRole:
+    """What decides how much of a role moves to host memory."""
+
+    num_parameters: int
+    num_trained: int
+    weight_bytes: int
+    zero_stage: int
+    num_ranks: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all ranks together: optimizer states are divided among them, weights only at stage 3."""
+        moves_trained = self.zero_stage >= 2 or (self.zero_stage == 1 and self.weight_bytes == 4)
+        num_moved = self.num_parameters - (0 if moves_trained else self.num_trained)
+        copies = 1 if self.zero_stage == 3 else self.num_ranks
+        return num_moved * self.weight_bytes * copies + (OPTIMIZER_BYTES * self.num_trained if moves_trained else 0)
+
+
+def sleep_memory_fact(config: OnlineConfig, models: OnlineModels, layout: Layout, *, has_gpus: bool) -> dict[str, str]:
+    """Return a line about the memory of sleeping roles, if there are any."""
+    if not (has_gpus and config.placement.deepspeed_enable_sleep):
+        return {}
+    return described(_bytes_by_node(_roles(config, models, layout), layout), psutil.virtual_memory().total)
+
+
+def described(by_node: Mapping[int, float], available: int) -> dict[str, str]:
+    """Return the line: what the fullest node needs, and the memory of this one."""
+    needed = max(by_node.values())
+    line = f"{needed / GIB:.0f} GiB on a node while roles sleep, twice that where pinned buffers are rounded up"
+    has = f"{available / GIB:.0f} GiB"
+    return {"Host memory": f"{line}; this node has {has}" + (", WHICH IS TOO LITTLE" if needed > available else "")}
+
+
+def _bytes_by_node(roles: Mapping[str, SleepingRole], layout: Layout) -> Mapping[int, float]:
+    found: Counter[int] = Counter()
+    for name, role in roles.items():
+        for seat in layout.of(name):
+            found[layout.islands[seat.island].node] += role.host_bytes // role.num_ranks
+    return found
+
+
+def _roles(config: OnlineConfig, models: OnlineModels, layout: Layout) -> dict[str, SleepingRole]:
+    policy, critic, reward = models.policy, models.critic, models.reward
+    sources = {
+        "actor": (policy.base, policy.plan is None),
+        "critic": (critic.base, critic.plan is None) if critic else None,
+        "ref": (policy.base, False),
+        "reward": (reward.source, False) if reward else None,
+    }
+    roles = {}
+    for name, found in sources.items():
+        ranks = len(layout.of(name))
+        if found is None or not ranks:
+            continue
+        source, is_trained = found
+        size, stage = num_parameters(source), config.deepspeed.of(name).zero_stage
+        trained = size if is_trained else 0
+        roles[name] = SleepingRole(size, trained, WEIGHT_BYTES[source.param_dtype], stage, ranks)
+    return roles
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of a model, counted as a language model, without making any."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        counted = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=model.trust_remote_code)
+    return sum(parameter.numel() for parameter in counted.parameters())

@@ -1,0 +1,289 @@
+"""Builds the roles of an online command on the cluster and keeps them together: start, save, load, end."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from rlhf_cli.backends.engine_group import EngineGroup
+from rlhf_cli.backends.engine_host import HOST_ENGINE
+from rlhf_cli.backends.online_roles import (
+    ActorGroup,
+    BaseReference,
+    CriticGroup,
+    Dealer,
+    ReferenceGroup,
+    RewardGroup,
+    TrainedGroup,
+)
+from rlhf_cli.backends.placement import ENGINE, Layout, Seat
+from rlhf_cli.backends.ray_cluster import Cluster, Reservation
+from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
+from rlhf_cli.backends.role_settings import RoleSettings
+from rlhf_cli.backends.rollout_engine import EngineSettings
+from rlhf_cli.backends.weight_transfer import choose_sync_backend
+from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.online import ActorCriticOptimConfig
+from rlhf_cli.models.adapters import AdapterPlan
+from rlhf_cli.models.loading import quadratic_cost, resolve_model_path
+from rlhf_cli.models.reward_model import RewardModel
+from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.runs.online.models import OnlineModels, role_names
+from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.trainers.rl import Roles, awake
+from rlhf_cli.trainers.update_plan import StepCounts
+
+
+@dataclass(frozen=True)
+class OnlineCluster:
+    """Where the roles go."""
+
+    cluster: Cluster
+    reservation: Reservation
+    log_dir: Path
+    backend: str  # of the rollout engines
+
+    @property
+    def layout(self) -> Layout:
+        """Who sits where."""
+        return self.reservation.layout
+
+
+class OnlineRoles:
+    """All roles and engines of a run, started together and ended together."""
+
+    def __init__(
+        self,
+        config: OnlineConfig,
+        where: OnlineCluster,
+        models: OnlineModels,
+        *,
+        total_steps: StepCounts,
+    ) -> None:
+        self._config = config
+        self._where = where
+        self._models = models
+        self._total_steps = total_steps
+        self._sync_backend = choose_sync_backend(
+            config.rollout.vllm_sync_backend,
+            engine=where.backend,
+            on_gpu=where.cluster.has_gpus,
+            shares_gpus=shares_gpus(where.layout),
+        )
+        self._takes_turns = config.placement.deepspeed_enable_sleep
+        models_wait = shares_gpus(where.layout) and where.cluster.has_gpus
+        if not models_wait:
+            self.engines = self._start_engines()  # first, for they take longest
+        groups = {role: self._start_ranks(role) for role in role_names(config, models)}
+        self.actor = ActorGroup(self._trained(groups["actor"], models.policy))
+        self.critic = CriticGroup(self._trained(groups["critic"], models.critic)) if models.critic else None
+        self.reference: ReferenceGroup | BaseReference | None = None
+        if config.policy.init_kl_coef > 0 and models.policy.plan is not None:
+            self.reference = BaseReference(self.actor.trained)
+        if "ref" in groups:
+            self.reference = self._reference_group(groups["ref"])
+        self.reward_model = self._reward_group(groups["reward"], models.reward) if models.reward else None
+        self._build_models(groups)
+        if models_wait:  # an engine measures what memory is free while it starts
+            self.engines = self._start_engines()
+        self.engines.wait_until_built()
+        self.engines.connect(self.actor.trained)
+        if models.policy.plan is not None and models.policy.plan.weights is not None:
+            self.engines.sleep()
+            self._push(0)  # the engines have started with the base
+
+    def with_scorer(self, scorer: Scorer) -> Roles:
+        """The roles as the loop takes them."""
+        return Roles(self.actor, self.critic, self.reference, self.reward_model, self.engines, scorer, self._moving)
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint of all trained roles, as an estimate."""
+        trained = sum(trained.checkpoint_bytes() for trained in self._all_trained().values())
+        return trained + (self._moving.num_bytes() if self._moving else 0)
+
+    def save(self, directory: Path) -> None:
+        """Write everything that has changed since the start, as one unit, below a folder."""
+        for role, trained in self._all_trained().items():
+            trained.save(directory / role)
+        if self._moving is not None:
+            with awake(self._moving):
+                self._moving.save(directory / "ref")
+
+    def load(self, directory: Path, *, iteration: int) -> None:
+        """Restore what `save` wrote and give the engines the actor's weights; they sleep while the models load."""
+        self.engines.sleep()
+        for role, trained in self._all_trained().items():
+            trained.load(directory / role)
+        if self._moving is not None:
+            with awake(self._moving):
+                self._moving.load(directory / "ref")
+        self._push(iteration)
+
+    def _push(self, version: int) -> None:
+        """Give the engines the actor's weights, which are all that the actor has on its accelerators meanwhile."""
+        with self.actor.trained.awake():
+            self.actor.sleep_optimizer()
+            self.engines.receive_weights(version)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engines.shutdown()
+
+    def _build_models(self, groups: dict[str, WorkerGroup]) -> None:
+        """Build all models; one after the other if they take turns on GPUs, because each fills a GPU at first."""
+        sleepers = {"actor": self.actor, "critic": self.critic, "ref": self.reference, "reward": self.reward_model}
+        one_by_one = self._takes_turns and self._where.cluster.has_gpus
+        rounds = [(role,) for role in groups] if one_by_one else [tuple(groups)]
+        for roles in rounds:
+            building = {role: self._begin_building(groups[role]) for role in roles}
+            for role, calls in building.items():
+                groups[role].wait(calls)
+            for role in roles:
+                sleeper = sleepers[role]
+                assert sleeper is not None
+                sleeper.sleep()
+
+    def _begin_building(self, group: WorkerGroup) -> list[Any]:
+        return group.build(self._settings(group.role), local_size=self._where.layout.local_size(group.role))
+
+    def _start_engines(self) -> EngineGroup:
+        rollout = self._config.rollout
+        return EngineGroup(
+            self._start_engine,
+            num_engines=rollout.vllm_num_engines,
+            takes_turns=rollout.vllm_enable_sleep,
+            sync_backend=self._sync_backend,
+            ranks_per_engine=rollout.vllm_tensor_parallel_size,
+        )
+
+    def _all_trained(self) -> dict[str, TrainedGroup]:
+        return {"actor": self.actor.trained} | ({"critic": self.critic.trained} if self.critic else {})
+
+    @property
+    def _moving(self) -> ReferenceGroup | None:
+        """The reference, if it moves."""
+        moves = self._config.reference.ref_sync_steps > 0
+        return self.reference if moves and isinstance(self.reference, ReferenceGroup) else None
+
+    def _reference_group(self, group: WorkerGroup) -> ReferenceGroup:
+        return ReferenceGroup(
+            group,
+            self._dealer(group, "packer", self._models.policy),
+            takes_turns=self._takes_turns,
+            actor=self.actor.trained,
+            alpha=self._config.reference.ref_mixup_alpha,
+        )
+
+    def _trained(self, group: WorkerGroup, model: TrainedModel) -> TrainedGroup:
+        return TrainedGroup(group, self._dealer(group, "role.packer", model), takes_turns=self._takes_turns)
+
+    def _dealer(self, group: WorkerGroup, packer: str, model: TrainedModel) -> Dealer:
+        """Deals to the ranks, which pack with what is there under that name."""
+
+        def do_share_prompts() -> bool:
+            return bool(group.all(f"{packer}.shares_prompts")[0])
+
+        return Dealer(len(group), self._config.batch, quadratic_cost(model.architecture), do_share_prompts)
+
+    def _reward_group(self, group: WorkerGroup, model: RewardModel) -> RewardGroup:
+        dealer = Dealer(len(group), self._config.batch, model.quadratic_cost)
+        return RewardGroup(group, dealer, takes_turns=self._takes_turns, statistics=model.statistics)
+
+    def _threads(self, role: str) -> int:
+        """CPU threads of a process of the role."""
+        return self._where.cluster.threads(len(self._where.layout.of(role)))
+
+    def _start_ranks(self, role: str) -> WorkerGroup:
+        where = self._where
+        return start_ranks(role, where.layout, where.reservation, log_dir=where.log_dir, threads=self._threads(role))
+
+    def _settings(self, role: str) -> RoleSettings:
+        source, optim = self._source(role), self._config.optim
+        rate = optim.actor_learning_rate
+        if role == "critic":
+            assert isinstance(optim, ActorCriticOptimConfig)
+            rate = optim.critic_learning_rate
+        return role_settings(
+            self._config,
+            role,
+            source.source,
+            learning_rate=rate,
+            total_steps=self._total_steps.critic if role == "critic" else self._total_steps.actor,
+            adapter=source.plan if isinstance(source, TrainedModel) and role != "ref" else None,
+        )
+
+    def _source(self, role: str) -> TrainedModel | RewardModel:
+        """The model of a role; the reference starts as the policy."""
+        models = self._models
+        source = {"critic": models.critic, "reward": models.reward}.get(role, models.policy)
+        assert source is not None
+        return source
+
+    def _start_engine(self, number: int) -> tuple[Any, Any]:
+        config, rollout = self._config, self._config.rollout
+        settings = EngineSettings(
+            max_model_len=config.prompts.max_len,
+            dtype=config.model.param_dtype,
+            seed=config.batch.seed,
+            tensor_parallel_size=rollout.vllm_tensor_parallel_size,
+            gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
+            enforce_eager=rollout.enforce_eager,
+            enable_prefix_caching=rollout.enable_prefix_caching,
+            enable_sleep=rollout.vllm_enable_sleep,
+            sync_backend=self._sync_backend,
+            trust_remote_code=config.model.trust_remote_code,
+            num_threads=self._threads(ENGINE),
+            vllm_args=rollout.engine_arguments,
+        )
+        seat = self._where.layout.of(ENGINE)[number]
+        return start_engine(
+            seat,
+            self._where.reservation,
+            log_dir=self._where.log_dir,
+            threads=self._threads(ENGINE),
+            environment=self._engine_environment(seat),
+            factory=HOST_ENGINE,
+            args=(self._where.backend, resolve_model_path(self._models.policy.base.pretrain), settings),
+        )
+
+    def _engine_environment(self, seat: Seat) -> dict[str, str]:
+        """Which GPUs an engine over several shared ones uses: those of the actor's ranks that sit there."""
+        if not (self._where.cluster.has_gpus and seat.shared and len(seat.gpus) > 1):
+            return {}
+        visible = self.actor.trained.group.visible_gpus()
+        here = [s for s in self._where.layout.of("actor") if s.island == seat.island and s.gpus[0] in seat.gpus]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[actor_seat.rank] for actor_seat in here)}
+
+
+def role_settings(
+    config: OnlineConfig,
+    role: str,
+    model: ModelConfig,
+    *,
+    learning_rate: float,
+    total_steps: int,
+    adapter: AdapterPlan | None = None,
+) -> RoleSettings:
+    """Return what a role is built from."""
+    return RoleSettings(
+        model=model,
+        deepspeed=config.deepspeed.of(role),
+        optim=config.optim,
+        learning_rate=learning_rate,
+        total_steps=total_steps,
+        seed=config.batch.seed,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        policy=config.policy,
+        share_prompts=config.batch.share_prompts,
+        adapter=adapter,
+        ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,
+        sleeps=config.placement.deepspeed_enable_sleep,
+    )
+
+
+def shares_gpus(layout: Layout) -> bool:
+    """Whether rollout engines sit on GPUs of other roles."""
+    return any(seat.shared for seat in layout.of(ENGINE))

@@ -1,0 +1,128 @@
+"""What `rlhf serve-rm` does: takes its address, loads what scores, answers until it is told to stop."""
+
+import asyncio
+import secrets
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, pairwise
+
+from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.config.commands.serve_rm import ServeRMConfig
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.serve import ServeConfig, ServedModelConfig, ServedRewardConfig
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.reward_model import read_reward_model
+from rlhf_cli.rewards.api_key import api_key
+from rlhf_cli.rewards.batching import ScoreJobs
+from rlhf_cli.rewards.model_scores import with_model_scores
+from rlhf_cli.rewards.parts import stop_if_too_many_failed
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.rewards.serving import REWARD_PATH, StoppableServer, is_loopback, reward_app
+from rlhf_cli.rewards.text_model import TextRewardModel
+
+
+def run_server(config: ServeRMConfig) -> None:
+    """Serve until Ctrl-C or SIGTERM, then answer what was begun and exit with 130."""
+    stop = StopSignal()
+    key, is_made = server_key(config.server)
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening(config.server))
+        score = stack.enter_context(scoring(config.reward, config.model))
+        server = StoppableServer(reward_app(score, config.server, key=key), stop)
+        _announce(listener, config.server, key if is_made else None)
+        asyncio.run(server.serve(sockets=[listener]))
+    sys.exit(INTERRUPTED)
+
+
+def server_key(config: ServeConfig) -> tuple[str, bool]:
+    """The key clients have to show, and whether it was made up here.
+
+    Raises UsageError where others could reach the server and no key is given.
+    """
+    given = api_key(config.api_key_env)
+    if given is not None:
+        return given, False
+    if not is_loopback(config.host):
+        raise UsageError(
+            f"--host {config.host} lets other machines in: give a key in the environment variable {config.api_key_env} "
+            "(--api_key_env names another)"
+        )
+    return secrets.token_urlsafe(24), True
+
+
+@contextmanager
+def listening(config: ServeConfig) -> Iterator[socket.socket]:
+    """The socket of the settings. Raises UsageError where it cannot be had."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        listener = socket.create_server((config.host, config.port), family=family)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"--host {config.host} --port {config.port} cannot be listened on: {reason}") from None
+    with listener:
+        yield listener
+
+
+@contextmanager
+def scoring(reward: ServedRewardConfig, model: ServedModelConfig) -> Iterator[ScoreJobs]:
+    """What scores the responses of several requests, loaded; its processes end with the block."""
+    text_model = _text_model(reward, model)
+    with Scorer(reward) as scorer:
+
+        def score(jobs: Sequence[Sequence[ScoreRequest]]) -> Sequence[list[Score] | RunError]:
+            scores = _score([request for job in jobs for request in job], scorer, text_model, reward)
+            bounds = [0, *accumulate(map(len, jobs))]
+            return [_within_limit(scores[low:high], reward) for low, high in pairwise(bounds)]
+
+        yield score
+
+
+def _text_model(reward: ServedRewardConfig, model: ServedModelConfig) -> TextRewardModel | None:
+    if reward.reward_pretrain is None:
+        return None
+    source = ModelConfig(
+        pretrain=reward.reward_pretrain, param_dtype=model.param_dtype, trust_remote_code=model.trust_remote_code
+    )
+    found, tokenizer = read_reward_model(source, normalize=reward.normalize_reward)
+    return TextRewardModel(found, tokenizer, max_len=model.max_len, max_tokens=model.max_tokens_per_gpu)
+
+
+def _score(
+    requests: Sequence[ScoreRequest], scorer: Scorer, model: TextRewardModel | None, reward: ServedRewardConfig
+) -> list[Score]:
+    with scorer.session() as session:
+        session.add(requests)
+        found = session.finish()
+    scores = [found[number] for number in range(len(requests))]
+    if model is None:
+        return scores
+    said = model.scores([request.query for request in requests])
+    values = [float("nan") if isinstance(value, str) else value for value in said]
+    joined = with_model_scores(scores, values, weight=reward.reward_model_weight)
+    return [
+        Score(None, "failed", why, score.parts, failure="bad_result") if isinstance(why, str) else score
+        for score, why in zip(joined, said, strict=True)
+    ]
+
+
+def _within_limit(scores: list[Score], reward: ServedRewardConfig) -> list[Score] | RunError:
+    """The scores of a request, or why it is refused where more of them failed than may."""
+    try:
+        stop_if_too_many_failed(scores, reward.reward_max_failures)
+    except RunError as error:
+        return error
+    return scores
+
+
+def _announce(listener: socket.socket, config: ServeConfig, made_key: str | None) -> None:
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # every address of this machine, none that a client could ask
+        host = socket.gethostname()
+    shown = f"[{host}]" if ":" in host else host
+    print(f"Serving rewards: --remote_rm_url http://{shown}:{port}{REWARD_PATH} (Ctrl-C ends it)")
+    if made_key is not None:
+        print(f"Clients need the key of this server: export {config.api_key_env}={made_key}")
+    sys.stdout.flush()

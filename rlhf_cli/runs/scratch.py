@@ -1,0 +1,25 @@
+"""Make a small untrained model and its tokenizer (`rlhf scratch`)."""
+
+from pathlib import Path
+
+from rlhf_cli.backends.output_lock import new_output
+from rlhf_cli.config.commands.scratch import ScratchConfig
+from rlhf_cli.data.sources import load_rows
+from rlhf_cli.models.scratch import new_model, save_new_model, texts_in, train_tokenizer
+
+
+def run_scratch(config: ScratchConfig) -> str:
+    """Write the model to `output` and return its path and size as one line."""
+    path = Path(config.new.output)
+    with new_output(path):
+        size = _write_model(config, path)
+    return f"{path}: {size}"
+
+
+def _write_model(config: ScratchConfig, path: Path) -> str:
+    rows = load_rows(config.new.dataset, split=config.new.dataset_split, probs=None, seed=config.new.seed)
+    texts = (text for row in rows for text in texts_in(row))
+    tokenizer = train_tokenizer(texts, vocab_size=config.new.vocab_size)
+    model = new_model(config.architecture, tokenizer, seed=config.new.seed)
+    save_new_model(model, tokenizer, path)
+    return f"{model.num_parameters() / 1e6:.1f}M parameters, {len(tokenizer)} tokens"
