@@ -27,7 +27,7 @@ from rich.console import Console
 from setting import machine, word_problem
 
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.backends.online_roles import ActorGroup, CriticGroup, Dealer, ReferenceGroup, TrainedGroup
+from rlhf_cli.backends.roles.groups import ActorGroup, CriticGroup, Dealer, ReferenceGroup, TrainedGroup
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import ActorCriticBatchConfig, RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
@@ -37,8 +37,8 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.models.scratch import train_tokenizer
 from rlhf_cli.tracking.tracker import Tracker
-from rlhf_cli.trainers.rl import OnlineHooks, Roles, train_online
-from rlhf_cli.trainers.rl_state import OnlineSettings, first_state
+from rlhf_cli.trainers.online.loop import OnlineHooks, Roles, train_online
+from rlhf_cli.trainers.online.state import OnlineSettings, first_state
 
 LIMIT = 1.1  # power of the samples: small iterations scatter by some percent
 SAMPLES_EACH = 8  # of a prompt
@@ -162,8 +162,8 @@ def table(times: Times) -> str:
 
 def page(times: Times) -> str:
     """The table and a chart over the samples."""
-    from rlhf_cli.tracking.charts import Series, line_chart
-    from rlhf_cli.tracking.report_style import STYLE
+    from rlhf_cli.tracking.report.charts import Series, line_chart
+    from rlhf_cli.tracking.report.style import STYLE
 
     series = [
         Series(f"{ranks} ranks", [(size, 1e3 * value) for size, value in seconds.items()], colour=number, marked=True)

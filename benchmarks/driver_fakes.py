@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_cli.backends.engine_group import balanced_shares
+from rlhf_cli.backends.rollout.engine_group import balanced_shares
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
 

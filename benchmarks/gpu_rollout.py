@@ -14,10 +14,10 @@ import torch
 from gpu_training import GIB, Row, Scale, make_model
 from transformers import GenerationConfig
 
-from rlhf_cli.backends.rollout_engine import EngineSettings
-from rlhf_cli.backends.rollout_vllm import VllmEngine
-from rlhf_cli.backends.weight_transfer import WeightSender
-from rlhf_cli.backends.weight_vllm_trainer import EngineClient, TensorSpec, connect
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
+from rlhf_cli.backends.weight_sync.transfer import WeightSender
+from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, TensorSpec, connect
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 
 REQUESTS, PROMPT_TOKENS, NEW_TOKENS = (256, 1024), 64, 512

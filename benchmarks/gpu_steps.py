@@ -101,8 +101,9 @@ def _tests(files: str, seconds: int, *, marker: str = "gpu", needs: tuple[str, .
 
 
 def _unit_tests() -> list[Command]:
-    parts = ("deepspeed_engine", "logprobs", "attention", "models", "sleep", "shared_prompts")
-    files = " ".join(f"tests/test_{part}.py" for part in parts)
+    models = [f"models/test_{part}.py" for part in ("logprobs", "attention", "models")]
+    others = ["backends/test_deepspeed_engine.py", "backends/test_sleep.py", "data/test_shared_prompts.py"]
+    files = " ".join(f"tests/unit/{file}" for file in models + others)
     return [_tests(files, 600, marker="not gpu and not slow"), _tests("tests/gpu/test_gpu_sleep.py", 400)]
 
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_cli.data.packing import Pack, pack, plan_packs
-from rlhf_cli.data.packing import Sequence as Tokens
-from rlhf_cli.models.attention import resolve_attention
+from rlhf_cli.data.packing.packs import Pack, pack, plan_packs
+from rlhf_cli.data.packing.packs import Sequence as Tokens
+from rlhf_cli.models.attention.table import resolve_attention
 from rlhf_cli.models.logprobs import token_logprobs
 from rlhf_cli.models.policy import PolicyModel
 
@@ -227,11 +227,11 @@ def training_flops(config: Qwen2Config, lengths: Sequence[int], num_trained: int
 def training(scale: Scale, peak_tflops: float | None) -> Iterator[Row]:
     """Whole optimizer steps under DeepSpeed, and how long states take to leave the device and to come back."""
     from rlhf_cli.algorithms.aggregation import StepTotals
-    from rlhf_cli.backends import distributed
-    from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine
+    from rlhf_cli.backends.training import distributed
+    from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
     from rlhf_cli.config.train import DeepSpeedConfig, SingleOptimConfig
-    from rlhf_cli.trainers.loop import bind
-    from rlhf_cli.trainers.sft import sft_objective
+    from rlhf_cli.trainers.offline.loop import bind
+    from rlhf_cli.trainers.offline.sft import sft_objective
 
     distributed.join_process_group()
     sequences = make_sequences(scale)

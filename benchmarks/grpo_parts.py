@@ -40,7 +40,7 @@ def generation(spec: dict[str, Any], steps: Steps) -> Iterator[Callable[[], obje
         enforce_eager=True,
         enable_prefix_caching=False,
         logprobs_mode="processed_logprobs",
-        worker_extension_cls="rlhf_cli.backends.weight_vllm_worker.WorkerExtension",  # readies AMX
+        worker_extension_cls="rlhf_cli.backends.weight_sync.vllm_worker.WorkerExtension",  # readies AMX
     )
     sampling = SamplingParams(
         n=steps[0][0]["responses"],
@@ -61,8 +61,8 @@ def training(spec: dict[str, Any], steps: Steps) -> Iterator[Callable[[], object
     import numpy as np
 
     from rlhf_cli.config.model import ModelConfig
-    from rlhf_cli.data.packing import Pack, Sequence
-    from rlhf_cli.data.shared_prompts import pack_groups, plan_groups
+    from rlhf_cli.data.packing.packs import Pack, Sequence
+    from rlhf_cli.data.packing.shared_prompts import pack_groups, plan_groups
     from rlhf_cli.models.host_memory import keep_freed_memory
     from rlhf_cli.models.loading import load_causal_lm, quadratic_cost
     from rlhf_cli.models.policy import PolicyModel

@@ -61,8 +61,8 @@ def rise(memory: Sequence[float]) -> float:
 
 def page(memory: Sequence[float]) -> str:
     """A chart of the memory in MiB."""
-    from rlhf_cli.tracking.charts import Series, line_chart
-    from rlhf_cli.tracking.report_style import STYLE
+    from rlhf_cli.tracking.report.charts import Series, line_chart
+    from rlhf_cli.tracking.report.style import STYLE
 
     series = [Series("MiB", [(step, value) for step, value in enumerate(memory, start=1)], colour=1)]
     chart = line_chart(series, unit="iteration", size=(720, 300))

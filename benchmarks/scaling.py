@@ -98,7 +98,7 @@ def table(points: Sequence[Point]) -> str:
 
 def chart(points: Sequence[Point], axis: str, value: str, heading: str) -> str:
     """One of the points' fields over another, with a line for each command, as SVG."""
-    from rlhf_cli.tracking.charts import Series, line_chart
+    from rlhf_cli.tracking.report.charts import Series, line_chart
 
     commands = list(dict.fromkeys(point.command for point in points))
     series = [
@@ -116,7 +116,7 @@ def chart(points: Sequence[Point], axis: str, value: str, heading: str) -> str:
 
 def page(sweeps: Sequence[tuple[str, str, Sequence[Point]]]) -> str:
     """The sweeps (title, field that varies, points) as a page with charts and tables."""
-    from rlhf_cli.tracking.report_style import STYLE
+    from rlhf_cli.tracking.report.style import STYLE
 
     parts = [f"<title>Scaling</title><style>{STYLE}</style><main><p class=small>{escape(machine())}</p>"]
     for title, axis, points in sweeps:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_cli.backends.rollout_engine import EngineSettings
-from rlhf_cli.backends.weight_transfer import WeightSender
-from rlhf_cli.backends.weight_transfer_shm import ShmTransport
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.weight_sync.shm import ShmTransport
+from rlhf_cli.backends.weight_sync.transfer import WeightSender
 
 
 def save_model(path: str, *, hidden: int, layers: int) -> Qwen2ForCausalLM:
@@ -45,10 +45,10 @@ def make_engine(path: str, *, vllm: bool) -> Any:
     """The engine that is pushed into."""
     settings = EngineSettings(max_model_len=128, enforce_eager=True)
     if vllm:
-        from rlhf_cli.backends.rollout_vllm import VllmEngine
+        from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
 
         return VllmEngine(path, settings)
-    from rlhf_cli.backends.rollout_transformers import TransformersEngine
+    from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(path, settings)
 

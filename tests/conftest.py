@@ -105,7 +105,7 @@ def environment_of_one_rank() -> Iterator[dict[str, str]]:
 
     Once for all modules: DeepSpeed keeps its groups for good, so that a second one of a process is none it knows.
     """
-    from rlhf_cli.backends import distributed
+    from rlhf_cli.backends.training import distributed
 
     before = dict(os.environ)
     distributed.join_process_group()
@@ -170,7 +170,7 @@ def reward_file(tmp_path: Path) -> Callable[[str], str]:
 
 @pytest.fixture
 def no_process_is_left() -> Iterator[None]:
-    from rlhf_cli.backends.rollout_processes import process_tree
+    from rlhf_cli.backends.rollout.processes import process_tree
 
     yield
     assert not process_tree(os.getpid())

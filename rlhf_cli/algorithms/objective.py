@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, aggregate, maximum, sequence_mean, token_mean
-from rlhf_cli.algorithms.correction import correction_weights, correlation, mismatch
 from rlhf_cli.algorithms.entropy import EntropyState, next_entropy_state
+from rlhf_cli.algorithms.importance_correction import correction_weights, correlation, mismatch
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.policy_loss import TokenLoss, cispo, gspo, log_ratio, ppo_clip, reinforce, sapo
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance

@@ -11,7 +11,7 @@ def data(config: DataCommandConfig) -> None:
     """
     from rlhf_cli.runs.data_preview import inspect_data
     from rlhf_cli.runs.data_view import show
-    from rlhf_cli.tracking.terminal import LastingStream, open_console
+    from rlhf_cli.tracking.terminal.console import LastingStream, open_console
 
     previews = inspect_data(config)
     show(previews, open_console(LastingStream(1)), command=config.show.for_)

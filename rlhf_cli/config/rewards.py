@@ -71,37 +71,40 @@ class RewardRow:
 
 
 def _verifier(function: str, *structured: Literal["dict", "list"]) -> RewardRow:
-    return RewardRow(f"rlhf_cli.rewards.{function}", "verifier", structured_labels=structured)
+    return RewardRow(f"rlhf_cli.rewards.verifiers.{function}", "verifier", structured_labels=structured)
 
 
 REWARDS: dict[str, RewardRow] = {
-    "gsm8k": _verifier("verifiers:gsm8k", "list"),
-    "exact": _verifier("verifiers:exact"),
-    "boxed": _verifier("verifiers:boxed", "list"),
+    "gsm8k": _verifier("builtin:gsm8k", "list"),
+    "exact": _verifier("builtin:exact"),
+    "boxed": _verifier("builtin:boxed", "list"),
     "math": _verifier("mathematics:math", "list"),
     "multiple_choice": RewardRow(
-        "rlhf_cli.rewards.choices:multiple_choice", "verifier", {"choices": Parameter(10, least=2, kind=int)}
+        "rlhf_cli.rewards.verifiers.choices:multiple_choice", "verifier", {"choices": Parameter(10, least=2, kind=int)}
     ),
     "code": RewardRow(
-        "rlhf_cli.rewards.code:code",
+        "rlhf_cli.rewards.verifiers.code:code",
         "verifier",
         {"timeout": Parameter(5.0, least=0.1), "memory_mb": Parameter(512, least=64, kind=int)},
         settings=("code_unsandboxed", "reward_timeout"),
         structured_labels=("dict", "list"),
     ),
     "by_row": RewardRow(
-        "rlhf_cli.rewards.by_row:by_row", "verifier", settings=("code_unsandboxed", "reward_timeout"), by_row=True
+        "rlhf_cli.rewards.verifiers.by_row:by_row",
+        "verifier",
+        settings=("code_unsandboxed", "reward_timeout"),
+        by_row=True,
     ),
-    "format": RewardRow("rlhf_cli.rewards.texts:has_format", "text"),
-    "tag_count": RewardRow("rlhf_cli.rewards.texts:tag_count", "text"),
-    "reasoning_steps": RewardRow("rlhf_cli.rewards.texts:reasoning_steps", "text"),
+    "format": RewardRow("rlhf_cli.rewards.format_rewards:has_format", "text"),
+    "tag_count": RewardRow("rlhf_cli.rewards.format_rewards:tag_count", "text"),
+    "reasoning_steps": RewardRow("rlhf_cli.rewards.format_rewards:reasoning_steps", "text"),
     "repetition_penalty": RewardRow(
-        "rlhf_cli.rewards.texts:repetition_penalty",
+        "rlhf_cli.rewards.format_rewards:repetition_penalty",
         "text",
         {"n": Parameter(3, least=1, kind=int), "max_penalty": Parameter(-0.1)},
     ),
     "cosine": RewardRow(
-        "rlhf_cli.rewards.lengths:cosine",
+        "rlhf_cli.rewards.length_rewards:cosine",
         "length",
         {
             "max_len": Parameter(1000, least=1, kind=int),
@@ -113,7 +116,7 @@ REWARDS: dict[str, RewardRow] = {
         needs_verdict=True,
     ),
     "soft_overlong": RewardRow(
-        "rlhf_cli.rewards.lengths:soft_overlong",
+        "rlhf_cli.rewards.length_rewards:soft_overlong",
         "length",
         {
             "max_len": Parameter(None, least=1, kind=int),
@@ -121,7 +124,7 @@ REWARDS: dict[str, RewardRow] = {
             "factor": Parameter(1.0, least=0),
         },
     ),
-    "length": RewardRow("rlhf_cli.rewards.lengths:length", "group", needs_verdict=True),
+    "length": RewardRow("rlhf_cli.rewards.length_rewards:length", "group", needs_verdict=True),
 }
 
 

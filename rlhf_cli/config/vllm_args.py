@@ -1,6 +1,6 @@
 """Engine arguments of vLLM that this program sets itself, with the settings to use instead.
 
-Leaves out the arguments that vLLM has: its own parser knows them (backends/rollout_vllm_arguments.py).
+Leaves out the arguments that vLLM has: its own parser knows them (backends/rollout/vllm_arguments.py).
 """
 
 from collections.abc import Iterable

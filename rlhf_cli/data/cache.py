@@ -25,7 +25,7 @@ import tokenizers
 import transformers
 
 from rlhf_cli.config.data import OfflineDataConfig
-from rlhf_cli.data.sources import Rows
+from rlhf_cli.data.reading.sources import Rows
 from rlhf_cli.data.store import StoredTable, TableWriter
 from rlhf_cli.environment import user_cache
 from rlhf_cli.errors import UsageError
@@ -89,7 +89,7 @@ def _key(config: OfflineDataConfig, tokenizer: Any, rows: Rows, kind: str, forma
 def _code_checksum() -> str:
     """Of the modules that make items from rows."""
     digest = hashlib.blake2b()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import LabelledDataConfig, OfflineDataConfig, PreferenceDataConfig
 from rlhf_cli.data.cache import kept_path
-from rlhf_cli.data.conversations import Conversation, Document, Labelled, Message, Preference
-from rlhf_cli.data.preference_formats import PairColumns, choose_labelled_format, choose_pair_format
+from rlhf_cli.data.formats.conversations import Conversation, Document, Labelled, Message, Preference
+from rlhf_cli.data.formats.preference import PairColumns, choose_labelled_format, choose_pair_format
+from rlhf_cli.data.packing.prefix_packing import Branch
 from rlhf_cli.data.preparing import (
     ORIGIN,
     DataReport,
@@ -30,10 +31,9 @@ from rlhf_cli.data.preparing import (
     mask_of,
     no_progress,
 )
-from rlhf_cli.data.sources import Row, Rows, load_rows, read_sources
+from rlhf_cli.data.reading.sources import Row, Rows, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable
-from rlhf_cli.data.tokenising import Tokens
-from rlhf_cli.data.trees import Branch
+from rlhf_cli.data.tokenizing.tokenizer import Tokens
 from rlhf_cli.errors import UsageError
 
 NUMBERS = pa.list_(pa.int32())

@@ -18,16 +18,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.cache import KeptTableWriter, one_at_a_time, read_kept
-from rlhf_cli.data.columns import refuse_half_characters, refuse_images
-from rlhf_cli.data.control_tokens import ControlTokens, controls_phrase, note_controls
-from rlhf_cli.data.conversations import Conversation, Document
-from rlhf_cli.data.rendering import Pieces, Renderer
-from rlhf_cli.data.sources import ReadSource, Row, RowFault, Rows, batches
+from rlhf_cli.data.formats.conversations import Conversation, Document
+from rlhf_cli.data.reading.columns import refuse_half_characters, refuse_images
+from rlhf_cli.data.reading.sources import ReadSource, Row, RowFault, Rows, batches
 from rlhf_cli.data.store import StoredTable, TableWriter
-from rlhf_cli.data.template_kwargs import template_kwargs_of
-from rlhf_cli.data.template_text import TRIAL, TemplateFault
-from rlhf_cli.data.tokenising import Tokeniser, Tokens, note_largest, require_offsets
-from rlhf_cli.data.turns import Span
+from rlhf_cli.data.templates.kwargs import template_kwargs_of
+from rlhf_cli.data.templates.rendering import Pieces, Renderer
+from rlhf_cli.data.templates.text import TRIAL, TemplateFault
+from rlhf_cli.data.templates.turn_spans import Span
+from rlhf_cli.data.tokenizing.control_tokens import ControlTokens, controls_phrase, note_controls
+from rlhf_cli.data.tokenizing.tokenizer import Tokeniser, Tokens, note_largest, require_offsets
 from rlhf_cli.errors import UsageError
 
 BATCH_ROWS = 512

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from rlhf_cli.data.turns import num_shared
+from rlhf_cli.data.templates.turn_spans import num_shared
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -15,18 +15,18 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
 from rlhf_cli.config.scoring import ScoringConfig
-from rlhf_cli.data.columns import Columns, described, is_dialogue, refuse_half_characters
-from rlhf_cli.data.control_tokens import ControlTokens, controls_phrase, note_controls
-from rlhf_cli.data.conversations import Conversation
-from rlhf_cli.data.formats import PromptFormat, choose_prompt_format
+from rlhf_cli.data.formats.conversations import Conversation
+from rlhf_cli.data.formats.table import PromptFormat, choose_prompt_format
 from rlhf_cli.data.preparing import MAX_NOTED
-from rlhf_cli.data.prompt_templates import PromptTemplate, load_prompt_template
-from rlhf_cli.data.rendering import Renderer
-from rlhf_cli.data.sources import ReadSource, Row, batches, load_rows, read_sources
+from rlhf_cli.data.reading.columns import Columns, described, is_dialogue, refuse_half_characters
+from rlhf_cli.data.reading.sources import ReadSource, Row, batches, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, TableWriter
-from rlhf_cli.data.template_kwargs import template_kwargs_of
-from rlhf_cli.data.template_text import TemplateFault
-from rlhf_cli.data.tokenising import Tokeniser, note_largest
+from rlhf_cli.data.templates.kwargs import template_kwargs_of
+from rlhf_cli.data.templates.prompt_templates import PromptTemplate, load_prompt_template
+from rlhf_cli.data.templates.rendering import Renderer
+from rlhf_cli.data.templates.text import TemplateFault
+from rlhf_cli.data.tokenizing.control_tokens import ControlTokens, controls_phrase, note_controls
+from rlhf_cli.data.tokenizing.tokenizer import Tokeniser, note_largest
 from rlhf_cli.errors import UsageError
 
 BATCH_ROWS = 512

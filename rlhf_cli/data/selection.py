@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.generate import SelectConfig
-from rlhf_cli.data.conversations import Conversation
-from rlhf_cli.data.message_forms import MessageForm
-from rlhf_cli.data.transcripts import is_transcript
+from rlhf_cli.data.formats.conversations import Conversation
+from rlhf_cli.data.formats.transcripts import is_transcript
+from rlhf_cli.data.templates.message_forms import MessageForm
 
 Cells = dict[str, Any]
 AS_OPENAI = MessageForm(arguments_as_text=True, no_content=None)

@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import DataConfig
 from rlhf_cli.data.cache import kept_path
-from rlhf_cli.data.columns import Columns
-from rlhf_cli.data.conversations import Conversation, Document
-from rlhf_cli.data.formats import choose_format
-from rlhf_cli.data.packing import Sequence
+from rlhf_cli.data.formats.conversations import Conversation, Document
+from rlhf_cli.data.formats.table import choose_format
+from rlhf_cli.data.packing.packs import Sequence
 from rlhf_cli.data.preparing import (
     ORIGIN,
     DataReport,
@@ -32,7 +31,8 @@ from rlhf_cli.data.preparing import (
     mask_of,
     no_progress,
 )
-from rlhf_cli.data.sources import Row, load_rows, read_sources
+from rlhf_cli.data.reading.columns import Columns
+from rlhf_cli.data.reading.sources import Row, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable
 from rlhf_cli.errors import UsageError
 

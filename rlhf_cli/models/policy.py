@@ -14,8 +14,8 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logprobs import LogitTransform, token_logprobs
 from rlhf_cli.models.packs import PackLike
-from rlhf_cli.models.rounding import rounded
 from rlhf_cli.models.routers import RouterRecorder, router_recorder, token_weights
+from rlhf_cli.models.shape_bucketing import rounded
 
 
 class Decoder:

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Self
 
 from rlhf_cli.rewards.parts import Part, file_parts
-from rlhf_cli.rewards.pool import Failure, WorkerPool
 from rlhf_cli.rewards.records import ScoreRequest
-from rlhf_cli.rewards.user_forms import Batch
+from rlhf_cli.rewards.workers.pool import Failure, WorkerPool
+from rlhf_cli.rewards.workers.user_forms import Batch
 
 
 @dataclass(eq=False)

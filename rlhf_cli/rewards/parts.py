@@ -8,8 +8,8 @@ from typing import Any
 
 from rlhf_cli.config.rewards import RewardCall
 from rlhf_cli.errors import RunError
-from rlhf_cli.rewards.pool import Outcome
 from rlhf_cli.rewards.records import FailureKind, Score, Status
+from rlhf_cli.rewards.workers.pool import Outcome
 
 FILE_PART = "reward_func"  # name of the reward file's part of a score
 REMOTE_PART = "remote_rm"  # name of the part that reward servers say

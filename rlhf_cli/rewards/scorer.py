@@ -18,14 +18,14 @@ from rlhf_cli.config.rewards import RewardCall, read_call
 from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
 from rlhf_cli.config.scoring import RemoteScoringConfig, RequestScoringConfig, ScoringConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.rewards.api_key import api_key
 from rlhf_cli.rewards.file_feed import Decode, batch_of
 from rlhf_cli.rewards.parts import FILE_PART, REMOTE_PART, stop_if_too_many_failed, worker_part
-from rlhf_cli.rewards.pool import Outcome, WorkerPool
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.rewards.remote import RemoteRewards, check_servers
-from rlhf_cli.rewards.sandbox import require_sandbox
+from rlhf_cli.rewards.remote.api_key import api_key
+from rlhf_cli.rewards.remote.client import RemoteRewards, check_servers
+from rlhf_cli.rewards.sandbox.run import require_sandbox
 from rlhf_cli.rewards.session import ScoringSession
+from rlhf_cli.rewards.workers.pool import Outcome, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def _num_workers(config: RequestScoringConfig) -> int:
 
 def _worker_pool(config: RequestScoringConfig) -> WorkerPool:
     return WorkerPool(
-        "rlhf_cli.rewards.functions:load",
+        "rlhf_cli.rewards.workers.functions:load",
         [[call.name, call.parameters | _settings(config, call)] for call in _calls(config)],
         limit=config.reward_timeout,
         num_workers=_num_workers(config),
@@ -206,7 +206,7 @@ def _file_pool(reward_func: str, config: RequestScoringConfig) -> WorkerPool:
     if not path.is_file():
         raise UsageError(f"--reward_func {reward_func}: there is no such file")
     pool = WorkerPool(
-        "rlhf_cli.rewards.user_file:load",
+        "rlhf_cli.rewards.workers.user_file:load",
         {"path": str(path), "name": name, "args": json.loads(config.reward_func_args)},
         limit=config.reward_timeout,
         num_workers=_num_workers(config),

@@ -11,7 +11,6 @@ from typing import Any, Self
 from rlhf_cli.config.row_rewards import verifier_of
 from rlhf_cli.config.scoring import RequestScoringConfig, ScoringConfig
 from rlhf_cli.rewards.file_feed import Decode, FileFeed
-from rlhf_cli.rewards.functions import resolve
 from rlhf_cli.rewards.parts import (
     FILE_PART,
     REMOTE_PART,
@@ -23,9 +22,10 @@ from rlhf_cli.rewards.parts import (
     stop_if_too_many_failed,
     worker_part,
 )
-from rlhf_cli.rewards.pool import Failure, Feed, WorkerPool
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.rewards.remote import RemoteFeed, RemoteRewards
+from rlhf_cli.rewards.remote.client import RemoteFeed, RemoteRewards
+from rlhf_cli.rewards.workers.functions import resolve
+from rlhf_cli.rewards.workers.pool import Failure, Feed, WorkerPool
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from rlhf_cli.runs.run_directory import REPORT, RunDirectory
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
-from rlhf_cli.trainers.loop import Finished
+from rlhf_cli.trainers.offline.loop import Finished
 
 
 def conclude(

@@ -14,18 +14,18 @@ from rlhf_cli.config.base import Group
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.inspection import ShownDataConfig
-from rlhf_cli.data.control_tokens import ControlReport
-from rlhf_cli.data.packing import Sequence as TrainedSequence
+from rlhf_cli.data.packing.packs import Sequence as TrainedSequence
 from rlhf_cli.data.preference_data import LabelledItem, Pair, load_labelled, load_pairs
 from rlhf_cli.data.preparing import COUNTED
 from rlhf_cli.data.preview import Decode, Part, ShownExample, part_of, spread
 from rlhf_cli.data.prompts import Prompt, load_prompts
+from rlhf_cli.data.reading.sources import ReadSource
 from rlhf_cli.data.sft_data import load_sft_sequences
-from rlhf_cli.data.sources import ReadSource
+from rlhf_cli.data.tokenizing.control_tokens import ControlReport
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_tokenizer
 from rlhf_cli.options import build_config
-from rlhf_cli.tracking.rows_bar import rows_bar
+from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 
 DATA_CONFIGS: dict[str, type[Group]] = {
     "sft": DataConfig,

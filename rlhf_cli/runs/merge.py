@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.backends.checkpoint import MANIFEST
-from rlhf_cli.backends.output_lock import new_output
+from rlhf_cli.backends.process.output_lock import new_output
+from rlhf_cli.backends.training.checkpoint import MANIFEST
 from rlhf_cli.config.commands.merge import MergeGroup
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.folders import whole_folder

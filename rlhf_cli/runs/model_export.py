@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.backends.checkpoint import MANIFEST, verify
-from rlhf_cli.backends.deepspeed_weights import DEEPSPEED, DESCRIPTION, EngineWeights
+from rlhf_cli.backends.training.checkpoint import MANIFEST, verify
+from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED, DESCRIPTION, EngineWeights
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapters import (
     MODEL_FILE,

@@ -14,13 +14,13 @@ from types import FrameType
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_cli.backends.output_lock import output_lock
-from rlhf_cli.backends.signals import stop_signals
+from rlhf_cli.backends.process.output_lock import output_lock
+from rlhf_cli.backends.process.signals import stop_signals
 from rlhf_cli.config.commands.quickstart import QuickstartGroup
 from rlhf_cli.data.arithmetic import write_problems
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.tracking.figures import duration, number
-from rlhf_cli.tracking.report import write_report
+from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.summary import Summary, summarise
 
 PARTS = ("data", "untrained", "sft", "practice", "eval", "report.html")

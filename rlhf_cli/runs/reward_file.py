@@ -5,7 +5,7 @@ Modules that the file imports are not looked at.
 
 import hashlib
 
-from rlhf_cli.backends.checkpoint import Checkpoint
+from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.config.scoring import RequestScoringConfig
 from rlhf_cli.rewards.scorer import file_and_function
 

@@ -8,20 +8,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 
-from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
 from rlhf_cli.config.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.serve import ServeConfig, ServedModelConfig, ServedRewardConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.reward_model import read_reward_model
-from rlhf_cli.rewards.api_key import api_key
-from rlhf_cli.rewards.batching import ScoreJobs
 from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.remote.api_key import api_key
 from rlhf_cli.rewards.scorer import Scorer
-from rlhf_cli.rewards.serving import REWARD_PATH, StoppableServer, is_loopback, reward_app
-from rlhf_cli.rewards.text_model import TextRewardModel
+from rlhf_cli.rewards.server.app import REWARD_PATH, StoppableServer, is_loopback, reward_app
+from rlhf_cli.rewards.server.batching import ScoreJobs
+from rlhf_cli.rewards.server.text_model import TextRewardModel
 
 
 def run_server(config: ServeRMConfig) -> None:

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_cli.backends.checkpoint import CheckpointStore
-from rlhf_cli.backends.output_lock import output_lock
+from rlhf_cli.backends.process.output_lock import output_lock
+from rlhf_cli.backends.training.checkpoint import CheckpointStore
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from rlhf_cli.backends.output_lock import new_output
+from rlhf_cli.backends.process.output_lock import new_output
 from rlhf_cli.config.commands.scratch import ScratchConfig
-from rlhf_cli.data.sources import load_rows
+from rlhf_cli.data.reading.sources import load_rows
 from rlhf_cli.models.scratch import new_model, save_new_model, texts_in, train_tokenizer
 
 

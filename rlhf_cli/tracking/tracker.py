@@ -18,8 +18,6 @@ from rich.text import Text
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.tracking import memory
 from rlhf_cli.tracking.figures import Reading, duration, interval, number, prominent, scaled, title
-from rlhf_cli.tracking.live_view import LiveView
-from rlhf_cli.tracking.progress import Pace, PlainView, View
 from rlhf_cli.tracking.sinks import (
     EVAL_SAMPLES_FILE,
     RUN_FILE,
@@ -34,6 +32,8 @@ from rlhf_cli.tracking.sinks import (
     read_metrics,
 )
 from rlhf_cli.tracking.summary import Summary, summarise
+from rlhf_cli.tracking.terminal.live_view import LiveView
+from rlhf_cli.tracking.terminal.progress import Pace, PlainView, View
 
 SECONDS_BETWEEN_MEMORY_READINGS = 2.0
 LOGS = "logs"  # folder in the run directory

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from rlhf_cli.backends.ray_cluster import ray_cluster
-from rlhf_cli.backends.role_group import WorkerGroup
-from rlhf_cli.backends.worker import Worker
+from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
+from rlhf_cli.backends.roles.worker import Worker
+from rlhf_cli.backends.roles.worker_group import WorkerGroup
 from rlhf_cli.errors import ProcessDied
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

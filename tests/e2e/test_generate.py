@@ -191,8 +191,8 @@ def test_a_reward_model_reads_the_sampled_tokens_to_the_last(inputs, tmp_path):
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from rlhf_cli.backends.rollout_engine import EngineSettings
-    from rlhf_cli.backends.rollout_transformers import TransformersEngine
+    from rlhf_cli.backends.rollout.engine import EngineSettings
+    from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 
     model, problems, _ = inputs
     torch.manual_seed(0)

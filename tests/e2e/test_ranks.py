@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from tiny_training import CLOSE, farthest
 
-from rlhf_cli.backends.distributed_env import free_port
+from rlhf_cli.backends.training.distributed_env import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STAGES = (0, 1, 2, 3)
-SCENARIOS = Path(__file__).parents[1] / "rank_scenarios.py"
+SCENARIOS = Path(__file__).parents[1] / "helpers" / "rank_scenarios.py"
 
 
 def start_ranks(num_ranks: int, models: list[str], folder: Path) -> list[subprocess.Popen]:

@@ -16,7 +16,7 @@ from test_ppo import assert_nothing_left, plain_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-NODES = Path(__file__).parents[1] / "nodes_of_one_machine.py"
+NODES = Path(__file__).parents[1] / "helpers" / "nodes_of_one_machine.py"
 
 
 @dataclass

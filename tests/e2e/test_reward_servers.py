@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from served_rewards import KEY, Served, serve
 from test_ppo import assert_nothing_left, rlhf
-from test_serve_rm import KEY, Served, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

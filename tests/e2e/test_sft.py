@@ -20,7 +20,7 @@ import pytest
 import torch
 from forked import run_rlhf
 
-from rlhf_cli.backends.checkpoint import CheckpointStore
+from rlhf_cli.backends.training.checkpoint import CheckpointStore
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -32,11 +32,11 @@ from engine_under_test import (
 )
 from transformers import AutoTokenizer
 
-from rlhf_cli.backends.rollout_engine import EngineSettings
-from rlhf_cli.backends.rollout_sampling import processed_logits
-from rlhf_cli.backends.rollout_vllm_arguments import argument_names, parsed_arguments
-from rlhf_cli.backends.weight_transfer import WeightSender
-from rlhf_cli.backends.weight_transfer_shm import ShmTransport
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.transformers_sampling import processed_logits
+from rlhf_cli.backends.rollout.vllm_arguments import argument_names, parsed_arguments
+from rlhf_cli.backends.weight_sync.shm import ShmTransport
+from rlhf_cli.backends.weight_sync.transfer import WeightSender
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 
@@ -125,7 +125,7 @@ def test_samples_of_a_prompt_share_its_cache_and_a_batch_begins_without_any(engi
     assert largest_difference(trainer_model(model_dir), responses[2], SHARING) < 1e-3
 
     async def num_cached_tokens(name):
-        from rlhf_cli.backends.rollout_vllm import _vllm_sampling
+        from rlhf_cli.backends.rollout.vllm_engine import _vllm_sampling
 
         prompt = {"type": "token", "prompt_token_ids": LONG[0]}
         params = _vllm_sampling(SHARING[0], SamplingParams(1), END)
@@ -286,8 +286,8 @@ import asyncio, json, os, sys, time
 from pathlib import Path
 sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent)]
 from test_vllm_engine import BATCHES, REQUESTS, SAMPLING, SETTINGS
-from rlhf_cli.backends.rollout_engine import EngineDead
-from rlhf_cli.backends.rollout_vllm import VllmEngine
+from rlhf_cli.backends.rollout.engine import EngineDead
+from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
 from rlhf_cli.data.rollouts import SamplingParams
 
 async def main():
@@ -408,7 +408,7 @@ def test_after_a_push_of_other_weights_the_engine_agrees_with_them(engine, model
 
 
 def test_an_engine_that_does_not_start_says_what_its_settings_lack(model_dir):
-    from rlhf_cli.backends.rollout_vllm import VllmEngine
+    from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
 
     positions = json.loads((Path(model_dir) / "config.json").read_text())["max_position_embeddings"]
     too_long = replace(SETTINGS, max_model_len=positions + 1)

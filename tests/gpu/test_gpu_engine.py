@@ -18,9 +18,9 @@ from engine_under_test import (
     trainer_model,
 )
 
-from rlhf_cli.backends.rollout_engine import EngineSettings
-from rlhf_cli.backends.weight_transfer import WeightSender
-from rlhf_cli.backends.weight_vllm_trainer import EngineClient, connect, tensor_specs
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.weight_sync.transfer import WeightSender
+from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, connect, tensor_specs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,10 +4,10 @@ import pytest
 import torch
 from repeated_tokens import repeated_tokens
 
-from rlhf_cli.backends import distributed
+from rlhf_cli.backends.training import distributed
+from rlhf_cli.models.attention.varlen import SelectTokens, varlen_attention_forward
+from rlhf_cli.models.attention.varlen_cpu import varlen_attention
 from rlhf_cli.models.logprobs import token_logprobs
-from rlhf_cli.models.varlen import SelectTokens, varlen_attention_forward
-from rlhf_cli.models.varlen_cpu import varlen_attention
 
 pytestmark = [
     pytest.mark.gpu,

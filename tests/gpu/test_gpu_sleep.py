@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from adapted_models import load
 from sleeping import assert_same, trained_weights
-from test_adapters import load
 
-from rlhf_cli.backends.deepspeed_engine import FrozenEngine
+from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.models.policy import PolicyModel
 

@@ -12,7 +12,7 @@ import psutil
 
 from rlhf_cli.backends.doctor.finding import Finding, ok
 from rlhf_cli.errors import UsageError
-from rlhf_cli.rewards.sandbox import require_sandbox
+from rlhf_cli.rewards.sandbox.run import require_sandbox
 
 GIB = 1 << 30
 LEAST_MEMORY = 8 * GIB

@@ -63,10 +63,10 @@ def check_attention(folder: Path) -> str:
     import torch
 
     from rlhf_cli.config.model import ModelConfig
-    from rlhf_cli.data.packing import pack
+    from rlhf_cli.data.packing.packs import pack
     from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
-    from rlhf_cli.models.rounding import has_bf16_products
+    from rlhf_cli.models.shape_bucketing import has_bf16_products
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = tiny_model(folder)
@@ -89,11 +89,11 @@ def check_attention(folder: Path) -> str:
 
 def check_training(folder: Path) -> str:
     """Make two DeepSpeed steps on the same pack: the loss has to fall."""
-    from rlhf_cli.backends import distributed
-    from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine
+    from rlhf_cli.backends.training import distributed
+    from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
     from rlhf_cli.config.model import ModelConfig
     from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-    from rlhf_cli.data.packing import pack
+    from rlhf_cli.data.packing.packs import pack
     from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
 
@@ -129,10 +129,10 @@ def check_engine(folder: Path) -> str:
 async def _check_engine(folder: Path) -> str:
     import torch
 
-    from rlhf_cli.backends.engine_host import make_engine
-    from rlhf_cli.backends.rollout_engine import EngineSettings
-    from rlhf_cli.backends.weight_transfer import WeightSender
-    from rlhf_cli.backends.weight_transfer_shm import ShmTransport
+    from rlhf_cli.backends.rollout.engine import EngineSettings
+    from rlhf_cli.backends.rollout.engine_host import make_engine
+    from rlhf_cli.backends.weight_sync.shm import ShmTransport
+    from rlhf_cli.backends.weight_sync.transfer import WeightSender
     from rlhf_cli.config.model import ModelConfig
     from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
     from rlhf_cli.models.loading import load_causal_lm
@@ -182,7 +182,7 @@ def _sequence(length: int):
     """Return a sequence of ordinary tokens, all but the first trained."""
     import numpy as np
 
-    from rlhf_cli.data.packing import Sequence
+    from rlhf_cli.data.packing.packs import Sequence
 
     tokens = np.arange(length, dtype=np.int32) % 90 + 10
     return Sequence(tokens, np.arange(length) > 0)

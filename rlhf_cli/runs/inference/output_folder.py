@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.backends.checkpoint import differences
+from rlhf_cli.backends.training.checkpoint import differences
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.run_directory import CONFIG, LOGS, own_logs, remove

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.backends.engine_group import rollout_backend
-from rlhf_cli.backends.ray_cluster import Cluster
+from rlhf_cli.backends.cluster.ray_cluster import Cluster
+from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.config.generate import AnsweringConfig, SamplingConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.data.decoding import text_of
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.data.selection import prompt_cells
-from rlhf_cli.data.tokenising import check_token_ids
+from rlhf_cli.data.tokenizing.decoding import text_of
+from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.models.loading import check_positions, weights_of
 from rlhf_cli.models.reward_model import RewardModel, find_reward_model
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -28,9 +28,16 @@ from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.runs.inference.workers import started_models
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers import rl
-from rlhf_cli.trainers.rl_batch import failure_metrics, length_metrics, rollout_metrics, score_requests, whole_groups
-from rlhf_cli.trainers.rl_evaluation import score_responses
+from rlhf_cli.trainers.online.batch import (
+    failure_metrics,
+    length_metrics,
+    rollout_metrics,
+    score_requests,
+    whole_groups,
+)
+from rlhf_cli.trainers.online.evaluation import score_responses
+from rlhf_cli.trainers.online.loop import RewardModel as RewardRole
+from rlhf_cli.trainers.online.rollout import Engines, Scoring
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,10 @@ class Answers:
 class Answering:
     """What turns prompts into answers: engines, the words of their tokens, and scores where there is a scorer."""
 
-    engines: rl.Engines
+    engines: Engines
     decode: Callable[[Sequence[int]], str]
-    scorer: rl.Scoring | None
-    reward_model: rl.RewardModel | None
+    scorer: Scoring | None
+    reward_model: RewardRole | None
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.backends.engine_group import EngineGroup
-from rlhf_cli.backends.engine_host import HOST_ENGINE
-from rlhf_cli.backends.online_roles import Dealer, RewardGroup
-from rlhf_cli.backends.placement import ENGINE, Layout, Seat, describe, plan_layout
-from rlhf_cli.backends.ray_cluster import Cluster, Reservation
-from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
-from rlhf_cli.backends.role_settings import RoleSettings
-from rlhf_cli.backends.rollout_engine import EngineSettings
+from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat, describe, plan_layout
+from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
+from rlhf_cli.backends.roles.groups import Dealer, RewardGroup
+from rlhf_cli.backends.roles.settings import RoleSettings
+from rlhf_cli.backends.roles.worker_group import WorkerGroup, start_engine, start_ranks
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.engine_group import EngineGroup
+from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE
 from rlhf_cli.config.generate import AnsweringConfig
 from rlhf_cli.config.online import PlacementConfig, RolloutConfig
 from rlhf_cli.config.policy import PolicyConfig

@@ -13,7 +13,7 @@ from rlhf_cli.runs.offline.frozen_reference import check_reference, pair_referen
 from rlhf_cli.runs.offline.pair_items import load_pair_items
 from rlhf_cli.runs.offline.run import OfflineTask, offline_model
 from rlhf_cli.runs.run_identity import objective_identity
-from rlhf_cli.trainers.dpo import DPOObjective
+from rlhf_cli.trainers.offline.dpo import DPOObjective
 
 
 def dpo_task(config: DPOConfig) -> OfflineTask:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine
-from rlhf_cli.backends.distributed import gather_rows
-from rlhf_cli.backends.reference import Columns, FrozenReference, base_results, kept_columns
+from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
+from rlhf_cli.backends.training.distributed import gather_rows
+from rlhf_cli.backends.training.frozen_reference import Columns, FrozenReference, base_results, kept_columns
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import FrozenReferenceConfig, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig
@@ -18,9 +18,9 @@ from rlhf_cli.models.reward_model import require_same_tokens
 from rlhf_cli.runs.offline.run import Items, Reference
 from rlhf_cli.runs.run_identity import model_identity
 from rlhf_cli.runs.trained_model import TrainedModel
-from rlhf_cli.trainers import dpo, kto
-from rlhf_cli.trainers.loop import Share
-from rlhf_cli.trainers.reference_columns import all_results, digest_of_pairs, digest_of_responses
+from rlhf_cli.trainers.offline import dpo, kto
+from rlhf_cli.trainers.offline.loop import Share
+from rlhf_cli.trainers.offline.reference_logprobs import all_results, digest_of_pairs, digest_of_responses
 
 Forwards = dict[str, Callable[[Any, Any], Any]]
 """What is asked of the reference, by the column it becomes."""

@@ -13,7 +13,7 @@ from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.runs.offline.frozen_reference import check_reference, labelled_reference, reference_identity
 from rlhf_cli.runs.offline.run import OfflineTask, load_items, offline_model
 from rlhf_cli.runs.run_identity import objective_identity
-from rlhf_cli.trainers.kto import KTOObjective, LabelledItems, partners_of
+from rlhf_cli.trainers.offline.kto import KTOObjective, LabelledItems, partners_of
 
 
 def kto_task(config: KTOConfig) -> OfflineTask:

@@ -5,11 +5,11 @@ from typing import Any, Protocol
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.train import OfflineBatchConfig
 from rlhf_cli.data.preference_data import load_pairs
-from rlhf_cli.models.varlen import VARLEN
+from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.runs.offline.run import Items, load_items
 from rlhf_cli.runs.trained_model import TrainedModel
-from rlhf_cli.trainers.pairs import PairItems, margins
-from rlhf_cli.trainers.rm import MARGIN
+from rlhf_cli.trainers.offline.pairs import PairItems, margins
+from rlhf_cli.trainers.offline.rm import MARGIN
 
 
 class PairConfig(Protocol):

@@ -9,7 +9,7 @@ from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.runs.offline.pair_items import load_pair_items
 from rlhf_cli.runs.offline.run import OfflineTask, offline_model
 from rlhf_cli.runs.run_identity import objective_identity
-from rlhf_cli.trainers.rm import RewardObjective, finish_reward_metrics
+from rlhf_cli.trainers.offline.rm import RewardObjective, finish_reward_metrics
 
 
 def rm_task(config: RMConfig) -> OfflineTask:

@@ -9,22 +9,22 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from rlhf_cli.backends import distributed, distributed_env
-from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
-from rlhf_cli.backends.deepspeed_config import check_deepspeed
-from rlhf_cli.backends.deepspeed_engine import DeepSpeedEngine, seed_everything
-from rlhf_cli.backends.launch import stop_with_launcher
-from rlhf_cli.backends.partitioned_loading import partitioned_loading
-from rlhf_cli.backends.roles import describe_model, save_whole_model
-from rlhf_cli.backends.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
+from rlhf_cli.backends.process.launch import stop_with_launcher
+from rlhf_cli.backends.process.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
+from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
+from rlhf_cli.backends.training import distributed, distributed_env
+from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
+from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
+from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, seed_everything
+from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.sampling import StepBatches
-from rlhf_cli.data.tokenising import check_token_ids
+from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapters import load_with_adapter, parameters_said
-from rlhf_cli.models.attention import attention_note
+from rlhf_cli.models.attention.table import attention_note
 from rlhf_cli.models.loading import (
     check_loadable,
     dtype_note,
@@ -43,11 +43,11 @@ from rlhf_cli.runs.run_directory import (
 )
 from rlhf_cli.runs.run_identity import adapter_identity, model_identity, tokenizer_identity
 from rlhf_cli.runs.trained_model import TrainedModel, trained_model
-from rlhf_cli.tracking.report import write_report
-from rlhf_cli.tracking.rows_bar import rows_bar
-from rlhf_cli.tracking.terminal import quiet_process
+from rlhf_cli.tracking.report.page import write_report
+from rlhf_cli.tracking.terminal.console import quiet_process
+from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
-from rlhf_cli.trainers.loop import Finished, Hooks, Objective, Prepare, Schedule, Share, train
+from rlhf_cli.trainers.offline.loop import Finished, Hooks, Objective, Prepare, Schedule, Share, train
 
 
 @dataclass(frozen=True)

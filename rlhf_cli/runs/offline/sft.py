@@ -8,7 +8,7 @@ from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.runs.offline.run import OfflineTask, load_items, offline_model
-from rlhf_cli.trainers.sft import SequenceItems, sft_objective
+from rlhf_cli.trainers.offline.sft import SequenceItems, sft_objective
 
 
 def sft_task(config: SFTConfig) -> OfflineTask:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from rlhf_cli.backends.checkpoint import Checkpoint
+from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.rollouts import SamplingParams
@@ -15,7 +15,7 @@ from rlhf_cli.runs.online.start_roles import OnlineRoles
 from rlhf_cli.runs.run_directory import BEST_FILE, RunDirectory, set_later_best_aside
 from rlhf_cli.tracking.figures import number
 from rlhf_cli.tracking.tracker import Tracker
-from rlhf_cli.trainers.rl_evaluation import Best, EvaluationState, EvaluationTask, Evaluator
+from rlhf_cli.trainers.online.evaluation import Best, EvaluationState, EvaluationTask, Evaluator
 
 
 def load_evaluation_prompts(config: OnlineConfig, tokenizer: Any) -> PromptData | None:

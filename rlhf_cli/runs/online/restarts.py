@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from rlhf_cli.errors import ProcessDied
-from rlhf_cli.trainers.loop import Finished
+from rlhf_cli.trainers.offline.loop import Finished
 
 
 def with_restarts(

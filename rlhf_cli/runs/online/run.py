@@ -10,23 +10,23 @@ from typing import Any
 from rich.console import Console
 
 from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
-from rlhf_cli.backends.checkpoint import Checkpoint, CheckpointStore, check_same_run
-from rlhf_cli.backends.deepspeed_config import check_deepspeed
-from rlhf_cli.backends.engine_group import described, rollout_backend
-from rlhf_cli.backends.placement import check_layout, describe, plan_layout
-from rlhf_cli.backends.ray_cluster import Reservation, ray_cluster
-from rlhf_cli.backends.rollout_vllm_arguments import check_vllm_args
-from rlhf_cli.backends.signals import INTERRUPTED, StopSignal
-from rlhf_cli.backends.weight_transfer import check_sync_backend
+from rlhf_cli.backends.cluster.placement import check_layout, describe, plan_layout
+from rlhf_cli.backends.cluster.ray_cluster import Reservation, ray_cluster
+from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
+from rlhf_cli.backends.rollout.engine_group import described, rollout_backend
+from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
+from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
+from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
+from rlhf_cli.backends.weight_sync.transfer import check_sync_backend
 from rlhf_cli.config.commands.online import FilteringConfig, OnlineConfig
 from rlhf_cli.config.online import DynamicSamplingConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
-from rlhf_cli.data.decoding import text_of
 from rlhf_cli.data.prompts import PromptData, load_prompts
-from rlhf_cli.data.tokenising import check_token_ids
+from rlhf_cli.data.tokenizing.decoding import text_of
+from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import ProcessDied, RunError, UsageError
-from rlhf_cli.models.attention import attention_note
+from rlhf_cli.models.attention.table import attention_note
 from rlhf_cli.models.loading import check_positions, dtype_note
 from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.options import to_yaml
@@ -61,14 +61,14 @@ from rlhf_cli.runs.run_directory import (
     prepare_run_directory,
     run_directory,
 )
-from rlhf_cli.tracking.report import write_report
-from rlhf_cli.tracking.terminal import quiet_process
+from rlhf_cli.tracking.report.page import write_report
+from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import Tracker, check_tracking
-from rlhf_cli.trainers.loop import Finished
-from rlhf_cli.trainers.rl import OnlineHooks, train_online
-from rlhf_cli.trainers.rl_source import planned_iterations
-from rlhf_cli.trainers.rl_state import LoopState, OnlineSettings, first_state
-from rlhf_cli.trainers.update_plan import StepCounts, count_steps
+from rlhf_cli.trainers.offline.loop import Finished
+from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
+from rlhf_cli.trainers.online.prompt_source import planned_iterations
+from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
+from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
 
 @dataclass(frozen=True)

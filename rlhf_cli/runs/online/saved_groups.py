@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.trainers.rl_groups import Group
+from rlhf_cli.trainers.online.groups import Group
 
 FILE = "surplus.jsonl.gz"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from rlhf_cli.backends.placement import Layout
+from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.models.loading import load_config

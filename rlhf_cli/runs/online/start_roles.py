@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rlhf_cli.backends.engine_group import EngineGroup
-from rlhf_cli.backends.engine_host import HOST_ENGINE
-from rlhf_cli.backends.online_roles import (
+from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat
+from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
+from rlhf_cli.backends.roles.groups import (
     ActorGroup,
     BaseReference,
     CriticGroup,
@@ -15,12 +15,12 @@ from rlhf_cli.backends.online_roles import (
     RewardGroup,
     TrainedGroup,
 )
-from rlhf_cli.backends.placement import ENGINE, Layout, Seat
-from rlhf_cli.backends.ray_cluster import Cluster, Reservation
-from rlhf_cli.backends.role_group import WorkerGroup, start_engine, start_ranks
-from rlhf_cli.backends.role_settings import RoleSettings
-from rlhf_cli.backends.rollout_engine import EngineSettings
-from rlhf_cli.backends.weight_transfer import choose_sync_backend
+from rlhf_cli.backends.roles.settings import RoleSettings
+from rlhf_cli.backends.roles.worker_group import WorkerGroup, start_engine, start_ranks
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.engine_group import EngineGroup
+from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE
+from rlhf_cli.backends.weight_sync.transfer import choose_sync_backend
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig
@@ -30,8 +30,8 @@ from rlhf_cli.models.reward_model import RewardModel
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.online.models import OnlineModels, role_names
 from rlhf_cli.runs.trained_model import TrainedModel
-from rlhf_cli.trainers.rl import Roles, awake
-from rlhf_cli.trainers.update_plan import StepCounts
+from rlhf_cli.trainers.online.loop import Roles, awake
+from rlhf_cli.trainers.online.update_plan import StepCounts
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,405 @@
+"""What one rank of each online role holds and can do: actor, critic, reference and reward model.
+
+Leaves out how ranks are started and given work (role_group, online_roles). Micro-batches arrive as lists of
+sequences and are packed here, so that only token ids and numbers travel between processes.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
+from rlhf_cli.algorithms.objective import LossWeights, PolicyColumns, next_weights, policy_objective, value_objective
+from rlhf_cli.backends.roles.settings import EngineLink, RoleSettings, UpdateStep
+from rlhf_cli.backends.training import distributed
+from rlhf_cli.backends.training.deepspeed_engine import (
+    BUCKET_BYTES,
+    ComputeLoss,
+    DeepSpeedEngine,
+    FrozenEngine,
+    buckets,
+    move_weights,
+    seed_everything,
+    whole_weights,
+)
+from rlhf_cli.backends.training.deepspeed_weights import DESCRIPTION
+from rlhf_cli.backends.training.frozen_reference import SYNC_FILE
+from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
+from rlhf_cli.backends.training.weight_average import WeightAverage
+from rlhf_cli.backends.weight_sync.shm import ShmTransport
+from rlhf_cli.backends.weight_sync.transfer import Idle, PushReport, Transport, WeightSender
+from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, connect, tensor_specs
+from rlhf_cli.config.policy import ActorCriticPolicyConfig
+from rlhf_cli.data.packing.packs import Pack, Sequence, at_targets, pack
+from rlhf_cli.data.packing.samples import SamplePack, pack_samples
+from rlhf_cli.data.packing.shared_prompts import pack_groups
+from rlhf_cli.models.adapters import (
+    adapter_off,
+    describe_adapter,
+    is_adapted,
+    load_with_adapter,
+    save_adapter,
+    scales,
+)
+from rlhf_cli.models.attention.varlen import VARLEN
+from rlhf_cli.models.checkpoint_names import as_in_checkpoint, persistent_buffers
+from rlhf_cli.models.loading import (
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+    load_value_backbone,
+)
+from rlhf_cli.models.merging import folded, in_folding_order
+from rlhf_cli.models.policy import PolicyModel, ValueModel
+from rlhf_cli.models.saving import save_all_but_weights, save_hf
+
+
+def _transport(link: EngineLink, hf_model: Any) -> Transport:
+    if link.backend == "shm":
+        return ShmTransport() if dist.get_rank() == 0 else Idle()
+    client = EngineClient(link.call_engines, num_engines=link.num_engines, ranks_per_engine=link.ranks_per_engine)
+    specs = tensor_specs(hf_model)
+    return connect(link.backend, specs, client=client, rank=dist.get_rank(), rendezvous=link.rendezvous)
+
+
+class Packer:
+    """How a rank packs the sequences of a micro-batch: with a prompt once for neighbours that share it, or in full."""
+
+    def __init__(self, settings: RoleSettings, hf_model: Any) -> None:
+        self._shares_prompts = settings.share_prompts and hf_model.config._attn_implementation == VARLEN
+
+    def shares_prompts(self) -> bool:
+        """Whether neighbours that share a prompt have it once."""
+        return self._shares_prompts
+
+    def __call__(self, sequences: list[Sequence]) -> Pack:
+        return pack_groups(sequences) if self._shares_prompts else pack(sequences)
+
+    def samples(self, step: UpdateStep, names: tuple[str, ...]) -> list[SamplePack]:
+        """A rank's share of a step, with these columns."""
+        return [pack_samples(samples, names=names, pack_sequences=self) for samples in step.micro_batches]
+
+
+class TrainedRole:
+    """One rank of a role in training: what actor and critic have in common besides their objective."""
+
+    def __init__(
+        self, settings: RoleSettings, hf_model: nn.Module, module: nn.Module, *, ema_beta: float | None = None
+    ) -> None:
+        self.settings = settings
+        self.hf_model = hf_model
+        self.packer = Packer(settings, hf_model)
+        self.engine = DeepSpeedEngine(
+            module,
+            settings.deepspeed,
+            optim=settings.optim,
+            learning_rate=settings.learning_rate,
+            total_steps=settings.total_steps,
+            param_dtype=settings.model.param_dtype,
+            sleeps=settings.sleeps,
+        )
+        trained = [(name, parameter) for name, parameter in hf_model.named_parameters() if parameter.requires_grad]
+        self._average = None if ema_beta is None else WeightAverage(trained, beta=ema_beta)
+
+    def train_step(self, micro_batches: list[SamplePack], loss: ComputeLoss) -> dict[str, float]:
+        """One optimizer step; its metrics."""
+        metrics = self.engine.train_step(micro_batches, loss)
+        if self._average is not None:
+            self._average.update()
+        return metrics
+
+    def sleep(self) -> None:
+        """Leave the accelerator to others."""
+        self.engine.sleep()
+
+    def sleep_optimizer(self) -> None:
+        """Keep only the weights on the accelerator."""
+        self.engine.sleep_optimizer()
+
+    def wake(self) -> None:
+        """Be ready to compute."""
+        self.engine.wake()
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes that `save` writes, over all ranks, as an estimate."""
+        return self.engine.checkpoint_bytes() + (self._average.num_bytes() if self._average else 0)
+
+    def save(self, directory: Path) -> None:
+        """Write everything that shapes the future of this role."""
+        self.engine.save(directory)
+        if self._average is not None:
+            self._average.save(directory)
+        describe_model(self.hf_model, self._tokenizer, directory)
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote."""
+        self.engine.load(directory)
+        if self._average is not None:
+            self._average.load(directory)
+
+    def save_model(self, directory: Path) -> None:
+        """Write the model in Hugging Face format."""
+        save_whole_model(self.engine, self.hf_model, self._tokenizer, directory)
+
+    def save_average(self, directory: Path) -> None:
+        """Write the moving average of the weights as a model in Hugging Face format."""
+        assert self._average is not None, "no average is kept"
+        save_weights(self._average.weights(), self.hf_model, self._tokenizer, directory)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.settings.model)
+
+
+class Actor:
+    """One rank of the policy in training."""
+
+    def __init__(self, settings: RoleSettings) -> None:
+        hf_model = join_and_load(settings, load_causal_lm)
+        self.role = TrainedRole(settings, hf_model, PolicyModel(hf_model), ema_beta=settings.ema_beta)
+        self._sender: WeightSender | None = None
+
+    def logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+        """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
+        forward = _logprobs_at(self.role.settings.temperature)
+        return _infer(self.role.engine, micro_batches, forward, pack_sequences=self.role.packer)
+
+    def update(self, steps: list[UpdateStep], on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
+        """Metrics of each optimizer step; on-policy, the model's own log-probs are the anchor."""
+        policy = self.role.settings.policy
+        anchor = () if on_policy else ("old_logprobs",)
+        reference = ("ref_logprobs",) if policy.has_kl_loss else ()
+        names = ("rollout_logprobs", "advantages", *anchor, *reference)
+        metrics = []
+        for step in steps:
+            found = self.role.train_step(self.role.packer.samples(step, names), self._loss(step.totals, weights))
+            weights = next_weights(weights, found, settings=policy)
+            metrics.append(found)
+        return metrics
+
+    def connect_engines(self, link: EngineLink) -> None:
+        """Open the way weights take to the engines; every rank calls it."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = WeightSender(_transport(link, self.role.hf_model))
+
+    def push_weights(self, version: int) -> PushReport:
+        """Send the weights to the engines; every rank calls it, the report of rank 0 counts."""
+        assert self._sender is not None, "no engine is connected"
+        return self._sender.send(self.engine_weights(), version)
+
+    def discard_push(self) -> None:
+        """Remove the files of the last push, which every engine has taken; only pushes by shared memory have any."""
+        assert self._sender is not None, "no engine is connected"
+        self._sender.close()
+
+    def engine_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole weights as a checkpoint without an adapter has them; every rank must iterate to the end."""
+        hf_model = self.role.hf_model
+        parameters = folded(self.role.engine.whole(in_folding_order(hf_model)), scales(hf_model))
+        return as_in_checkpoint(hf_model, itertools.chain(parameters, persistent_buffers(hf_model)))
+
+    def base_logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+        """The same as `logprobs` by the model under the adapter."""
+        with adapter_off(self.role.engine.module):
+            return self.logprobs(micro_batches)
+
+    def num_buckets(self) -> int:
+        """How many calls of `bucket` give all weights."""
+        return len(list(buckets(list(self.role.hf_model.named_parameters()))))
+
+    def bucket(self, number: int) -> dict[str, torch.Tensor]:
+        """Some of the weights, whole and on the CPU, on rank 0; every rank calls it."""
+        chosen = list(buckets(list(self.role.hf_model.named_parameters())))[number]
+        gathered = self.role.engine.whole(chosen)
+        return {name: weight.to("cpu", copy=True) for name, weight in gathered if dist.get_rank() == 0}
+
+    def _loss(self, totals: StepTotals, weights: LossWeights) -> ComputeLoss:
+        settings = self.role.settings
+
+        def loss(model: nn.Module, batch: SamplePack) -> tuple[torch.Tensor, Metrics]:
+            logprobs_K, entropy_K = model(batch.pack, temperature=settings.temperature, with_entropy=True)
+            columns = PolicyColumns(
+                rollout_K=batch.columns["rollout_logprobs"],
+                advantages_K=batch.columns["advantages"],
+                cu=batch.pack.cu_trained,
+                old_K=batch.columns.get("old_logprobs"),
+                ref_K=batch.columns.get("ref_logprobs"),
+            )
+            return policy_objective(
+                logprobs_K,
+                entropy_K,
+                columns,
+                settings=settings.policy,
+                totals=totals,
+                weights=weights,
+                max_new_tokens=settings.max_new_tokens,
+            )
+
+        return loss
+
+
+class Critic:
+    """One rank of the value model in training."""
+
+    COLUMNS = ("old_values", "returns")
+
+    def __init__(self, settings: RoleSettings) -> None:
+        hf_model = join_and_load(settings, load_value_backbone)
+        self.role = TrainedRole(settings, hf_model, ValueModel(hf_model))
+
+    def values(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+        """Values of the states before the trained tokens of each micro-batch, float32 [K]."""
+        return _infer(
+            self.role.engine, micro_batches, lambda model, batch: model(batch), pack_sequences=self.role.packer
+        )
+
+    def update(self, steps: list[UpdateStep]) -> list[dict[str, float]]:
+        """Metrics of each optimizer step."""
+        return [
+            self.role.train_step(self.role.packer.samples(step, self.COLUMNS), self._loss(step.totals))
+            for step in steps
+        ]
+
+    def _loss(self, totals: StepTotals) -> ComputeLoss:
+        policy, max_new_tokens = self.role.settings.policy, self.role.settings.max_new_tokens
+        assert isinstance(policy, ActorCriticPolicyConfig)
+
+        def loss(model: nn.Module, batch: SamplePack) -> tuple[torch.Tensor, Metrics]:
+            return value_objective(
+                model(batch.pack),
+                old_values_K=batch.columns["old_values"],
+                returns_K=batch.columns["returns"],
+                cu=batch.pack.cu_trained,
+                settings=policy,
+                totals=totals,
+                max_new_tokens=max_new_tokens,
+            )
+
+        return loss
+
+
+class Reference:
+    """One rank of the frozen policy that the KL divergence is measured from."""
+
+    def __init__(self, settings: RoleSettings) -> None:
+        self._hf_model = hf_model = join_and_load(settings, load_causal_lm)
+        self._settings = settings
+        self.packer = Packer(settings, hf_model)
+        self.engine = FrozenEngine(PolicyModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
+
+    def logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+        """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
+        forward = _logprobs_at(self._settings.temperature)
+        return _infer(self.engine, micro_batches, forward, pack_sequences=self.packer)
+
+    def move(self, weights: dict[str, torch.Tensor], alpha: float) -> None:
+        """Make the named weights `alpha` of those given and the rest of their own (TR-DPO, arXiv 2404.09656)."""
+        move_weights(self._hf_model, weights, alpha)
+
+    def num_bytes(self) -> int:
+        """Bytes that `save` writes."""
+        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self._hf_model.parameters())
+
+    def save(self, directory: Path) -> None:
+        """Write the weights, which have moved; rank 0 writes."""
+        gather, named = self._settings.deepspeed.zero_stage == 3, list(self._hf_model.named_parameters())
+        whole = whole_weights(named, gather=gather, bucket_bytes=BUCKET_BYTES)
+        weights = {name: weight.to("cpu", copy=True) for name, weight in whole if dist.get_rank() == 0}
+        if weights:
+            save_file(weights, directory / SYNC_FILE)
+
+    def load(self, directory: Path) -> None:
+        """Take the weights that `save` wrote."""
+        move_weights(self._hf_model, load_file(directory / SYNC_FILE), 1.0)
+
+    def sleep(self) -> None:
+        """Leave the accelerator to others."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Be ready to compute."""
+        self.engine.wake()
+
+
+class Reward:
+    """One rank of the reward model."""
+
+    def __init__(self, settings: RoleSettings) -> None:
+        hf_model = join_and_load(settings, load_reward_model)
+        self.engine = FrozenEngine(ValueModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
+
+    def scores(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+        """Scores read at the marked tokens of each micro-batch, float32 [K]: at the tokens, not before them."""
+
+        def forward(model: nn.Module, batch: Pack) -> torch.Tensor:
+            values_K: torch.Tensor = model(at_targets(batch))
+            return values_K
+
+        return _infer(self.engine, micro_batches, forward, pack_sequences=pack)
+
+    def sleep(self) -> None:
+        """Leave the accelerator to others."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Be ready to compute."""
+        self.engine.wake()
+
+
+def join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn.Module:
+    """Join the ranks of the role and return the model by `load`, read straight onto this rank's device."""
+    distributed.join_process_group()
+    seed_everything(settings.seed)
+    partition = partitioned_loading(settings.deepspeed, param_dtype=settings.model.param_dtype)
+    return load_with_adapter(load, settings.model, settings.adapter, device=distributed.device(), partition=partition)
+
+
+def _infer(
+    engine: DeepSpeedEngine | FrozenEngine,
+    micro_batches: list[list[Sequence]],
+    forward: Callable[[nn.Module, Any], torch.Tensor],
+    *,
+    pack_sequences: Callable[[list[Sequence]], Pack],
+) -> list[np.ndarray]:
+    packs = [pack_sequences(sequences) for sequences in micro_batches]
+    return [result.float().numpy() for result in engine.infer(packs, forward)]
+
+
+def _logprobs_at(temperature: float) -> Callable[[nn.Module, Any], torch.Tensor]:
+    return lambda model, batch: model(batch, temperature=temperature)[0]
+
+
+def save_whole_model(engine: DeepSpeedEngine, hf_model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write the model, or the adapter on it, in Hugging Face format; all ranks call it, rank 0 writes."""
+    save_weights(engine.named_weights(hf_model, only_trained=is_adapted(hf_model)), hf_model, tokenizer, directory)
+
+
+def save_weights(named: Iterable[tuple[str, torch.Tensor]], hf_model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write given weights of the model, or of the adapter on it; all ranks call it, rank 0 writes."""
+    is_writer = dist.get_rank() == 0
+    weights = {name: weight.to("cpu", copy=True) for name, weight in named if is_writer}
+    if is_writer:
+        if not is_adapted(hf_model):
+            weights |= {name: buffer.cpu() for name, buffer in persistent_buffers(hf_model)}
+        save = save_adapter if is_adapted(hf_model) else save_hf
+        save(hf_model, tokenizer, directory, state_dict=weights)
+    distributed.barrier()
+
+
+def describe_model(hf_model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write beside a saved engine what its weights need to become a Hugging Face folder; rank 0 writes."""
+    if dist.get_rank() == 0:
+        folder = directory / DESCRIPTION
+        folder.mkdir(exist_ok=True)
+        save_all_but_weights(hf_model, tokenizer, folder)
+        if is_adapted(hf_model):
+            describe_adapter(hf_model, folder)

@@ -1,0 +1,82 @@
+"""How sequences and samples travel to ranks: as a few long arrays.
+
+A pickler takes longer over thousands of short arrays than their bytes take, and ever longer the more of them there are.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from rlhf_cli.backends.roles.settings import UpdateStep
+from rlhf_cli.data.packing.packs import Sequence
+from rlhf_cli.data.packing.samples import Sample
+
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class MicroBatches(list[list[Sequence]]):
+    """The micro-batches of sequences of a rank; a list of lists again where it arrives."""
+
+    def __reduce__(self) -> Reduced:
+        sizes = [len(members) for members in self]
+        return _micro_batches, (sizes, _joined_sequences([sequence for members in self for sequence in members]))
+
+
+class UpdateSteps(list[UpdateStep]):
+    """The optimizer steps of a rank, whose samples have the same columns; a list where it arrives.
+
+    A sample of several steps travels once.
+    """
+
+    def __reduce__(self) -> Reduced:
+        numbers: dict[int, int] = {}
+        samples: list[Sample] = []
+        steps = []
+        for step in self:
+            for sample in (sample for members in step.micro_batches for sample in members):
+                if numbers.setdefault(id(sample), len(samples)) == len(samples):
+                    samples.append(sample)
+            steps.append(([[numbers[id(sample)] for sample in members] for members in step.micro_batches], step.totals))
+        names = list(samples[0].columns) if samples else []
+        assert all(list(sample.columns) == names for sample in samples), "samples of one update differ in their columns"
+        columns = {name: _joined([sample.columns[name] for sample in samples]) for name in names}
+        return _steps, (_joined_sequences([sample.sequence for sample in samples]), columns, steps)
+
+
+def _micro_batches(sizes: Seq[int], joined: tuple[np.ndarray, ...]) -> list[list[Sequence]]:
+    sequences = iter(_split_sequences(*joined))
+    return [[next(sequences) for _ in range(size)] for size in sizes]
+
+
+def _steps(
+    joined: tuple[np.ndarray, ...], columns: dict[str, tuple[np.ndarray, np.ndarray]], steps: Seq[tuple[Any, Any]]
+) -> list[UpdateStep]:
+    cells = {name: _split(*column) for name, column in columns.items()}
+    samples = [
+        Sample(sequence, {name: values[number] for name, values in cells.items()})
+        for number, sequence in enumerate(_split_sequences(*joined))
+    ]
+    return [UpdateStep([[samples[n] for n in members] for members in bins], totals) for bins, totals in steps]
+
+
+def _joined_sequences(sequences: Seq[Sequence]) -> tuple[np.ndarray, ...]:
+    token_ids, bounds = _joined([sequence.token_ids for sequence in sequences])
+    return token_ids, _joined([sequence.loss_mask for sequence in sequences])[0], bounds
+
+
+def _split_sequences(token_ids: np.ndarray, loss_mask: np.ndarray, bounds: np.ndarray) -> list[Sequence]:
+    pieces = zip(_split(token_ids, bounds), _split(loss_mask, bounds), strict=True)
+    return [Sequence(ids, mask) for ids, mask in pieces]
+
+
+def _joined(arrays: Seq[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(the arrays end to end, the bounds between them)."""
+    bounds = np.cumsum([0, *(array.size for array in arrays)])
+    return (np.concatenate(arrays) if arrays else np.zeros(0)), bounds
+
+
+def _split(joined: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
+    return [joined[start:stop] for start, stop in pairwise(bounds.tolist())]

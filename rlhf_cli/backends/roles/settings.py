@@ -1,0 +1,61 @@
+"""What travels to the ranks of a role: the settings it is built from, its share of a step, the way to the engines.
+
+Imports no DeepSpeed: the process that starts a run makes these records, and only the ranks train with them.
+"""
+
+from dataclasses import dataclass
+
+from rlhf_cli.algorithms.aggregation import StepTotals
+from rlhf_cli.backends.rollout.engine import SyncBackend
+from rlhf_cli.backends.weight_sync.vllm_trainer import CallEngines, Rendezvous
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
+from rlhf_cli.data.packing.samples import Sample
+from rlhf_cli.models.adapters import AdapterPlan
+
+ROLE_CLASSES = {
+    "actor": "rlhf_cli.backends.roles.ranks:Actor",
+    "critic": "rlhf_cli.backends.roles.ranks:Critic",
+    "ref": "rlhf_cli.backends.roles.ranks:Reference",
+    "reward": "rlhf_cli.backends.roles.ranks:Reward",
+}
+"""The class of each role, by name: only the process of a rank imports it."""
+
+
+@dataclass(frozen=True)
+class RoleSettings:
+    """What a role needs to be built."""
+
+    model: ModelConfig
+    deepspeed: DeepSpeedConfig
+    optim: OptimConfig
+    learning_rate: float
+    total_steps: int
+    seed: int
+    temperature: float
+    max_new_tokens: int
+    policy: PolicyConfig
+    share_prompts: bool = False
+    adapter: AdapterPlan | None = None
+    ema_beta: float | None = None
+    sleeps: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateStep:
+    """One rank's share of one optimizer step."""
+
+    micro_batches: list[list[Sample]]
+    totals: StepTotals
+
+
+@dataclass(frozen=True)
+class EngineLink:
+    """How weights travel from the actor to the engines, and where those are."""
+
+    backend: SyncBackend
+    call_engines: CallEngines
+    num_engines: int
+    ranks_per_engine: int
+    rendezvous: Rendezvous

@@ -1,0 +1,149 @@
+"""All ranks of one role, addressed as one object from the driver.
+
+Leaves out what a rank computes (roles), how work is dealt to ranks (online_roles) and where they sit (placement).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from rlhf_cli.backends.cluster.placement import Layout, Seat
+from rlhf_cli.backends.cluster.ray_cluster import Reservation
+from rlhf_cli.backends.roles.settings import ROLE_CLASSES, RoleSettings
+from rlhf_cli.backends.roles.worker import AsyncWorker, Worker
+from rlhf_cli.environment import SPIN_COUNT, onednn_caches
+from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
+
+DEATH_SECONDS = 5.0
+"""How long after a rank's failure others are given to turn out dead: Ray takes about a second to notice."""
+
+
+class WorkerGroup:
+    """The workers of one role by rank."""
+
+    def __init__(self, role: str, workers: list[Any], log_dir: Path) -> None:
+        self.role = role
+        self._workers = workers
+        self._log_dir = log_dir
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def start(self, method: str, *args: Any) -> list[Any]:
+        """Begin the same call on every rank; `wait` for the results."""
+        return [worker.call.remote(method, *args) for worker in self._workers]
+
+    def start_each(self, method: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Begin a call with its own arguments on every rank."""
+        pairs = zip(self._workers, args_by_rank, strict=True)
+        return [worker.call.remote(method, *args) for worker, args in pairs]
+
+    def wait(self, calls: list[Any]) -> list[Any]:
+        """Results of the calls by rank.
+
+        Raises:
+            UsageError, RunError: as raised in the worker.
+            RunError: a worker died or failed; names the rank, the reason and its log file.
+        """
+        pending = {call: rank for rank, call in enumerate(calls)}
+        while pending:  # one at a time, so that a dead rank is noticed while others still wait for it
+            done, _ = ray.wait(list(pending), num_returns=1)
+            rank = pending.pop(done[0])
+            try:
+                ray.get(done[0])
+            except RayTaskError as error:
+                if not isinstance(error.cause, UsageError | RunError):
+                    self._raise_if_one_died(pending)
+                raise self._failure(rank, error) from error
+            except RayActorError as error:
+                raise self._death(rank, error) from error
+        return list(ray.get(calls))
+
+    def _raise_if_one_died(self, pending: dict[Any, int]) -> None:
+        """Raise ProcessDied if a rank is gone: those that were waiting for it fail too, perhaps earlier."""
+        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=DEATH_SECONDS) if pending else ([], [])
+        for call in done:
+            try:
+                ray.get(call)
+            except RayActorError as error:
+                raise self._death(pending[call], error) from error
+            except RayTaskError:
+                continue
+
+    def address(self) -> tuple[str, int]:
+        """(IP address of rank 0's node, a free port there)."""
+        return self.wait([self._workers[0].address.remote()])[0]
+
+    def visible_gpus(self) -> list[str]:
+        """CUDA_VISIBLE_DEVICES of every rank."""
+        return self.wait([worker.visible_gpus.remote() for worker in self._workers])
+
+    def build(self, settings: RoleSettings, *, local_size: int) -> list[Any]:
+        """Begin making the role in every rank; `wait` for the calls.
+
+        Args:
+            local_size: ranks on a node.
+        """
+        host, port = self.address()
+        size = {"WORLD_SIZE": str(len(self)), "LOCAL_RANK": "0", "LOCAL_SIZE": str(local_size)}
+        common = size | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        return [
+            worker.build.remote(common | {"RANK": str(rank)}, ROLE_CLASSES[self.role], settings)
+            for rank, worker in enumerate(self._workers)
+        ]
+
+    def all(self, method: str, *args: Any) -> list[Any]:
+        """Results of the same call on every rank."""
+        return self.wait(self.start(method, *args))
+
+    def log_file(self, rank: int) -> Path:
+        """Where a rank's output goes."""
+        return self._log_dir / f"{self.role}-{rank}.log"
+
+    def _death(self, rank: int, error: RayActorError) -> ProcessDied:
+        return ProcessDied(f"{self.role} rank {rank} died ({first_line(error)}); its log is {self.log_file(rank)}")
+
+    def _failure(self, rank: int, error: RayTaskError) -> Exception:
+        if isinstance(error.cause, UsageError | RunError):
+            return error.cause
+        with self.log_file(rank).open("a") as log:
+            log.write(f"{error}\n")
+        reason = f"{type(error.cause).__name__}: {first_line(error.cause)}"
+        return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self.log_file(rank)}")
+
+
+def start_ranks(role: str, layout: Layout, reservation: Reservation, *, log_dir: Path, threads: int) -> WorkerGroup:
+    """Start the processes of a role without waiting for them; `build` makes the role in each.
+
+    Args:
+        threads: CPU threads of each rank.
+    """
+    seats = layout.of(role)
+    workers = [_worker(Worker, seat, reservation, log_dir=log_dir, threads=threads) for seat in seats]
+    return WorkerGroup(role, workers, log_dir)
+
+
+def start_engine(
+    seat: Seat,
+    reservation: Reservation,
+    *,
+    log_dir: Path,
+    threads: int,
+    environment: dict[str, str],
+    factory: str,
+    args: tuple[Any, ...],
+) -> tuple[Any, Any]:
+    """(worker, building call) of one rollout engine."""
+    worker = _worker(AsyncWorker, seat, reservation, log_dir=log_dir, threads=threads)
+    return worker, worker.build.remote(environment, factory, *args)
+
+
+def _worker(kind: type[Worker], seat: Seat, reservation: Reservation, *, log_dir: Path, threads: int) -> Any:
+    options = reservation.options(seat) | {"max_restarts": 0}
+    environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": SPIN_COUNT, "TOKENIZERS_PARALLELISM": "false"}
+    environment |= onednn_caches()
+    log_file = log_dir / f"{seat.role}-{seat.rank}.log"
+    return ray.remote(kind).options(**options).remote(environment=environment, log_file=log_file)

@@ -1,0 +1,351 @@
+"""All rollout engines as the loop sees them: requests spread over them, weights pushed, a dead one started again.
+
+Leaves out the engines themselves (rollout_vllm, rollout_transformers) and how weights travel (weight_transfer).
+"""
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from rlhf_cli.backends.roles.groups import TrainedGroup
+from rlhf_cli.backends.roles.settings import EngineLink
+from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead, SyncBackend
+from rlhf_cli.backends.weight_sync.transfer import PushReport
+from rlhf_cli.backends.weight_sync.vllm_trainer import Rendezvous
+from rlhf_cli.config.generate import SamplingConfig
+from rlhf_cli.config.online import EngineConfig, RolloutConfig
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
+
+MAX_RESTARTS = 3
+"""Engines started again in one run; more deaths have a cause that a restart does not cure."""
+
+
+def rollout_backend(config: EngineConfig) -> str:
+    """The engine that generates: as asked for, or vLLM where it is installed. UsageError where it cannot."""
+    installed = importlib.util.find_spec("vllm") is not None
+    if config.rollout_backend == "vllm" and not installed:
+        raise UsageError("--rollout_backend vllm: vLLM is not installed; install rlhf-cli[vllm] (GPU) or rlhf-cli[cpu]")
+    backend = config.rollout_backend
+    if backend == "auto":
+        backend = "vllm" if installed else "transformers"
+    if backend == "transformers" and config.vllm_tensor_parallel_size > 1:
+        raise UsageError("--vllm_tensor_parallel_size needs vLLM; the transformers rollout backend uses one device")
+    return backend
+
+
+def described(config: RolloutConfig | SamplingConfig, backend: str) -> str:
+    """Return the number of engines, their kind and what a user adds to their arguments."""
+    added = f" with {config.vllm_args}" if config.engine_arguments else ""
+    return f"{config.vllm_num_engines} x {backend}{added}"
+
+
+@dataclass(frozen=True)
+class CallWorkers:
+    """Calls a method of all engines at once and waits for all of them; travels to the actor's ranks."""
+
+    workers: list[Any]
+
+    def __call__(self, method: str, arguments: list[tuple[Any, ...]]) -> None:
+        pairs = zip(self.workers, arguments, strict=True)
+        _get_all([worker.call.remote(f"engine.{method}", *given) for worker, given in pairs])
+
+
+@dataclass
+class _Batch:
+    """What the engines are at: shares are numbers of requests by engine, `calls` those that will bring responses."""
+
+    requests: list[GenerationRequest]
+    sampling: SamplingParams
+    shares: list[list[int]]
+    calls: dict[Any, int] = field(default_factory=dict)
+    max_tokens: int | None = None
+    seen: set[int] = field(default_factory=set)
+
+    def news(self, engine: int, arrivals: Arrivals) -> list[tuple[int, Generation]]:
+        """What has not come before, under the numbers of the whole batch."""
+        named = [(self.shares[engine][place], response) for place, response in arrivals.responses]
+        new = [(number, response) for number, response in named if number not in self.seen]
+        self.seen |= {number for number, _ in new}
+        return new
+
+
+class EngineGroup:
+    """All rollout engines.
+
+    Args:
+        start: begins building the engine of that number; (worker, building call).
+        takes_turns: whether engines sleep while models train.
+        sync_backend: how weights travel.
+        ranks_per_engine: GPUs that share one engine.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int], tuple[Any, Any]],
+        *,
+        num_engines: int,
+        takes_turns: bool,
+        sync_backend: SyncBackend,
+        ranks_per_engine: int,
+    ) -> None:
+        self._start = start
+        self._actor: TrainedGroup | None = None
+        self._takes_turns = takes_turns
+        self._sync_backend = sync_backend
+        self._ranks_per_engine = ranks_per_engine
+        self._version = 0
+        self._restarts = 0
+        self._batch = _Batch([], SamplingParams(0), [])
+        started = [start(number) for number in range(num_engines)]
+        self._workers = [worker for worker, _ in started]
+        self._building = [building for _, building in started]
+
+    def wait_until_built(self) -> None:
+        """Return when every engine is ready; raise what kept one from it."""
+        for number, building in enumerate(self._building):
+            try:
+                ray.get(building)
+            except RayTaskError as error:
+                raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
+            except RayActorError as error:
+                raise RunError(f"rollout engine {number} died while it was started ({_reason(error)})") from error
+
+    def connect(self, actor: TrainedGroup) -> None:
+        """Take the weights of this actor from now on; to be called when actor and engines are built."""
+        self._actor = actor
+        link = EngineLink(
+            backend=self._sync_backend,
+            call_engines=CallWorkers(self._workers),
+            num_engines=len(self._workers),
+            ranks_per_engine=self._ranks_per_engine,
+            rendezvous=Rendezvous(*actor.group.address()),
+        )
+        actor.group.all("connect_engines", link)
+
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        """One response per request, in their order."""
+        self.begin(requests, sampling)
+        found: dict[int, Generation] = {}
+        while self.is_generating:
+            found |= self.collect()
+        return [found[number] for number in range(len(requests))]
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        """Start a batch, spread over the engines; its responses are to be collected."""
+        shares = balanced_shares(requests, len(self._workers))
+        self._batch = _Batch(requests, sampling, shares)
+        for number, share in enumerate(shares):
+            if share:
+                self._ask_for_share(number)
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether responses of the batch are still to come."""
+        return bool(self._batch.calls)
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        """Responses that finished since the last call, each with the number of its request.
+
+        Waits for one, at most `timeout` seconds. An engine that died is started again and its share repeated as a
+        whole: a request has the same seed again, and of two responses to it the first one counts.
+        """
+        batch, found = self._batch, []
+        ready, _ = ray.wait(list(batch.calls), num_returns=1, timeout=timeout) if batch.calls else ([], [])
+        for call in ready:
+            number = batch.calls.pop(call)
+            try:
+                arrivals: Arrivals = ray.get(call)
+            except (RayActorError, RayTaskError) as error:
+                self._replace(number, error)
+                continue
+            found += batch.news(number, arrivals)
+            if not arrivals.is_last:
+                batch.calls[self._workers[number].call.remote("engine.collect")] = number
+        return found
+
+    def cut(self, max_tokens: int) -> None:
+        """Give up the responses of the batch that have, or get, more than so many tokens; the others still come."""
+        self._batch.max_tokens = max_tokens
+        for number in self._batch.calls.values():
+            self._workers[number].call.remote("engine.cut", max_tokens)
+
+    def _ask_for_share(self, number: int) -> None:
+        batch = self._batch
+        share = [batch.requests[i] for i in batch.shares[number]]
+        call = self._workers[number].call.remote("begin", share, batch.sampling, batch.max_tokens)
+        batch.calls[call] = number
+
+    def _replace(self, number: int, error: Exception) -> None:
+        """Start an engine that died within a batch again, with the present weights, and ask for its share again."""
+        if self._actor is not None and (self._takes_turns or self._sync_backend != "shm"):
+            self._repeat_with(self._actor, number, error)
+            return
+        self._restart({number: error})
+        if self._actor is not None:
+            with self._actor.awake():
+                self._push(self._version, [number])
+        self._ask_for_share(number)
+
+    def _repeat_with(self, actor: TrainedGroup, number: int, error: Exception) -> None:
+        """Do the same when the push concerns all engines: all of them stop, and repeat what they had not finished.
+
+        A push by nccl or ipc needs every engine; on shared GPUs the actor needs the memory of their caches.
+        """
+        unfinished = [number, *self._batch.calls.values()]
+        died = {number: error} | self._stop()
+        if self._takes_turns:
+            self._each([other for other in range(len(self._workers)) if other not in died], "engine.sleep")
+        self._restart(died)
+        if self._takes_turns:
+            self._each(died, "engine.sleep")
+        with actor.awake():
+            actor.sleep_optimizer()
+            self.receive_weights(self._version)
+        self.wake_cache()
+        for other in unfinished:
+            self._ask_for_share(other)
+
+    def _stop(self) -> dict[int, Exception]:
+        """Make all engines give up what they are at; return the engines that died meanwhile."""
+        running, self._batch.calls = self._batch.calls, {}
+        for number in running.values():
+            self._workers[number].call.remote("engine.cut", 0)
+        died: dict[int, Exception] = {}
+        for call, number in running.items():
+            try:
+                while not ray.get(call).is_last:
+                    call = self._workers[number].call.remote("engine.collect")
+            except (RayActorError, RayTaskError) as error:
+                died[number] = error
+        return died
+
+    def wake_cache(self) -> None:
+        """Be ready to generate."""
+        if self._takes_turns:
+            self._all("engine.wake", ["kv_cache"])
+
+    def sleep(self) -> None:
+        """Leave the accelerators to others."""
+        if self._takes_turns:
+            self._all("engine.sleep")
+
+    def receive_weights(self, version: int) -> dict[str, float]:
+        """Take the actor's present weights; metrics of the transfer. Engines that died meanwhile are started again."""
+        self._revive()
+        begin = time.perf_counter()
+        if self._takes_turns:
+            self._all("engine.wake", ["weights"])
+        report = self._push(version, list(range(len(self._workers))))
+        self._version = version
+        return {
+            "weight_version": float(version),
+            "perf/transfer_gb_per_s": report.num_bytes / 1e9 / (time.perf_counter() - begin),
+        }
+
+    def checksums(self) -> list[int]:
+        """Checksum of the last push as it arrived in each worker of each engine."""
+        return [checksum for found in self._all("engine.weight_checksum") for checksum in found]
+
+    def shutdown(self) -> None:
+        """End all engines and their processes."""
+        ending = [worker.call.remote("engine.shutdown") for worker in self._workers]
+        for worker, call in zip(self._workers, ending, strict=True):
+            try:
+                ray.get(call, timeout=30)
+            except (RayActorError, RayTaskError, ray.exceptions.GetTimeoutError):
+                ray.kill(worker)
+
+    def _push(self, version: int, numbers: list[int]) -> PushReport:
+        assert self._actor is not None, "there is no actor to take weights from"
+        report: PushReport = self._actor.group.all("push_weights", version)[0]
+        if report.manifest is not None:  # else the engines have taken part in the push already
+            calls = [self._workers[number].call.remote("take_push", report.manifest, version) for number in numbers]
+            try:
+                _get_all(calls)
+            finally:
+                self._actor.group.all("discard_push")  # shared memory is memory
+        return report
+
+    def _revive(self) -> None:
+        checks = [worker.call.remote("engine.check_alive") for worker in self._workers]
+        died: dict[int, Exception] = {}
+        for number, check in enumerate(checks):
+            try:
+                ray.get(check)
+            except (RayActorError, RayTaskError) as error:
+                died[number] = error
+        self._restart(died)
+
+    def _restart(self, died: Mapping[int, Exception]) -> None:
+        """Replace engines that died by new ones, which have the weights of the start yet."""
+        for number, error in died.items():
+            self._start_again(number, error)
+        if died and self._actor is not None:
+            self.connect(self._actor)
+
+    def _start_again(self, number: int, error: Exception) -> None:
+        cause = getattr(error, "cause", None)
+        if isinstance(error, RayTaskError) and not isinstance(cause, EngineDead):
+            raise cause if isinstance(cause, ValueError | RuntimeError) else error
+        self._restarts += 1
+        if self._restarts > MAX_RESTARTS:
+            raise ProcessDied(
+                f"rollout engines died {self._restarts} times in this run, the last one was engine {number} "
+                f"({_reason(error)})"
+            )
+        ray.kill(self._workers[number])
+        self._workers[number], building = self._start(number)
+        try:
+            ray.get(building)
+        except (RayActorError, RayTaskError) as again:
+            raise ProcessDied(
+                f"rollout engine {number} died and could not be started again ({_reason(again)})"
+            ) from again
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return self._each(range(len(self._workers)), method, *args)
+
+    def _each(self, numbers: Iterable[int], method: str, *args: Any) -> list[Any]:
+        return _get_all([self._workers[number].call.remote(method, *args) for number in numbers])
+
+
+def _reason(error: Exception) -> str:
+    """One line of what Ray says of a failed call, whose text is otherwise a trace through several processes."""
+    return first_line(error.cause if isinstance(error, RayTaskError) else error)
+
+
+def _get_all(calls: list[Any]) -> list[Any]:
+    try:
+        return list(ray.get(calls))
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
+    except RayActorError as error:
+        raise ProcessDied(f"a rollout engine died ({_reason(error)})") from error
+
+
+def balanced_shares(requests: list[GenerationRequest], count: int) -> list[list[int]]:
+    """Numbers of the requests of each engine, ascending: about as many expected tokens for each.
+
+    The samples of a prompt stay together, so that an engine reads it once. Prompts are dealt by their cost, highest
+    first, each to the engine with the least so far (longest processing time first, Graham 1969).
+    """
+    prompts: dict[tuple[int, ...], list[int]] = {}
+    for number, request in enumerate(requests):
+        prompts.setdefault(tuple(request.prompt_ids), []).append(number)
+    costs = {
+        prompt: sum(len(prompt) + requests[number].expected_tokens for number in numbers)
+        for prompt, numbers in prompts.items()
+    }
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for prompt in sorted(prompts, key=lambda prompt: -costs[prompt]):
+        engine = loads.index(min(loads))
+        shares[engine] += prompts[prompt]
+        loads[engine] += costs[prompt]
+    return [sorted(share) for share in shares]

@@ -1,0 +1,53 @@
+"""The process of one rollout engine: the engine, and verbs that always follow each other joined into one call.
+
+Imports nothing that trains: the process of an engine starts as early as it can.
+"""
+
+from typing import Any
+
+from rlhf_cli.backends.rollout.engine import Arrivals, EngineSettings
+from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.models.weight_files import folder_of
+
+HOST_ENGINE = "rlhf_cli.backends.rollout.engine_host:host_engine"
+"""`host_engine` by name: only the process of an engine imports it."""
+
+
+def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Any:
+    """The rollout engine of that name, in this process; a model of the Hub is fetched to this machine first."""
+    model_path = str(folder_of(model_path))
+    if backend == "vllm":
+        from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
+
+        return VllmEngine(model_path, settings)
+    from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
+
+    return TransformersEngine(model_path, settings)
+
+
+def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "EngineHost":
+    """The same inside what a Ray worker calls."""
+    return EngineHost(make_engine(backend, model_path, settings))
+
+
+class EngineHost:
+    """Holds an engine in its own process and joins verbs that always follow each other into one call."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    async def begin(
+        self, requests: list[GenerationRequest], sampling: SamplingParams, max_tokens: int | None
+    ) -> Arrivals:
+        """Start a batch, cut where it was cut before, and wait for its first responses."""
+        await self.engine.begin(requests, sampling)
+        if max_tokens is not None:
+            await self.engine.cut(max_tokens)
+        arrivals: Arrivals = await self.engine.collect()
+        return arrivals
+
+    async def take_push(self, manifest: dict[str, Any], version: int) -> None:
+        """Load a push from shared memory."""
+        await self.engine.start_weight_update()
+        await self.engine.update_weights(manifest)
+        await self.engine.finish_weight_update(version)

@@ -1,0 +1,186 @@
+"""One batch of requests on a transformers model, from prefill to the last token.
+
+Each distinct prompt is prefilled once and its samples share the result; rows that ended leave the batch.
+Leaves out how requests are cut into batches (rollout_transformers).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_cli.backends.rollout.stop_strings import StopStrings
+from rlhf_cli.backends.rollout.transformers_cache import (
+    decoding_cache,
+    has_only_full_attention,
+    join_caches,
+    select_rows,
+)
+from rlhf_cli.backends.rollout.transformers_sampling import request_uniforms, sample_tokens
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+
+_PREFILL_TOKENS = 16_384  # prompt tokens of one forward pass: bounds its activations
+_FINISHED_SHARE = 0.2  # of a batch's rows before the rest is copied together; a copy costs about a step
+
+
+class Responses:
+    """What was sampled so far, by request."""
+
+    def __init__(self, num_requests: int, limit: int) -> None:
+        self._tokens = np.zeros((num_requests, limit), dtype=np.int64)
+        self._logprobs = np.zeros((num_requests, limit), dtype=np.float32)
+
+    def add(self, step: int, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Enters the tokens that these requests got in this step."""
+        self._tokens[rows, step] = tokens
+        self._logprobs[rows, step] = logprobs
+
+    def last(self, row: int, length: int, count: int) -> list[int]:
+        """The last tokens, `count` at most, of a request that has `length`."""
+        return self._tokens[row, max(0, length - count) : length].tolist()
+
+    def finished(self, row: int, length: int, *, stopped: bool, version: int) -> Generation:
+        """The response to a request, which has that many tokens."""
+        return Generation(
+            token_ids=self._tokens[row, :length].tolist(),
+            logprobs=self._logprobs[row, :length].tolist(),
+            finish_reason="stop" if stopped else "length",
+            weight_version=version,
+        )
+
+
+class Wave:
+    """A batch in the making; used once."""
+
+    def __init__(
+        self,
+        model: Any,
+        requests: list[GenerationRequest],
+        sampling: SamplingParams,
+        *,
+        eos: torch.Tensor,
+        stop: StopStrings | None,
+    ) -> None:
+        self._model = model
+        self._sampling = sampling
+        self._eos = eos
+        self._stop = stop
+        self._device = eos.device
+        self._prompts = list(dict.fromkeys(tuple(request.prompt_ids) for request in requests))
+        row_of = {prompt: index for index, prompt in enumerate(self._prompts)}
+        self._prompt_rows = torch.tensor([row_of[tuple(request.prompt_ids)] for request in requests])
+        self._width = max(map(len, self._prompts))
+        self._uniforms = request_uniforms([request.seed for request in requests], sampling.max_new_tokens)
+        self._config = model.config.get_text_config()
+        self._mask_is_final = has_only_full_attention(self._config)
+        self._seen: torch.Tensor | None = None  # [rows, vocabulary], if a penalty looks at it
+
+    def run(self, version: int, *, add: Callable[[int, Generation], None], max_tokens: Callable[[], int]) -> None:
+        """Hand each response to `add`, with the number of its request, when it is finished.
+
+        `max_tokens` is looked at again for each token: responses that get longer than it says are given up.
+        """
+        num_rows, limit = len(self._prompt_rows), self._sampling.max_new_tokens
+        responses = Responses(num_rows, limit)
+        uniforms = self._uniforms.to(self._device)
+        rows = torch.arange(num_rows, device=self._device)  # request of each row of the batch
+        alive = torch.ones(num_rows, dtype=torch.bool, device=self._device)
+        logits = self._prefill()
+        for step in range(limit):
+            token, logprob = sample_tokens(logits, uniforms[rows, step], self._sampling, seen_BV=self._seen)
+            responses.add(step, *(part[alive].cpu().numpy() for part in (rows, token, logprob)))
+            ended = alive & self._ends(token, rows, responses, step + 1)
+            for row in rows[ended].tolist():
+                add(row, responses.finished(row, step + 1, stopped=True, version=version))
+            alive &= ~ended
+            if step + 1 >= max_tokens() or not bool(alive.any()):
+                break
+            rows, token, alive = self._compact(rows, token, alive)
+            logits = self._decode(token, step)
+        for row in rows[alive].tolist() if step + 1 == limit else ():
+            add(row, responses.finished(row, limit, stopped=False, version=version))
+
+    def _ends(self, token: torch.Tensor, rows: torch.Tensor, responses: Responses, length: int) -> torch.Tensor:
+        """Which of the responses, bool [rows], end with this token, their last of `length`."""
+        ends = torch.isin(token, self._eos)
+        if (stop := self._stop) is not None:
+            found = [stop.end(responses.last(row, length, stop.num_tokens)) for row in rows.tolist()]
+            ends |= torch.tensor(found, device=self._device)
+        return ends
+
+    def _prefill(self) -> torch.Tensor:
+        """Logits [rows, vocabulary] after the prompts; fills the cache and the mask, one row per request."""
+        lengths = torch.tensor([len(prompt) for prompt in self._prompts])
+        mask = torch.arange(self._width) >= (self._width - lengths)[:, None]  # left padding
+        input_ids = torch.zeros(mask.shape, dtype=torch.int64)
+        input_ids[mask] = torch.tensor([token for prompt in self._prompts for token in prompt])
+        prompts_per_pass = max(1, _PREFILL_TOKENS // self._width)
+        passes = [
+            self._forward_prompts(ids.to(self._device), part.to(self._device))
+            for ids, part in zip(input_ids.split(prompts_per_pass), mask.split(prompts_per_pass), strict=True)
+        ]
+        rows = self._prompt_rows.to(self._device)
+        limit = self._sampling.max_new_tokens
+        self._cache = join_caches([cache for _, cache in passes], rows, capacity=self._width + limit)
+        self._lengths = lengths.to(self._device)[rows]
+        whole = torch.cat([mask, mask.new_ones(len(mask), limit)], dim=-1)
+        self._mask = None if bool(mask.all()) else whole.to(self._device)[rows]
+        logits = torch.cat([logits for logits, _ in passes])
+        if self._sampling.repetition_penalty != 1:
+            self._seen = _tokens_of(self._prompts, vocabulary=logits.shape[-1]).to(self._device)[rows]
+        return logits[rows]
+
+    def _forward_prompts(self, input_ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        cache = decoding_cache(self._config, capacity=self._width)
+        output = self._model(
+            input_ids=input_ids,
+            attention_mask=mask.long(),
+            position_ids=(mask.cumsum(-1) - 1).clamp_(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1], cache
+
+    def _decode(self, token: torch.Tensor, step: int) -> torch.Tensor:
+        """Logits [rows, vocabulary] after one more token per row."""
+        if self._seen is not None:
+            self._seen.scatter_(1, token[:, None], True)
+        output = self._model(
+            input_ids=token[:, None],
+            attention_mask=self._decode_mask(self._width + step + 1),
+            position_ids=(self._lengths + step)[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def _decode_mask(self, length: int) -> torch.Tensor | None:
+        """What a new token sees: all but the padding. A 4D mask is taken as it is, which saves building one."""
+        if self._mask is None:
+            return None
+        mask = self._mask[:, :length]
+        return mask[:, None, None, :] if self._mask_is_final else mask.long()
+
+    def _compact(
+        self, rows: torch.Tensor, token: torch.Tensor, alive: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Drops the rows that ended, once they are a fair share of the batch."""
+        if int((~alive).sum()) < max(1.0, _FINISHED_SHARE * len(rows)):
+            return rows, token, alive
+        keep = alive.nonzero()[:, 0]
+        select_rows(self._cache, keep)
+        self._lengths = self._lengths[keep]
+        self._mask = None if self._mask is None else self._mask[keep]
+        self._seen = None if self._seen is None else self._seen[keep]
+        return rows[keep], token[keep], alive[keep]
+
+
+def _tokens_of(prompts: list[tuple[int, ...]], *, vocabulary: int) -> torch.Tensor:
+    """Return which tokens each prompt has, bool [prompts, vocabulary]."""
+    found = torch.zeros(len(prompts), vocabulary, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        found[row, list(prompt)] = True
+    return found

@@ -1,0 +1,205 @@
+"""A rollout engine on plain transformers, for machines without vLLM: the verbs of rollout_vllm.VllmEngine.
+
+Requests are cut into batches that run one after the other (rollout_wave). Leaves out refilling a batch as rows end,
+tensor parallelism and weight pushes other than through shared memory.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf_cli.backends.rollout.engine import Arrivals, Batch, EngineSettings, check_lengths, eos_token_ids
+from rlhf_cli.backends.rollout.stop_strings import StopStrings, stop_strings
+from rlhf_cli.backends.rollout.transformers_attention import GROUPED_DECODE
+from rlhf_cli.backends.rollout.transformers_batch import Wave
+from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token
+from rlhf_cli.backends.weight_sync.shm import read_verified_push
+from rlhf_cli.backends.weight_sync.transfer import weights_checksum
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.checkpoint_names import as_in_checkpoint, copy_from_checkpoint, shapes_in_checkpoint
+from rlhf_cli.models.loading import placed_on
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+Result = TypeVar("Result")
+
+
+class TransformersEngine:
+    """Generates with a transformers model in this process; all work happens on one thread of its own."""
+
+    def __init__(self, model_path: str, settings: EngineSettings) -> None:
+        if settings.sync_backend != "shm":
+            raise UsageError(
+                f"--vllm_sync_backend {settings.sync_backend} needs vLLM; the transformers rollout backend takes shm"
+            )
+        self._settings = settings
+        self._model_path = model_path
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._eos = torch.tensor(eos_token_ids(model_path), device=self._device)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            dtype=_DTYPES[settings.dtype],
+            trust_remote_code=settings.trust_remote_code,
+            **placed_on(self._device),
+        )
+        if self._device.type == "cpu" and model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(GROUPED_DECODE)
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        self._version = 0
+        self._pushed_checksum: int | None = None
+        self._asleep = False
+        self._updating = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
+        self._batch = Batch(0)
+
+    async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        """One response per request, in their order; the same requests give the same responses from the same weights."""
+        return await self._begin(requests, sampling).all(len(requests))
+
+    async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        """Start a batch, whose responses are to be collected."""
+        self._batch = self._begin(requests, sampling)
+
+    async def collect(self) -> Arrivals:
+        """Responses of the batch that finished since the last call; waits for one."""
+        return await self._batch.collect()
+
+    async def cut(self, max_tokens: int) -> None:
+        """Give up those responses of the batch that have, or get, more than so many tokens."""
+        self._batch.max_tokens = max_tokens
+
+    def _begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Batch:
+        if self._asleep or self._updating:
+            raise RunError("the rollout engine was asked to generate while asleep or between two sets of weights")
+        check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
+        batch = Batch(sampling.max_new_tokens)
+        self._thread.submit(self._generate, requests, sampling, batch)
+        return batch
+
+    async def check_alive(self) -> None:
+        """Nothing to check: the engine has no process of its own."""
+
+    async def sleep(self, level: int = 2) -> None:
+        """Moves the weights to host memory; nothing is lost at any level."""
+        self._asleep = True
+        await self._run(self._leave_device)
+
+    async def wake(self, tags: list[str] | None = None) -> None:
+        """Moves the weights back. Tags other than "weights" have nothing to wake."""
+        if tags is None or "weights" in tags:
+            await self._run(lambda: self._model.to(self._device))
+        if tags is None or "kv_cache" in tags:
+            self._asleep = False
+
+    async def is_asleep(self) -> bool:
+        """Whether the engine sleeps, fully or in part."""
+        return self._asleep
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Nothing to agree on: pushes are files."""
+
+    async def start_weight_update(self) -> None:
+        """Opens an update; until it is finished nothing can be generated."""
+        self._updating = True
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Loads a push's manifest; RunError, with the weights unchanged, where something about it is wrong."""
+        if not self._updating:
+            raise RunError("weight push: update_weights was called before start_weight_update")
+        await self._run(lambda: self._load(update_info))
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Closes the update: responses carry this version from now on."""
+        self._updating = False
+        self._version = version
+
+    async def abort_weight_update(self) -> None:
+        """Closes an update that failed; the weights are the former ones."""
+        self._updating = False
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the last push; 0 for the weights the engine was built with."""
+        return self._version
+
+    async def weight_checksum(self) -> list[int]:
+        """Checksum of the last push as it arrived, one per worker; equal to the sender's.
+
+        Before the first push, that of the weights the engine was built with.
+        """
+        if self._pushed_checksum is None:
+            self._pushed_checksum = await self._run(
+                lambda: weights_checksum(as_in_checkpoint(self._model, self._tensors().items()))
+            )
+        return [self._pushed_checksum]
+
+    async def shutdown(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _leave_device(self) -> None:
+        self._model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        tied = getattr(self._model, "_tied_weights_keys", None) or []
+        tied_names = set(tied) if self._model.config.tie_word_embeddings else set()
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name not in tied_names}
+
+    @torch.no_grad()
+    def _load(self, manifest: dict[str, Any]) -> None:
+        own = self._tensors()
+        optional = frozenset(self._model.state_dict()) - frozenset(own)
+        expected: dict[str, tuple[int, ...]] = {}
+        for name, tensor in own.items():
+            expected |= shapes_in_checkpoint(self._model, name, tuple(tensor.shape), tensor.dtype)
+        named_tensors, checksum = read_verified_push(manifest, expected, optional=optional)
+        copy_from_checkpoint(self._model, own, dict(named_tensors))
+        self._pushed_checksum = checksum
+
+    @torch.inference_mode()
+    def _generate(self, requests: list[GenerationRequest], sampling: SamplingParams, batch: Batch) -> None:
+        try:
+            stop = self._stop_strings(sampling)
+            for indices in self._waves(requests, sampling):
+                wave = Wave(self._model, [requests[index] for index in indices], sampling, eos=self._eos, stop=stop)
+                wave.run(self._version, add=partial(_add, batch, indices), max_tokens=lambda: batch.max_tokens)
+        except Exception as error:  # of a thread: it belongs to whom collects
+            batch.close(error)
+        else:
+            batch.close()
+
+    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
+        if not sampling.stop:
+            return None
+        return stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
+
+    def _waves(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[int]]:
+        """Indices of the requests generated together: prompts of similar length, within the cache's size."""
+        order = sorted(range(len(requests)), key=lambda index: (len(requests[index].prompt_ids), index))
+        per_token = bytes_per_token(self._model.config.get_text_config(), self._model.dtype)
+        budget = self._settings.kv_cache_gib * 2**30
+        wave: list[int] = []
+        for index in order:
+            length = len(requests[index].prompt_ids) + sampling.max_new_tokens
+            full = len(wave) == self._settings.max_num_seqs or (len(wave) + 1) * length * per_token > budget
+            if wave and full:
+                yield wave
+                wave = []
+            wave.append(index)
+        if wave:
+            yield wave
+
+
+def _add(batch: Batch, indices: list[int], row: int, response: Generation) -> None:
+    batch.add(indices[row], response)

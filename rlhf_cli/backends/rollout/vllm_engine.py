@@ -1,0 +1,293 @@
+"""A rollout engine on vLLM's AsyncLLM: token in, token out, reproducible, with weight pushes and sleep.
+
+Leaves out Ray and placement: the class is plain, so that an actor can wrap it and evaluation can use it in-process.
+How it starts is in `rollout_vllm_start`.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlhf_cli.backends.rollout.engine import Arrivals, Batch, EngineDead, EngineSettings, check_lengths, eos_token_ids
+from rlhf_cli.backends.rollout.processes import end_processes, process_tree
+from rlhf_cli.backends.rollout.stop_strings import stop_strings
+from rlhf_cli.backends.rollout.vllm_start import cpu_probe, engine_environment, started
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.errors import RunError
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+_POLL_SECONDS = 0.25  # between looks at whether the engine's processes still live
+_DEAD = "a vLLM engine process ended unexpectedly; the engine's log has its last words"
+_CUT_POLL_SECONDS = 0.05  # between looks at how long the responses are that may be given up
+_SHUTDOWN_SECONDS = 2.0
+"""How long an engine has for its own end, which takes half a second; then Python would take its modules apart."""
+
+Result = TypeVar("Result")
+
+
+class VllmEngine:
+    """One vLLM engine. Batches are served one after the other, whoever began them.
+
+    The schedule of a batch depends on nothing but its requests: the scheduler is halted until all of them are
+    queued, the prefix cache is emptied before, and the KV cache has a fixed size. On a CPU that makes tokens and
+    log-probs bit-identical in every process.
+    """
+
+    def __init__(self, model_path: str, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._model_path = model_path
+        self._eos = eos_token_ids(model_path)
+        self._lock = asyncio.Lock()
+        self._version = 0
+        self._num_requests = 0
+        self._asleep = False
+        self._updating = False
+        self._weights_lost = False
+        self._batch = Batch(0)
+        self._serving: asyncio.Task[None] | None = None
+        with cpu_probe() as on_cpu, engine_environment(settings, on_cpu=on_cpu):
+            self._on_cpu = on_cpu
+            self._llm = started(model_path, settings, on_cpu=on_cpu)
+        self._processes = process_tree(os.getpid())
+
+    async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        """One response per request, in their order.
+
+        Raises EngineDead within a second of the death of one of the engine's processes, RunError while asleep.
+        """
+        batch, serving = self._begin(requests, sampling)
+        try:
+            return await batch.all(len(requests))
+        finally:
+            serving.cancel()
+            await asyncio.wait({serving})
+
+    async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        """Start a batch, whose responses are to be collected. RunError while asleep."""
+        self._batch, self._serving = self._begin(requests, sampling)
+
+    async def collect(self) -> Arrivals:
+        """Responses of the batch that finished since the last call; waits for one. EngineDead as of `generate`."""
+        return await self._batch.collect()
+
+    async def cut(self, max_tokens: int) -> None:
+        """Give up those responses of the batch that have, or get, more than so many tokens."""
+        self._batch.max_tokens = max_tokens
+
+    def _begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> tuple[Batch, asyncio.Task[None]]:
+        """(the batch, what fills it)."""
+        if self._asleep or self._updating or self._weights_lost:
+            raise RunError("the rollout engine was asked to generate while asleep or without complete weights")
+        check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
+        if sampling.stop:  # what is wrong with them is found here: in the engine's core it would be the engine's end
+            stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
+        batch = Batch(sampling.max_new_tokens)
+        return batch, asyncio.create_task(self._serve(batch, requests, sampling))
+
+    async def _serve(self, batch: Batch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        try:
+            if requests:
+                async with self._lock:
+                    await self._while_alive(self._generate(batch, requests, sampling))
+        except Exception as error:  # of a task: it belongs to whom collects
+            batch.close(error)
+        else:
+            batch.close()
+
+    async def _generate(self, batch: Batch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        names = [f"r{self._num_requests + index}" for index in range(len(requests))]
+        self._num_requests += len(requests)
+        queues: list[RequestOutputCollector] = []
+        try:
+            for name, request in zip(names, requests, strict=True):
+                prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_ids}
+                params = _vllm_sampling(request, sampling, self._eos)
+                queues.append(await self._llm.add_request(name, prompt, params))
+            await self._llm.resume_generation()
+            cutting = asyncio.create_task(self._cut(batch, queues, limit=sampling.max_new_tokens))
+            try:
+                await asyncio.gather(*(self._deliver(batch, number, queue) for number, queue in enumerate(queues)))
+            finally:
+                cutting.cancel()
+        except BaseException:
+            await self._drop(names[: len(queues)])
+            raise
+        finally:
+            for queue in queues:
+                queue.close()
+
+    async def _deliver(self, batch: Batch, number: int, queue: "RequestOutputCollector") -> None:
+        """Adds a response when it is finished, unless it was given up."""
+        output: Any = await queue.get()
+        if output.outputs[0].finish_reason != "abort":
+            batch.add(number, _generation(output, self._version))
+
+    async def _cut(self, batch: Batch, queues: list["RequestOutputCollector"], *, limit: int) -> None:
+        """Aborts responses that got longer than the batch allows.
+
+        On a CPU not before every other one has ended, whose rounding the abort would change otherwise.
+        """
+        while True:
+            await asyncio.sleep(_CUT_POLL_SECONDS)
+            if batch.max_tokens >= limit:
+                continue
+            states = (self._llm.output_processor.request_states.get(queue.request_id) for queue in queues)
+            running = {state.request_id: state.detokenizer.num_output_tokens() for state in states if state}
+            too_long = [name for name, length in running.items() if length > batch.max_tokens]
+            if too_long and (len(too_long) == len(running) or not self._on_cpu):
+                await self._llm.abort(too_long, internal=True)
+
+    async def _drop(self, names: list[str]) -> None:
+        """Leaves the scheduler running and empty after a batch that was cancelled or refused."""
+        if not self._llm.errored:
+            await self._llm.abort(names)
+            await self._llm.resume_generation()
+
+    async def check_alive(self) -> None:
+        """Raises EngineDead if a process of the engine has ended."""
+        if self._llm.errored:
+            raise EngineDead(_DEAD)
+
+    async def sleep(self, level: int = 2) -> None:
+        """Halts the engine; on a GPU level 1 moves weights to the host and level 2 drops them. Frees the KV cache."""
+        async with self._lock:
+            await self._while_alive(self._llm.sleep(level=level))
+        self._asleep = True
+        self._weights_lost = level >= 2 and not self._on_cpu
+
+    async def wake(self, tags: list[str] | None = None) -> None:
+        """Wakes parts ("weights", "kv_cache") or all; after level 2 weights have to be pushed before generating."""
+        async with self._lock:
+            await self._while_alive(self._llm.wake_up(tags))
+            self._asleep = await self._while_alive(self._llm.is_sleeping())
+
+    async def is_asleep(self) -> bool:
+        """Whether the engine sleeps, fully or in part."""
+        return self._asleep
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Opens the connection to the trainer; blocks until the trainer has come too (nccl)."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._while_alive(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+
+    async def start_weight_update(self) -> None:
+        """Opens an update; until it is finished nothing can be generated."""
+        self._updating = True
+        await self._control(self._llm.start_weight_update())
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receives a push or a part of it: for shm a manifest. RunError says what about it is wrong."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        request = WeightTransferUpdateRequest(update_info=update_info)
+        await self._control(self._llm.update_weights(request))
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Closes the update: responses carry this version from now on."""
+        await self._control(self._llm.finish_weight_update(weight_version=str(version)))
+        self._version = version
+        self._updating = self._weights_lost = False
+
+    async def abort_weight_update(self) -> None:
+        """Closes an update that failed before anything was loaded (shm); the weights are the former ones."""
+        self._updating = False
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the last push; 0 for the weights the engine was built with."""
+        return self._version
+
+    async def weight_checksum(self) -> list[int]:
+        """Checksum of the last push as it arrived in each worker; equal to the sender's. Empty before the first."""
+        found = await self._while_alive(self._llm.collective_rpc("pushed_checksum"))
+        return [checksum for checksum in found if checksum is not None]
+
+    async def shutdown(self) -> None:
+        """Ends the engine and every process it started; a second call does nothing."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()  # it would report the end of the core as a crash
+            await asyncio.to_thread(llm.shutdown, _SHUTDOWN_SECONDS)
+            await asyncio.to_thread(end_processes, self._processes)
+
+    async def _control(self, call: Awaitable[Result]) -> Result:
+        try:
+            return await self._while_alive(call)
+        except RunError:
+            raise
+        except Exception as error:  # vLLM hands on a worker's exception as text
+            raise RunError(_worker_message(error)) from error
+
+    async def _while_alive(self, call: Awaitable[Result]) -> Result:
+        """The call's result; EngineDead where the engine dies meanwhile, as vLLM leaves some calls waiting forever."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_POLL_SECONDS)
+                if not task.done() and self._llm.errored:
+                    raise EngineDead(_DEAD)
+            return task.result()
+        except EngineDeadError as error:
+            raise EngineDead(_DEAD) from error
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=_POLL_SECONDS)
+
+
+def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: list[int]) -> Any:
+    from vllm import SamplingParams as VllmSampling
+    from vllm.sampling_params import RequestOutputKind
+
+    from rlhf_cli.backends.rollout.vllm_scheduler import STOP
+
+    return VllmSampling(
+        max_tokens=sampling.max_new_tokens,
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=request.seed,
+        logprobs=0,
+        flat_logprobs=True,  # else one dict and one object for each token, which the garbage collector walks
+        stop_token_ids=eos,
+        ignore_eos=True,  # the list above is complete
+        extra_args={STOP: list(sampling.stop)},
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _generation(output: "RequestOutput", version: int) -> Generation:
+    response = output.outputs[0]
+    if response.finish_reason not in ("stop", "length"):
+        raise RunError(f"vLLM ended a response with {response.finish_reason!r}")
+    token_ids = list(response.token_ids)
+    assert response.logprobs is not None
+    logprobs = sampled_logprobs(response.logprobs, token_ids)
+    return Generation(token_ids, logprobs, response.finish_reason, version)
+
+
+def sampled_logprobs(flat: "FlatLogprobs", token_ids: list[int]) -> list[float]:
+    """Return the log-prob of each sampled token, which vLLM stores before any others of its position."""
+    starts = flat.start_indices
+    assert [flat.token_ids[start] for start in starts] == token_ids, "vLLM's log-probs are of other tokens"
+    return [flat.logprobs[start] for start in starts]
+
+
+def _worker_message(error: Exception) -> str:
+    """The sentence inside what vLLM wraps around a worker's exception."""
+    text = str(error)
+    start = text.find("weight push")
+    return text[start:].split("', please")[0] if start >= 0 else f"the engine's worker failed: {text}"

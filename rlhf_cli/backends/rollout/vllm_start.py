@@ -1,0 +1,146 @@
+"""The start of vLLM's AsyncLLM: environment variables, arguments, the size of a CPU's cache, and reasons of failures.
+
+The engine that runs then is in `rollout_vllm`.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.processes import OWNER_VARIABLE
+from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token, head_size
+from rlhf_cli.backends.rollout.vllm_arguments import engine_arguments, is_eager, parsed_arguments
+from rlhf_cli.environment import SPIN_COUNT
+from rlhf_cli.errors import RunError, UsageError, first_line
+from rlhf_cli.models.loading import DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_CPU_BLOCK_TOKENS = 128
+"""Tokens of a block of the KV cache by vLLM's default for CPUs."""
+
+
+def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
+    """Variables the engine's processes need when they start."""
+    variables = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "TOKENIZERS_PARALLELISM": "false",
+        OWNER_VARIABLE: str(os.getpid()),
+    }
+    if is_eager(settings, on_cpu=on_cpu):
+        variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles for 5-19 s all the same
+    if on_cpu:
+        threads = settings.num_threads or len(os.sched_getaffinity(0))
+        variables |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
+            # vLLM would bind its threads to cores, which roles and other engines use too
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(threads),
+            "GOMP_SPINCOUNT": SPIN_COUNT,
+        }
+        if settings.tensor_parallel_size == 1:
+            # the core computes by itself: with a worker of its own, both wait for each other in loops on the same cores
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return variables
+
+
+def _allow_handles(settings: EngineSettings) -> None:
+    """Let vLLM pickle CUDA handles between our own processes; for good, as this process encodes them in each push."""
+    if settings.sync_backend == "ipc":
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+
+
+@contextmanager
+def engine_environment(settings: EngineSettings, *, on_cpu: bool) -> Iterator[None]:
+    """Sets the variables while the engine starts; vLLM's own additions (LD_PRELOAD) are taken back as well."""
+    _allow_handles(settings)
+    before = dict(os.environ)
+    os.environ.update(_environment(settings, on_cpu=on_cpu))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def cpu_probe() -> Iterator[bool]:
+    import torch
+
+    yield not torch.cuda.is_available()
+
+
+def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
+    """The running engine; RunError with vLLM's first sentence where it does not start."""
+    if on_cpu:
+        _check_head_size(model_path, settings)
+    try:
+        return _start(model_path, settings, on_cpu=on_cpu)
+    except Exception as error:
+        reason = _start_failure(error)
+        raise RunError(
+            f"vLLM could not be started with {model_path} ({reason}); "
+            "the engine's log has the cause, --rollout_backend transformers does without vLLM"
+        ) from error
+
+
+def _start_failure(error: Exception) -> str:
+    """Why vLLM refused to start; where its settings did, their sentence and not pydantic's count of them."""
+    if isinstance(error, ValidationError):
+        return str(error.errors()[0]["msg"]).removeprefix("Value error, ").partition(". ")[0]
+    return first_line(error)
+
+
+def _check_head_size(model_path: str, settings: EngineSettings) -> None:
+    """UsageError where vLLM's CPU attention lacks the model's head size: it would start, and die of a request."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, known = head_size(_text_config(model_path, settings)), CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise UsageError(
+            f"{model_path} has attention heads of size {size}; vLLM on a CPU takes {', '.join(map(str, known))}. "
+            "--rollout_backend transformers takes any"
+        )
+
+
+def _text_config(model_path: str, settings: EngineSettings) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code)
+    return config.get_text_config()
+
+
+def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "AsyncLLM":
+    from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = engine_arguments(model_path, settings, on_cpu=on_cpu) | parsed_arguments(settings.vllm_args)
+    if on_cpu:
+        arguments = kv_blocks(model_path, settings, num_sequences=arguments["max_num_seqs"]) | arguments
+    print("vLLM starts with", json.dumps(arguments, default=str), flush=True)
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**arguments),
+        # vLLM's limits of whole batches; an AsyncLLM gets those of the smallest machine otherwise
+        usage_context=UsageContext.LLM_CLASS,
+    )
+
+
+def kv_blocks(model_path: str, settings: EngineSettings, *, num_sequences: int) -> dict[str, int]:
+    """Return how many blocks of a CPU's KV cache all sequences together can fill; nothing if that is over the bound.
+
+    vLLM takes and clears the whole bound otherwise, and a GiB of fresh memory takes seconds on a virtual machine.
+    """
+    config = _text_config(model_path, settings)
+    blocks = num_sequences * -(-settings.max_model_len // _CPU_BLOCK_TOKENS) + 1  # vLLM keeps one empty
+    num_bytes = blocks * _CPU_BLOCK_TOKENS * bytes_per_token(config, DTYPES[settings.dtype])
+    return {"num_gpu_blocks_override": blocks} if num_bytes <= settings.kv_cache_gib << 30 else {}

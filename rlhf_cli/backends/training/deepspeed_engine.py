@@ -1,0 +1,394 @@
+"""A model under DeepSpeed: one optimizer step over packed micro-batches, its states on disk and off the device.
+
+The caller's loss is already divided by the global number of tokens (or sequences) of the step, so gradients are
+summed over micro-batches and ranks; DeepSpeed averages over ranks, which is undone here. How a step is cut into
+micro-batches therefore does not change the update.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.cpp_extension import CUDA_HOME
+from transformers import get_scheduler
+
+from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
+from rlhf_cli.backends.training import distributed
+from rlhf_cli.backends.training.deepspeed_config import deepspeed_config
+from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED
+from rlhf_cli.backends.training.router_loss import RouterLoss
+from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
+from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.policy import PolicyModel, parameter_groups
+
+ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
+Forward = Callable[[nn.Module, Any], torch.Tensor]
+
+BUCKET_BYTES = 1 << 28
+"""Weights that are whole at a time under ZeRO-3."""
+
+
+def make_optimizer(
+    module: nn.Module, settings: DeepSpeedConfig, *, learning_rate: float, optim: OptimConfig, sleeps: bool = False
+) -> torch.optim.Optimizer:
+    """Return AdamW over the trainable parameters, without weight decay on vectors (biases, norms)."""
+    groups = parameter_groups(module, optim.l2)
+    if settings.adam_offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, lr=learning_rate, betas=optim.adam_betas, adamw_mode=True)
+    if sleeps and settings.zero_stage == 3 and torch.cuda.is_available():
+        from deepspeed.ops.adam import FusedAdam  # the only one whose states stage 3 can move to host memory
+
+        check_compiler(CUDA_HOME)
+        return FusedAdam(groups, lr=learning_rate, betas=optim.adam_betas, adam_w_mode=True)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=optim.adam_betas, fused=True)
+
+
+def check_compiler(cuda_home: str | None) -> None:
+    """Raise UsageError if there is no CUDA toolkit, with which DeepSpeed compiles its Adam on first use."""
+    if cuda_home is None:
+        raise UsageError(
+            "--deepspeed_enable_sleep at --zero_stage 3 needs nvcc, to compile DeepSpeed's Adam: set CUDA_HOME to a "
+            "CUDA toolkit, or give --zero_stage 2"
+        )
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total_steps: int) -> LambdaLR:
+    """The course of the learning rate, from transformers, begun one step later: there the first step has rate 0."""
+    special = {"min_lr_rate": optim.min_lr_ratio} if optim.lr_scheduler == "cosine_with_min_lr" else None
+    course = get_scheduler(
+        optim.lr_scheduler,
+        optimizer,
+        num_warmup_steps=round(total_steps * optim.lr_warmup_ratio),
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=special,
+    )
+    factor_at = course.lr_lambdas[0]
+    return LambdaLR(optimizer, lambda step: factor_at(step + 1))
+
+
+class DeepSpeedEngine:
+    """Owns one rank's share of a trained model, its optimizer and its learning rate schedule."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: DeepSpeedConfig,
+        *,
+        optim: OptimConfig,
+        learning_rate: float,
+        total_steps: int,
+        param_dtype: str,
+        sleeps: bool = False,
+    ) -> None:
+        num_gpus = distributed.num_gpus()
+        config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=optim.max_norm, num_gpus=num_gpus)
+        module.to(distributed.device())
+        optimizer = make_optimizer(module, settings, learning_rate=learning_rate, optim=optim, sleeps=sleeps)
+        scheduler = make_schedule(optimizer, optim, total_steps=total_steps)
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            config=config,
+        )
+        self._stage = settings.zero_stage
+        self._states = TrainedStates(self._engine, module, device=distributed.device())
+        self._skipped_in_a_row = 0
+        routers = getattr(module, "routers", None) if optim.aux_loss_coef else None
+        self._router_loss = None if routers is None else RouterLoss(routers, optim.aux_loss_coef)
+        if self._stage == 3:
+            register_external_parameters(module)
+        if self._stage == 0 and self._engine.bfloat16_enabled():
+            undo_first_step(self._engine.optimizer)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped model; its forward must go through the engine's methods."""
+        return self._engine.module
+
+    def train_step(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> dict[str, float]:
+        """One optimizer step; returns the metrics of the whole step over all ranks, `grad_norm` and `lr`.
+
+        Where a loss or the gradient is not finite, no rank changes anything: `skipped_steps` counts such steps of the
+        run, `skipped_in_a_row` those since the last good one, or since the start of this process.
+
+        Args:
+            micro_batches: this rank's share; every rank has the same number.
+            compute_loss: (model, micro-batch) -> (loss, metrics), both as this micro-batch's additive part of the
+                global mean; metrics whose name ends in `_max` are combined as maxima.
+        """
+        self._engine.train()
+        total: Metrics = {}
+        if self._router_loss is not None:
+            compute_loss = self._router_loss.added_to(compute_loss, model=self._engine, micro_batches=micro_batches)
+        for index, micro_batch in enumerate(micro_batches):
+            self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            loss, metrics = compute_loss(self._engine, micro_batch.to(distributed.device()))
+            self._engine.backward(spreading_nan(loss) * dist.get_world_size())
+            total = combine_metrics(total, metrics)
+        lr = self._engine.get_lr()[0]
+        own_norm = self._plain_grad_norm()
+        if own_norm is not None:
+            self._skip_plainly(not math.isfinite(own_norm))
+        skipped_before = self._engine.skipped_steps
+        self._engine.step()
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self._engine.skipped_steps > skipped_before else 0
+        norm = own_norm if own_norm is not None else self._engine.get_global_grad_norm()
+        reduced = distributed.reduce_metrics({name: float(value) for name, value in total.items()})
+        assert norm is not None, "DeepSpeed reported no gradient norm"
+        skipped = {"skipped_steps": self._engine.skipped_steps, "skipped_in_a_row": self._skipped_in_a_row}
+        counts = {name: float(count) for name, count in skipped.items()}
+        return reduced | {"grad_norm": float(norm), "lr": float(lr)} | counts
+
+    def _plain_grad_norm(self) -> float | None:
+        """The gradient norm where DeepSpeed leaves the step to the plain optimizer (fp32 at stage 0), else None."""
+        if self._stage > 0 or self._engine.bfloat16_enabled():
+            return None
+        return float(torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None]))
+
+    def _skip_plainly(self, skip: bool) -> None:
+        """Where the step is the plain optimizer's, tell its fused kernel, and DeepSpeed, whether it is skipped."""
+        self._engine.optimizer.found_inf = torch.ones((), device=distributed.device()) if skip else None
+        self._engine.optimizer.overflow = skip
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[Any], compute_loss: ComputeLoss) -> dict[str, float]:
+        """The metrics of `compute_loss` over all micro-batches of all ranks, without training."""
+        self._engine.eval()
+        total: Metrics = {}
+        for micro_batch in micro_batches:
+            total = combine_metrics(total, compute_loss(self._engine, micro_batch.to(distributed.device()))[1])
+        return distributed.reduce_metrics({name: float(value) for name, value in total.items()})
+
+    @torch.no_grad()
+    def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
+        """The results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
+        self._engine.eval()
+        return [forward(self._engine, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
+
+    def named_weights(
+        self, part: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, only_trained: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights (name, tensor) of a part of the module; every rank must iterate to the end.
+
+        Under ZeRO-3 they are gathered bucket by bucket and valid only until the next one is asked for.
+        """
+        chosen = [(name, p) for name, p in part.named_parameters() if p.requires_grad or not only_trained]
+        yield from self.whole(chosen, bucket_bytes=bucket_bytes)
+
+    def whole(
+        self, parameters: list[tuple[str, nn.Parameter]], *, bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same for parameters of the module under given names."""
+        yield from whole_weights(parameters, gather=self._stage == 3, bucket_bytes=bucket_bytes)
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes that `save` writes over all ranks: trained weights, master copy and two moments in float32."""
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        return sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12) for p in trained)
+
+    def save(self, directory: Path) -> None:
+        """Write trained weights, optimizer, schedule and RNG states of all ranks below `directory`; all call it.
+
+        Frozen weights are left out: they are those the model was loaded with.
+        """
+        with without_frozen_weights(self.module):
+            self._engine.save_checkpoint(
+                str(directory), tag=DEEPSPEED, save_latest=False, exclude_frozen_parameters=True
+            )
+        torch.save(rng_state(), directory / f"rng_rank{dist.get_rank()}.pt")
+        distributed.barrier()
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote, on the same number of ranks."""
+        path, _ = self._engine.load_checkpoint(str(directory), tag=DEEPSPEED, custom_load_fn=load_trained_weights)
+        assert path is not None, f"{directory} has no DeepSpeed checkpoint"
+        set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
+
+    @property
+    def has_movable_states(self) -> bool:
+        """Whether DeepSpeed can move this engine's states: not at stage 0, nor at stage 1 with bf16 weights."""
+        return self._states.are_movable
+
+    def sleep(self) -> None:
+        """Move optimizer states, gradients and weights to host memory; a no-op without an accelerator."""
+        if torch.cuda.is_available():
+            self._states.leave(with_weights=True)
+            torch.cuda.empty_cache()
+
+    def sleep_optimizer(self) -> None:
+        """Move all but the low-precision weights to host memory; a no-op without an accelerator."""
+        if torch.cuda.is_available():
+            self._states.leave(with_weights=False)
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` moved away."""
+        if torch.cuda.is_available():
+            self._states.come_back()
+
+
+class FrozenEngine:
+    """Owns one rank's share of a model that is only read: partitioned under ZeRO-3, else whole."""
+
+    def __init__(self, module: nn.Module, settings: DeepSpeedConfig, *, param_dtype: str) -> None:
+        self._partitioned = settings.zero_stage == 3
+        module.requires_grad_(False).eval()
+        if self._partitioned:
+            num_gpus = distributed.num_gpus()
+            config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=0.0, num_gpus=num_gpus)
+            register_external_parameters(module)
+            module, *_ = deepspeed.initialize(model=module, config=config)
+        else:
+            module.to(distributed.device())
+        self._module = module
+        self._weights = HostCopies(module.parameters(), pin=torch.cuda.is_available())
+
+    @torch.no_grad()
+    def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
+        """The results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
+        return [forward(self._module, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
+
+    def sleep(self) -> None:
+        """Move whole weights to host memory; partitioned ones stay, being small on every rank."""
+        if not self._partitioned and torch.cuda.is_available():
+            self._weights.leave()
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` moved away."""
+        self._weights.come_back(distributed.device())
+
+
+def spreading_nan(loss: torch.Tensor) -> torch.Tensor:
+    """The loss, or NaN with gradients of NaN where it is not finite, which every rank sees in the gradient's norm."""
+    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
+
+
+def undo_first_step(optimizer: Any) -> None:
+    """Take back the step with zero gradients that DeepSpeed's stage 0 in bf16 makes to allocate Adam's moments.
+
+    It decays the weights once and counts as a step in Adam's bias correction, which makes the first real one smaller.
+    """
+    for state in optimizer.optimizer.state.values():
+        state["step"].zero_()
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.data.copy_(weight.data)
+
+
+def register_external_parameters(module: nn.Module) -> None:
+    """Tell ZeRO-3 which parameters are used outside the module that owns them."""
+    if isinstance(module, PolicyModel):
+        for user, parameter in module.external_parameters():
+            deepspeed.zero.register_external_parameter(user, parameter)
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """Names of parameters that are not trained, each under all its names."""
+    return {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+@contextmanager
+def without_frozen_weights(module: nn.Module) -> Iterator[None]:
+    """Within the block the state dict has no frozen weights; DeepSpeed itself forgets the second names of tied ones."""
+    frozen = frozen_names(module)
+
+    def drop(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for name in frozen:
+            state.pop(prefix + name, None)
+
+    hook = module.register_state_dict_post_hook(drop)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def load_trained_weights(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+    """Load a state dict that has every weight of the module but frozen ones."""
+    result = dst.load_state_dict(src, strict=False)
+    others = (set(result.missing_keys) - frozen_names(dst)) | set(result.unexpected_keys)
+    assert not others, f"the checkpoint has other weights than the model: {sorted(others)}"
+
+
+def whole_weights(
+    parameters: list[tuple[str, nn.Parameter]], *, gather: bool, bucket_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of the parameters."""
+    if not gather:
+        yield from ((name, parameter.detach()) for name, parameter in parameters)
+        return
+    for bucket in buckets(parameters, bucket_bytes):
+        with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
+            yield from ((name, parameter.detach()) for name, parameter in bucket)
+
+
+@torch.no_grad()
+def move_weights(module: nn.Module, towards: Mapping[str, torch.Tensor], alpha: float) -> None:
+    """Make the named parameters `alpha` of the given whole tensors and the rest of their own; all ranks call it.
+
+    Of partitioned ones the first rank's tensors count.
+    """
+    own = dict(module.named_parameters())
+    for name, weight in towards.items():
+        parameter = own[name]
+        if not hasattr(parameter, "ds_tensor"):
+            parameter.lerp_(weight.to(parameter.device), alpha)
+            continue
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if dist.get_rank() == 0:
+                parameter.lerp_(weight.to(parameter.device), alpha)
+
+
+def buckets(
+    parameters: list[tuple[str, nn.Parameter]], limit: int = BUCKET_BYTES
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """The parameters in their order, as many at a time as have no more bytes than `limit`, and at least one."""
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in parameters:
+        num_bytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        if bucket and size + num_bytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+def rng_state() -> dict[str, Any]:
+    """Every random generator's state of this process."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Set what `rng_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every random generator of this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,113 @@
+"""What a preference command compares with: a second model, the base under an adapter, or results kept on disk."""
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from rlhf_cli.backends.training import distributed
+from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, Forward, FrozenEngine, move_weights
+from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.environment import user_cache
+from rlhf_cli.models.adapters import adapter_off
+from rlhf_cli.models.loading import load_causal_lm, weights_of
+from rlhf_cli.models.policy import PolicyModel
+
+SYNC_FILE = "reference.safetensors"
+Columns = dict[str, np.ndarray]
+Results = Callable[[DeepSpeedEngine, list[Any]], list[torch.Tensor]]
+
+
+class FrozenReference:
+    """A second model that is only asked. Owns it, and may move it towards the trained one."""
+
+    def __init__(self, source: ModelConfig, settings: DeepSpeedConfig) -> None:
+        partition = partitioned_loading(settings, param_dtype=source.param_dtype)
+        self._hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
+        self.engine = FrozenEngine(PolicyModel(self._hf_model), settings, param_dtype=source.param_dtype)
+
+    def infer(self, batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
+        """Results of `forward` on each micro-batch."""
+        return self.engine.infer(batches, forward)
+
+    def results(self, forward: Forward) -> Results:
+        """(engine of the trained model, micro-batches) -> results of `forward` by this model."""
+        return lambda engine, batches: self.infer(batches, forward)
+
+    def move(self, engine: DeepSpeedEngine, alpha: float) -> None:
+        """Make the weights `alpha` of the trained model's and the rest of their own (TR-DPO, arXiv 2404.09656).
+
+        Not under ZeRO-3, where both models' weights are partitioned.
+        """
+        trained = engine.module.get_submodule("model")
+        move_weights(self._hf_model, dict(engine.named_weights(trained)), alpha)
+
+    def save(self, folder: Path) -> None:
+        """Write the weights into a checkpoint's folder; rank 0 does."""
+        if dist.get_rank() == 0:
+            weights = {name: p.detach().cpu().contiguous() for name, p in self._hf_model.named_parameters()}
+            save_file(weights, folder / SYNC_FILE)
+
+    def load(self, folder: Path) -> None:
+        """Take the weights from a checkpoint's folder."""
+        stored = load_file(folder / SYNC_FILE)
+        with torch.no_grad():
+            for name, parameter in self._hf_model.named_parameters():
+                parameter.copy_(stored[name])
+
+
+def base_results(forward: Forward) -> Results:
+    """(engine, micro-batches) -> results of `forward` by the base under the trained adapter."""
+
+    def infer(engine: DeepSpeedEngine, batches: list[Any]) -> list[torch.Tensor]:
+        with adapter_off(engine.module):
+            return engine.infer(batches, forward)
+
+    return infer
+
+
+def kept_columns(source: ModelConfig, digest: str, compute: Callable[[], Columns]) -> Columns:
+    """Results of a model on data that `digest` stands for: of an earlier run, or computed by all ranks and kept."""
+    key = hashlib.blake2b(digest_size=16)
+    key.update(f"{weights_of(source.pretrain)} {source.param_dtype} {digest}".encode())
+    path = user_cache("reference") / f"{key.hexdigest()}.npz"
+    stored = _read(path)
+    if not distributed.any_rank(stored is None):
+        assert stored is not None, "no rank is without"
+        return stored
+    columns = compute()
+    if dist.get_rank() == 0:
+        with suppress(OSError):  # a folder that cannot be written: the next run computes anew
+            _write(path, columns)
+    distributed.barrier()
+    return columns
+
+
+def _read(path: Path) -> Columns | None:
+    """The columns kept at `path`; None if there are none or they are damaged."""
+    try:
+        with np.load(path) as stored:
+            return dict(stored)
+    except (OSError, ValueError, EOFError, TypeError, BadZipFile):
+        return None
+
+
+def _write(path: Path, columns: Columns) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
+        try:
+            np.savez(file, **columns)  # type: ignore[arg-type]
+            file.flush()
+            Path(file.name).rename(path)
+        finally:
+            Path(file.name).unlink(missing_ok=True)

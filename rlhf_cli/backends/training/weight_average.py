@@ -1,0 +1,77 @@
+"""A moving average of the weights in training, kept in host memory in float32.
+
+Whole on the first rank; under ZeRO-3 every rank keeps the average of its own partition, and they are put together when
+the average is saved.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rlhf_cli.backends.training import distributed
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+class WeightAverage:
+    """`average = beta * average + (1 - beta) * weight` of each parameter, from the weights it is built with on."""
+
+    def __init__(self, parameters: NamedParameters, *, beta: float) -> None:
+        self._parameters = parameters
+        self._beta = beta
+        self._averages = {name: _own_part(p).to("cpu", torch.float32, copy=True) for name, p in self._kept()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the present weights in; after every optimizer step."""
+        for name, parameter in self._kept():
+            self._averages[name].lerp_(_own_part(parameter).to("cpu", torch.float32), 1.0 - self._beta)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole average in the parameter's type) on the first rank; every rank must iterate to the end."""
+        for name, parameter in self._parameters:
+            if _is_partitioned(parameter):
+                yield name, _put_together(self._averages[name], parameter)
+            elif name in self._averages:
+                yield name, self._averages[name].to(parameter.dtype)
+
+    def num_bytes(self) -> int:
+        """Bytes that `save` writes over all ranks."""
+        return sum(4 * getattr(p, "ds_numel", p.numel()) for _, p in self._parameters)
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part."""
+        if self._averages:
+            torch.save(self._averages, directory / _file_name())
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote, on the same number of ranks."""
+        if self._averages:
+            self._averages = torch.load(directory / _file_name(), weights_only=True)
+
+    def _kept(self) -> NamedParameters:
+        """The parameters of which this rank has an average."""
+        return [(name, p) for name, p in self._parameters if _is_partitioned(p) or dist.get_rank() == 0]
+
+
+def _file_name() -> str:
+    return f"average_rank{dist.get_rank()}.pt"
+
+
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_tensor")
+
+
+def _own_part(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.ds_tensor if _is_partitioned(parameter) else parameter.detach()  # type: ignore[no-any-return]
+
+
+def _put_together(own: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """The whole tensor, of the parameter's shape and type, from every rank's part, the last of which is padded."""
+    part = own.to(distributed.device(), parameter.dtype)
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part)
+    return torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape).cpu()  # type: ignore[attr-defined]

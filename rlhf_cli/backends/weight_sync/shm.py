@@ -1,0 +1,202 @@
+"""Weight pushes through files in shared memory: the trainer writes buckets, every engine on the machine maps them.
+
+Leaves out who tells the engines (a driver hands on the manifest) and other machines, which cannot see the files.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from rlhf_cli.backends.weight_sync.transfer import Ledger, NamedTensors, check_tensors
+from rlhf_cli.errors import RunError
+
+BUCKET_BYTES = 256 << 20
+_ALIGNMENT = 64  # bytes; views need their dtype's, copies like a cache line
+_PREFIX = "rlhf-weights-"
+_LOCK = "lock"
+_YOUNG_SECONDS = 60.0
+"""Age below which a folder without a lock file may be one that its owner is just making."""
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _folder_with_room(num_bytes: int, folders: tuple[str, ...]) -> Path:
+    """The first folder that exists and has room; containers often give /dev/shm only 64 MiB."""
+    for folder in folders:
+        if os.path.isdir(folder) and shutil.disk_usage(folder).free > num_bytes:
+            return Path(folder)
+    raise RunError(f"weight push: no room for {num_bytes / 2**20:.0f} MiB in {' or '.join(folders)}")
+
+
+class _Bucket:
+    """One file being filled, and what the manifest says about it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self.tensors: list[dict[str, Any]] = []
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # weights may be confidential
+        self._file: BinaryIO = os.fdopen(descriptor, "wb", buffering=0)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        on_host = tensor.cpu().contiguous()
+        raw = on_host.view(-1).view(torch.uint8).numpy()
+        entry = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        self.tensors.append(entry | {"offset": self.size})
+        self._file.seek(self.size)
+        left = memoryview(raw)
+        while left:  # one write moves 2 GiB at most
+            left = left[self._file.write(left) :]
+        self.size = _aligned(self.size + raw.nbytes)
+
+    def close(self) -> dict[str, Any]:
+        os.ftruncate(self._file.fileno(), self.size)
+        self._file.close()
+        return {"path": str(self.path), "size": self.size, "tensors": self.tensors}
+
+
+class _Place:
+    """A folder of one push that its owner alone can enter, locked as long as the owner lives."""
+
+    def __init__(self, parent: Path) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        unlocked = self.path / f"{_LOCK}.new"
+        self._lock = unlocked.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unlocked.rename(self.path / _LOCK)  # nobody may find it before it is locked
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+class ShmTransport:
+    """Writes pushes as buckets of bounded size, which `close` removes, as the next push does.
+
+    Buckets lie in /dev/shm, or in the temporary folder if that is missing or full. Readers map them, so that removing a
+    push never disturbs an engine that is still reading it.
+    """
+
+    def __init__(self, *, bucket_bytes: int = BUCKET_BYTES, folders: tuple[str, ...] | None = None) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._folders = folders or ("/dev/shm", tempfile.gettempdir())
+        self._places: dict[Path, _Place] = {}
+        remove_stale_pushes(self._folders)
+
+    def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, Any]:
+        """The manifest of the written push; RunError where no folder has room."""
+        self.close()
+        try:
+            return {"version": version, "buckets": list(self._buckets(named_tensors, version))}
+        except OSError as error:
+            self.close()
+            raise RunError(f"weight push: writing failed: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _buckets(self, named_tensors: NamedTensors, version: int) -> Iterator[dict[str, Any]]:
+        bucket: _Bucket | None = None
+        count = 0
+        for name, tensor in named_tensors:
+            num_bytes = tensor.numel() * tensor.element_size()
+            if bucket is not None and bucket.size + num_bytes > self._bucket_bytes:
+                yield bucket.close()
+                bucket = None
+            if bucket is None:
+                folder = _folder_with_room(max(self._bucket_bytes, num_bytes), self._folders)
+                if folder not in self._places:
+                    self._places[folder] = _Place(folder)
+                bucket = _Bucket(self._places[folder].path / f"v{version}-{count:04d}")
+                count += 1
+            bucket.add(name, tensor)
+        if bucket is not None:
+            yield bucket.close()
+
+    def close(self) -> None:
+        """Remove the files of the last push."""
+        for place in self._places.values():
+            place.remove()
+        self._places.clear()
+
+
+def remove_stale_pushes(folders: tuple[str, ...]) -> None:
+    """Remove pushes of trainers that were killed.
+
+    The kernel released their locks. Process ids would not tell: a container has ids of its own.
+    """
+    for folder in folders:
+        for path in Path(folder).glob(f"{_PREFIX}*"):
+            with suppress(OSError):  # of another user, or just removed by its owner
+                if _is_stale(path):
+                    shutil.rmtree(path)
+
+
+def _is_stale(place: Path) -> bool:
+    """Return whether the owner of a push's folder is gone."""
+    try:
+        with (place / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return time.time() - place.stat().st_mtime > _YOUNG_SECONDS
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _map_bucket(bucket: dict[str, Any]) -> torch.Tensor:
+    path = Path(bucket["path"])
+    if not path.exists():
+        raise RunError(
+            f"weight push: {path} does not exist here; shm reaches only engines on the trainer's machine "
+            "that share its /dev/shm: use --vllm_sync_backend nccl across machines and containers"
+        )
+    if path.stat().st_size != bucket["size"]:
+        raise RunError(f"weight push: {path} has {path.stat().st_size} bytes, {bucket['size']} were announced")
+    return torch.from_file(str(path), shared=False, size=bucket["size"], dtype=torch.uint8)
+
+
+def read_push(manifest: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a push, mapped in place; RunError where a file is missing or cut."""
+    named_tensors = []
+    for bucket in manifest["buckets"]:
+        raw = _map_bucket(bucket)
+        for entry in bucket["tensors"]:
+            dtype = getattr(torch, entry["dtype"])
+            num_bytes = dtype.itemsize * torch.Size(entry["shape"]).numel()
+            part = raw[entry["offset"] : entry["offset"] + num_bytes]
+            named_tensors.append((entry["name"], part.view(dtype).view(entry["shape"])))
+    return named_tensors
+
+
+def read_verified_push(
+    manifest: dict[str, Any], expected: dict[str, tuple[int, ...]], *, optional: frozenset[str] = frozenset()
+) -> tuple[list[tuple[str, torch.Tensor]], int]:
+    """The tensors of a push and their checksum, after names, shapes, count and checksum were found right.
+
+    RunError names what is wrong; nothing has been changed by then, so that an engine keeps its weights.
+    """
+    named_tensors = read_push(manifest)
+    if expected:
+        check_tensors({name: tuple(tensor.shape) for name, tensor in named_tensors}, expected, optional=optional)
+    ledger = Ledger()
+    for name, tensor in named_tensors:
+        ledger.add(name, tensor)
+    if len(ledger.names) != manifest["num_tensors"]:
+        raise RunError(f"weight push: {len(ledger.names)} tensors arrived, {manifest['num_tensors']} were sent")
+    if ledger.checksum != manifest["checksum"]:
+        raise RunError(
+            f"weight push {manifest['version']}: checksum {ledger.checksum:016x} of what arrived is not "
+            f"{manifest['checksum']:016x} of what was sent"
+        )
+    return named_tensors, ledger.checksum

@@ -1,0 +1,269 @@
+"""How the columns of a row become a preference pair or a labelled response.
+
+Scores of the two sides are not made into margins, and several marked responses to one prompt have no format here: rows
+of one response each, with its label, say the same.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_cli.data.formats.conversations import (
+    Labelled,
+    Message,
+    Preference,
+    fault_of_example,
+    fault_of_prompt,
+    fault_of_weights,
+    num_common,
+)
+from rlhf_cli.data.formats.tools import tools_of
+from rlhf_cli.data.formats.transcripts import is_transcript, prompt_of_transcript, turns_of_transcript
+from rlhf_cli.data.reading.columns import (
+    MESSAGE_COLUMNS,
+    PROMPT_COLUMNS,
+    RESPONSE_COLUMNS,
+    ROLES,
+    Present,
+    described,
+    is_dialogue,
+    keys_of,
+    messages_of,
+    prompt_reader,
+    refuse,
+    text_of,
+    with_system,
+)
+from rlhf_cli.data.reading.sources import Row, Source
+
+CHOSEN_COLUMN, REJECTED_COLUMN = "chosen", "rejected"
+MARGIN_COLUMN, LABEL_COLUMN = "margin", "label"
+TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+"""What a label may be, in lower case; 1 and 0 are equal to True and False."""
+
+PROMPT_APART = {"explicit_prompt": True, "shared_prompt": False}
+"""Formats of pairs, and whether their prompt stands in a column of its own."""
+
+Turns = tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PairColumns:
+    """Which columns the settings name; None leaves the choice to their names."""
+
+    input_key: str | None
+    chosen_key: str | None = None
+    rejected_key: str | None = None
+    output_key: str | None = None
+    label_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PairFormat:
+    """How the pairs of one source are read. `columns` says which are used: 'prompt -> chosen, rejected'."""
+
+    columns: str
+    read: Callable[[Row], Preference]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledFormat:
+    """How the labelled responses of one source are read; a pair gives two, the chosen one first."""
+
+    name: str
+    columns: str
+    read: Callable[[Row], list[Labelled]]
+
+
+def choose_pair_format(source: Source, wanted: PairColumns, *, data_format: str) -> PairFormat:
+    """Where the sides of a source's pairs stand, and their prompt: by `PROMPT_APART`, or by the columns if 'auto'.
+
+    Raises UsageError naming the columns present.
+    """
+    return _pairs(Present(source, source.columns()), wanted, data_format)
+
+
+def choose_labelled_format(source: Source, wanted: PairColumns, *, data_format: str) -> LabelledFormat:
+    """How a source's labelled responses are read: 'unpaired', 'preference', or by its columns ('auto').
+
+    Raises UsageError naming the columns present where they fit no format.
+    """
+    present = Present(source, source.columns())
+    if data_format == "preference" or (data_format == "auto" and _has_pairs(present, wanted)):
+        pairs = _pairs(present, wanted, "auto")
+        return LabelledFormat("preference", pairs.columns, lambda row: _both(pairs.read(row)))
+    return _unpaired(present, wanted)
+
+
+def _has_pairs(present: Present, wanted: PairColumns) -> bool:
+    if wanted.label_key or wanted.output_key:
+        return False
+    both_there = {CHOSEN_COLUMN, REJECTED_COLUMN} <= set(present.names)
+    return both_there or wanted.chosen_key is not None or wanted.rejected_key is not None
+
+
+def _both(pair: Preference) -> list[Labelled]:
+    sides = ((pair.chosen, True), (pair.rejected, False))
+    return [Labelled(pair.prompt, response, desirable, pair.tools) for response, desirable in sides]
+
+
+def _pairs(present: Present, wanted: PairColumns, data_format: str) -> PairFormat:
+    chosen = present.named(wanted.chosen_key, "chosen_key") or present.first((CHOSEN_COLUMN,))
+    rejected = present.named(wanted.rejected_key, "rejected_key") or present.first((REJECTED_COLUMN,))
+    if chosen is None or rejected is None:
+        side = "chosen" if chosen is None else "rejected"
+        raise present.error(f"no column for the {side} response ({side}): name it with --{side}_key")
+    apart = PROMPT_APART.get(data_format)
+    alone = _are_whole(present, wanted, (chosen, rejected)) if apart is None else not apart
+    prompt = None if alone else _prompt_column(present, wanted, used=(chosen, rejected))
+    if prompt is None and apart:
+        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): name it with --input_key")
+    read_prompt = _reader_of_prompt(prompt, joined=wanted.input_key is None)
+
+    def read(row: Row) -> Preference:
+        for column in (chosen, rejected) if apart is not None else ():
+            refuse(row, _fault_of_side(row, column, data_format))
+        sides = [_conversation(row, column, read_prompt) for column in (chosen, rejected)]
+        return _preference(row, sides[0], sides[1], (chosen, rejected))
+
+    columns = f"{chosen}, {rejected}" if prompt is None else f"{prompt} -> {chosen}, {rejected}"
+    return PairFormat(columns + (f", margin {MARGIN_COLUMN}" if MARGIN_COLUMN in present.names else ""), read)
+
+
+def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:
+    label = present.named(wanted.label_key, "label_key") or present.first((LABEL_COLUMN,))
+    if label is None:
+        raise present.error(
+            f"no column that says whether a response is desirable ({LABEL_COLUMN}): name it with --label_key, "
+            "or give pairs in columns chosen and rejected"
+        )
+    response = present.named(wanted.output_key, "output_key")
+    left = tuple(name for name in RESPONSE_COLUMNS if name not in (label, wanted.input_key))
+    response = response or present.only(left, "the response", "output_key")
+    if response is None:
+        response = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
+        prompt = None
+    else:
+        alone = _are_whole(present, wanted, (response,))
+        prompt = None if alone else _prompt_column(present, wanted, used=(response, label))
+    if response is None:
+        raise present.error(
+            f"no column for the response ({', '.join(RESPONSE_COLUMNS)}; {', '.join(MESSAGE_COLUMNS)}): name it with "
+            "--output_key, or a conversation with --input_key"
+        )
+    read_prompt = _reader_of_prompt(prompt, joined=wanted.input_key is None)
+
+    def read(row: Row) -> list[Labelled]:
+        turns = _conversation(row, response, read_prompt)
+        refuse(row, fault_of_example(turns) or fault_of_weights(turns[-1:]))
+        return [Labelled(turns[:-1], turns[-1:], _truth(row, label), tools_of(row))]
+
+    columns = response if prompt is None else f"{prompt} -> {response}"
+    return LabelledFormat("unpaired", f"{columns}, label {label}", read)
+
+
+def _prompt_column(present: Present, wanted: PairColumns, *, used: tuple[str, ...]) -> str | None:
+    named = present.named(wanted.input_key, "input_key")
+    candidates = tuple(name for name in PROMPT_COLUMNS if name not in used)
+    left = tuple(name for name in MESSAGE_COLUMNS if name not in used)
+    return named or present.only(candidates, "the prompt", "input_key") or present.first(left)
+
+
+def _reader_of_prompt(column: str | None, *, joined: bool) -> Callable[[Row], Turns]:
+    """Reads a prompt, which may be written in the manner of hh."""
+    plain = prompt_reader(column, joined=joined) if column is not None else None
+
+    def read(row: Row) -> Turns:
+        if plain is None or column is None:
+            raise row.error(
+                f"it has no prompt: a response alone needs a column for it ({', '.join(PROMPT_COLUMNS)}) or --input_key"
+            )
+        text = row.get(column)
+        prompt = with_system(prompt_of_transcript(text), row) if is_transcript(text) else plain(row)
+        refuse(row, fault_of_prompt(prompt))
+        return prompt
+
+    return read
+
+
+def _are_whole(present: Present, wanted: PairColumns, columns: tuple[str, ...]) -> bool:
+    """Whether the first row's cells are conversations with their prompt. Raises UsageError if one is named too."""
+    first = present.source.row(0)
+    whole = all(_is_whole(first.get(column)) for column in columns)
+    if whole and wanted.input_key is not None:
+        raise present.error(
+            f"{' and '.join(columns)} hold whole conversations, whose prompt would be read in place of "
+            f"{wanted.input_key!r} (--input_key): leave it out"
+        )
+    return whole
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a cell is a conversation with its prompt, instead of the response alone."""
+    if isinstance(value, str):
+        return is_transcript(value)
+    first = value[0] if is_dialogue(value) else value if isinstance(value, dict) else {}
+    role = str(first.get("role", first.get("from", "assistant")))
+    return ROLES.get(role.lower()) != "assistant"
+
+
+def _fault_of_side(row: Row, column: str, data_format: str) -> str | None:
+    """Why the cell is none of the format that the settings ask for, None if it is."""
+    whole = _is_whole(row.get(column))
+    if whole != PROMPT_APART[data_format]:
+        return None
+    held = "a conversation with its prompt" if whole else "no conversation with its prompt"
+    found = described(row.get(column), row, column)
+    return f"column {column!r} holds {held}, but rows are read as {data_format} (--data_format): it is {found}"
+
+
+def _conversation(row: Row, column: str, read_prompt: Callable[[Row], Turns]) -> Turns:
+    """The conversation that ends with this column's response: the cell itself, or the prompt before it."""
+    turns = _turns(row, column)
+    return read_prompt(row) + turns if turns[0].role == "assistant" else with_system(turns, row)
+
+
+def _turns(row: Row, column: str) -> Turns:
+    value = row.get(column)
+    if isinstance(value, dict):  # LLaMA-Factory writes a single message so
+        row, value = Row({**row, column: [value]}, row.source, row.index), [value]
+    if is_dialogue(value):
+        return messages_of(row, column, keys_of(value))
+    return turns_of_transcript(value) if is_transcript(value) else (Message("assistant", text_of(row, column)),)
+
+
+def _preference(row: Row, chosen: Turns, rejected: Turns, columns: tuple[str, str]) -> Preference:
+    for turns, column in zip((chosen, rejected), columns, strict=True):
+        fault = fault_of_example(turns)
+        refuse(row, f"{column}: {fault}" if fault else None)
+    if chosen == rejected:
+        raise row.error(f"{columns[0]} and {columns[1]} are the same")
+    common = min(num_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    if all(message.role == "system" for message in chosen[:common]):
+        raise row.error(f"{columns[0]} and {columns[1]} have no prompt in common: they begin with different questions")
+    for turns, column in zip((chosen, rejected), columns, strict=True):
+        fault = fault_of_weights(turns[common:])
+        refuse(row, f"{column}: {fault}" if fault else None)
+    return Preference(chosen[:common], chosen[common:], rejected[common:], _margin(row), tools_of(row))
+
+
+def _margin(row: Row) -> float | None:
+    value = row.get(MARGIN_COLUMN)
+    if value is None or value == "":  # a CSV file has no null
+        return None
+    try:
+        margin = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise row.error(f"column {MARGIN_COLUMN!r} is not a number but {described(value, row, MARGIN_COLUMN)}")
+    return margin
+
+
+def _truth(row: Row, column: str) -> bool:
+    value = row.get(column)
+    known = value.strip().lower() if isinstance(value, str) else value
+    if not isinstance(known, str | int | float) or known not in TRUTHS:
+        raise row.error(f"column {column!r} is neither true nor false (1 nor 0) but {described(value, row, column)}")
+    return TRUTHS[known]

@@ -1,0 +1,249 @@
+"""Table of row formats: how the columns of a row become a conversation, and which format a data set has.
+
+Preference pairs and unpaired labels are read in `preference_formats`; step labels and images have no format.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_cli.config.rewards import REWARDS
+from rlhf_cli.data.formats.conversations import (
+    Conversation,
+    Document,
+    fault_of_example,
+    fault_of_prompt,
+    fault_of_weights,
+)
+from rlhf_cli.data.formats.tools import tools_of
+from rlhf_cli.data.formats.transcripts import is_transcript, prompt_of_transcript, without_answer
+from rlhf_cli.data.reading.columns import (
+    MESSAGE_COLUMNS,
+    MESSAGE_KEYS,
+    PROMPT_COLUMNS,
+    RESPONSE_COLUMNS,
+    Columns,
+    Present,
+    described,
+    format_of,
+    is_dialogue,
+    messages_of,
+    prompt_reader,
+    refuse,
+    refuse_half_characters,
+    refuse_images,
+    response_turn,
+    text_of,
+    with_system,
+)
+from rlhf_cli.data.reading.sources import Row, Source
+
+LABEL_COLUMNS = ("label", "answer", "ground_truth", "final_answer", "solution")
+NESTED_LABEL = "reward_model.ground_truth"
+"""Where verl's rows have the ground truth."""
+TESTS_KEY = "inputs"
+"""A key of tests for code, which are a label although they are an object."""
+
+Verifiers = Callable[[Row], Sequence[str]]
+"""Names of the verifiers that read a row's label."""
+
+Example = Conversation | Document
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How the rows of one source are read. `columns` says which are used: 'question -> answer'."""
+
+    name: str
+    columns: str
+    read: Callable[[Row], Example]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFormat:
+    """How the prompts of one source are read, and the ground truth (None where there is none)."""
+
+    columns: str
+    read_prompt: Callable[[Row], Conversation]
+    read_label: Callable[[Row], str | None]
+    prompt_column: str
+
+
+def choose_format(source: Source, wanted: Columns, *, data_format: str) -> Format:
+    """The format of a source's rows: `data_format`, or by its columns if that is 'auto'.
+
+    Raises UsageError naming the columns present where they fit no format, a named column is missing, or several
+    columns could be meant.
+    """
+    present = Present(source, source.columns())
+    return FORMATS[_detected(present, wanted) if data_format == "auto" else data_format](present, wanted)
+
+
+def choose_prompt_format(
+    source: Source, wanted: Columns, *, data_format: str, verifiers: Verifiers = lambda row: ()
+) -> PromptFormat:
+    """Where prompts and ground truths of a source stand, and whether prompts are text ('prompt'), messages in either
+    format, or whichever of these a row has ('auto').
+
+    Of a transcript that ends with the assistant's answer, what stands before the answer is the prompt.
+
+    Raises UsageError naming the columns present.
+    """
+    present = Present(source, source.columns())
+    prompt = _prompt_column(present, wanted, data_format)
+    named = present.named(wanted.label_key, "label_key")
+    labels = (named,) if named else tuple(name for name in (NESTED_LABEL, *LABEL_COLUMNS) if name != prompt)
+    read = prompt_reader(prompt, joined=wanted.input_key is None)
+
+    def read_prompt(row: Row) -> Conversation:
+        refuse_images(row)
+        refuse(row, _fault_of_prompt_cell(row, prompt, data_format))
+        text = row.get(prompt)
+        messages = with_system(without_answer(text), row) if is_transcript(text) else read(row)
+        refuse(row, fault_of_prompt(messages))
+        return Conversation(messages, tools_of(row))
+
+    def read_label(row: Row) -> str | None:
+        return _label_text(row, labels, required=named is not None, verifiers=verifiers)
+
+    label = present.first(labels)
+    shown = f"{prompt} without its last answer" if _is_answered(source.row(0).get(prompt)) else prompt
+    columns = shown if label is None else f"{shown}, label {label}"
+    return PromptFormat(columns, read_prompt, read_label, prompt)
+
+
+def _is_answered(value: Any) -> bool:
+    """Whether a cell is a transcript that ends with the assistant's answer."""
+    return is_transcript(value) and prompt_of_transcript(value) != without_answer(value)
+
+
+def _prompt_column(present: Present, wanted: Columns, data_format: str) -> str:
+    lists = () if data_format == "prompt" else MESSAGE_COLUMNS
+    asked = present.first(lists) if data_format in MESSAGE_KEYS else None
+    found = present.named(wanted.input_key, "input_key") or asked
+    found = found or present.only(PROMPT_COLUMNS, "the prompt", "input_key") or present.first(lists)
+    if found is None:
+        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS + lists)}): --input_key")
+    return found
+
+
+def _fault_of_prompt_cell(row: Row, column: str, data_format: str) -> str | None:
+    """Why the cell is none of the format that the settings ask for, None if it is."""
+    value = row.get(column)
+    if data_format in ("auto", format_of(value) if is_dialogue(value) else "prompt"):
+        return None
+    return f"column {column!r} is read as {data_format} (--data_format), but is {described(value, row, column)}"
+
+
+def _detected(present: Present, wanted: Columns) -> str:
+    """Name of the format that the columns have."""
+    listed = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
+    value = present.source.row(0).get(listed) if listed else None
+    if wanted.output_key is None and (is_dialogue(value) or listed in MESSAGE_COLUMNS):
+        return format_of(value) if is_dialogue(value) else "messages"
+    if wanted.input_key or wanted.output_key or (present.first(PROMPT_COLUMNS) and present.first(RESPONSE_COLUMNS)):
+        return "prompt_response"
+    if "text" in present.names:
+        return "text"
+    raise present.error(
+        "no format fits: expected a prompt and a response "
+        f"({', '.join(PROMPT_COLUMNS)}; {', '.join(RESPONSE_COLUMNS)}), messages, conversations or text "
+        "(others with --input_key and --output_key)"
+    )
+
+
+def _prompt_response(present: Present, wanted: Columns) -> Format:
+    prompt = present.named(wanted.input_key, "input_key")
+    prompt = prompt or present.only(PROMPT_COLUMNS, "the prompt", "input_key")
+    response = present.named(wanted.output_key, "output_key")
+    left = tuple(name for name in RESPONSE_COLUMNS if name != prompt)
+    response = response or present.only(left, "the response", "output_key")
+    if prompt is None:
+        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): name it with --input_key")
+    if response is None:
+        raise present.error(f"no column for the response ({', '.join(RESPONSE_COLUMNS)}): name it with --output_key")
+    read_prompt = prompt_reader(prompt, joined=wanted.input_key is None)
+
+    def read(row: Row) -> Example:
+        refuse(row, _fault_of_undesirable(row))
+        messages = read_prompt(row) + response_turn(row, response)
+        refuse(row, fault_of_example(messages) or fault_of_weights(messages))
+        return Conversation(messages, tools_of(row))
+
+    return Format("prompt_response", f"{prompt} -> {response}", read)
+
+
+def _fault_of_undesirable(row: Row) -> str | None:
+    """Why a row of KTO's data is no example, None if it is one."""
+    label = row.get("label")
+    if label is False or (isinstance(label, str) and label.strip().lower() == "false"):
+        return "label is false: the response is marked as undesirable, which rlhf kto learns from"
+    return None
+
+
+def _messages_in(name: str) -> Callable[[Present, Columns], Format]:
+    def make(present: Present, wanted: Columns) -> Format:
+        column = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
+        if column is None:
+            raise present.error(f"no column with messages ({', '.join(MESSAGE_COLUMNS)}): name it with --input_key")
+
+        def read(row: Row) -> Example:
+            refuse(row, _fault_of_undesirable(row))
+            said = messages_of(row, column, MESSAGE_KEYS[name])
+            refuse(row, fault_of_weights(said))
+            messages = with_system(said, row)
+            refuse(row, fault_of_example(messages))
+            return Conversation(messages, tools_of(row))
+
+        return Format(name, column, read)
+
+    return make
+
+
+def _text(present: Present, wanted: Columns) -> Format:
+    column = present.named(wanted.input_key, "input_key") or present.named("text", "input_key")
+    assert column is not None
+    return Format("text", column, lambda row: Document(text_of(row, column)))
+
+
+FORMATS: dict[str, Callable[[Present, Columns], Format]] = {
+    "prompt_response": _prompt_response,
+    "messages": _messages_in("messages"),
+    "sharegpt": _messages_in("sharegpt"),
+    "text": _text,
+}
+"""The formats by name."""
+
+
+def _label_text(row: Row, columns: tuple[str, ...], *, required: bool, verifiers: Verifiers) -> str | None:
+    """The first of the columns that the row has, as text: a list of one is its element, other values are JSON."""
+    column = next((name for name in columns if name in row), columns[0])
+    value = row.get(column)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if value is None and required:
+        raise row.error(f"column {column!r} (--label_key) is {described(value, row, column)}")
+    if value is None:
+        return None
+    if isinstance(value, dict | list):
+        refuse(row, _fault_of_structure(column, value, verifiers(row)))
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise row.error(f"column {column!r} is {value}, which is no ground truth")
+    refuse_half_characters(row, text)
+    return text
+
+
+def _fault_of_structure(column: str, value: dict[str, Any] | list[Any], verifiers: Sequence[str]) -> str | None:
+    """Why an object or a list is no label for these verifiers, None if it is one."""
+    keys = list(value) if isinstance(value, dict) else []
+    inside = next((key for key in LABEL_COLUMNS if key in keys and TESTS_KEY not in keys), None)
+    if inside is not None:
+        return f"column {column!r} is an object that holds the label: name the entry with --label_key {column}.{inside}"
+    blind = next((name for name in verifiers if type(value).__name__ not in REWARDS[name].structured_labels), None)
+    if blind is None:
+        return None
+    cure = f"; --label_key {column}.KEY names an entry: {', '.join(keys)}" if keys else ""
+    return f"column {column!r} is {'an object' if keys else 'a list'}, which {blind} cannot compare with{cure}"

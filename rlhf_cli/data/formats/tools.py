@@ -1,0 +1,73 @@
+"""Tool calls of a message and the functions a row describes, in OpenAI's structure.
+
+What a template makes of them is the business of `templates`; ShareGPT's `function_call` is text like any other.
+"""
+
+import json
+from typing import Any
+
+from rlhf_cli.data.formats.conversations import Role, ToolCall
+from rlhf_cli.data.reading.sources import Row
+
+TOOLS_COLUMN = "tools"
+
+
+def tool_calls_of(row: Row, number: int, role: Role, value: Any) -> tuple[ToolCall, ...]:
+    """The calls in `tool_calls` of message `number`. Raises UsageError naming the row and what is wrong with them."""
+    value = _parsed(value)
+    if not value:
+        return ()
+    if role != "assistant":
+        raise row.error(f"message {number} from {role} has tool calls, which are the assistant's")
+    if not isinstance(value, list):
+        raise row.error(f"message {number} has tool_calls that are not a list: {value!r:.60}")
+    return tuple(_tool_call(row, number, _parsed(call)) for call in value)
+
+
+def tools_of(row: Row) -> tuple[dict[str, Any], ...]:
+    """The functions in a row's column `tools`: a list of JSON schemas, as it is or as JSON text; none without it."""
+    value = _parsed(row.get(TOOLS_COLUMN))
+    if not value:
+        return ()
+    if not isinstance(value, list):
+        raise row.error(f"column {TOOLS_COLUMN!r} is not a list of functions but {value!r:.60}")
+    return tuple(_tool(row, number, _parsed(tool)) for number, tool in enumerate(value, start=1))
+
+
+def _tool_call(row: Row, number: int, call: Any) -> ToolCall:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
+        raise row.error(
+            f"message {number} has the tool call {call!r:.60}, expected "
+            '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+        )
+    arguments = _parsed(function.get("arguments"))
+    if arguments is None or arguments == "":
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise row.error(
+            f"message {number} calls {function['name']} with arguments that are no JSON object: {arguments!r:.60}"
+        )
+    call_id = call.get("id")
+    return ToolCall(function["name"], arguments, str(call_id) if call_id else None)
+
+
+def _tool(row: Row, number: int, tool: Any) -> dict[str, Any]:
+    """One function, in the wrapping that templates expect."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise row.error(
+            f"column {TOOLS_COLUMN!r} has {tool!r:.60} as tool {number}, expected "
+            '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+        )
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def _parsed(value: Any) -> Any:
+    """JSON text as what it stands for; anything else, and other text, as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):  # Python refuses some valid JSON: too many digits, too deep
+        return value

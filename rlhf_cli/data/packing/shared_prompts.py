@@ -1,0 +1,128 @@
+"""Responses that share a prompt, planned and packed so that the prompt is computed once.
+
+The prompt of a sequence are its tokens before the first trained one. Only neighbours in a micro-batch share it, so that
+what comes out of a pack is in the order of its sequences; `plan_groups` makes them neighbours.
+"""
+
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhf_cli.data.packing.packs import Bounds, Pack, Sequence, pack, plan_packs
+from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
+
+
+def plan_groups(
+    sequences: Seq[Sequence],
+    *,
+    max_tokens: int,
+    num_ranks: int,
+    quadratic_cost: float,
+    max_sequences: int | None = None,
+) -> list[list[list[int]]]:
+    """As `plan_packs`, with sequences of one prompt next to each other in a micro-batch, where the prompt counts once.
+
+    A group that is larger than a micro-batch, or than a rank's even share of all tokens, is cut into several. With
+    `max_sequences`, micro-batches are filled one after the other, each with about as many sequences.
+    """
+    sizes = _Sizes([_prompt_size(sequence) for sequence in sequences], [len(sequence) for sequence in sequences])
+    groups: dict[bytes, list[int]] = {}
+    for index, (sequence, size) in enumerate(zip(sequences, sizes.prompts, strict=True)):
+        groups.setdefault(sequence.token_ids[:size].tobytes(), []).append(index)
+    if max_sequences is None:
+        total = sum(sizes.tokens(members) for members in groups.values())
+        limit = min(max_tokens, -(-total // num_ranks))
+        blocks = [[part] for members in groups.values() for part in sizes.cut(members, limit)]
+    else:
+        bounds = Bounds(max_tokens, max_sequences)
+        blocks = sizes.filled(list(groups.values()), bounds, num_ranks=num_ranks)
+    plan = plan_packs(
+        [sum(map(sizes.tokens, parts)) for parts in blocks],
+        costs=[sum(sizes.cost(part, quadratic_cost) for part in parts) for parts in blocks],
+        max_tokens=max_tokens,
+        num_ranks=num_ranks,
+        max_sequences=None if max_sequences is None else 1,  # a block is a micro-batch already
+    )
+    return [[[i for block in members for part in blocks[block] for i in part] for members in bins] for bins in plan]
+
+
+def pack_groups(sequences: Seq[Sequence]) -> Pack:
+    """The sequences in their order as one pack, in which neighbours with equal prompts have it once."""
+    groups = [list(group) for _, group in itertools.groupby(sequences, key=lambda s: _prompt_of(s).tobytes())]
+    if len(groups) == len(sequences):
+        return pack(list(sequences))
+    return pack_trees([_tree_of(group) for group in groups], share_prompts=True)
+
+
+def _prompt_size(sequence: Sequence) -> int:
+    """Tokens before the first trained one; all but the last where none is trained."""
+    return int(sequence.loss_mask.argmax()) or max(1, len(sequence) - 1)  # the first token is never trained
+
+
+def _prompt_of(sequence: Sequence) -> np.ndarray:
+    return sequence.token_ids[: _prompt_size(sequence)]
+
+
+def _tree_of(group: list[Sequence]) -> Tree:
+    prompt = _prompt_of(group[0])
+    return Tree(prompt, tuple(Branch(s.token_ids[prompt.size :], s.loss_mask[prompt.size :]) for s in group))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Tokens of sequences and of their prompts; `members` are indices of sequences of one prompt."""
+
+    prompts: list[int]
+    lengths: list[int]
+
+    def tokens(self, members: list[int]) -> int:
+        """Tokens in a pack."""
+        prompt = self.prompts[members[0]]
+        return prompt + sum(self.lengths[i] - prompt for i in members)
+
+    def cost(self, members: list[int], quadratic_cost: float) -> float:
+        """Linear in tokens; attention by the square of each sequence, the square of the prompt counted once."""
+        prompt = self.prompts[members[0]]
+        squares = prompt**2 + sum(self.lengths[i] ** 2 - prompt**2 for i in members)
+        return self.tokens(members) + quadratic_cost * squares
+
+    def cut(self, members: list[int], limit: int) -> list[list[int]]:
+        """Neighbours of a group, as many as the limit of tokens holds, at least one each."""
+        prompt = self.prompts[members[0]]
+        parts: list[list[int]] = []
+        room = 0
+        for index in members:
+            branch = self.lengths[index] - prompt
+            if not parts or branch > room:
+                parts.append([])
+                room = limit - prompt
+            parts[-1].append(index)
+            room -= branch
+        return parts
+
+    def filled(self, groups: list[list[int]], bounds: Bounds, *, num_ranks: int) -> list[list[list[int]]]:
+        """Return blocks of the groups' sequences in their order, evenly many in each; a block is parts of groups.
+
+        There are the fewest blocks that hold all sequences, in a multiple of the ranks. A block that reaches the limit
+        of tokens ends before, which may make more of them.
+        """
+        left, places, room = len(self.lengths), 0, 0
+        num_blocks = -(-left // (bounds.sequences * num_ranks)) * num_ranks
+        blocks: list[list[list[int]]] = []
+        for members in groups:
+            is_open = False  # whether the last part of the last block is of this group
+            for index in members:
+                needed = self.lengths[index] - (self.prompts[index] if is_open else 0)
+                if not places or needed > room:
+                    even = -(-left // max(1, num_blocks - len(blocks)))
+                    places, room = min(even, bounds.sequences), bounds.tokens
+                    needed, is_open = self.lengths[index], False
+                    blocks.append([])
+                if not is_open:
+                    blocks[-1].append([])
+                    is_open = True
+                blocks[-1][-1].append(index)
+                left, places, room = left - 1, places - 1, room - needed
+        return blocks

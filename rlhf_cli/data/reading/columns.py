@@ -1,0 +1,257 @@
+"""The columns of a source, and how the cells of a row become texts and messages.
+
+Which columns make a format is the business of `formats` and `preference_formats`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from rlhf_cli.data.formats.conversations import Message, Role
+from rlhf_cli.data.formats.tools import tool_calls_of
+from rlhf_cli.data.reading.sources import COLUMN_ROWS, Row, Source
+from rlhf_cli.errors import UsageError
+
+MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input")
+RESPONSE_COLUMNS = ("response", "answer", "output", "completion", "solution")
+SYSTEM_COLUMNS = ("system", "system_prompt")
+CONTEXT_COLUMNS = ("input", "context")
+"""What Alpaca and Dolly add to an `instruction`."""
+BESIDE_PROMPT = (*CONTEXT_COLUMNS, "history")
+"""What belongs to a prompt, and is refused where it is not read: the last is LLaMA-Factory's earlier turns."""
+
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+"""What a cell without anything in it holds; 0 is something."""
+IMAGE_COLUMNS = ("image", "images", "video", "videos")
+"""What belongs to the text of a row and is no text."""
+
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_call": "assistant",
+}
+"""Names of roles in OpenAI's, ShareGPT's and Gemma's data."""
+MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+"""Keys of role and text in the formats that hold a list of messages."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant's thought, in messages of reasoning models' servers and of gpt-oss, and for chat templates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which columns the settings name; None leaves the choice to their names."""
+
+    input_key: str | None
+    output_key: str | None = None
+    label_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """The columns that a source has in its first rows."""
+
+    source: Source
+    names: list[str]
+
+    def error(self, message: str) -> UsageError:
+        """The error to raise about the source: names the columns it has."""
+        where = f" in the first {COLUMN_ROWS} rows" if len(self.source) > COLUMN_ROWS else ""
+        return UsageError(f"{self.source.name}: {message}; columns present{where}: {', '.join(self.names)}")
+
+    def has(self, name: str) -> bool:
+        """Whether a column, or an entry inside one (`reward_model.ground_truth`), is there."""
+        if name in self.names or name.partition(".")[0] not in self.names:
+            return name in self.names
+        return any(name in self.source.row(index) for index in range(min(COLUMN_ROWS, len(self.source))))
+
+    def named(self, name: str | None, setting: str) -> str | None:
+        """A column the settings name, which must be there."""
+        if name is not None and not self.has(name):
+            raise self.error(f"no column {name!r} (--{setting}){self._entries_beside(name)}")
+        return name
+
+    def _entries_beside(self, name: str) -> str:
+        """Which entries the column has in which `name` looks for one, as part of a sentence."""
+        column = name.rpartition(".")[0]
+        held = self.source.row(0).get(column) if column else None
+        return f", for {column!r} has {', '.join(held) or 'nothing'}" if isinstance(held, dict) else ""
+
+    def first(self, candidates: tuple[str, ...]) -> str | None:
+        """The first of the candidates that is there."""
+        return next((name for name in candidates if self.has(name)), None)
+
+    def only(self, candidates: tuple[str, ...], meaning: str, setting: str) -> str | None:
+        """The one candidate there is; more than one is for the user to decide."""
+        found = [name for name in candidates if name in self.names]
+        if found and found[0] == "instruction":
+            found = ["instruction"]  # Alpaca's input goes with it
+        if len(found) > 1:
+            raise self.error(f"{' and '.join(found)} could all be {meaning}: choose one with --{setting}")
+        return found[0] if found else None
+
+
+def is_dialogue(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether a cell is a list of messages."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def format_of(listed: list[dict[str, Any]]) -> str:
+    """Name of the format that a list of messages has, by its first."""
+    return "sharegpt" if "from" in listed[0] else "messages"
+
+
+def keys_of(listed: list[dict[str, Any]]) -> tuple[str, str]:
+    """Keys of role and text in a list of messages."""
+    return MESSAGE_KEYS[format_of(listed)]
+
+
+def prompt_reader(column: str, *, joined: bool) -> Callable[[Row], tuple[Message, ...]]:
+    """Reads the messages of a prompt: a text, with the Alpaca context where `joined`, or a list of messages.
+
+    What else belongs to the prompt is refused where `joined`; otherwise the settings name this column alone.
+    """
+    contexts = CONTEXT_COLUMNS if joined and column == "instruction" else ()
+
+    def read(row: Row) -> tuple[Message, ...]:
+        whole = is_dialogue(row.get(column))
+        context = None if whole else _filled(row, contexts)
+        if joined:
+            _refuse_unread(row, column, context)
+        if whole:
+            messages = messages_of(row, column, keys_of(row[column]))
+        else:
+            texts = [text_of(row, name) for name in (column, context) if name is not None]
+            messages = (Message("user", "\n\n".join(texts)),)
+        return with_system(messages, row)
+
+    return read
+
+
+def _refuse_unread(row: Row, column: str, context: str | None) -> None:
+    left = _filled(row, tuple(name for name in BESIDE_PROMPT if name not in (column, context)))
+    if left is not None:
+        raise row.error(
+            f"column {left!r} is not empty, but is not read beside {column!r}: put it into that column, or leave it "
+            f"out with --input_key {column}"
+        )
+
+
+def response_turn(row: Row, column: str) -> tuple[Message, ...]:
+    """The assistant's turn; TRL's data have it as a list of messages."""
+    if is_dialogue(row.get(column)):
+        return messages_of(row, column, keys_of(row[column]))
+    return (Message("assistant", text_of(row, column)),)
+
+
+def with_system(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
+    """The messages with the row's system message first, unless they have one."""
+    column = _filled(row, SYSTEM_COLUMNS)
+    if column is None or not messages or messages[0].role == "system":
+        return messages
+    return (Message("system", text_of(row, column)), *messages)
+
+
+def _filled(row: Row, columns: tuple[str, ...]) -> str | None:
+    """The first of the columns in which the row has something: a source's first rows may all leave it out."""
+    return next((name for name in columns if row.get(name) not in EMPTY), None)
+
+
+def messages_of(row: Row, column: str, keys: tuple[str, str]) -> tuple[Message, ...]:
+    """The messages listed in a cell. Raises UsageError naming the row and what is wrong with it."""
+    listed = row.get(column)
+    if not isinstance(listed, list):
+        raise row.error(f"column {column!r} is not a list of messages but {described(listed, row, column)}")
+    return tuple(_message(row, number, entry, keys) for number, entry in enumerate(listed, start=1))
+
+
+def _message(row: Row, number: int, entry: Any, keys: tuple[str, str]) -> Message:
+    role_key, text_key = keys
+    called = isinstance(entry, dict) and bool(entry.get("tool_calls"))
+    if not isinstance(entry, dict) or role_key not in entry or (text_key not in entry and not called):
+        has = f"has {', '.join(entry) or 'nothing'}" if isinstance(entry, dict) else f"is {entry!r:.40}"
+        raise row.error(f"message {number} {has}, expected {role_key!r} and {text_key!r}")
+    role = ROLES.get(str(entry[role_key]).lower())
+    if role is None:
+        raise row.error(f"message {number} has the unknown role {entry[role_key]!r}; known: {', '.join(ROLES)}")
+    content = _parts_text(row, number, entry.get(text_key))
+    calls = tool_calls_of(row, number, role, entry.get("tool_calls"))
+    if content is None and not calls:
+        raise row.error(f"message {number} from {role} has null content")
+    named = {key: str(entry[key]) for key in ("tool_call_id", "name") if role == "tool" and entry.get(key)}
+    reasoning = _reasoning(row, number, role, entry)
+    weight = 0 if entry.get("train") is False else entry.get("weight")  # Axolotl's spelling, and OpenAI's
+    return Message(role, content or "", calls, reasoning=reasoning, weight=weight, **named)
+
+
+def _reasoning(row: Row, number: int, role: Role, entry: dict[str, Any]) -> str:
+    """What the assistant thought, where the message has it apart; "" where there is none."""
+    given = {key: entry[key] for key in REASONING_KEYS if entry.get(key)}
+    if not given:
+        return ""
+    key, reasoning = next(iter(given.items()))
+    if role != "assistant":
+        raise row.error(f"message {number} from {role} has {key}, which is the assistant's")
+    if not isinstance(reasoning, str):
+        raise row.error(f"message {number} has {key} that is not text: {reasoning!r:.60}")
+    if other := next((name for name in given if given[name] != reasoning), None):
+        raise row.error(f"message {number} has two different thoughts, {key} and {other}")
+    return reasoning if reasoning.strip() else ""
+
+
+def _parts_text(row: Row, number: int, content: Any) -> str | None:
+    """Text of a message, whose content may be OpenAI's list of parts."""
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(part["text"] for part in content)
+    raise row.error(f"message {number} has content that is not text: {content!r:.60}")
+
+
+def text_of(row: Row, column: str) -> str:
+    """The text in a cell; finite numbers are text too. Raises UsageError naming the row and what is there instead."""
+    value = row.get(column)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value)
+    raise row.error(f"column {column!r} is not text but {described(value, row, column)}")
+
+
+def described(value: Any, row: Row, column: str) -> str:
+    """What is in a cell that should hold something else, for messages."""
+    if column not in row:
+        return f"missing; columns present: {', '.join(row)}"
+    return "null" if value is None else f"a {type(value).__name__}: {value!r:.60}"
+
+
+def refuse_images(row: Row) -> None:
+    """Raises UsageError naming the row if it comes with images: its text would speak of what the model never sees."""
+    for column in IMAGE_COLUMNS:
+        if row.get(column):
+            raise row.error(f"column {column!r} is not empty, but only models of text are trained here")
+
+
+def refuse_half_characters(row: Row, text: str) -> None:
+    """Raises UsageError naming the row if its text has half of a character, as JSON of a cut emoji has it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        before, half = text[max(0, error.start - 20) : error.start], text[error.start]
+        raise row.error(f"{half!r} after {before!r} is half of a character, which no tokenizer reads") from error
+
+
+def refuse(row: Row, fault: str | None) -> None:
+    """Raises UsageError naming the row if there is a fault."""
+    if fault is not None:
+        raise row.error(fault)

@@ -1,0 +1,223 @@
+"""Rows of one data file: JSON lines, a JSON list, CSV or Parquet, each also gzipped.
+
+Files are read through memory maps: a row is parsed when it is asked for, so memory does not grow with the file but for
+where its rows start. A file's rows keep its order. Columns are not typed: what one row holds as a number
+another may hold as text.
+"""
+
+import csv
+import gzip
+import hashlib
+import json
+import mmap
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from rlhf_cli.data.reading.json_lists import DECODER, beyond_limits, blocks, checked_object, element_bounds
+from rlhf_cli.data.store import TableWriter
+from rlhf_cli.errors import UsageError, first_line
+
+BATCH_ROWS = 256
+"""Rows of a record batch."""
+NEWLINE = 10
+MAX_BLANK = 2
+"""Bytes of a line that may turn out to be blank; a longer one has at least `{}` to be a row."""
+CSV_BLOCK = 1 << 26
+"""Bytes parsed at a time; no row may be longer than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The rows of one file. `read(i)` gives a row as a dict, `place(i)` where it stands in the file: 'line 3'.
+
+    `checksum()` is of all its content; None where nobody knows one, so that nothing made from it is kept.
+    """
+
+    path: str
+    num_rows: int
+    read: Callable[[int], dict[str, Any]]
+    place: Callable[[int], str]
+    checksum: Callable[[], str] | None = None
+
+    def where(self, index: int) -> str:
+        """File and place of a row, for messages."""
+        return f"{self.path} {self.place(index)}"
+
+
+def kind_of_file(path: Path) -> str | None:
+    """The suffix that tells how the file is read ('.json', '.csv', ...), without .gz; None if it is no data file."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] == ".gz":
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in READERS else None
+
+
+def read_file(path: Path) -> Table:
+    """The rows of a data file. Raises UsageError that names the file, and the line where there is one."""
+    kind = kind_of_file(path)
+    if kind is None:
+        raise UsageError(f"{path} is no data file: its name ends in none of {', '.join(READERS)} (or these with .gz)")
+    try:
+        with _opened(path) as file:
+            table = READERS[kind](file, str(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or first_line(error)}") from error
+    if table.num_rows == 0:
+        raise UsageError(f"{path} is empty: it has no rows")
+    return replace(table, checksum=lambda: _checksum(path))
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file's bytes; a gzipped file is unpacked into a temporary one first."""
+    if path.suffix.lower() != ".gz":
+        with path.open("rb") as file:
+            yield file
+        return
+    with tempfile.TemporaryFile(prefix="rlhf-") as unpacked:
+        try:
+            with gzip.open(path) as packed:
+                shutil.copyfileobj(packed, unpacked)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UsageError(f"{path} is damaged: {error}") from error
+        unpacked.seek(0)
+        yield unpacked
+
+
+def _read_json(file: IO[bytes], path: str) -> Table:
+    """A list of objects or one object per line, whichever the first character says."""
+    if file.seek(0, 2) == 0:
+        return _no_rows(path)
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    head = mapped[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
+    return _json_list(mapped, path) if head.startswith(b"[") else _json_lines(mapped, path)
+
+
+def _json_lines(mapped: mmap.mmap, path: str) -> Table:
+    ends = _line_ends(mapped)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    long_enough = ends - starts > MAX_BLANK
+    for number in np.flatnonzero(~long_enough):
+        long_enough[number] = bool(mapped[starts[number] : ends[number]].strip())
+    lines = np.flatnonzero(long_enough)
+
+    def read(index: int) -> dict[str, Any]:
+        number = lines[index]
+        try:
+            row = DECODER.decode(mapped[starts[number] : ends[number]].decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path} line {number + 1} is not UTF-8 text: {error.reason}") from error
+        except json.JSONDecodeError as error:
+            raise UsageError(
+                f"{path} line {number + 1} is not valid JSON: {error.msg} at column {error.colno}; "
+                "a JSON file holds one object per line, or a list of objects"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path} line {number + 1} {beyond_limits(error)}") from error
+        return checked_object(row, f"{path} line {number + 1}")
+
+    return Table(path, lines.size, read, lambda index: f"line {lines[index] + 1}")
+
+
+def _line_ends(mapped: mmap.mmap) -> np.ndarray:
+    """Byte position of the end of every line, int64; the last line needs no line break."""
+    found = [
+        np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE) + start
+        for start, block in blocks(mapped, 0, len(mapped))
+    ]
+    ends = np.concatenate(found)
+    return ends if mapped[-1] == NEWLINE else np.append(ends, len(mapped))
+
+
+def _json_list(mapped: mmap.mmap, path: str) -> Table:
+    bounds = np.fromiter(element_bounds(mapped, path), dtype=np.int64)
+
+    def read(index: int) -> dict[str, Any]:
+        start, stop = bounds[index : index + 2]
+        return checked_object(DECODER.raw_decode(mapped[start:stop].decode())[0], f"{path} row {index + 1}")
+
+    return Table(path, bounds.size - 1, read, lambda index: f"row {index + 1}")
+
+
+def _no_rows(path: str) -> Table:
+    return Table(path, 0, lambda index: {}, str)
+
+
+def _read_csv(file: IO[bytes], path: str) -> Table:
+    """All columns as text. Row numbers count from the first after the header."""
+    try:
+        first = next(iter(file.readline().splitlines()), b"")  # lines may end in CR alone
+        columns = next(csv.reader([first.decode("utf-8-sig")]), [])
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} line 1 is not UTF-8 text: {error.reason}") from error
+    except csv.Error as error:
+        raise UsageError(f"{path} line 1 names no columns: {error}") from error
+    _refuse_repeated(columns, path)
+    if file.tell() == 0:
+        return _no_rows(path)
+    if not columns:
+        raise UsageError(f"{path} line 1 is blank: the first line of a CSV file names its columns")
+    file.seek(0)
+    try:
+        batches = pa.csv.open_csv(
+            file,
+            read_options=pa.csv.ReadOptions(
+                use_threads=False, block_size=CSV_BLOCK
+            ),  # with threads, errors do not name the row
+            parse_options=pa.csv.ParseOptions(newlines_in_values=True),
+            convert_options=pa.csv.ConvertOptions(
+                column_types=dict.fromkeys(columns, pa.string()), strings_can_be_null=False
+            ),
+        )
+        return _stored(batches, batches.schema, path)
+    except pa.ArrowInvalid as error:
+        raise UsageError(f"{path} is not a valid CSV file: {first_line(error)}") from error
+
+
+def _refuse_repeated(columns: list[str], path: str) -> None:
+    """Raise UsageError if two columns have one name: a row could keep only one of them."""
+    if len(set(columns)) < len(columns):
+        raise UsageError(f"{path} names a column twice: {', '.join(columns)}")
+
+
+def _read_parquet(file: IO[bytes], path: str) -> Table:
+    try:
+        parquet = pa.parquet.ParquetFile(file)
+        _refuse_repeated(parquet.schema_arrow.names, path)
+        return _stored(parquet.iter_batches(batch_size=BATCH_ROWS), parquet.schema_arrow, path)
+    except pa.ArrowException as error:  # also of a sound file with what Arrow does not read
+        raise UsageError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
+
+
+def _stored(batches: Any, schema: pa.Schema, path: str) -> Table:
+    writer = TableWriter(schema)
+    for batch in batches:
+        for start in range(0, batch.num_rows, BATCH_ROWS):
+            writer.append(batch.slice(start, BATCH_ROWS))
+    stored = writer.finish()
+    return Table(path, len(stored), stored.row, lambda index: f"row {index + 1}")
+
+
+READERS: dict[str, Callable[[IO[bytes], str], Table]] = {
+    ".jsonl": _read_json,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+"""How a file is read, by the end of its name."""

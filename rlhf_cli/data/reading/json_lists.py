@@ -1,0 +1,150 @@
+"""How JSON is decoded, and where the elements of a list stand in a file, found with a window over its bytes.
+
+Of an element nothing is kept but where it starts, so that the file may be large. What its columns mean is none of this.
+"""
+
+import codecs
+import json
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from rlhf_cli.data.formats.dialogues import is_bare_dialogue, row_of_dialogue
+from rlhf_cli.data.templates.turn_spans import skip_space
+from rlhf_cli.errors import UsageError
+
+WINDOW = 1 << 20
+"""Bytes decoded at a time; an element that is longer widens the window for itself."""
+LONGEST_WORD = 16
+"""Characters before the end of a window in which a fault may come from the cut: of '-Infinity' or '\\ud83d\\ude00'."""
+BLOCK = 1 << 26
+"""Bytes looked at a time where they are only counted, so that the comparison's result stays small."""
+BOM = codecs.BOM_UTF8
+
+
+def _constant(name: str) -> float | None:
+    """NaN is what pandas writes for an empty cell."""
+    return None if name == "NaN" else float(name)
+
+
+DECODER = json.JSONDecoder(parse_constant=_constant)
+
+
+def element_bounds(mapped: mmap.mmap, path: str, *, window: int = WINDOW) -> Iterator[int]:
+    """Byte at which each element of the list starts, then the one after the last; every element is parsed once.
+
+    `window` is the number of bytes decoded at a time, at least 8 so that it can grow. Raises UsageError naming line and
+    column, or row, of what is no list of objects.
+    """
+    cursor, number = _Cursor(mapped, path, mapped.find(b"[") + 1, window), 0
+    while cursor.next_character() != "]" or number:
+        number += 1
+        yield cursor.byte
+        where = f"{path} row {number}"
+        checked_object(cursor.value(where), where)
+        following = cursor.next_character()
+        if following == "]":
+            break
+        if following != ",":
+            raise cursor.fault("Expecting ',' or ']' after a row")
+        cursor.skip(1)
+    yield cursor.byte
+    cursor.skip(1)
+    if cursor.next_character():
+        raise cursor.fault("Extra data after the list")
+
+
+class _Cursor:
+    """Reads a file's text through a window, and knows the byte of the next character to read."""
+
+    def __init__(self, mapped: mmap.mmap, path: str, byte: int, window: int) -> None:
+        self._mapped, self._path, self._window = mapped, path, window
+        self.byte = byte
+        self._move(window)
+
+    def _move(self, size: int) -> None:
+        """Let the window begin with the next character and have so many bytes."""
+        self._end = min(self.byte + size, len(self._mapped))
+        self._is_last = self._end == len(self._mapped)
+        try:
+            text, used = codecs.utf_8_decode(self._mapped[self.byte : self._end], "strict", self._is_last)
+        except UnicodeDecodeError as error:
+            place = self.byte + error.start
+            raise UsageError(f"{self._path} is not UTF-8 text: {error.reason} at byte {place}") from error
+        self._text, self._position, self._end = text, 0, self.byte + used
+
+    def skip(self, count: int) -> None:
+        """Go on by so many characters of the window."""
+        stop = self._position + count
+        self.byte += len(self._text[self._position : stop].encode())
+        self._position = stop
+
+    def next_character(self) -> str:
+        """The next character that is no white space, where reading goes on; '' at the end of the file."""
+        while True:
+            self.skip(skip_space(self._text, self._position) - self._position)
+            if self._position < len(self._text) or self._is_last:
+                return self._text[self._position : self._position + 1]
+            self._move(self._window)
+
+    def value(self, where: str) -> Any:
+        """The value that starts here; reading goes on behind it. Errors that have no column name `where` instead."""
+        while True:
+            try:
+                value, stop = DECODER.raw_decode(self._text, self._position)
+            except json.JSONDecodeError as error:
+                if self._is_last or not self._is_of_the_cut(error):
+                    raise self.fault(error.msg, error.pos - self._position) from error
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"{where} {beyond_limits(error)}") from error
+            else:
+                if self._is_last or stop < len(self._text):  # a number at the end may go on behind it
+                    self.skip(stop - self._position)
+                    return value
+            self._move(max(self._window, 2 * (self._end - self.byte)))
+
+    def _is_of_the_cut(self, error: json.JSONDecodeError) -> bool:
+        """Whether the fault may be that the window ends; of a string that does not end its beginning is named."""
+        return error.pos >= len(self._text) - LONGEST_WORD or error.msg.startswith("Unterminated string")
+
+    def fault(self, message: str, ahead: int = 0) -> UsageError:
+        """The error to raise about the next character, or one so far ahead of it in the window."""
+        before = self._text[self._position : self._position + ahead]
+        line, column = _line_and_column(self._mapped, self.byte + len(before.encode()))
+        return UsageError(f"{self._path} line {line} is not valid JSON: {message} at column {column}")
+
+
+def _line_and_column(mapped: mmap.mmap, byte: int) -> tuple[int, int]:
+    """Line and column of a byte, both from 1; columns are characters, of which a byte order mark is none."""
+    start = mapped.rfind(b"\n", 0, byte) + 1
+    line = 1 + sum(block.count(b"\n") for _, block in blocks(mapped, 0, start))
+    within = sum(_num_characters(block) for _, block in blocks(mapped, start, byte))
+    return line, 1 + within - (start == 0 and mapped[: len(BOM)] == BOM)
+
+
+def _num_characters(block: bytes) -> int:
+    """Characters that begin in these bytes of UTF-8."""
+    return int(np.count_nonzero(np.frombuffer(block, dtype=np.uint8) & 0xC0 != 0x80))
+
+
+def blocks(mapped: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """The bytes from `start` to `stop` in blocks of bounded size, each with the place of its first."""
+    for first in range(start, stop, BLOCK):
+        yield first, mapped[first : min(first + BLOCK, stop)]
+
+
+def checked_object(row: Any, where: str) -> dict[str, Any]:
+    """The row, if it is an object or a list of messages. Raises UsageError otherwise."""
+    if is_bare_dialogue(row):
+        return row_of_dialogue(row)
+    if not isinstance(row, dict):
+        raise UsageError(f"{where} is {json.dumps(row):.40}, expected an object with columns: {{...}}")
+    return row
+
+
+def beyond_limits(error: ValueError | RecursionError) -> str:
+    """What Python refuses of valid JSON."""
+    deep = isinstance(error, RecursionError)
+    return "is nested too deeply" if deep else "has a whole number of too many digits: write it as text"

@@ -1,0 +1,325 @@
+"""Rows of data sets: files, folders, names on the Hugging Face Hub, alone or mixed by probabilities.
+
+How a row becomes a conversation is the business of `formats`. Nothing is copied into a cache for local files, and
+nothing is fetched for them.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from rlhf_cli.data.formats.dialogues import row_of_numbered
+from rlhf_cli.data.reading.files import Table, kind_of_file, read_file
+from rlhf_cli.data.sampling import SEED_MASK
+from rlhf_cli.errors import UsageError
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+OTHER_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval"}
+"""Words in a file's name that say which split it belongs to."""
+COLUMN_ROWS = 100
+"""Rows at the start of a source whose keys are its columns; rows may leave out others, which are looked for in each."""
+
+
+class RowFault(UsageError):
+    """A row cannot be used; others may be."""
+
+
+_ABSENT = object()
+
+
+class Row(dict[str, Any]):
+    """One row: columns and values, with the source it came from.
+
+    A key with dots that is no column reaches into objects: `row["extra_info.question"]`.
+    """
+
+    def __init__(self, values: dict[str, Any], source: "Source", index: int) -> None:
+        super().__init__(values)
+        self.source = source
+        self.index = index
+
+    def __missing__(self, key: str) -> Any:
+        found: Any = dict(self) if "." in key else _ABSENT
+        for part in key.split("."):
+            found = found.get(part, _ABSENT) if isinstance(found, dict) else _ABSENT
+        if found is _ABSENT:
+            raise KeyError(key)
+        return found
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a column or of an entry inside one."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __contains__(self, key: object) -> bool:
+        return self.get(str(key), _ABSENT) is not _ABSENT
+
+    @property
+    def where(self) -> str:
+        """File and line, for messages."""
+        return self.source.where(self.index)
+
+    def error(self, message: str) -> RowFault:
+        """The error to raise about this row: names file and line."""
+        return RowFault(f"{self.where}: {message}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set as named in the settings: the rows of its files in a row."""
+
+    name: str
+    tables: tuple[Table, ...]
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([table.num_rows for table in self.tables])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _find(self, index: int) -> tuple[Table, int]:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self.tables[number], index - (int(self._ends[number - 1]) if number else 0)
+
+    def row(self, index: int) -> Row:
+        """Row number `index`, from 0. Raises UsageError naming the line if it cannot be parsed."""
+        table, position = self._find(index)
+        return Row(table.read(position), self, index)
+
+    def where(self, index: int) -> str:
+        """File and line of a row, for messages."""
+        table, position = self._find(index)
+        return table.where(position)
+
+    def columns(self) -> list[str]:
+        """Columns of the first rows, in order of appearance."""
+        names: dict[str, None] = {}
+        for index in range(min(COLUMN_ROWS, len(self))):
+            names.update(dict.fromkeys(self.row(index)))
+        return list(names)
+
+
+@dataclass(frozen=True)
+class Rows(Sequence[Row]):
+    """Rows of one or more sources in the order they are used: row `i` is `index_N[i]` of `sources[source_N[i]]`."""
+
+    sources: tuple[Source, ...]
+    source_N: np.ndarray
+    index_N: np.ndarray
+
+    def __len__(self) -> int:
+        return self.index_N.size
+
+    @overload
+    def __getitem__(self, number: int) -> Row: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Row]: ...
+    def __getitem__(self, number: int | slice) -> Row | list[Row]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        return self.sources[self.source_N[number]].row(int(self.index_N[number]))
+
+    def used(self) -> list[int]:
+        """Number of rows taken from each source."""
+        return np.bincount(self.source_N, minlength=len(self.sources)).tolist()
+
+
+def load_rows(
+    spec: str,
+    *,
+    split: str,
+    probs: str | None = None,
+    seed: int,
+    max_samples: int | None = None,
+    hub: Callable[[str, str], Table] | None = None,
+) -> Rows:
+    """Rows of the data sets named in `spec`, separated by commas.
+
+    Each is a file, a folder of files, or `owner/name[:config]` on the Hub, with `@split` where it differs from
+    `split`. Without `probs`, the rows of one source follow those of the one before. With `probs` ('0.3,0.7') the
+    largest mixture is made in which no row is used twice: each source has exactly its share (to the nearest row),
+    drawn and ordered at random from `seed`. At most `max_samples` rows are taken. `hub(name, split)` reads a
+    data set of the Hub.
+
+    Raises UsageError naming what is missing, empty or malformed; rows are parsed, and checked, as they are read.
+    """
+    names = _names(spec)
+    shares = _parsed_probs(probs, names)
+    sources = tuple(_load_source(name, split, hub or _read_hub) for name in names)
+    if shares is None:
+        source_N = np.repeat(np.arange(len(sources)), [len(source) for source in sources])
+        index_N = np.concatenate([np.arange(len(source)) for source in sources])
+        return Rows(sources, source_N[:max_samples], index_N[:max_samples])
+    return _mixed(sources, shares, seed=seed, max_samples=max_samples)
+
+
+# Names are looked for with os.path: Path raises OSError for one that is longer than a file's can be, as a list may be.
+
+
+def _names(spec: str) -> list[str]:
+    names = [spec] if os.path.exists(spec) else [name.strip() for name in spec.split(",")]
+    if not all(names):
+        raise UsageError(f"data set {spec!r} has an empty name")
+    return names
+
+
+def _parsed_probs(probs: str | None, names: list[str]) -> list[float] | None:
+    if probs is None:
+        return None
+    try:
+        shares = [float(share) for share in probs.split(",")]
+    except ValueError:
+        raise UsageError(f"probabilities {probs!r} are not numbers separated by commas") from None
+    if len(shares) != len(names):
+        raise UsageError(f"probabilities {probs!r} are {len(shares)} for {len(names)} data sets: {', '.join(names)}")
+    if not (min(shares) > 0 and abs(sum(shares) - 1) <= 1e-6):  # also false for nan
+        raise UsageError(f"probabilities {probs!r} must be positive and add up to 1, not {sum(shares):g}")
+    return shares
+
+
+def _mixed(sources: tuple[Source, ...], shares: list[float], *, seed: int, max_samples: int | None) -> Rows:
+    total = min(int(len(source) / share + 1e-9) for source, share in zip(sources, shares, strict=True))
+    counts = exact_shares(min(total, max_samples or total), shares)
+    random = np.random.default_rng(seed & SEED_MASK)
+    source_N = np.repeat(np.arange(len(sources)), counts)
+    chosen = [random.permutation(len(source))[:count] for source, count in zip(sources, counts, strict=True)]
+    order = random.permutation(source_N.size)
+    return Rows(sources, source_N[order], np.concatenate(chosen)[order])
+
+
+def exact_shares(total: int, shares: list[float]) -> list[int]:
+    """Whole numbers that add up to `total`, each within one of `share * total` (largest remainders)."""
+    exact = [share * total for share in shares]
+    counts = [int(value + 1e-9) for value in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
+    return counts
+
+
+def _load_source(name: str, default_split: str, hub: Callable[[str, str], Table]) -> Source:
+    path, split = _parted(name)
+    if os.path.isdir(path):
+        return Source(name, _read_folder(path, split, default_split))
+    if os.path.exists(path) or kind_of_file(path) is not None:
+        if split not in (None, "train"):
+            raise UsageError(f"{path} is one file and has no split {split!r}: leave @{split} out")
+        return Source(name, (_existing(path),))
+    hub_name = name.rpartition("@")[0] if split else name
+    if HUB_NAME.fullmatch(hub_name) and not Path(hub_name).parent.is_dir():
+        return Source(name, (hub(hub_name, split or default_split),))
+    raise UsageError(f"no file or folder {str(path)!r} (a data set on the Hub is written owner/name)")
+
+
+def _parted(name: str) -> tuple[Path, str | None]:
+    """Path and split of `name@split`; a path that exists with the @ in its name is taken whole."""
+    path, _, split = name.rpartition("@")
+    if not path or os.sep in split or os.path.exists(os.path.expanduser(name)):
+        return Path(name).expanduser(), None
+    return Path(path).expanduser(), split
+
+
+def _existing(path: Path) -> Table:
+    if not os.path.exists(path):
+        raise UsageError(f"no file {str(path)!r}")
+    return read_file(path)
+
+
+def _read_folder(folder: Path, split: str | None, default_split: str) -> tuple[Table, ...]:
+    """All data files of the folder in the order of their names, or those of the split where names tell splits."""
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        return (_read_saved(folder, split or default_split),)
+    visible = (path for path in folder.rglob("*") if not any(p.startswith(".") for p in path.relative_to(folder).parts))
+    files = sorted(path for path in visible if path.is_file() and kind_of_file(path) is not None)
+    if not files:
+        raise UsageError(f"folder {folder} has no data file (json, jsonl, csv, parquet, or these with .gz)")
+    words = {path: _words(path.relative_to(folder)) for path in files}
+    chosen = [path for path in files if (split or default_split) in words[path]]
+    if not chosen and split is None:
+        chosen = [path for path in files if not words[path] & OTHER_SPLITS]
+    if not chosen:
+        names = ", ".join(str(path.relative_to(folder)) for path in files)
+        raise UsageError(f"folder {folder} has no file of the split {split or default_split!r}; its files: {names}")
+    return tuple(read_file(path) for path in chosen)
+
+
+def _words(path: Path) -> set[str]:
+    return set(re.split(r"[^a-z]+", str(path).lower()))
+
+
+def _read_saved(folder: Path, split: str) -> Table:
+    """A folder written by `datasets`' save_to_disk."""
+    import datasets
+
+    loaded = datasets.load_from_disk(str(folder))
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise UsageError(f"folder {folder} has no split {split!r}; its splits: {', '.join(loaded)}")
+        loaded = loaded[split]
+    return _table_of(loaded, str(folder))
+
+
+def _read_hub(name: str, split: str) -> Table:
+    """A split of a data set on the Hub, kept in the cache under HF_HOME; works offline once it is there."""
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # nothing is reported about what is used
+    import datasets
+
+    path, _, config = name.partition(":")
+    datasets.disable_progress_bars()
+    try:
+        loaded = datasets.load_dataset(path, config or None, split=split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().splitlines()
+        raise UsageError(
+            f"{name!r} is no local file or folder, and split {split!r} of it could not be read from the Hub: "
+            f"{' '.join(reason[:3])}"
+        ) from error
+    return _table_of(loaded, f"{name}@{split}")
+
+
+def _table_of(loaded: Any, path: str) -> Table:
+    if len(loaded) == 0:
+        raise UsageError(f"{path} is empty: it has no rows")
+
+    def read(index: int) -> dict[str, Any]:
+        return row_of_numbered(loaded[index])
+
+    return Table(path, len(loaded), read, lambda index: f"row {index + 1}", lambda: str(loaded._fingerprint))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSource:
+    """A source and how it is read: its files, how many of its rows are used, and the format with its columns."""
+
+    name: str
+    files: tuple[str, ...]
+    num_rows: int
+    num_used: int
+    form: str
+
+    def __str__(self) -> str:
+        part = f", {self.num_used:,} of {self.num_rows:,} rows" if self.num_used < self.num_rows else ""
+        return f"{self.name} ({self.form}{part})"
+
+
+def read_sources(rows: Rows, forms: Sequence[str]) -> list[ReadSource]:
+    """The sources of these rows, each with how it is read."""
+    return [
+        ReadSource(source.name, tuple(table.path for table in source.tables), len(source), count, form)
+        for source, form, count in zip(rows.sources, forms, rows.used(), strict=True)
+    ]
+
+
+def batches(rows: Rows, size: int) -> Iterator[list[Row]]:
+    """The rows in order, `size` at a time."""
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]

@@ -1,0 +1,366 @@
+"""Chat templates: conversations as text, and which characters of that text the assistant wrote.
+
+Nothing is tokenised here but a trial conversation, which shows what the template ends a turn with. A template whose
+assistant turns cannot be told apart from what it writes around them is refused.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.data.formats.conversations import Conversation, Message
+from rlhf_cli.data.templates.text import TRIAL, TRIAL_CALL, TRIAL_TOOL, TemplateFault, TemplateText
+from rlhf_cli.data.templates.turn_spans import (
+    Said,
+    Span,
+    TurnMarks,
+    left_out,
+    missing_call,
+    num_shared,
+    place_after,
+    skip_space,
+    turn_at,
+    turn_from,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text. `spans` bound the characters that carry loss: each assistant's text and end of turn.
+
+    `prompt` is what a rollout of the first turn would start from, where the text continues exactly that, else None.
+    `num_unthought` counts the turns whose thought the template leaves out, as it does for those before the last,
+    `num_inlined` those whose `reasoning` became part of the content.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    prompt: str | None
+    num_unthought: int = 0
+    num_inlined: int = 0
+
+
+class ChatTemplate:
+    """The tokenizer's chat template. Raises UsageError if it has none.
+
+    `kwargs` are variables of the template's own, such as Qwen 3's `enable_thinking`, which every rendering gets.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._text = TemplateText(tokenizer, kwargs)
+
+    @cached_property
+    def ends_of_turn(self) -> tuple[str, ...]:
+        """The tokens that the template writes after the assistant, as text: after the last turn first, then others.
+
+        Raises TemplateFault if it ends turns with no token of its own.
+        """
+        text, _ = self._text.render(TRIAL, ())
+        encoding = self._tokenizer(text, add_special_tokens=False)
+        ends, runs = [], []
+        for answer in (TRIAL[3].content, TRIAL[1].content):
+            found = text.find(answer)
+            if found < 0:
+                raise TemplateFault("the chat template leaves out or alters what the assistant says")
+            place = skip_space(text, found + len(answer))
+            token = encoding.char_to_token(place) if place < len(text) else None
+            added = None if token is None else self._tokenizer.added_tokens_decoder.get(encoding["input_ids"][token])
+            if added is None or not text.startswith(added.content, place):
+                raise _no_end(text[found + len(answer) :])
+            ends.append(added.content)
+            runs.append(self._special_run(text, place))
+        shared = runs[0][: num_shared(*runs)]  # Cohere 2 ends a response, and with it the turn
+        return tuple(dict.fromkeys(["".join(shared)] if shared else ends))
+
+    def _special_run(self, text: str, place: int) -> list[str]:
+        """Return the special tokens that follow each other directly from `place` on."""
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+        run: list[str] = []
+        while found := max((token for token in added if text.startswith(token, place)), key=len, default=""):
+            run.append(found)
+            place += len(found)
+        return run
+
+    @cached_property
+    def _marks(self) -> TurnMarks:
+        """What stands around turns. A turn of calls may have an end of its own, as `<|call|>` of gpt-oss."""
+        try:
+            text = self._text.render(TRIAL_CALL[:2], (TRIAL_TOOL,))[0].rstrip()
+        except TemplateFault:
+            return TurnMarks(self.ends_of_turn, self._text.header)
+        shows_call = missing_call(text, TRIAL_CALL[1].tool_calls) is None
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        ends = [token for token in added if text.endswith(token)] if shows_call else []
+        return TurnMarks(tuple(dict.fromkeys([*self.ends_of_turn, *ends])), self._text.header)
+
+    def _readable(self, conversation: Conversation) -> Conversation:
+        """The conversation with thoughts where the template finds them: apart from the content, or in it."""
+        if not num_reasoned(conversation) or self._text.reasoning_key is not None:
+            return conversation
+        return replace(conversation, messages=tuple(m.with_reasoning_in_text() for m in conversation.messages))
+
+    def prompt(self, conversation: Conversation) -> str:
+        """Text that the assistant's next turn would continue. Raises TemplateFault if the template refuses it."""
+        conversation = self._readable(conversation)
+        with self._blame_on_calls(conversation):
+            text, _ = self._text.render(conversation.messages, conversation.tools, add_generation_prompt=True)
+            self._refuse_left_out(conversation, text, ())
+            call = missing_call(text, [call for message in conversation.messages for call in message.tool_calls])
+            if call is not None:
+                raise TemplateFault(f"the chat template leaves out or alters the assistant's call of {call.name}")
+        return text
+
+    def example(self, conversation: Conversation) -> Rendered:
+        """Text of a whole conversation and the spans of its assistant turns.
+
+        Spans come from the template's `{% generation %}` blocks if it has them, else from comparing the text with
+        that of the messages before each turn. Raises TemplateFault where a turn is not in the text as it was given
+        (white space around it and thoughts before the last turn aside), or without an end of turn.
+        """
+        readable = self._readable(conversation)
+        if readable is not conversation:
+            return replace(self.example(readable), num_inlined=num_reasoned(conversation))
+        with self._blame_on_calls(conversation):
+            text, marked = self._text.render(conversation.messages, conversation.tools)
+            if self._text.marks_turns:
+                found = self._marked_turns(conversation, text, marked)
+            else:
+                found = self._compared_turns(conversation, text)
+            self._refuse_left_out(conversation, text, found.spans)
+        return found
+
+    @contextmanager
+    def _blame_on_calls(self, conversation: Conversation) -> Iterator[None]:
+        """Replace a fault by its cause if the template can show no call: its own sentence is about roles or types."""
+        try:
+            yield
+        except TemplateFault as fault:
+            if any(message.tool_calls for message in conversation.messages) and not self._text.takes_calls:
+                raise TemplateFault(
+                    "the chat template has no place for calls of functions, and this conversation has some: use a "
+                    "template that shows calls (--tokenizer_chat_template FILE), or rows without calls"
+                ) from fault
+            raise
+
+    def _prompt_before(self, conversation: Conversation, number: int) -> str:
+        """Return the text that a rollout of message `number` starts from."""
+        return self._text.render(conversation.messages[:number], conversation.tools, add_generation_prompt=True)[0]
+
+    def _compared_turns(self, conversation: Conversation, text: str) -> Rendered:
+        spans: list[Span] = []
+        prompt = None
+        num_unthought = 0
+        for number, readings in _readings(conversation):
+            before = self._prompt_before(conversation, number)
+            floor = spans[-1][1] if spans else 0
+            for said in readings:
+                follows = text.startswith(before)
+                direct = turn_at(text, len(before), said.behind(before), self._marks) if follows else None
+                span = direct or self._turn_behind(conversation, number, said, text, floor)
+                if span is not None:
+                    break
+            else:
+                raise self._fault(conversation, number, text[floor:])
+            prompt = before if direct and direct[0] == len(before) and not spans else prompt
+            num_unthought += said is not readings[0]
+            spans.append(span)
+        return Rendered(text, tuple(spans), prompt, num_unthought)
+
+    def _turn_behind(self, conversation: Conversation, number: int, said: Said, text: str, floor: int) -> Span | None:
+        """Span of a turn before which the template writes more than, or other than, its generation prompt.
+
+        Qwen 3 puts an empty thought there, DeepSeek R1 opens one in the generation prompt alone, and Mistral has the
+        tools before the last user turn.
+        """
+        before, tools = conversation.messages[:number], conversation.tools
+        prompt = self._text.render(before, tools, add_generation_prompt=True)[0]
+        context = self._text.render(before, tools)[0]
+        alone = self._text.render(conversation.messages[: number + 1], tools)[0]
+        floor = place_after(before, text, floor)
+        found = self._turn_as_last(prompt, alone, said, text, floor)
+        if found is None and not said.first:
+            return self._calls_behind(prompt, context, said, text)
+        return found or self._words_behind(prompt, context, before[-1] if before else None, said, text, floor)
+
+    def _turn_as_last(self, prompt: str, alone: str, said: Said, text: str, floor: int) -> Span | None:
+        """Span of the characters that the turn has in `alone`, where it is the last one."""
+        span = turn_at(alone, len(prompt), said, self._marks) if alone.startswith(prompt) else None
+        place = text.find(alone[slice(*span)], floor) if span else -1
+        if span is None or place < 0 or self._marks.any_in(text[floor:place]):
+            return None
+        return place, place + span[1] - span[0]
+
+    def _words_behind(
+        self, prompt: str, context: str, previous: Message | None, said: Said, text: str, floor: int
+    ) -> Span | None:
+        """Span of the words behind what the text shares with the prompt, with the context, or with the context's end.
+
+        The last is for templates that alter earlier turns: Qwen 3.5 leaves out the thoughts before a later question.
+        """
+        if text.startswith(prompt) and (span := turn_from(text, max(len(prompt), floor), said, self._marks)):
+            return self._generated(prompt, context, span, text)
+        if span := turn_from(text, max(num_shared(context, text), floor), said, self._marks):
+            return self._generated(prompt, context, span, text)
+        place = context.rfind(previous.content) if previous and previous.content else -1
+        if previous is None or place < 0:
+            return None
+        behind = num_shared(context[place + len(previous.content) :], text[floor:])
+        return turn_from(text, floor + behind, said, self._marks)
+
+    def _generated(self, prompt: str, context: str, span: Span, text: str) -> Span:
+        """Extend a turn to all that follows the generation prompt: the model has to generate what is between too.
+
+        gpt-oss names a channel before its words, and Qwen 3 writes an empty thought there.
+        """
+        given = self._shared_with_prompt(prompt, context, text)
+        return (min(given, span[0]), span[1]) if given else span
+
+    def _end_of_given(self, conversation: Conversation, number: int, prompt: str, text: str) -> int:
+        """Return where that part of a turn ends which the generation prompt writes; 0 if nothing shows it."""
+        if text.startswith(prompt):
+            return len(prompt)
+        context = self._text.render(conversation.messages[:number], conversation.tools)[0]
+        return self._shared_with_prompt(prompt, context, text)
+
+    def _calls_behind(self, prompt: str, context: str, said: Said, text: str) -> Span | None:
+        """Span of a turn of calls alone, which has no words to begin with: behind what it shares with the prompt."""
+        given = self._shared_with_prompt(prompt, context, text)
+        return turn_at(text, given, said, self._marks) if given else None
+
+    def _shared_with_prompt(self, prompt: str, context: str, text: str) -> int:
+        """Return where the tokens end that a prompt and the text have in common behind the context, 0 without any."""
+        if not (text.startswith(context) and prompt.startswith(context)):
+            return 0
+        first, second = prompt[len(context) :], text[len(context) :]
+        ids = [self._tokenizer(part, add_special_tokens=False) for part in (first, second[: 2 * len(first)])]
+        shared = num_shared(ids[0]["input_ids"], ids[1]["input_ids"])
+        return len(context) + ids[0].token_to_chars(shared - 1).end if shared else 0
+
+    def _fault(self, conversation: Conversation, number: int, rest: str) -> TemplateFault:
+        """Why there is no turn in the text that says what message `number` does."""
+        message = conversation.messages[number]
+        if reason := self._dropped(message, rest):
+            return TemplateFault(reason)
+        if message.tool_calls and not message.content.strip():
+            ends = " or ".join(self._marks.ends)
+            return TemplateFault(
+                f"the assistant's call of {message.tool_calls[0].name} cannot be told from what the chat template "
+                f"writes around it, or does not end with {ends} as other turns do"
+            )
+        return TemplateFault(
+            f"the chat template leaves out or alters what the assistant says: {message.content[:60]!r}"
+        )
+
+    def _dropped(self, message: Message, rest: str) -> str | None:
+        """Return the sentence for a call or a thought that the rest of the text does not have."""
+        call = missing_call(rest, message.tool_calls)
+        if call is not None:
+            return f"the chat template leaves out or alters the assistant's call of {call.name}"
+        said = Said.without_thought(message)
+        if said is None or not said.first or not turn_from(rest, 0, said, self._marks):
+            return None
+        thought = message.reasoning or message.content
+        return (
+            f"the chat template leaves out the thought of the last turn, {thought[:60]!r}, so it "
+            "would not be learned: use a template that keeps it, or rows without thoughts"
+        )
+
+    def _refuse_left_out(self, conversation: Conversation, text: str, spans: Sequence[Span]) -> None:
+        """Raises TemplateFault if the template leaves out the tools, or what others than the assistant say."""
+        if conversation.tools and not self._text.shows_tools:
+            raise TemplateFault("the chat template leaves out the tools of the row: it has no place for them")
+        missing = left_out(conversation.messages, text, spans)
+        if missing is not None:
+            raise TemplateFault(
+                f"the chat template leaves out or alters what the {missing.role} says: {missing.content[:60]!r}"
+            )
+
+    def _marked_turns(self, conversation: Conversation, text: str, marked: list[Span]) -> Rendered:
+        """The generation blocks, from the end of the generation prompt to the end of each turn.
+
+        A template may mark more than a turn's words, as its header or a thought, and may use several blocks for a turn.
+        """
+        spans: list[Span] = []
+        num_unthought = 0
+        for number, readings in _readings(conversation):
+            prompt = self._prompt_before(conversation, number)
+            floor = spans[-1][1] if spans else 0
+            ahead = (begin for begin, stop in marked if text[max(begin, floor) : stop].strip())
+            first = next(ahead, len(text))
+            start = max(first, floor, self._end_of_given(conversation, number, prompt, text))
+            found = ((said, self._turn_in(text, start, said.behind(text[:start]))) for said in readings)
+            said, span = next(((said, span) for said, span in found if span), (None, None))
+            if span is None:
+                raise self._unmarked(conversation, number, text[start:])
+            reach = _reach(marked, span)
+            if said is not None and said.calls and missing_call(text[start:reach], said.calls) is None:
+                span = (span[0], min(span[1], reach))  # what the template marks of a call is all that is generated
+            elif skip_space(text, reach) < span[1]:
+                raise TemplateFault(
+                    "the chat template's generation block ends before the end-of-turn token "
+                    f"{text[reach : span[1]]!r}, so the model would never learn to stop"
+                )
+            num_unthought += said is not readings[0]
+            spans.append((start, span[1]))
+        return Rendered(text, tuple(spans), None, num_unthought)
+
+    def _turn_in(self, text: str, start: int, said: Said) -> Span | None:
+        """The turn that begins at `start` or, if it has words, somewhere behind without another turn's end between."""
+        return turn_at(text, start, said, self._marks) or (
+            turn_from(text, start, said, self._marks) if said.first else None
+        )
+
+    def _unmarked(self, conversation: Conversation, number: int, rest: str) -> TemplateFault:
+        """Why no generation block holds message `number`."""
+        if reason := self._dropped(conversation.messages[number], rest):
+            return TemplateFault(reason)
+        content = conversation.messages[number].content
+        if not rest.strip():
+            return TemplateFault(f"the chat template has no generation block for the assistant's {content[:60]!r}")
+        return TemplateFault(
+            f"the chat template's generation block {rest[:60]!r} is not the assistant's text {content[:60]!r} and the "
+            "end of turn"
+        )
+
+
+def _reach(marked: Sequence[Span], span: Span) -> int:
+    """Where the blocks from the one around the start of `span` on end; white space may be between blocks."""
+    reach = span[0]
+    for begin, stop in marked:
+        if begin <= reach < stop:
+            reach = stop
+    return reach
+
+
+def _no_end(rest: str) -> TemplateFault:
+    """Why a model could not learn to stop, by the text behind an answer of the trial."""
+    if not rest.strip():
+        return TemplateFault(
+            "the chat template writes no end of turn after the assistant's last text, so the model would never learn "
+            "to stop: use a template that ends every turn with a special token (--tokenizer_chat_template FILE)"
+        )
+    return TemplateFault(
+        f"the chat template writes no end-of-turn token after the assistant's text ({rest[:30]!r} is no "
+        "special token of the tokenizer), so the model would never learn to stop"
+    )
+
+
+def num_reasoned(conversation: Conversation) -> int:
+    """Messages that have their reasoning apart from the content."""
+    return sum(bool(message.reasoning) for message in conversation.messages)
+
+
+def _readings(conversation: Conversation) -> list[tuple[int, tuple[Said, ...]]]:
+    """Number of each assistant message and what may stand for it: all of it, before the last also without thought."""
+    numbers = [number for number, message in enumerate(conversation.messages) if message.role == "assistant"]
+    readings = []
+    for number in numbers:
+        message = conversation.messages[number]
+        unthought = Said.without_thought(message) if number != numbers[-1] else None
+        readings.append((number, (Said.by(message), *([unthought] if unthought else []))))
+    return readings

@@ -1,0 +1,44 @@
+"""The forms in which chat templates take messages; a template is tried to learn its form."""
+
+import itertools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_cli.data.formats.conversations import Message, ToolCall
+from rlhf_cli.data.reading.columns import REASONING_KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """One form: call arguments as JSON text or as an object, the text beside calls, and the key of a thought.
+
+    With `as_parts` the content is a list of parts, which templates of vision models read alone.
+    """
+
+    arguments_as_text: bool
+    no_content: str | None
+    reasoning_key: str = REASONING_KEYS[0]
+    as_parts: bool = False
+
+    def entry(self, message: Message) -> dict[str, Any]:
+        """Return the message as templates get it, without empty keys: templates test whether a key is there."""
+        named = {"tool_call_id": message.tool_call_id, "name": message.name}
+        entry: dict[str, Any] = {"role": message.role, "content": message.content}
+        entry |= {key: value for key, value in named.items() if value is not None}
+        if message.reasoning:
+            entry[self.reasoning_key] = message.reasoning
+        if message.tool_calls:
+            entry["content"] = message.content or self.no_content
+            entry["tool_calls"] = [self._call(call) for call in message.tool_calls]
+        if self.as_parts:
+            entry["content"] = [{"type": "text", "text": message.content}]
+        return entry
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        text = json.dumps(call.arguments, ensure_ascii=False)
+        function = {"name": call.name, "arguments": text if self.arguments_as_text else call.arguments}
+        return {"type": "function", "function": function, **({"id": call.id} if call.id is not None else {})}
+
+
+MESSAGE_FORMS = tuple(itertools.starmap(MessageForm, itertools.product((False, True), (None, ""))))

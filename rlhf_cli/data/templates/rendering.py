@@ -1,0 +1,106 @@
+"""Conversations and documents as pieces of text, by a chat template or without one.
+
+Tokens are not made here; see `tokenising`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.config.data import RESERVED, TextConfig
+from rlhf_cli.data.formats.conversations import Conversation, Document, Message
+from rlhf_cli.data.templates.chat_template import ChatTemplate, Rendered
+from rlhf_cli.data.templates.text import TemplateFault
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Texts whose tokens, end to end, are one sequence.
+
+    Text from a chat template is one piece that has every special token already. `plain` text is put between the
+    tokenizer's start of text and its end-of-sequence token; there, prompt and response are two pieces, so that
+    training sees the prompt in the very tokens that generation starts from.
+    """
+
+    texts: tuple[Rendered, ...]
+    plain: bool
+
+
+class Renderer:
+    """Renders by the chat template, or by `input_template` where that is turned off."""
+
+    def __init__(self, config: TextConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._of_rows: dict[str, ChatTemplate] = {}
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The tokenizer's chat template. Raises UsageError if there is none or it cannot be used."""
+        return ChatTemplate(self._tokenizer, self._kwargs)
+
+    @cached_property
+    def _kwargs(self) -> dict[str, Any]:
+        return dict(json.loads(self._config.chat_template_kwargs))
+
+    def _template_for(self, row_kwargs: Mapping[str, Any]) -> ChatTemplate:
+        """The template with a row's own variables, which win over those of the settings; one for equal variables."""
+        if not row_kwargs:
+            return self.template
+        if taken := sorted(RESERVED & row_kwargs.keys()):
+            raise TemplateFault(f"chat_template_kwargs: {taken[0]!r} is set by this program")
+        key = json.dumps(row_kwargs, sort_keys=True, default=str)
+        if key not in self._of_rows:
+            self._of_rows[key] = ChatTemplate(self._tokenizer, {**self._kwargs, **row_kwargs})
+        return self._of_rows[key]
+
+    def example(self, example: Conversation | Document, row_kwargs: Mapping[str, Any] | None = None) -> Pieces:
+        """An example to train on. Raises TemplateFault if it cannot be rendered.
+
+        Args:
+            row_kwargs: variables of the template that the row has.
+        """
+        if row_kwargs and (isinstance(example, Document) or not self._config.apply_chat_template):
+            raise TemplateFault("chat_template_kwargs need a chat template, and this row is read without one")
+        if isinstance(example, Document):
+            return Pieces((_whole(example.text),), plain=True)
+        if self._config.apply_chat_template:
+            conversation = example.with_system_prompt(self._config.system_prompt)
+            return Pieces((self._template_for(row_kwargs or {}).example(conversation),), plain=False)
+        *before, response = example.messages
+        _refuse_tools(example)
+        said = replace(_whole(response.with_reasoning_in_text().content), num_inlined=int(bool(response.reasoning)))
+        return Pieces((Rendered(self._around(tuple(before)), (), None), said), plain=True)
+
+    def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, Any] | None = None) -> str:
+        """Text that generation starts from. Raises TemplateFault if it cannot be rendered."""
+        if self._config.apply_chat_template:
+            template = self._template_for(row_kwargs or {})
+            return template.prompt(conversation.with_system_prompt(self._config.system_prompt))
+        if row_kwargs:
+            raise TemplateFault("chat_template_kwargs need a chat template, and this row is read without one")
+        _refuse_tools(conversation)
+        return self._around(conversation.messages)
+
+    def _around(self, messages: tuple[Message, ...]) -> str:
+        """The one user message in the input template, in which a typed \\n stands for a line break."""
+        if [message.role for message in messages] != ["user"]:
+            roles = ", ".join(message.role for message in messages)
+            raise TemplateFault(f"without a chat template there is one prompt and its response, not {roles} before it")
+        template = (self._config.input_template or "{}").replace("\\n", "\n")
+        return template.replace("{}", messages[0].content)
+
+
+def _whole(text: str) -> Rendered:
+    """All of the text carries loss; nothing does where it is blank."""
+    return Rendered(text, ((0, len(text)),) if text.strip() else (), None)
+
+
+def _refuse_tools(conversation: Conversation) -> None:
+    """Raises TemplateFault if only a chat template could render the conversation."""
+    if conversation.tools or any(message.tool_calls for message in conversation.messages):
+        raise TemplateFault("tools and tool calls need a chat template")

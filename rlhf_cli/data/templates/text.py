@@ -1,0 +1,185 @@
+"""Chat templates as text: messages in the form that the template takes, which a few trial conversations show.
+
+Which characters of the text the assistant wrote is the duty of `templates`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+
+from rlhf_cli.data.formats.conversations import Message, ToolCall
+from rlhf_cli.data.reading.columns import REASONING_KEYS
+from rlhf_cli.data.templates.message_forms import MESSAGE_FORMS, MessageForm
+from rlhf_cli.data.templates.turn_spans import Span, missing_call
+from rlhf_cli.errors import UsageError
+
+GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TRIAL = (
+    Message("user", "first question"),
+    Message("assistant", "first answer"),
+    Message("user", "second question"),
+    Message("assistant", "second answer"),
+)
+"""Rendered once to learn how the template ends a turn; no template has a reason to alter these words."""
+TRIAL_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "look up",
+        "parameters": {"type": "object", "properties": {"subject": {"type": "string", "description": "a word"}}},
+    },
+}
+TRIAL_CALL = (
+    Message("user", "first question"),
+    Message("assistant", "", (ToolCall("lookup", {"subject": "copper"}, "abcdefghi"),)),
+    Message("tool", "found", tool_call_id="abcdefghi", name="lookup"),
+    Message("assistant", "first answer"),
+)
+"""Rendered once to learn how the template takes a call; Mistral's wants an id of nine letters."""
+TRIAL_THOUGHT = (Message("user", "first question"), Message("assistant", "first answer", reasoning="first thought"))
+"""Rendered once to learn whether the template writes what the assistant thought."""
+
+
+class TemplateFault(ValueError):
+    """Why the template makes it impossible to train on a conversation."""
+
+
+class TemplateText:
+    """The tokenizer's chat template as a function from messages to text. Raises UsageError if it has none.
+
+    `kwargs` are variables of the template's own, such as Qwen 3's `enable_thinking`, which every rendering gets.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
+        if tokenizer.chat_template is None:
+            raise UsageError(
+                "the tokenizer has no chat template: give one with --tokenizer_chat_template FILE, "
+                "or train on plain text with --no_apply_chat_template and --input_template"
+            )
+        self._template: str = tokenizer.get_chat_template()
+        self._own_variables = {**tokenizer.special_tokens_map, **(kwargs or {})}
+        self.marks_turns = GENERATION_BLOCK.search(self._template) is not None
+
+    def render(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[dict[str, Any], ...],
+        *,
+        add_generation_prompt: bool = False,
+        form: MessageForm | None = None,
+    ) -> tuple[str, list[Span]]:
+        """Return the text, and the spans of its generation blocks (none for a prompt)."""
+        form = form or self._form_for(messages)
+        variables = {
+            **self._own_variables,
+            "messages": [form.entry(message) for message in messages],
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            if self.marks_turns and not add_generation_prompt:
+                return self._marked_text(variables)
+            return self._text(variables), []
+        except (jinja2.TemplateError, TypeError) as error:
+            raise TemplateFault(f"the chat template does not take this conversation: {error}") from error
+
+    @cached_property
+    def reasoning_key(self) -> str | None:
+        """The key under which the template reads a thought apart from the content; None if it reads none."""
+        for key in REASONING_KEYS:
+            text = self._tried(TRIAL_THOUGHT, replace(self._plain_form, reasoning_key=key))
+            if text is not None and TRIAL_THOUGHT[1].reasoning in text:
+                return key
+        return None
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template writes anything of the functions that may be called."""
+        try:
+            return self.render(TRIAL[:1], (TRIAL_TOOL,))[0] != self.render(TRIAL[:1], ())[0]
+        except TemplateFault:
+            return True  # rendering the row raises the reason
+
+    @cached_property
+    def takes_calls(self) -> bool:
+        """Whether the template renders a trial conversation with a call and names the function that is called."""
+        called, asked = (self._tried(TRIAL_CALL[:number], self._call_form, (TRIAL_TOOL,)) for number in (2, 1))
+        name = TRIAL_CALL[1].tool_calls[0].name
+        return called is not None and called.count(name) > (asked or "").count(name)
+
+    @cached_property
+    def header(self) -> str:
+        """The generation prompt alone, which stands before a turn of the assistant; "" if unknown."""
+        try:
+            prompt, context = (self.render(TRIAL[:1], (), add_generation_prompt=add)[0] for add in (True, False))
+        except TemplateFault:
+            return ""
+        return prompt[len(context) :] if prompt.startswith(context) else ""
+
+    def _form_for(self, messages: tuple[Message, ...]) -> MessageForm:
+        form = self._call_form if any(message.tool_calls for message in messages) else self._plain_form
+        if any(message.reasoning for message in messages):
+            form = replace(form, reasoning_key=self.reasoning_key or REASONING_KEYS[0])
+        return form
+
+    @cached_property
+    def _plain_form(self) -> MessageForm:
+        """The form of messages without calls: with words in lists of parts if the template reads them only there."""
+        plain, parts = MESSAGE_FORMS[0], replace(MESSAGE_FORMS[0], as_parts=True)
+        return parts if not self._shows_words(plain) and self._shows_words(parts) else plain
+
+    def _shows_words(self, form: MessageForm) -> bool:
+        text = self._tried(TRIAL, form)
+        return text is not None and all(message.content in text for message in TRIAL)
+
+    @cached_property
+    def _call_form(self) -> MessageForm:
+        """The form of calls that the template takes, by a trial: without Python's `None` and `{'subject': ...}`."""
+        forms = [replace(form, as_parts=self._plain_form.as_parts) for form in MESSAGE_FORMS]
+        tried = {form: text for form in forms if (text := self._tried(TRIAL_CALL, form, (TRIAL_TOOL,))) is not None}
+        return min(tried, key=lambda form: _flaws_of_call(tried[form]), default=forms[0])
+
+    def _tried(
+        self, messages: tuple[Message, ...], form: MessageForm, tools: tuple[dict[str, Any], ...] = ()
+    ) -> str | None:
+        """Return the text of trial messages; None if the template does not take them."""
+        try:
+            return self.render(messages, tools, form=form)[0]
+        except TemplateFault:
+            return None
+
+    def _marked_text(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
+        """What transformers renders, and the spans of the generation blocks."""
+        given = {name: value for name, value in variables.items() if name != "messages"}
+        (text,), (marked,) = render_jinja_template(
+            conversations=[variables["messages"]],
+            chat_template=self._template,
+            return_assistant_tokens_mask=True,
+            **given,
+        )
+        return text, marked
+
+    def _text(self, variables: dict[str, Any]) -> str:
+        """What transformers renders, in a quarter of the time: jinja's `render` goes through all globals every time."""
+        template = _compile_jinja_template(self._template)  # kept by transformers; vLLM renders with it too
+        environment = template.environment
+        context = environment.context_class(environment, {**self._globals, **variables}, template.name, template.blocks)
+        return "".join(template.root_render_func(context))
+
+    @cached_property
+    def _globals(self) -> dict[str, Any]:
+        """What every template may use."""
+        return dict(_compile_jinja_template(self._template).globals)
+
+
+def _flaws_of_call(text: str) -> tuple[bool, bool, int]:
+    """Rate a trial with a call, lower is better: the call is absent, it is Python's, and how often `None` is there."""
+    absent = missing_call(text, TRIAL_CALL[1].tool_calls) is not None
+    return absent, "{'subject'" in text, text.count("None")

@@ -1,0 +1,222 @@
+"""Where a turn stands in rendered text: pure functions on texts, messages and the marks around a turn.
+
+Nothing is rendered here; see `templates`.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf_cli.data.formats.conversations import Message, ToolCall
+
+Span = tuple[int, int]
+
+SPACE = re.compile(r"\s*")
+EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
+THOUGHT_TAG = re.compile(r"(</?think>)")
+"""Templates set thoughts on lines of their own, whatever white space the row has around these."""
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnMarks:
+    """The marks around a turn: the tokens that end turns, and the header before the assistant's."""
+
+    ends: tuple[str, ...]
+    header: str = ""
+
+    def end_at(self, text: str, place: int) -> str | None:
+        """Return the end of turn that the text has at a place."""
+        return next((end for end in self.ends if text.startswith(end, place)), None)
+
+    def any_in(self, text: str) -> bool:
+        """Return whether a turn ends in the text."""
+        return any(end in text for end in self.ends)
+
+    def skip_break(self, text: str, place: int) -> int:
+        """Return the place behind an end and a header that split one turn, as gpt-oss has after a thought."""
+        end = self.end_at(text, place)
+        divided = end is not None and self.header and text.startswith(self.header, place + len(end))
+        return place + len(end) + len(self.header) if end is not None and divided else place
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What an assistant's turn is to show: pieces of text with white space between them, then calls.
+
+    A `thought` comes before them, in whatever marks the template puts around it.
+    """
+
+    parts: tuple[str, ...]
+    calls: tuple[ToolCall, ...]
+    thought: str = ""
+
+    @classmethod
+    def by(cls, message: Message) -> "Said":
+        """All that the message says."""
+        return cls._of(message.content, message, thought=message.reasoning.strip())
+
+    @classmethod
+    def without_thought(cls, message: Message) -> "Said | None":
+        """What is left of the message where a template drops its thought; None if there is no thought, or nothing."""
+        _, tag, answer = message.content.rpartition(THOUGHT_END)
+        has_thought = bool(tag or message.reasoning)
+        return cls._of(answer, message) if has_thought and (answer.strip() or message.tool_calls) else None
+
+    @classmethod
+    def _of(cls, content: str, message: Message, thought: str = "") -> "Said":
+        parts = (part.strip() for part in THOUGHT_TAG.split(content))
+        return cls(tuple(part for part in parts if part), message.tool_calls, thought)
+
+    def behind(self, prompt: str) -> "Said":
+        """Return what is left to say behind a generation prompt, which may open the thought."""
+        opened = self.parts[:1] == (THOUGHT_START,) and prompt.rstrip().endswith(THOUGHT_START)
+        return replace(self, parts=self.parts[1:]) if opened else self
+
+    @property
+    def first(self) -> str:
+        """The text it begins with; "" for calls alone."""
+        return self.thought or next(iter(self.parts), "")
+
+
+def turn_at(text: str, start: int, said: Said, marks: TurnMarks) -> Span | None:
+    """Span from `start` over what is said and the end of turn; None if the text goes on otherwise.
+
+    An empty thought that the template puts before tool calls is part of it, because the model generates it.
+    """
+    if said.thought:
+        return _turn_with_thought(text, start, said, marks)
+    place = start
+    if said.calls and (thought := EMPTY_THOUGHT.match(text, start)) and THOUGHT_END not in said.parts:
+        place = thought.end()
+    for part in said.parts:
+        place = skip_space(text, place)
+        if not text.startswith(part, place):
+            return None
+        place += len(part)
+    if said.calls:
+        place = marks.skip_break(text, place)
+        stop = min((found for end in marks.ends if (found := text.find(end, place)) >= 0), default=-1)
+        if stop < 0 or missing_call(text[place:stop], said.calls) is not None:
+            return None
+        place = stop
+    stop = skip_space(text, place)
+    end = marks.end_at(text, stop)
+    return None if end is None else (start, stop + len(end))
+
+
+def _turn_with_thought(text: str, start: int, said: Said, marks: TurnMarks) -> Span | None:
+    begin = text.find(said.thought, start)
+    if begin < 0 or marks.any_in(text[start:begin]):
+        return None
+    place, answer = marks.skip_break(text, begin + len(said.thought)), replace(said, thought="")
+    span = turn_from(text, place, answer, marks) if answer.first else turn_at(text, place, answer, marks)
+    return None if span is None else (start, span[1])
+
+
+def turn_from(text: str, floor: int, said: Said, marks: TurnMarks) -> Span | None:
+    """Span of the first turn from `floor` on that says this, no other turn ending before it."""
+    begin = text.find(said.first, floor)
+    while begin >= 0 and not marks.any_in(text[floor:begin]):
+        span = turn_at(text, begin, said, marks)
+        if span is not None:
+            return span
+        begin = text.find(said.first, begin + 1)
+    return None
+
+
+def missing_call(text: str, calls: Sequence[ToolCall]) -> ToolCall | None:
+    """The first call that the text does not show, in order, by its name and every value among its arguments."""
+    place = 0
+    for call in calls:
+        named = text.find(call.name, place)
+        if named < 0:
+            return call
+        place = named + len(call.name)
+        ends = [_end_of(text, value, place) for value in _values(call.arguments)]
+        if -1 in ends:
+            return call
+        place = max([place, *ends])
+    return None
+
+
+def place_after(messages: Sequence[Message], text: str, floor: int) -> int:
+    """Where the words of user and tool since the last assistant's turn end in the text, from `floor` on."""
+    since = itertools.takewhile(lambda message: message.role != "assistant", reversed(messages))
+    for message in reversed(list(since)):
+        if message.role != "system" and message.content.strip():
+            floor = max(floor, _end_of(text, message.content, floor))
+    return floor
+
+
+def left_out(messages: Sequence[Message], text: str, spans: Sequence[Span]) -> Message | None:
+    """The first message of system, user or tool that does not stand between the assistant's turns where it belongs.
+
+    Templates may put the system message elsewhere. Without spans, as in a prompt, messages must come in their order.
+    """
+    place, following = 0, iter([*spans, (len(text), len(text))])
+    begin, stop = next(following)
+    for message in messages:
+        if message.role == "assistant":
+            if spans:
+                place = stop
+                begin, stop = next(following)
+            continue
+        if not message.content.strip():
+            continue
+        if message.role == "system":
+            if _end_of(text, message.content, 0) < 0:
+                return message
+            continue
+        end = _end_of(text, message.content, place, begin)
+        if end < 0:
+            return message
+        place = end
+    return None
+
+
+def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Characters, or tokens, at the start that two have in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def skip_space(text: str, position: int) -> int:
+    """Position of the first character from `position` on that is not white space."""
+    match = SPACE.match(text, position)
+    return match.end() if match else position
+
+
+def _values(arguments: Any) -> Iterator[Any]:
+    """Keys, and values that are no lists or objects themselves."""
+    if isinstance(arguments, dict):
+        for key, value in arguments.items():
+            yield key
+            yield from _values(value)
+    elif isinstance(arguments, list):
+        for value in arguments:
+            yield from _values(value)
+    else:
+        yield arguments
+
+
+def _end_of(text: str, value: Any, place: int, stop: int | None = None) -> int:
+    """Where a value, as it is or as JSON, ends first from `place` on; -1 if it is not there before `stop`."""
+    for write in (_plain, _json, json.dumps):
+        written = write(value)
+        written = written[1:-1] if isinstance(value, str) and write is not _plain else written
+        found = text.find(written, place, stop)
+        if found >= 0:
+            return found + len(written)
+    return -1
+
+
+def _plain(value: Any) -> str:
+    return str(value).strip()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value.strip() if isinstance(value, str) else value, ensure_ascii=False)

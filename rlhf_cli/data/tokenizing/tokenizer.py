@@ -1,0 +1,254 @@
+"""Texts to token ids, and spans of characters to spans of tokens.
+
+A piece of text is tokenised once as a whole; the offsets of its tokens say which of them lie in a span.
+"""
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+from tokenizers import Encoding
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from rlhf_cli.data.reading.sources import Row
+from rlhf_cli.data.templates.chat_template import Rendered
+from rlhf_cli.data.templates.rendering import Pieces
+from rlhf_cli.data.templates.text import TemplateFault
+from rlhf_cli.data.templates.turn_spans import Span
+from rlhf_cli.data.tokenizing.token_bytes import TokenBytes
+from rlhf_cli.errors import UsageError
+
+
+class TokenReport(Protocol):
+    """A report that names the largest token id, -1 before the first one, and the first row that has it."""
+
+    largest_token: int
+    largest_token_at: str
+
+
+def note_largest(report: TokenReport, ids: Sequence[int], row: Row) -> None:
+    """Note the largest id of a row's tokens, of which there may be none."""
+    largest = max(ids, default=-1)
+    if largest > report.largest_token:
+        report.largest_token, report.largest_token_at = largest, row.where
+
+
+def check_token_ids(
+    report: TokenReport, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig, *, pretrain: str
+) -> None:
+    """UsageError where data have a token that the model has no embedding of: its tokenizer got tokens, it did not.
+
+    A tokenizer may have more tokens than the model, as long as no text has them.
+    """
+    largest, size = report.largest_token, architecture.get_text_config().vocab_size
+    if largest >= size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise UsageError(
+            f"{report.largest_token_at}: the token {token!r} has the id {largest:,}, and pretrain {pretrain!r} has "
+            f"{size:,} embeddings: it was not resized (resize_token_embeddings) when its tokenizer got new tokens"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids of one sequence; `spans` bound the tokens that carry loss.
+
+    `merged` is true where white space at the start of an assistant's text is in one token with the end of what the
+    template writes before it: that token carries no loss. `num_unthought` counts turns without the thought they had,
+    `num_inlined` those whose reasoning was put into the content.
+    """
+
+    ids: list[int]
+    spans: list[Span]
+    merged: bool = False
+    num_unthought: int = 0
+    num_inlined: int = 0
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that carry loss."""
+        return sum(stop - start for start, stop in self.spans)
+
+    def cut(self, max_len: int) -> "Tokens":
+        """The first `max_len` tokens; nothing takes the place of what is lost, so no end of sequence is faked."""
+        spans = [(start, min(stop, max_len)) for start, stop in self.spans if start < max_len]
+        return replace(self, ids=self.ids[:max_len], spans=spans)
+
+    def all_trained(self) -> "Tokens":
+        """The same ids, all but the first carrying loss, if any did."""
+        return replace(self, spans=[(1, len(self.ids))] if self.spans else [], merged=False)
+
+
+def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UsageError for a tokenizer in Python: it does not report which characters a token stands for."""
+    if not tokenizer.is_fast:
+        raise UsageError(
+            f"pretrain {tokenizer.name_or_path!r}: its tokenizer {type(tokenizer).__name__} is a slow one, which gives "
+            "no offsets of tokens, so that the assistant's tokens cannot be told from others: training on data needs "
+            "a tokenizer.json (sampling and reinforcement learning do not)"
+        )
+
+
+class Tokeniser:
+    """A tokenizer, with the tokens that it puts before and after plain text.
+
+    Tokenizers in Python make prompts; examples need the offsets that only fast tokenizers give (`require_offsets`).
+    Raises UsageError for a tokenizer without an end-of-sequence token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if tokenizer.eos_token_id is None:
+            raise UsageError("the tokenizer has no end-of-sequence token (eos_token): a model could not learn to stop")
+        self._tokenizer = tokenizer
+        self._end: int = tokenizer.eos_token_id
+        self._start = self._start_of_text()
+
+    @cached_property
+    def _bytes(self) -> TokenBytes | None:
+        return TokenBytes.of(self._tokenizer.backend_tokenizer)
+
+    def _start_of_text(self) -> list[int]:
+        """What the tokenizer itself puts before a text: the beginning-of-sequence token, or nothing.
+
+        These calls also end any truncation and padding that tokenizer.json asks for.
+        """
+        letter = next(filter(self._ids, self._letters()), "")
+        text, whole = self._ids(letter), self._tokenizer(letter, add_special_tokens=True)["input_ids"]
+        places = (place for place in range(len(whole)) if whole[place : place + len(text)] == text)
+        return whole[: next(places, 0)]
+
+    def _letters(self) -> Iterator[str]:
+        """Yield texts that may have tokens: a vocabulary of DNA or digits may have none for the first one."""
+        yield "a"
+        special = set(self._tokenizer.all_special_ids)
+        yield from (self._tokenizer.decode([token]) for token in range(len(self._tokenizer)) if token not in special)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def writes(self, text: str) -> bool:
+        """Return whether the tokens of the text decode to it."""
+        decoded = self._tokenizer.decode(self._ids(text), clean_up_tokenization_spaces=False)
+        return _comparable(decoded) == _comparable(text)
+
+    def _encodings(self, texts: list[str], *, with_offsets: bool) -> list[Encoding]:
+        """Not by calling the tokenizer, which turns every encoding into lists first: a sixth of all time for sft."""
+        backend = self._tokenizer.backend_tokenizer
+        encode = backend.encode_batch if with_offsets else backend.encode_batch_fast
+        return encode(texts, add_special_tokens=False) if texts else []
+
+    def prompts(self, texts: list[str], *, plain: bool) -> list[list[int]]:
+        """Token ids that generation starts from; `plain` texts get the start of text unless they have it."""
+        if self._tokenizer.is_fast:
+            ids = [encoding.ids for encoding in self._encodings(texts, with_offsets=False)]
+        else:
+            ids = [self._ids(text) for text in texts]
+        return [self._started(prompt) for prompt in ids] if plain else ids
+
+    def _started(self, ids: list[int]) -> list[int]:
+        return ids if ids[: len(self._start)] == self._start else self._start + ids
+
+    def examples(self, batch: list[Pieces]) -> list[Tokens | TemplateFault]:
+        """Tokens of each example, or why it cannot be trained on."""
+        texts = [piece.text for pieces in batch for piece in pieces.texts]
+        encodings = iter(self._encodings(texts, with_offsets=self._bytes is None))
+        return [self._joined(pieces, encodings) for pieces in batch]
+
+    def _joined(self, pieces: Pieces, encodings: Iterator[Encoding]) -> Tokens | TemplateFault:
+        ids: list[int] = []
+        spans: list[Span] = []
+        merged = False
+        for piece, encoding in zip(pieces.texts, encodings, strict=False):
+            try:
+                part = self._tokens(encoding, piece)
+            except TemplateFault as fault:
+                return fault
+            spans += [(start + len(ids), stop + len(ids)) for start, stop in part.spans]
+            ids += part.ids
+            merged |= part.merged
+        if pieces.plain:
+            ids, spans = self._closed(ids, spans)
+        spans = [(max(start, 1), stop) for start, stop in spans if stop > 1]
+        num_unthought = sum(piece.num_unthought for piece in pieces.texts)
+        return Tokens(ids, spans, merged, num_unthought, sum(piece.num_inlined for piece in pieces.texts))
+
+    def _tokens(self, encoding: Encoding, piece: Rendered) -> Tokens:
+        """Raises TemplateFault where a span does not start with a token of its own."""
+        if piece.spans == ((0, len(piece.text)),):
+            return Tokens(encoding.ids, [(0, len(encoding.ids))])
+        if self._bytes is not None:
+            spans = self._bytes.spans(encoding.ids, piece.text, piece.spans)
+            if spans is not None:
+                return Tokens(encoding.ids, spans)
+            (encoding,) = self._encodings([piece.text], with_offsets=True)
+        return _tokens_by_offsets(encoding, piece)
+
+    def _closed(self, ids: list[int], spans: list[Span]) -> tuple[list[int], list[Span]]:
+        """Plain text between start of text and end of sequence, which belongs to what is trained last."""
+        started = self._started(ids)
+        shift = len(started) - len(ids)
+        spans = [(start + shift, stop + shift) for start, stop in spans]
+        if started[-1:] != [self._end]:
+            started = [*started, self._end]
+            spans = [*spans[:-1], (spans[-1][0], len(started))] if spans else []
+        return started, spans
+
+    def check(self, tokens: Tokens, pieces: Pieces) -> None:
+        """Raises TemplateFault if the tokens of an example from a chat template are not right.
+
+        They are right if the trained tokens of each span decode to its text, and the tokens before the first are
+        those that a rollout of the same prompt would start from.
+        """
+        if pieces.plain:
+            return
+        (example,) = pieces.texts
+        for (start, stop), (first, end) in zip(tokens.spans, example.spans, strict=True):
+            decoded = self._tokenizer.decode(
+                tokens.ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            said = example.text[first:end]
+            if _comparable(decoded) != _comparable(said):
+                raise TemplateFault(f"the trained tokens decode to {decoded[:80]!r} instead of {said[:80]!r}")
+        if example.prompt is None or example.text[example.spans[0][0]].isspace():
+            return  # white space of the response may run into the template's: that is the row's doing
+        if tokens.ids[: tokens.spans[0][0]] != self.prompts([example.prompt], plain=False)[0]:
+            raise TemplateFault(
+                f"the chat template's generation prompt, which ends in {example.prompt[-12:]!r}, has other tokens "
+                "alone than before a response, so that generation would start from tokens never seen in training"
+            )
+
+
+def _comparable(text: str) -> str:
+    """Tokenizers may normalise accents, drop the space before a first word, or put one behind special tokens."""
+    return "".join(unicodedata.normalize("NFC", text).split())
+
+
+def _tokens_by_offsets(encoding: Encoding, piece: Rendered) -> Tokens:
+    spans, merged = [], False
+    for start, stop in piece.spans:
+        first, last = _token_at(encoding, start, stop), encoding.char_to_token(stop - 1)
+        if first is None or last is None:
+            raise TemplateFault(f"the tokenizer has no token for {piece.text[start:stop][:60]!r}")
+        opening, closing = encoding.token_to_chars(first) or (start, stop)
+        if opening < start:
+            shared = piece.text[start:closing]
+            if shared.strip():
+                raise TemplateFault(
+                    f"the tokenizer makes one token of the template's {piece.text[opening:start]!r} and "
+                    f"the assistant's {shared!r}: the template needs a special token or a space between them"
+                )
+            first, merged = first + 1, True
+        spans.append((first, last + 1))
+    return Tokens(encoding.ids, spans, merged)
+
+
+def _token_at(encoding: Encoding, start: int, stop: int) -> int | None:
+    """First token in the span. Some tokenizers leave white space out of their offsets, or give it no token."""
+    before = encoding.char_to_token(start - 1) if start else None
+    if before is not None and encoding.char_to_token(start) is None:
+        return before + 1
+    tokens = (encoding.char_to_token(position) for position in range(start, stop))
+    return next((token for token in tokens if token is not None), None)

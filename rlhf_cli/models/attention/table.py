@@ -1,0 +1,156 @@
+"""The table of attention kernels for packed sequences, and the choice among them.
+
+Every kernel gets one flat row of tokens with `position_ids` and `cu_seq_lens_q`, so that tokens of different sequences
+never see each other. Kernels for context parallelism are put on top elsewhere.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
+
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.attention.varlen import VARLEN
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+LARGE_OR_ODD = "heads above 256 or no multiple of 8"
+TWO_SIZES = "values of another size than keys"
+ANY_HEADS = frozenset({LARGE_OR_ODD, TWO_SIZES})
+"""Head sizes that the kernels for GPUs do not take."""
+ALL_TYPES = (*HALF_TYPES, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """One kernel: where it runs, on which types, what it offers beyond causal and sliding-window attention."""
+
+    name: str
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...] = ALL_TYPES
+    offers: frozenset[str] = frozenset()
+    """Of what a model may need: `softcap` of attention scores, attention `dropout`, attention `sinks`, head sizes."""
+    is_available: Callable[[], bool] = lambda: True
+    missing: str = ""
+    """What to do where it is not available."""
+
+
+def has_cuda_varlen() -> bool:
+    """Whether PyTorch's variable-length kernel is here, with windows, and runs on this GPU."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        return False
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def _flash(version: int, is_available: Callable[[], bool], package: str) -> AttentionBackend:
+    return AttentionBackend(
+        name=f"flash_attention_{version}",
+        devices=("cuda",),
+        dtypes=HALF_TYPES,
+        # transformers pads the values of heads of two sizes for it
+        offers=frozenset({"softcap", TWO_SIZES} | ({"dropout"} if version == 2 else set())),
+        is_available=is_available,
+        missing=f"install {package} and run on a GPU it supports",
+    )
+
+
+BACKENDS = (
+    _flash(4, is_flash_attn_4_available, "flash-attn-4"),
+    AttentionBackend(
+        name=VARLEN,
+        devices=("cuda",),
+        dtypes=HALF_TYPES,
+        is_available=has_cuda_varlen,
+        missing="it needs torch 2.11 or newer and a GPU of compute capability 8.0 or higher",
+    ),
+    _flash(3, is_flash_attn_3_available, "flash-attn-3"),
+    _flash(2, is_flash_attn_2_available, "flash-attn (extra `flash`)"),
+    AttentionBackend(name=VARLEN, devices=("cpu",), offers=ANY_HEADS),
+    AttentionBackend(name="sdpa", devices=("cuda", "cpu"), offers=ANY_HEADS | {"dropout"}),
+    AttentionBackend(name="eager", devices=("cuda", "cpu"), offers=ANY_HEADS | {"softcap", "dropout", "sinks"}),
+)
+"""Fastest first: `auto` takes the first that is available and fits device, type and model.
+
+`varlen` comes before FlashAttention 3 and 2: it runs FlashAttention 3 itself if that is installed, is as fast as 2, and
+is the only kernel that computes a shared prompt once.
+"""
+
+
+def attention_needs(config: PretrainedConfig) -> frozenset[str]:
+    """What the model's attention asks for beyond causal and sliding-window attention."""
+    text = config.get_text_config()
+    needs = set()
+    if getattr(text, "attn_logit_softcapping", None):
+        needs.add("softcap")
+    if getattr(text, "attention_dropout", None):
+        needs.add("dropout")
+    if text.model_type == "gpt_oss":
+        needs.add("sinks")
+    return frozenset(needs) | _head_needs(text)
+
+
+def attention_note(kernel: str, config: PretrainedConfig, *, on_gpu: bool) -> dict[str, str]:
+    """Return a line if a GPU has to run plain attention, whose cost grows with the square of a pack."""
+    if kernel != "eager" or not on_gpu:
+        return {}
+    needs = attention_needs(config)
+    packages = [row.missing for row in BACKENDS if "cuda" in row.devices and row.missing and needs <= row.offers]
+    cure = packages[-1] if packages else "no kernel here has it: lower --train_max_tokens_per_gpu"
+    return {"Attention": f"eager, as the model needs {' and '.join(sorted(needs))}: slow for long packs; {cure}"}
+
+
+def _head_needs(text: PretrainedConfig) -> frozenset[str]:
+    """Return what is unusual about the sizes of the model's heads."""
+    heads = getattr(text, "num_attention_heads", None)
+    size = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
+    if size is None and heads:
+        size = text.hidden_size // heads
+    values = getattr(text, "v_head_dim", None) or size
+    needs = {LARGE_OR_ODD} if size and (size > 256 or size % 8) else set()
+    return frozenset(needs | ({TWO_SIZES} if values != size else set()))
+
+
+def resolve_attention(
+    name: str,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    needs: frozenset[str] = frozenset(),
+    backends: tuple[AttentionBackend, ...] = BACKENDS,
+) -> str:
+    """Name of the attention function for transformers; `auto` becomes the fastest kernel that fits.
+
+    UsageError in one sentence if the kernel asked for is not installed or cannot do what is needed.
+    """
+    candidates = [backend for backend in backends if name in ("auto", backend.name)]
+    if not candidates:
+        names = ", ".join(dict.fromkeys(backend.name for backend in backends))
+        raise UsageError(f"attn_implementation {name!r} is unknown: give auto, {names}")
+    reasons = []
+    for backend in candidates:
+        reason = _why_not(backend, device=device, dtype=dtype, needs=needs)
+        if reason is None:
+            return backend.name
+        reasons.append((device in backend.devices, reason))
+    # Of two rows with one name, the one for this device has the reason that helps.
+    raise UsageError(f"attn_implementation {name!r} cannot be used here: {max(reasons)[1]}, or use auto")
+
+
+def _why_not(backend: AttentionBackend, *, device: str, dtype: torch.dtype, needs: frozenset[str]) -> str | None:
+    if device not in backend.devices:
+        return f"it runs on {' or '.join(backend.devices)}, not on {device}"
+    if not backend.is_available():
+        return backend.missing
+    if dtype not in backend.dtypes:
+        types = " or ".join(str(dtype).removeprefix("torch.") for dtype in backend.dtypes)
+        return f"it takes {types}, not {str(dtype).removeprefix('torch.')}; set param_dtype"
+    lacking = sorted(needs - backend.offers)
+    if lacking:
+        return f"the model needs attention {' and '.join(lacking)}, which it does not offer"
+    return None

@@ -1,0 +1,134 @@
+"""The `varlen` attention function for transformers: causal attention inside each sequence of a flat pack.
+
+CUDA uses PyTorch's variable-length flash kernel, a CPU the operator of `varlen_cpu`. It serves training and scoring of
+packs only: no KV cache, no padding, no attention dropout, caps or sinks.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from rlhf_cli.models.attention.varlen_cpu import varlen_attention
+
+VARLEN = "varlen"
+"""Name under which transformers knows the function."""
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "dropout")
+"""What transformers may ask of an attention function and this one does not do."""
+
+
+def varlen_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention output [1, T, heads, head size] of query [1, heads, T, size], key and value [1, kv heads, T, size].
+
+    Takes from `kwargs` what transformers passes to every attention function: `cu_seq_lens_q` (int32 [B + 1]),
+    `max_length_q`, the same for the keys, `scaling`, `sliding_window` (tokens a position sees, itself included), and
+    `key_index` [U] of a pack with shared beginnings: which tokens' keys the sequences see, one after the other. The
+    mask is ignored: the bounds say it all. Raises ValueError for what the kernels cannot do, so that nothing is left
+    out silently.
+    """
+    del module, attention_mask
+    if kwargs.get("cu_seq_lens_q") is None:
+        raise ValueError("attention 'varlen' is for packed sequences; use 'sdpa' for generation and padded batches")
+    for feature in UNSUPPORTED:
+        if kwargs.get(feature) is not None and not (feature == "dropout" and kwargs["dropout"] == 0):
+            raise ValueError(f"attention 'varlen' has no {feature}: use attn_implementation eager")
+    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if kwargs.get("key_index") is not None:
+        key_THD, value_THD = (SelectTokens.apply(tensor, kwargs["key_index"]) for tensor in (key_THD, value_THD))
+    window = kwargs.get("sliding_window") or 0
+    if query.is_cuda:
+        output_THD = attend_cuda(query_THD, key_THD, value_THD, _cuda_kernel(), window=window, **kwargs)
+    else:
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        bounds = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+        output_THD = varlen_attention(query_THD, key_THD, value_THD, *bounds, scale, window)
+    return output_THD.unsqueeze(0), None
+
+
+class SelectTokens(torch.autograd.Function):
+    """`index_select` over tokens that adds up the gradients of a token in float32 and rounds once.
+
+    On a CPU index_select does so itself. On CUDA it is expected to add in the type of the weights by atomic operations,
+    which has not been run: emulated in bfloat16, 16 responses to a prompt give three times the error of one rounding.
+    The order of the sums stays free on CUDA.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor_THD: torch.Tensor, index_U: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index_U)
+        ctx.num_tokens = tensor_THD.shape[0]
+        return tensor_THD.index_select(0, index_U)
+
+    @staticmethod
+    def backward(ctx: Any, grad_UHD: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index_U,) = ctx.saved_tensors
+        wide = torch.promote_types(grad_UHD.dtype, torch.float32)
+        total_THD = grad_UHD.new_zeros((ctx.num_tokens, *grad_UHD.shape[1:]), dtype=wide)
+        return total_THD.index_add_(0, index_U, grad_UHD.to(wide)).to(grad_UHD.dtype), None
+
+
+def attend_cuda(
+    query_THD: torch.Tensor,
+    key_THD: torch.Tensor,
+    value_THD: torch.Tensor,
+    kernel: Callable[..., torch.Tensor],
+    *,
+    window: int,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention output [T, heads, size] by `kernel`, which has the interface of `torch.nn.attention.varlen`.
+
+    Like FlashAttention since 2.1 it aligns the last query with the last key where there are more keys.
+    """
+    # Older releases find out alone that there are fewer KV heads, newer ones want to be told.
+    grouped = {"enable_gqa": query_THD.shape[1] != key_THD.shape[1]} if takes_gqa(kernel) else {}
+    return kernel(
+        query_THD,
+        key_THD,
+        value_THD,
+        kwargs["cu_seq_lens_q"],
+        kwargs["cu_seq_lens_k"],
+        kwargs["max_length_q"],
+        kwargs["max_length_k"],
+        scale=kwargs.get("scaling"),
+        # The kernel counts the keys to the left of the query, transformers the query too.
+        window_size=(window - 1 if window else -1, 0),
+        **grouped,
+    )
+
+
+@functools.cache
+def takes_gqa(kernel: Callable[..., torch.Tensor]) -> bool:
+    """Return whether the kernel has to know that there are fewer key heads; read once, not in each layer."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
+@functools.cache
+def _cuda_kernel() -> Callable[..., torch.Tensor]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if wants_flash_attention_3(torch.cuda.get_device_capability(), find_spec("flash_attn_interface") is not None):
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA3")
+    return varlen_attn
+
+
+def wants_flash_attention_3(capability: tuple[int, int], is_installed: bool) -> bool:
+    """Return whether PyTorch's kernel runs FlashAttention 3 underneath: on Hopper alone, if flash-attn-3 is there."""
+    return is_installed and capability[0] == 9
+
+
+# Not registered as a mask: transformers then builds none.
+AttentionInterface.register(VARLEN, varlen_attention_forward)

@@ -1,0 +1,208 @@
+"""Causal attention inside each sequence of a flat pack on a CPU, forward and backward, as one operator.
+
+PyTorch's flash kernel for CPUs spends most of its backward pass on padding when sequences are short. `varlen_kernel`
+compiles one that does not. The rest of this file is what is used without a compiler, and for types other than float32
+and bfloat16: matrix products over blocks of queries, the heads that share a key head together in one, and keys beyond
+the diagonal block never touched. Probabilities are computed again in the backward pass, so memory does not grow with
+the square of the length.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rlhf_cli.models.attention.kernel import NAMES, Operands, VarlenKernel, varlen_kernel
+
+BLOCK = 128
+"""Query rows per block: scores of 8 heads and a few hundred keys then stay in a core's cache."""
+
+
+@torch.library.custom_op("rlhf_cli::varlen_attention", mutates_args=(), device_types="cpu")
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """Attention output [T, heads, value size] of query [T, heads, size], key and value [U, kv heads, size].
+
+    `cu_seqlens` [S + 1] bounds the sequences' queries, `cu_seqlens_k` their keys, of which a sequence may have more:
+    those come before its own, and the last query sees the last key. `window` is the number of tokens a position sees,
+    itself included, or 0 for all before it. Scores and softmax are float32 (float64 for float64 operands).
+    """
+    if kernel := _kernel(query):
+        return kernel.forward(Operands(query, key, value, cu_seqlens, cu_seqlens_k, scale, window))
+    output = query.new_empty(*query.shape[:2], value.shape[-1])
+    query_GNTD, output_GNTD = _grouped(query, key.shape[1]), _grouped(output, key.shape[1])
+    key_GTD, value_GTD = key.transpose(0, 1), value.transpose(0, 1)
+    masks = _Masks(query, window)
+    for queries, keys, offset in _blocks(cu_seqlens, cu_seqlens_k, window):
+        inputs = _rows(query_GNTD, queries), key_GTD[:, keys], value_GTD[:, keys]
+        result = _attend(*inputs, masks.of(queries.stop - queries.start, offset), scale=scale)
+        output_GNTD[:, :, queries] = result.unflatten(1, (-1, queries.stop - queries.start))
+    return output
+
+
+@varlen_attention.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[-1])
+
+
+@torch.library.custom_op("rlhf_cli::varlen_attention_backward", mutates_args=(), device_types="cpu")
+def varlen_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, in their shapes and types; key and value are added up in float32."""
+    if kernel := _kernel(query):
+        return kernel.backward(grad, Operands(query, key, value, cu_seqlens, cu_seqlens_k, scale, window))
+    num_groups, wide = key.shape[1], _wide(query.dtype)
+    grad_query = query.new_empty(query.shape)
+    grad_key, grad_value = key.new_zeros(key.shape, dtype=wide), value.new_zeros(value.shape, dtype=wide)
+    query_GNTD, grad_query_GNTD = _grouped(query, num_groups), _grouped(grad_query, num_groups)
+    grad_GNTD = _grouped(grad, num_groups)
+    key_GTD, value_GTD = key.transpose(0, 1), value.transpose(0, 1)
+    grad_key_GTD, grad_value_GTD = grad_key.transpose(0, 1), grad_value.transpose(0, 1)
+    masks = _Masks(query, window)
+    for queries, keys, offset in _blocks(cu_seqlens, cu_seqlens_k, window):
+        inputs = _rows(query_GNTD, queries), key_GTD[:, keys], value_GTD[:, keys]
+        mask = masks.of(queries.stop - queries.start, offset)
+        grads = _attend_backward(_rows(grad_GNTD, queries), *inputs, mask, scale=scale)
+        grad_query_GNTD[:, :, queries] = grads[0].unflatten(1, (-1, queries.stop - queries.start))
+        grad_key_GTD[:, keys] += grads[1]
+        grad_value_GTD[:, keys] += grads[2]
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+@varlen_attention_backward.register_fake
+def _(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grads = varlen_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
+    return (*grads, None, None, None, None)
+
+
+varlen_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _kernel(like: torch.Tensor) -> VarlenKernel | None:
+    return varlen_kernel() if like.dtype in NAMES else None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _grouped(tensor_THD: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """View [groups, heads of a group, T, size] of [T, heads, size]."""
+    return tensor_THD.unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3)
+
+
+def _rows(tensor_GNTD: torch.Tensor, queries: slice) -> torch.Tensor:
+    """[groups, heads of a group * rows, size]: the heads that share a key head become rows of one product."""
+    return tensor_GNTD[:, :, queries].flatten(1, 2)
+
+
+def _blocks(cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int) -> Iterator[tuple[slice, slice, int]]:
+    """(queries, keys, offset) of all sequences: near-equal blocks of about BLOCK queries, all keys they see.
+
+    `offset` is the number of keys that come before the one of the first query.
+    """
+    bounds, bounds_k = itertools.pairwise(cu_seqlens.tolist()), itertools.pairwise(cu_seqlens_k.tolist())
+    for (start, end), (start_k, end_k) in zip(bounds, bounds_k, strict=True):
+        if start == end:
+            continue
+        length, shift = end - start, end_k - end
+        count = max(1, (length + BLOCK // 2) // BLOCK)
+        cuts = [start + length * index // count for index in range(count + 1)]
+        for first, stop in itertools.pairwise(cuts):
+            first_key = max(start_k, first + shift - window + 1) if window else start_k
+            yield slice(first, stop), slice(first_key, stop + shift), first + shift - first_key
+
+
+class _Masks:
+    """Additive masks of the blocks of one call; full triangles are cut out of one."""
+
+    def __init__(self, like: torch.Tensor, window: int) -> None:
+        self._triangle = torch.full((2 * BLOCK, 2 * BLOCK), -torch.inf, dtype=_wide(like.dtype)).triu_(1)
+        self._window = window
+
+    def of(self, rows: int, offset: int) -> torch.Tensor:
+        """Mask [rows, c] for the last c of `offset + rows` keys; the keys before those are seen by every row."""
+        if not self._window or offset + rows <= self._window:
+            return self._triangle[:rows, :rows]
+        distance = torch.arange(rows)[:, None] + offset - torch.arange(offset + rows)
+        hidden = (distance < 0) | (distance >= self._window)
+        return torch.zeros(hidden.shape, dtype=self._triangle.dtype).masked_fill_(hidden, -torch.inf)
+
+
+def _attend(
+    query_BRD: torch.Tensor, key_BTD: torch.Tensor, value_BTD: torch.Tensor, mask: torch.Tensor, *, scale: float
+) -> torch.Tensor:
+    probabilities = _probabilities(query_BRD, key_BTD, mask, scale=scale)
+    return torch.bmm(probabilities.to(value_BTD.dtype), value_BTD)
+
+
+def _attend_backward(
+    grad_BRD: torch.Tensor,
+    query_BRD: torch.Tensor,
+    key_BTD: torch.Tensor,
+    value_BTD: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value."""
+    wide = _wide(query_BRD.dtype)
+    probabilities = _probabilities(query_BRD, key_BTD, mask, scale=scale)
+    grad_probabilities = torch.bmm(grad_BRD.to(wide), value_BTD.to(wide).transpose(1, 2))
+    grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, wide).mul_(scale)
+    grad_scores = grad_scores.to(query_BRD.dtype)
+    return (
+        torch.bmm(grad_scores, key_BTD),
+        torch.bmm(grad_scores.transpose(1, 2), query_BRD),
+        torch.bmm(probabilities.to(value_BTD.dtype).transpose(1, 2), grad_BRD),
+    )
+
+
+def _probabilities(query_BRD: torch.Tensor, key_BTD: torch.Tensor, mask: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Softmax of the masked scores [..., heads of a group * rows, keys], float32."""
+    wide = _wide(query_BRD.dtype)
+    scores = torch.bmm(query_BRD.to(wide) * scale, key_BTD.to(wide).transpose(1, 2))
+    scores.unflatten(1, (-1, mask.shape[0]))[..., -mask.shape[1] :] += mask
+    return torch.softmax(scores, -1)

@@ -1,0 +1,189 @@
+"""One call of a reward server over HTTP: what is sent, and what the answers mean.
+
+The wire format is OpenRLHF's: POST `{"query": [...], "prompts": [...], "labels": [...]}`, answered by
+`{"rewards": [...]}` with one finite number for each query. Other keys are ignored but for `details`, with which
+`rlhf serve-rm` says why a reward is null. Neither numbers of tokens nor whether a response was cut are sent. Leaves out
+which server is asked and how often (remote.py).
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urljoin
+
+import aiohttp
+
+from rlhf_cli.rewards.records import BadResult, FailureKind, ScoreRequest
+from rlhf_cli.rewards.workers.pool import Failure, Outcome
+from rlhf_cli.rewards.workers.user_results import Result, checked
+
+SERVICE = "rlhf serve-rm"
+"""What our own server says it is, at `/health`."""
+HEALTH = "health"
+
+MAX_ANSWER_BYTES = 1 << 20
+"""Largest answer that is read, beside ANSWER_BYTES_EACH for each reward: a broken server must not fill the memory."""
+ANSWER_BYTES_EACH = 4096
+PROBE_SECONDS = 5.0
+MAX_DETAIL = 200  # characters of what a server says about a failure
+BUSY = {429, 503}
+UNFIT = {413, 422}
+NO_SERVER_BEHIND = {502, 503, 504}
+
+
+class CallFailed(Exception):
+    """No reward came back: `failure.reason` ends a sentence about the server.
+
+    `counts` tells whether it may be the batch that is to blame: not where no connection was made.
+    """
+
+    def __init__(self, kind: FailureKind, reason: str, *, counts: bool = True) -> None:
+        super().__init__(reason)
+        self.failure = Failure(kind, reason)
+        self.counts = counts
+
+
+class ServerBusy(Exception):
+    """The server has no room now; it asks to come again after `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"is full, and asks to come again in {seconds:g} s")
+        self.seconds = seconds
+
+
+class UnfitBatch(Exception):
+    """The server does not take this batch as it is: too large, or with a text that is too long."""
+
+
+def reward_session(key: str | None) -> aiohttp.ClientSession:
+    """A session that shows the key, if there is one, and never follows a server to another address."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+
+
+async def post_batch(
+    session: aiohttp.ClientSession, url: str, requests: Sequence[ScoreRequest], *, timeout: float
+) -> list[Outcome]:
+    """The outcome of each request of a batch.
+
+    Raises CallFailed, ServerBusy or UnfitBatch where the server has none for the batch.
+    """
+    body = {
+        "query": [request.query for request in requests],
+        "prompts": [request.prompt for request in requests],
+        "labels": [request.label for request in requests],
+    }
+    limit = MAX_ANSWER_BYTES + ANSWER_BYTES_EACH * len(requests)
+    try:
+        async with session.post(
+            url, json=body, timeout=aiohttp.ClientTimeout(total=timeout), allow_redirects=False
+        ) as response:
+            said = await _read(response, limit)
+    except TimeoutError:
+        raise CallFailed("timeout", f"did not answer within {timeout:g} s") from None
+    except aiohttp.ClientError as error:
+        raise _broken(error) from None
+    if response.status != 200:
+        raise _refusal(response, said)
+    return outcomes_of(said, len(requests))
+
+
+async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise CallFailed("bad_result", f"sent an answer of more than {limit:,} bytes")
+    return b"".join(parts)
+
+
+def _broken(error: aiohttp.ClientError) -> CallFailed:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = getattr(error, "os_error", error)  # a wrong certificate has none
+        said = f"cannot be reached ({getattr(cause, 'strerror', None) or cause})"
+        return CallFailed("unreachable", said, counts=False)
+    return CallFailed("crashed", f"broke the connection off ({type(error).__name__})")
+
+
+def _refusal(response: aiohttp.ClientResponse, said: bytes) -> Exception:
+    """What a status other than 200 means."""
+    reason = f"answered with status {response.status}{_detail(said)}"
+    if response.status in BUSY:
+        return ServerBusy(_seconds(response.headers.get("Retry-After")))
+    if response.status in UNFIT:
+        return UnfitBatch(reason)
+    return CallFailed("raised", reason)
+
+
+def _parsed(said: bytes) -> Any:
+    """The JSON of an answer. Raises ValueError, also for one that is nested too deeply."""
+    try:
+        return json.loads(said)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _seconds(retry_after: str | None) -> float:
+    """How long to wait: what the server asks for within a tenth of a second and ten seconds, else one second."""
+    with suppress(ValueError, TypeError):
+        return min(max(0.1, float(retry_after or 1.0)), 10.0)
+    return 1.0
+
+
+def _detail(said: bytes) -> str:
+    """`: what the server says` in one line."""
+    text = said[: 4 * MAX_DETAIL].decode(errors="replace")
+    with suppress(ValueError, TypeError, KeyError):
+        text = str(_parsed(said)["detail"])
+    line = " ".join(text.split())[:MAX_DETAIL]
+    return f": {line}" if line else ""
+
+
+def outcomes_of(said: bytes, expected: int) -> list[Outcome]:
+    """The outcomes in an answer. Raises CallFailed where it is not `{"rewards": [...]}` with as many as expected."""
+    try:
+        answer = _parsed(said)
+    except ValueError:
+        raise CallFailed("bad_result", f"sent an answer that is no JSON{_detail(said)}") from None
+    if not isinstance(answer, dict) or "rewards" not in answer:
+        raise CallFailed("bad_result", 'sent an answer without {"rewards": [...]}')
+    try:
+        rewards = checked(answer["rewards"], expected)
+    except BadResult as error:
+        raise CallFailed("bad_result", str(error)) from None
+    details = answer.get("details")
+    told = details if isinstance(details, list) and len(details) == expected else [""] * expected
+    return [
+        Outcome(found["value"]) if found["value"] is not None else Outcome(failure=_failure(found, detail))
+        for found, detail in zip(rewards, told, strict=True)
+    ]
+
+
+def _failure(found: Result, detail: Any) -> Failure:
+    line = " ".join(str(detail or "").split())[:MAX_DETAIL]
+    return Failure("bad_result", f"failed: {line}" if line else found["problem"])
+
+
+async def probe(session: aiohttp.ClientSession, url: str, *, timeout: float) -> None:
+    """Raise CallFailed unless a server answers there: ours at its health endpoint, others in whatever way.
+
+    A server of ours that does not take the key fails too.
+    """
+    limit = aiohttp.ClientTimeout(total=min(timeout, PROBE_SECONDS))
+    try:
+        async with session.get(urljoin(url, HEALTH), timeout=limit, allow_redirects=False) as response:
+            said = await _read(response, MAX_ANSWER_BYTES)
+    except TimeoutError:
+        raise CallFailed("timeout", f"did not answer within {limit.total:g} s") from None
+    except aiohttp.ClientConnectorError as error:
+        raise _broken(error) from None
+    except aiohttp.ClientError:
+        return  # it took the connection, which is all that can be asked of a server that is not ours
+    if response.status in NO_SERVER_BEHIND:
+        raise CallFailed("raised", f"answered with status {response.status}{_detail(said)}")
+    with suppress(ValueError, TypeError):
+        state = _parsed(said)
+        if isinstance(state, dict) and state.get("service") == SERVICE and not state.get("authorised"):
+            raise CallFailed("raised", "does not take this key, or asks for one")

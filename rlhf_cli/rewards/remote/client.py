@@ -1,0 +1,357 @@
+"""Rewards from one or several HTTP servers, asked in the background.
+
+Responses wait in one line and each server takes batches from it as fast as it answers. A server whose call failed is
+left out until it answers a probe again; what it was asked goes to another one. Runs an event loop in a thread of its
+own. Leaves out what travels (remote_call.py) and how scores are added up (scorer.py).
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from rlhf_cli.errors import UsageError
+from rlhf_cli.rewards.records import ScoreRequest
+from rlhf_cli.rewards.remote.call import CallFailed, ServerBusy, UnfitBatch, post_batch, probe, reward_session
+from rlhf_cli.rewards.workers.pool import Failure, Outcome
+
+logger = logging.getLogger(__name__)
+
+CALLS_PER_SERVER = 2
+"""Batches at a server at the same time: one is on its way while the other is computed."""
+FIRST_ABSENCE, LONGEST_ABSENCE = 0.5, 30.0
+"""Seconds a server is left out after a failed call; doubled with each further one in a row."""
+
+
+@dataclass(eq=False)
+class _Item:
+    """A response that waits for its reward; `tried` are the servers whose calls with it failed."""
+
+    request: ScoreRequest
+    future: "Future[Outcome]"
+    tries: int = 0
+    alone: bool = False
+    tried: set[str] = field(default_factory=set)
+    full_since: float | None = None
+
+    def end(self, outcome: Outcome) -> None:
+        """Give the outcome to whoever waits for it."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(outcome)
+
+
+@dataclass(eq=False)
+class _Server:
+    url: str
+    is_away: bool = False
+    busy_until: float = 0.0
+    failures: int = 0  # in a row
+    last: Failure | None = None
+
+    @property
+    def absence(self) -> float:
+        """Seconds until the next probe."""
+        return min(FIRST_ABSENCE * 2 ** max(self.failures - 1, 0), LONGEST_ABSENCE)
+
+
+class RemoteRewards:
+    """The reward servers of a run; a context manager that owns the thread that asks them.
+
+    `timeout` are the seconds a call may take. A response is asked about again `retries` times after a call with it
+    failed, by another server where there is one. Where no server could be reached for `timeout` seconds, all that
+    wait fail. `tell` is called, in a thread of its own, with a sentence about a server that goes or comes back; it is
+    in the log besides.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        key: str | None,
+        timeout: float,
+        retries: int,
+        batch_size: int,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self._servers = [_Server(url) for url in urls]
+        self._tell = tell
+        self._key, self._timeout, self._retries, self._batch_size = key, timeout, retries, batch_size
+        self._waiting: deque[_Item] = deque()
+        self._is_given_up = False
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._loop = asyncio.new_event_loop()
+        self._news = asyncio.Event()
+        self._main = self._loop.create_task(self._serve())
+        self._thread = threading.Thread(target=self._run, name="remote-rewards", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Break off all calls and end the thread; rewards that are still waited for fail."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._main.cancel)
+        self._thread.join()
+        self._loop.close()
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> "list[Future[Outcome]]":
+        """Begin to ask about responses; each outcome comes when it is there. No failure is raised."""
+        assert self._thread.is_alive(), "the thread that asks reward servers has ended"
+        items = [_Item(request, Future()) for request in requests]
+        self._loop.call_soon_threadsafe(self._enqueue, items)
+        return [item.future for item in items]
+
+    def feed(self) -> "RemoteFeed":
+        """Responses that arrive bit by bit."""
+        return RemoteFeed(self)
+
+    def _run(self) -> None:
+        try:
+            with suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._main)
+        finally:
+            while self._waiting:
+                self._waiting.popleft().end(Outcome(failure=Failure("crashed", "was not waited for any longer")))
+
+    async def _serve(self) -> None:
+        async with reward_session(self._key) as session, asyncio.TaskGroup() as tasks:
+            for server in self._servers:
+                tasks.create_task(self._watch(server, session))
+                for _ in range(CALLS_PER_SERVER):
+                    tasks.create_task(self._ask(server, session))
+
+    async def _watch(self, server: _Server, session: aiohttp.ClientSession) -> None:
+        """Probe a server that is left out, until it is there again."""
+        while True:
+            await self._until(lambda: server.is_away)
+            await asyncio.sleep(server.absence)
+            try:
+                await probe(session, server.url, timeout=self._timeout)
+            except CallFailed as error:
+                server.failures += 1
+                server.last = error.failure
+            else:
+                self._take_in(server)
+
+    async def _ask(self, server: _Server, session: aiohttp.ClientSession) -> None:
+        """Ask a server about batch after batch."""
+        while True:
+            await self._until(lambda: self._has_work(server))
+            await asyncio.sleep(server.busy_until - time.monotonic())
+            batch = self._take_batch(server)
+            if not batch:
+                continue
+            try:
+                requests = [item.request for item in batch]
+                outcomes = await post_batch(session, server.url, requests, timeout=self._timeout)
+            except ServerBusy as busy:
+                self._postpone(server, batch, busy)
+            except UnfitBatch as error:
+                self._take_apart(server, batch, error)
+            except CallFailed as error:
+                self._leave_out(server, error.failure)
+                self._try_again(server, batch, [error.failure] * len(batch), counts=error.counts)
+            except BaseException:  # this is the end of the thread, which must leave nobody waiting
+                self._waiting.extend(batch)
+                raise
+            else:
+                server.failures = 0
+                self._settle(server, batch, outcomes)
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self._news.clear()
+            await self._news.wait()
+
+    def _enqueue(self, items: Sequence[_Item]) -> None:
+        if self._is_given_up:
+            self._fail_all(items)
+            return
+        self._waiting.extend(items)
+        self._news.set()
+
+    def _has_work(self, server: _Server) -> bool:
+        return not server.is_away and any(self._is_for(item, server) for item in self._waiting)
+
+    def _is_for(self, item: _Item, server: _Server) -> bool:
+        """Whether this server should be asked: it did not fail with the item, or no other is left."""
+        others = (other.url for other in self._servers if not other.is_away)
+        return server.url not in item.tried or item.tried.issuperset(others)
+
+    def _take_batch(self, server: _Server) -> list[_Item]:
+        """Items from the head of the line; one that a call has failed with goes alone, for it may be to blame."""
+        batch: list[_Item] = []
+        left: deque[_Item] = deque()
+        size = 0 if server.is_away else self._batch_size
+        while self._waiting and len(batch) < size:
+            item = self._waiting.popleft()
+            if item.future.cancelled():
+                continue
+            if self._is_for(item, server) and not (item.alone and batch):
+                batch.append(item)
+                size = 1 if item.alone else size
+            else:
+                left.append(item)
+        self._waiting.extendleft(reversed(left))
+        return batch
+
+    def _settle(self, server: _Server, batch: Sequence[_Item], outcomes: Sequence[Outcome]) -> None:
+        failed = [(item, outcome.failure) for item, outcome in zip(batch, outcomes, strict=True) if outcome.failure]
+        for item, outcome in zip(batch, outcomes, strict=True):
+            if outcome.failure is None:
+                item.end(outcome)
+        self._try_again(server, [item for item, _ in failed], [failure for _, failure in failed])
+
+    def _try_again(
+        self, server: _Server, batch: Sequence[_Item], failures: Sequence[Failure], *, counts: bool = True
+    ) -> None:
+        """Put items back at the head of the line, or fail those that were tried often enough."""
+        again = []
+        for item, failure in zip(batch, failures, strict=True):
+            item.tries += counts
+            item.alone |= counts
+            item.tried.add(server.url)
+            if item.tries > self._retries:
+                item.end(Outcome(failure=_naming(server, failure)))
+            else:
+                again.append(item)
+        self._put_back(again)
+
+    def _put_back(self, items: Sequence[_Item]) -> None:
+        if self._is_given_up:
+            self._fail_all(items)
+            return
+        self._waiting.extendleft(reversed(items))
+        self._news.set()
+
+    def _postpone(self, server: _Server, batch: Sequence[_Item], busy: ServerBusy) -> None:
+        """Wait as a full server asks for; an item that found no room for `timeout` seconds has failed."""
+        now = time.monotonic()
+        server.busy_until = now + busy.seconds
+        again = []
+        for item in batch:
+            item.full_since = item.full_since or now
+            if now - item.full_since > self._timeout:
+                failure = Failure("timeout", f"was full for {self._timeout:g} s")
+                item.end(Outcome(failure=_naming(server, failure)))
+            else:
+                again.append(item)
+        self._put_back(again)
+
+    def _take_apart(self, server: _Server, batch: Sequence[_Item], error: UnfitBatch) -> None:
+        """Send the items of a batch that the server does not take one by one; one that is alone has failed."""
+        if len(batch) == 1:
+            batch[0].end(Outcome(failure=_naming(server, Failure("bad_result", str(error)))))
+            return
+        for item in batch:
+            item.alone = True
+        self._put_back(batch)
+
+    def _leave_out(self, server: _Server, failure: Failure) -> None:
+        if server.is_away:
+            return
+        server.is_away = True
+        server.failures += 1
+        server.last = failure
+        consequence = "it is left out until it answers a probe"
+        if all(other.is_away for other in self._servers):
+            self._giving_up = self._loop.call_later(self._timeout, self._give_up)
+            consequence += f", and rewards fail if none does within {self._timeout:g} s"
+        self._say(f"the reward server {server.url} {failure.reason}: {consequence}")
+        self._news.set()
+
+    def _take_in(self, server: _Server) -> None:
+        server.is_away = False
+        self._say(f"the reward server {server.url} answers again")
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        self._is_given_up = False
+        self._news.set()
+
+    def _say(self, sentence: str) -> None:
+        logger.warning("%s", sentence)
+        if self._tell is not None:
+            with suppress(OSError):  # a terminal that is gone is no reason to stop asking
+                self._tell(sentence)
+
+    def _give_up(self) -> None:
+        """No server has been there for long: fail what waits, and what comes until one is there again."""
+        self._is_given_up = True
+        waiting, self._waiting = list(self._waiting), deque()
+        self._fail_all(waiting)
+
+    def _fail_all(self, items: Sequence[_Item]) -> None:
+        failures = [_naming(server, server.last) for server in self._servers if server.last is not None]
+        failure = Failure(failures[0].kind, ", ".join(each.reason for each in failures))
+        for item in items:
+            item.end(Outcome(failure=failure))
+
+
+class RemoteFeed:
+    """One round of responses for the servers, like that of a pool's workers; a context manager.
+
+    Ended before all is done, what waits is not asked about any more.
+    """
+
+    def __init__(self, servers: RemoteRewards) -> None:
+        self._servers = servers
+        self._futures: list[Future[Outcome]] = []
+        self._unseen: list[int] = []  # numbers of responses whose outcome was not given out yet
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for future in self._futures:
+            future.cancel()
+
+    def add(self, requests: Sequence[ScoreRequest]) -> None:
+        """Have responses scored; they are numbered from 0. Returns at once."""
+        futures = self._servers.submit(requests)
+        self._unseen += range(len(self._futures), len(self._futures) + len(futures))
+        self._futures += futures
+
+    def ready(self) -> list[tuple[int, Outcome]]:
+        """Outcomes that have come since the last call, each with the number of its response. Never waits."""
+        done = [number for number in self._unseen if self._futures[number].done()]
+        self._unseen = sorted(set(self._unseen).difference(done))
+        return [(number, self._futures[number].result()) for number in done]
+
+    def finish(self) -> None:
+        """Wait for all outcomes. No failure is raised."""
+        wait(self._futures)
+
+
+def _naming(server: _Server, failure: Failure) -> Failure:
+    return Failure(failure.kind, f"{server.url} {failure.reason}", failure.trace)
+
+
+def check_servers(urls: Sequence[str], *, key: str | None, timeout: float) -> None:
+    """Raise UsageError, naming those that do not, unless every server answers."""
+
+    async def failures() -> list[BaseException | None]:
+        async with reward_session(key) as session:
+            probes = [probe(session, url, timeout=timeout) for url in urls]
+            return await asyncio.gather(*probes, return_exceptions=True)
+
+    wrong = [f"{url} {error}" for url, error in zip(urls, asyncio.run(failures()), strict=True) if error]
+    if wrong:
+        raise UsageError(f"--remote_rm_url {', '.join(wrong)}")

@@ -1,0 +1,191 @@
+"""The HTTP side of `rlhf serve-rm`: who may ask, how much at once, and what is answered.
+
+Wire format: remote_call.py. Every refusal is a status and `{"detail": one sentence}`. Leaves out what scores.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated, Any
+from uuid import uuid4
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rlhf_cli.config.serve import ServeConfig
+from rlhf_cli.errors import RunError
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.rewards.remote.call import SERVICE
+from rlhf_cli.rewards.server.batching import Abandoned, Batcher, QueueFull, ScoreJobs
+from rlhf_cli.rewards.server.connections import BoundedConnection
+
+logger = logging.getLogger(__name__)
+
+REWARD_PATH = "/get_reward"
+RETRY_SECONDS = 1
+BODY_SECONDS = 30
+"""Seconds a client may take to send its request."""
+MAX_CONNECTIONS = 1024
+GRACE_SECONDS = 30
+"""Seconds in which requests that are being answered may finish when the server is stopped."""
+TEXTS_TOGETHER = 256
+"""Texts of several requests that are scored in one go at most."""
+
+
+class _Question(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(strict=True)
+
+    query: Annotated[list[str], Field(min_length=1)]
+    prompts: list[str] | None = None
+    labels: list[str | None] | None = None
+
+
+def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str) -> FastAPI:
+    """The application: `POST /get_reward` for those who show the key, `GET /health` for everybody."""
+    batcher = Batcher(score, max_waiting=config.max_queue, max_together=TEXTS_TOGETHER)
+
+    @asynccontextmanager
+    async def scoring(_: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(batcher.run())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    app = FastAPI(lifespan=scoring, openapi_url=None)
+
+    @app.get("/health")
+    async def health(request: Request) -> dict[str, Any]:
+        counts = {"waiting": batcher.num_waiting, "scored": batcher.num_scored}
+        return {"service": SERVICE, "status": "ready", "authorised": _shows(request, key), **counts}
+
+    @app.post(REWARD_PATH)
+    async def get_reward(request: Request) -> dict[str, Any]:
+        if not _shows(request, key):
+            raise HTTPException(401, "the header `Authorization: Bearer KEY` with the key of this server is missing")
+        requests = _questions(await _body(request, config), config)
+        return _answer(await _scores(batcher, requests, request))
+
+    return app
+
+
+def _shows(request: Request, key: str) -> bool:
+    """Whether a request has the key, found out in a time that does not depend on the key."""
+    shown = request.headers.get("Authorization", "")
+    return hmac.compare_digest(shown.encode(), f"Bearer {key}".encode())
+
+
+async def _body(request: Request, config: ServeConfig) -> bytes:
+    limit = int(config.max_body_mb * 1e6)
+    too_large = HTTPException(413, f"the request has more than {config.max_body_mb:g} MB (--max_body_mb)")
+    if int(request.headers.get("Content-Length", 0)) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise HTTPException(408, f"the request was not complete within {BODY_SECONDS} s") from None
+    return bytes(body)
+
+
+def _questions(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
+    """The responses to score. Raises HTTPException for a body that is not as it should be."""
+    try:
+        asked = _Question.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise HTTPException(422, f"{where + ': ' if where else ''}{first['msg']}") from None
+    count = len(asked.query)
+    if count > config.max_texts:
+        raise HTTPException(413, f"{count} texts are more than {config.max_texts} (--max_texts)")
+    prompts = [""] * count if asked.prompts is None else asked.prompts
+    labels = [None] * count if asked.labels is None else asked.labels
+    for name, column in (("prompts", prompts), ("labels", labels)):
+        if len(column) != count:
+            raise HTTPException(422, f"{name} has {len(column)} entries for {count} texts of query")
+    for number, text in enumerate(asked.query):
+        if len(text) > config.max_chars:
+            said = f"text {number} of query has {len(text):,} characters, more than {config.max_chars:,} (--max_chars)"
+            raise HTTPException(422, said)
+    group = uuid4().hex  # what comes in one request may be compared
+    return [
+        ScoreRequest(
+            query,
+            prompt,
+            query.removeprefix(prompt),
+            label,
+            num_tokens=0,  # the wire says nothing of tokens and cuts; no reward that is served goes by them
+            truncated=False,
+            group=group,
+            sample=number,
+            group_size=count,
+        )
+        for number, (query, prompt, label) in enumerate(zip(asked.query, prompts, labels, strict=True))
+    ]
+
+
+async def _scores(batcher: Batcher, requests: list[ScoreRequest], request: Request) -> list[Score]:
+    try:
+        return await batcher.ask(requests, is_abandoned=request.is_disconnected)
+    except QueueFull:
+        said = f"{batcher.num_waiting} texts are waiting and there is no room for {len(requests)} more (--max_queue)"
+        raise HTTPException(503, said, headers={"Retry-After": str(RETRY_SECONDS)}) from None
+    except Abandoned:
+        raise HTTPException(499, "the client is gone") from None
+    except RunError as error:
+        raise HTTPException(500, str(error)) from None
+    except Exception as error:
+        logger.exception("a request could not be scored")
+        raise HTTPException(500, f"unexpected {type(error).__name__}: {str(error)[:200]}") from None
+
+
+def _answer(scores: list[Score]) -> dict[str, Any]:
+    """A failed reward is null, and its detail says why."""
+    details = ["" if score.value is not None else score.detail.partition("\n")[0] for score in scores]
+    return {"rewards": [score.value for score in scores], "details": details}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+class StoppableServer(uvicorn.Server):
+    """A uvicorn server that leaves signals to this program: it ends, answering what it has begun, when `stop()`."""
+
+    def __init__(
+        self, app: FastAPI, stop: Callable[[], bool], connection: type[BoundedConnection] = BoundedConnection
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=connection,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                limit_concurrency=MAX_CONNECTIONS,
+                timeout_graceful_shutdown=GRACE_SECONDS,
+            )
+        )
+        self._stop = stop
+
+    async def serve(self, sockets: Any = None) -> None:
+        """Answer on the sockets until `stop()`."""
+        await self._serve(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end; asked ten times a second."""
+        return await super().on_tick(counter) or self._stop()

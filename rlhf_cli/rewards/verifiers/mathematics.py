@@ -1,0 +1,239 @@
+r"""The verifier `math`: answers that are numbers, formulas, tuples, sets, intervals or equations.
+
+Numbers are compared by numbers.py, lists part by part, equations by their sides, units with each other; only what is
+left, two formulas, goes to math-verify. It parses LaTeX with a grammar and never evaluates code; its limits of time are
+off, because they are signals: what takes too long is killed with the worker.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+from rlhf_cli.rewards.verifiers.answers import after_marker, last_boxed, tagged_answer
+from rlhf_cli.rewards.verifiers.builtin import NO_LABEL, Verdict, short
+from rlhf_cli.rewards.verifiers.number_parsing import MAX_NUMBER_LENGTH, last_number, parse_number, same_number
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
+
+# Characters of an answer that algebra is tried on; of longer ones only equal texts are equal.
+MAX_FORMULA_LENGTH = MAX_NUMBER_LENGTH
+
+_FORMULA = [LatexExtractionConfig()]
+_IN_SENTENCE = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)", re.DOTALL)
+_SENTENCE = re.compile(r"\b[A-Za-z]{2,}[ ,:]+[A-Za-z]{2}")
+_WRAPPED = re.compile(r"\$+(?P<dollars>[^$]*)\$+|\\\((?P<round>.*)\\\)|\\\[(?P<square>.*)\\\]", re.DOTALL)
+_STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\[dt]frac(?![a-z])")
+_NOISE = re.compile(r"\\(?:left|right|displaystyle)(?![a-z])|(?<!\\)\\[!,;: $]|\$|\^\s*\{?\\circ\}?|\{,\}")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_UNIT = re.compile(
+    r"(?<=[\w})\]])(?:\s|\\[,; ]|~)*\\(?:text|mathrm|mbox)\s*\{\s*([A-Za-z][A-Za-z ./]*)\}(?:\^\{?\d\}?)?$"
+)
+_NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?"
+_SYMBOL = re.compile(rf"{_NAME}|\(\s*{_NAME}(?:\s*,\s*{_NAME})+\s*\)")
+_EQUALS = re.compile(r"=|\\in(?![a-z])")
+_TOKEN = re.compile(r"\\[{}]|\\.|[()\[\]{}]|(?P<separator>\s*[,;]\s*(?:(?:and|or)\s+)?|\s+(?:and|or)\s+)", re.DOTALL)
+_OPENING, _CLOSING = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
+_EMPTY_SET = re.compile(r"\\varnothing(?![a-z])|\\\{\s*\\\}|\u2205")
+_LONGEST_SET = 16  # members that are compared with each other in any order
+
+
+def math(response: str, label: str | None) -> Verdict:
+    r"""Whether the answer of a response equals the label.
+
+    The answer is the last balanced `\boxed{}` or the last `<answer>..</answer>`, whichever begins later, else the last
+    number. The label is an answer, or a solution with one in its last box or behind `####`.
+    """
+    if label is None:
+        return NO_LABEL
+    expected = _label_answer(label)
+    if not expected:
+        return Verdict("failed", f"label {short(label)!r} has no answer")
+    answer = find_answer(response)
+    if not answer:
+        return Verdict("invalid", r"no \boxed{}, no <answer> and no number in the response")
+    number = parse_number(answer)
+    key = _plain(answer) if number is None else number.key
+    return Verdict("correct" if same_answer(answer, expected) else "wrong", short(answer), key)
+
+
+def find_answer(response: str) -> str | None:
+    """The answer of a response as it is written there, None if it has none."""
+    tagged = tagged_answer(response)
+    if tagged is None:
+        return last_number(response)
+    content, is_boxed = tagged
+    return content if is_boxed else _core(content)
+
+
+def same_answer(one: str, other: str) -> bool:
+    """Whether two answers are the same, whatever their form."""
+    number, other_number = parse_number(one), parse_number(other)
+    if number is not None and other_number is not None:
+        return same_number(number, other_number)
+    left, right = _plain(one), _plain(other)
+    if left == right:
+        return True
+    if max(len(left), len(right)) > MAX_FORMULA_LENGTH:
+        return False
+    (left_rest, left_unit), (right_rest, right_unit) = _without_unit(one), _without_unit(other)
+    if left_unit and right_unit and left_unit != right_unit:
+        return False
+    if (left_rest, right_rest) != (one, other):
+        return same_answer(left_rest, right_rest)
+    if (values := _without_names(left, right)) != (left, right):
+        return same_answer(*values)
+    return any(_same_lists(*pair) for pair in product(_readings(left), _readings(right)))
+
+
+class _List(NamedTuple):
+    """An answer as its parts between commas; brackets are empty where there are none around all of it."""
+
+    opening: str
+    parts: list[str]
+    closing: str
+
+
+def _same_lists(one: _List, other: _List) -> bool:
+    if len(one.parts) == len(other.parts) == 1:
+        return _same_formula(*(side.opening + side.parts[0] + side.closing for side in (one, other)))
+    if len(one.parts) != len(other.parts) and r"\pm" not in "".join(one.parts + other.parts):
+        return False
+    brackets = [(side.opening, side.closing) for side in (one, other) if side.opening]
+    if len(brackets) == 2 and brackets[0] != brackets[1]:
+        return False
+    if len(one.parts) != len(other.parts):
+        return _same_formula(",".join(one.parts), ",".join(other.parts))
+    if any(opening != r"\{" for opening, _ in brackets) or len(one.parts) > _LONGEST_SET:
+        return all(same_answer(*pair) for pair in zip(one.parts, other.parts, strict=True))
+    return _same_members(one.parts, other.parts)
+
+
+def _same_members(one: list[str], other: list[str]) -> bool:
+    """Whether each part has its equal in the other list, in whatever order."""
+    left = list(other)
+    for part in one:
+        equal = next((candidate for candidate in left if same_answer(part, candidate)), None)
+        if equal is None:
+            return False
+        left.remove(equal)
+    return True
+
+
+def _same_formula(answer: str, expected: str) -> bool:
+    parsed = [
+        parse(f"${text}$", _FORMULA, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
+        for text in (expected, answer)
+    ]
+    return all(parsed) and verify(*parsed, timeout_seconds=None)
+
+
+def _label_answer(label: str) -> str:
+    marker, line = after_marker(label)
+    if marker:
+        return line
+    content = last_boxed(label)
+    return label.strip() if content is None else content.strip()
+
+
+def _core(text: str) -> str:
+    """What of an `<answer>` is compared: all of it, or in a sentence its last formula, else its last number."""
+    if parse_number(text) is not None or _SENTENCE.search(text) is None:
+        return text
+    formulas = _IN_SENTENCE.findall(text[-MAX_FORMULA_LENGTH:])
+    return "".join(formulas[-1]) if formulas else last_number(text) or text
+
+
+def _plain(text: str) -> str:
+    """The text without typesetting, to be compared as text."""
+    text = text.strip()
+    if wrapped := _WRAPPED.fullmatch(text):
+        text = wrapped["dollars"] or wrapped["round"] or wrapped["square"] or ""
+    text = _NOISE.sub("", _FRACTION.sub(r"\\frac", _STYLE.sub(r"\1", text)))
+    text = _EMPTY_SET.sub(r"\\emptyset", text).replace(r"\%", "%").replace("\u2212", "-").strip().rstrip(".")
+    if not re.search(r"[\\=+*/^_]", text):
+        text = text.casefold()  # words
+    return _with_blanks_after_commas(" ".join(text.split()))
+
+
+def _with_blanks_after_commas(text: str) -> str:
+    """Return the text with one blank after each comma inside brackets, because math-verify reads (1,100) as 1100."""
+    pieces, end = [], 0
+    for match, depth in _tokens(text):
+        is_inner_comma = depth > 0 and match[0].strip() == ","
+        pieces += [text[end : match.start()], ", " if is_inner_comma else match[0]]
+        end = match.end()
+    return "".join(pieces) + text[end:]
+
+
+def _without_unit(text: str) -> tuple[str, str]:
+    """(the text without a unit in \\text{} behind it, that unit)."""
+    text = text.strip().rstrip(".")
+    match = _UNIT.search(text)
+    return (text[: match.start()], match[0].strip()) if match else (text, "")
+
+
+def _readings(text: str) -> list[_List]:
+    """Return the lists that a text may mean: `1,100` is one number, or two."""
+    whole_numbers = _THOUSANDS.sub("", text)
+    texts = [text] if any(_around(text)) or whole_numbers == text else [_joined_thousands(text), text]
+    return [_list_of(reading) for reading in texts]
+
+
+def _joined_thousands(text: str) -> str:
+    """Return the text without the commas of thousands, except inside brackets, where a comma separates entries."""
+    inner = {match.start() for match, depth in _tokens(text) if depth > 0}
+    return _THOUSANDS.sub(lambda match: match[0] if match.start() in inner else "", text)
+
+
+def _list_of(text: str) -> _List:
+    """Cut a text at the commas (and the words `and`, `or`) that are in no bracket but one around all of it."""
+    opening, closing = _around(text)
+    inner = text[len(opening) : len(text) - len(closing)]
+    parts, start = [], 0
+    for match, depth in _tokens(inner):
+        if depth == 0 and match["separator"]:
+            parts.append(inner[start : match.start()].strip())
+            start = match.end()
+    parts.append(inner[start:].strip())
+    return _List(opening, [part for part in parts if part] or [""], closing)
+
+
+def _tokens(text: str) -> Iterator[tuple[re.Match[str], int]]:
+    """Yield each bracket and separator with the number of brackets that are open after it."""
+    depth = 0
+    for match in _TOKEN.finditer(text):
+        depth += (match[0] in _OPENING) - (match[0] in _CLOSING)
+        yield match, depth
+
+
+def _around(text: str) -> tuple[str, str]:
+    """The brackets around all of a text, empty where there are none."""
+    opening = next((bracket for bracket in ("(", "[", r"\{") if text.startswith(bracket)), "")
+    closing = next((bracket for bracket in (r"\}", ")", "]") if text.endswith(bracket)), "")
+    if not opening or not closing:
+        return "", ""
+    for match, depth in _tokens(text):
+        if depth == 0:
+            return (opening, closing) if match.end() == len(text) else ("", "")
+    return "", ""
+
+
+def _without_names(one: str, other: str) -> tuple[str, str]:
+    """Two answers without `x =` before them, where both have the same name or one has none."""
+    (name, value), (other_name, other_value) = _assigned(one), _assigned(other)
+    if name == other_name or (not (name and other_name) and not _EQUALS.search(value + other_value)):
+        return value, other_value
+    return one, other
+
+
+def _assigned(text: str) -> tuple[str, str]:
+    """(the symbol on the left of an equation, its right side); an empty symbol where it is none."""
+    name, *values = _EQUALS.split(text)
+    if len(values) == 1 and _SYMBOL.fullmatch(name.strip()):
+        return name.strip(), values[0].strip()
+    return "", text

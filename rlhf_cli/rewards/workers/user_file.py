@@ -1,0 +1,89 @@
+"""A user's Python file with a reward function, inside a worker process.
+
+The function may be async, an object that can be called, or a class whose instances can be. It is called with the
+responses to one prompt; user_forms.py has the signatures, user_results.py what it may return. Runs in the worker only:
+nothing of the file is imported into the trainer. Several workers may run the same file, each with its own instance.
+"""
+
+import importlib.machinery
+import importlib.util
+import inspect
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+from rlhf_cli.rewards.records import BadResult
+from rlhf_cli.rewards.workers.user_forms import OWN_FORM, Batch, Log, call, signature_of
+from rlhf_cli.rewards.workers.user_results import Result, checked
+
+FUNCTIONS = ("reward_func", "compute_score")
+"""Names of the function in a file where none is given: this program's and OpenRLHF's, then verl's and EasyR1's."""
+
+
+def load(argument: dict[str, Any]) -> Callable[[Batch], Any]:
+    """The handler of a worker: a result for each response, from a function called `name` of the file at `path`.
+
+    `args` are parameters of the function. Where the function is async, what the handler returns has to be awaited. The
+    handler's `about` names the function's form, and what has to be sent that may be large.
+
+    Raises:
+        BadResult: the file has no usable function; the message ends the sentence "reward.py ...".
+        Exception: whatever the file raises while it is imported.
+    """
+    path, args = argument["path"], argument["args"]
+    name, reward = _reward_function(_import(Path(path)), argument["name"])
+    signature = signature_of(reward, args)
+
+    def handle(batch: Batch) -> Any:
+        log, expected = Log(), len(batch["queries"])
+        result = call(reward, signature, batch, args=args, log=log)
+        waits = [one for one in (result if signature.form.each else [result]) if inspect.isawaitable(one)]
+        if waits:
+            return _checked_later(waits, expected, log, is_each=signature.form.each)
+        return checked(result, expected, logged=log.metrics)
+
+    form = "" if signature.form is OWN_FORM else f"{name} of {path} is called as {signature.form.name} calls it: "
+    about = {"form": form and form + signature.form.signature, "needs": signature.needs}
+    handle.about = about  # type: ignore[attr-defined]
+    return handle
+
+
+async def _checked_later(waits: list[Awaitable[Any]], expected: int, log: Log, *, is_each: bool) -> list[Result]:
+    import asyncio  # 40 ms that a plain function does not need
+
+    found = await asyncio.gather(*waits)
+    return checked(found if is_each else found[0], expected, logged=log.metrics)
+
+
+def _import(path: Path) -> Any:
+    """The file as a module; it may import what lies beside it, as if it were run."""
+    sys.path.insert(0, str(path.parent))
+    loader = importlib.machinery.SourceFileLoader("reward_file", str(path))
+    spec = importlib.util.spec_from_loader("reward_file", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["reward_file"] = module  # dataclasses and pickle in the file look their module up
+    try:
+        loader.exec_module(module)
+    except SyntaxError as error:
+        if error.filename != str(path):
+            raise
+        raise BadResult(f"is not valid Python: line {error.lineno}: {error.msg}") from error
+    return module
+
+
+def _reward_function(module: Any, name: str | None) -> tuple[str, Callable[..., Any]]:
+    found = next((one for one in ([name] if name else FUNCTIONS) if hasattr(module, one)), None)
+    if found is None:
+        defined = [name for name, value in vars(module).items() if inspect.isroutine(value) or inspect.isclass(value)]
+        has = f"it has {', '.join(defined)}" if defined else "it defines no function"
+        wanted = name or f"{FUNCTIONS[0]}(queries, prompts, labels)"
+        hint = "" if name or not defined else f"; another one is named as --reward_func FILE.py:{defined[0]}"
+        raise BadResult(f"has no function {wanted}; {has}{hint}")
+    reward = getattr(module, found)
+    if inspect.isclass(reward):
+        reward = reward()
+    if not callable(reward):
+        raise BadResult(f"has {found}, but it is not a function")
+    return found, cast(Callable[..., Any], reward)

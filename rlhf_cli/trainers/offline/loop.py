@@ -1,0 +1,211 @@
+"""The one offline training loop: batches of items -> packed micro-batches -> optimizer steps.
+
+Knows nothing of the objective beyond calling it, and nothing of processes: every rank runs this same loop over the
+same order of items and takes its own share of each step.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
+from rlhf_cli.algorithms.answer_statistics import wilson_interval
+from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data.packing.packs import plan_packs
+from rlhf_cli.data.sampling import StepBatches
+from rlhf_cli.errors import RunError
+from rlhf_cli.tracking.phases import PhaseTimer
+
+Objective = Callable[[nn.Module, Any, StepTotals], tuple[torch.Tensor, Metrics]]
+Prepare = Callable[[Any, list[Any]], list[Any]]
+"""(engine, this rank's micro-batches of a step) -> the same with what the objective has to know of a model or of the
+whole step beforehand, such as the reference's log-probabilities. Every rank calls it for every step."""
+
+
+class ItemData(Protocol):
+    """Items that are trained on, addressed by index."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens each item takes in a pack."""
+
+    @property
+    def num_trained(self) -> np.ndarray:
+        """Trained tokens of each item."""
+
+    def collate(self, indices: Sequence[int]) -> Any:
+        """The packed micro-batch of these items; an idle one for no items."""
+
+
+class Engine(Protocol):
+    """One rank of a model in training."""
+
+    def train_step(self, micro_batches: Sequence[Any], compute_loss: Any) -> dict[str, float]: ...
+
+    def evaluate(self, micro_batches: Iterable[Any], compute_loss: Any) -> dict[str, float]: ...
+
+
+class StepTracker(Protocol):
+    """What the loop reports to."""
+
+    @property
+    def phase(self) -> Callable[[str | None], None]: ...
+
+    def log(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None: ...
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every step this process computes."""
+
+    rank: int
+    num_ranks: int
+    batch: BatchConfig
+    quadratic_cost: float
+
+    def deal(self, data: ItemData, indices: np.ndarray) -> list[list[int]]:
+        """Numbers of the items of each of this rank's micro-batches."""
+        plan = plan_packs(
+            data.lengths[indices].tolist(),
+            max_tokens=self.batch.train_max_tokens_per_gpu,
+            num_ranks=self.num_ranks,
+            max_sequences=self.batch.micro_train_batch_size,
+            quadratic_cost=self.quadratic_cost,
+        )
+        return [[int(indices[i]) for i in members] for members in plan[self.rank]]
+
+    def micro_batches(self, data: ItemData, indices: np.ndarray) -> tuple[list[Any], StepTotals]:
+        """This rank's packed micro-batches of the items, and the totals over all ranks."""
+        packs = [data.collate(members) for members in self.deal(data, indices)]
+        num_tokens = int(data.num_trained[indices].sum())
+        return packs, StepTotals(num_tokens=num_tokens, num_sequences=len(indices))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the loop does something besides training."""
+
+    start_step: int
+    total_steps: int
+    save_steps: int
+    eval_steps: int
+    max_skipped_steps: int
+    stop_eval_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop calls besides engine and objective."""
+
+    tracker: StepTracker
+    save_checkpoint: Callable[[int], None]
+    should_stop: Callable[[], bool]
+    prepare: Prepare | None = None
+    after_step: Callable[[Any, int], None] | None = None
+    finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How the loop ended."""
+
+    step: int
+    interrupted: bool
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last evaluation."""
+
+
+def train(
+    engine: Engine,
+    objective: Objective,
+    *,
+    data: ItemData,
+    eval_data: ItemData | None,
+    share: Share,
+    schedule: Schedule,
+    hooks: Hooks,
+) -> Finished:
+    """Train from `schedule.start_step` to the end, or until `hooks.should_stop` says so.
+
+    Where a finished run is continued, nothing is left but to evaluate again what is saved once more. RunError where too
+    many steps in a row had to be skipped. What is saved then is the state after the last of them: they have changed
+    nothing, and other items come next.
+    """
+    batches = StepBatches(
+        len(data.lengths), batch_size=share.batch.train_batch_size, epochs=share.batch.max_epochs, seed=share.batch.seed
+    )
+    evaluated: dict[str, float] = {}
+    if schedule.start_step == schedule.total_steps and eval_data is not None:
+        evaluated = evaluate(engine, objective, data=eval_data, share=share, hooks=hooks)
+    for step in range(schedule.start_step + 1, schedule.total_steps + 1):
+        timer = PhaseTimer(on_change=hooks.tracker.phase)
+        with timer("data"):
+            micro_batches, totals = share.micro_batches(data, batches[step - 1])
+        if hooks.prepare is not None:
+            with timer("forward"):
+                micro_batches = hooks.prepare(engine, micro_batches)
+        with timer("train"):
+            metrics = hooks.finish_metrics(engine.train_step(micro_batches, bind(objective, totals)))
+            if hooks.after_step is not None:
+                hooks.after_step(engine, step)
+        counts = {"num_tokens": float(totals.num_tokens), "num_sequences": float(totals.num_sequences)}
+        hooks.tracker.log(step, metrics | counts, timer.take())
+        if reason := too_many_skipped(metrics, schedule.max_skipped_steps):
+            hooks.save_checkpoint(step)
+            raise RunError(f"{reason}; --load_checkpoint goes on after step {step}, which is saved")
+        if eval_data is not None and is_due(step, schedule.eval_steps, schedule.total_steps):
+            evaluated = evaluate(engine, objective, data=eval_data, share=share, hooks=hooks)
+            hooks.tracker.evaluation(step, evaluated)
+            if schedule.stop_eval_loss is not None and evaluated["loss"] <= schedule.stop_eval_loss:
+                return Finished(step, interrupted=False, evaluated=evaluated)
+        stop = hooks.should_stop() and step < schedule.total_steps
+        if stop or (is_due(step, schedule.save_steps, schedule.total_steps) and schedule.save_steps > 0):
+            hooks.save_checkpoint(step)
+        if stop:
+            return Finished(step, interrupted=True)
+    return Finished(schedule.total_steps, interrupted=False, evaluated=evaluated)
+
+
+def evaluate(engine: Engine, objective: Objective, *, data: ItemData, share: Share, hooks: Hooks) -> dict[str, float]:
+    """The objective's metrics over all evaluation items, as one global mean; an `accuracy` with its 95 % interval.
+
+    Packed a training batch at a time, so that memory does not grow with the number of items. The interval,
+    `accuracy_low` and `accuracy_high`, takes the items as independent.
+    """
+    prepare = hooks.prepare or (lambda engine, micro_batches: micro_batches)
+    num_items, size = len(data.lengths), share.batch.train_batch_size
+    totals = StepTotals(num_tokens=int(data.num_trained.sum()), num_sequences=num_items)
+    chunks = (np.arange(start, min(start + size, num_items)) for start in range(0, num_items, size))
+    micro_batches = (pack for chunk in chunks for pack in prepare(engine, share.micro_batches(data, chunk)[0]))
+    metrics = hooks.finish_metrics(engine.evaluate(micro_batches, bind(objective, totals)))
+    if "accuracy" not in metrics:
+        return metrics
+    low, high = wilson_interval(metrics["accuracy"], num_items)
+    return metrics | {"accuracy_low": low, "accuracy_high": high}
+
+
+def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]:
+    """The objective as the engine calls it, with the totals of the current step filled in."""
+    return lambda model, micro_batch: objective(model, micro_batch, totals)
+
+
+def too_many_skipped(metrics: Mapping[str, float], limit: int) -> str | None:
+    """What to say where a role had to skip more than so many optimizer steps in a row; None where none had."""
+    most = max(metrics.get(f"{role}skipped_in_a_row", 0.0) for role in ("", "critic/"))
+    if most <= limit:
+        return None
+    return (
+        f"loss or gradient was not finite in {most:.0f} optimizer steps in a row (--max_skipped_steps {limit}): look "
+        "at the data, or begin anew with a lower learning rate"
+    )
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done every so many steps (-1: only at the end) is due after this step."""
+    return step == last or (every > 0 and step % every == 0)

@@ -1,0 +1,94 @@
+"""Pairs of a chosen and a rejected response as the offline loop takes them, for `rm` and `dpo`."""
+
+import collections.abc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlhf_cli.algorithms.ragged import segment_sum
+from rlhf_cli.data.packing.packs import Pack
+from rlhf_cli.data.packing.prefix_packing import Tree, pack_trees
+from rlhf_cli.data.preference_data import Pair, PairData
+from rlhf_cli.errors import UsageError
+
+Gather = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
+"""Rows of this rank -> rows of all ranks, rank by rank, and where this rank's begin. Ranks may have different numbers
+of rows; every rank calls it."""
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """P pairs packed: the pack's sequences are chosen, rejected, chosen, rejected and so on.
+
+    `columns` are float32 [P], or [P, 2] with chosen first: what is known of the pairs beside their tokens.
+    """
+
+    pack: Pack
+    columns: dict[str, torch.Tensor]
+
+    def to(self, device: torch.device | str) -> "PairBatch":
+        """The same micro-batch on another device."""
+        return PairBatch(self.pack.to(device), {name: column.to(device) for name, column in self.columns.items()})
+
+    def with_column(self, name: str, column: torch.Tensor) -> "PairBatch":
+        """The same micro-batch with one more column."""
+        return replace(self, columns=self.columns | {name: column})
+
+
+@dataclass(frozen=True)
+class PairItems:
+    """Tokenised pairs: one item is one pair.
+
+    `share_prompts`: whether the prompt of a pair stands in the pack once; `read_ends`: whether the state at the end of
+    each response is read, or those that predict its trained tokens. `columns` are float32 [N] or [N, 2] for N pairs.
+    """
+
+    data: PairData
+    share_prompts: bool
+    read_ends: bool
+    columns: dict[str, np.ndarray]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each pair in a pack."""
+        prompts = self.data.prompt_lengths * (1 if self.share_prompts else 2)
+        return prompts + self.data.chosen_lengths + self.data.rejected_lengths
+
+    @property
+    def num_trained(self) -> np.ndarray:
+        """Trained tokens of each pair, both responses together."""
+        return self.data.num_trained
+
+    def collate(self, indices: collections.abc.Sequence[int]) -> PairBatch:
+        """The pairs as one packed micro-batch."""
+        trees = [tree_of(self.data.pairs[index]) for index in indices]
+        packed = pack_trees(trees, share_prompts=self.share_prompts, read_ends=self.read_ends)
+        chosen = np.array(indices, dtype=np.int64)
+        return PairBatch(packed, {name: torch.from_numpy(column[chosen]) for name, column in self.columns.items()})
+
+
+def tree_of(pair: Pair) -> Tree:
+    """A pair as a prompt with two continuations, the chosen one first."""
+    return Tree(pair.prompt_ids, (pair.chosen, pair.rejected))
+
+
+def sequence_logprobs(model: nn.Module, pack: Pack) -> torch.Tensor:
+    """Log-probabilities of the sequences of a pack, float32 [B]: sums over their trained tokens, in nats."""
+    return segment_sum(model(pack)[0], pack.cu_trained)
+
+
+def trained_counts(pack: Pack) -> torch.Tensor:
+    """Trained tokens of the sequences of a pack, float32 [B]."""
+    return pack.cu_trained.diff().float()
+
+
+def margins(pairs: PairData) -> np.ndarray:
+    """By how much the chosen response of each pair is better, float32 [N]. UsageError where a pair does not say."""
+    found = [pair.margin for pair in pairs.pairs]
+    missing = sum(margin is None for margin in found)
+    if missing:
+        raise UsageError(f"margin_loss: {missing:,} of {len(found):,} pairs have no margin (column `margin`)")
+    return np.array(found, dtype=np.float32)

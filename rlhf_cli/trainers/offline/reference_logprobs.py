@@ -1,0 +1,72 @@
+"""Results of a frozen model for all items of a data set at once, and what the items are told apart by."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rlhf_cli.data.packing.prefix_packing import Branch
+from rlhf_cli.trainers.offline.kto import LabelledItems
+from rlhf_cli.trainers.offline.loop import ItemData, Share
+from rlhf_cli.trainers.offline.pairs import Gather, PairItems
+
+
+class Asked(Protocol):
+    """A model that is only asked."""
+
+    def infer(self, batches: list[Any], forward: Callable[[torch.nn.Module, Any], torch.Tensor]) -> list[torch.Tensor]:
+        """Results of `forward` on each micro-batch."""
+
+
+def all_results(
+    model: Asked,
+    forward: Callable[[torch.nn.Module, Any], torch.Tensor],
+    items: ItemData,
+    *,
+    share: Share,
+    gather: Gather,
+) -> np.ndarray:
+    """Results of `forward` for all items, float32 [N] or [N, n] where it gives n numbers an item; on every rank."""
+    num_items, size = len(items.lengths), share.batch.train_batch_size
+    found: list[torch.Tensor] = []
+    for start in range(0, num_items, size):
+        dealt = share.deal(items, np.arange(start, min(start + size, num_items)))
+        results = model.infer([items.collate(members) for members in dealt], forward)
+        found += [_numbered(members, result) for members, result in zip(dealt, results, strict=True)]
+    rows_R2, _ = gather(torch.cat(found))
+    order_R = rows_R2[:, 0].argsort(stable=True)
+    results_ND = rows_R2[order_R, 1].float().numpy().reshape(num_items, -1)
+    return results_ND.squeeze(1) if results_ND.shape[1] == 1 else results_ND
+
+
+def _numbered(members: list[int], result: torch.Tensor) -> torch.Tensor:
+    """Each number with the item that it is of, float64 [R, 2].
+
+    One number a row: a rank that never had an item cannot know how many others have for each.
+    """
+    items_R = np.repeat(np.array(members, dtype=np.float64), len(result) // max(len(members), 1))
+    return torch.stack([torch.from_numpy(items_R), result.double()], dim=1)
+
+
+def digest_of_pairs(items: PairItems) -> str:
+    """Equal for equal tokens in equal order."""
+    pairs = items.data.pairs
+    return _digest(part for pair in pairs for part in (pair.prompt_ids, *_parts(pair.chosen, pair.rejected)))
+
+
+def digest_of_responses(items: LabelledItems) -> str:
+    """Equal for equal tokens in equal order."""
+    return _digest(part for item in items.data.items for part in (item.prompt_ids, *_parts(item.response)))
+
+
+def _parts(*branches: Branch) -> list[np.ndarray]:
+    return [part for branch in branches for part in (branch.token_ids, branch.loss_mask)]
+
+
+def _digest(parts: Iterable[np.ndarray]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(f"{part.size} ".encode() + part.tobytes())
+    return digest.hexdigest()

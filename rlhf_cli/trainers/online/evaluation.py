@@ -1,0 +1,236 @@
+"""Evaluation during online training: held-out prompts answered with the present weights, and the best model kept.
+
+The figures are those of `rlhf eval` (rewards/evaluation.py). Training goes on as if nothing had happened: requests have
+seeds that are not counted with those of the run, and no controller sees an evaluation.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_cli.config.evaluation import EvaluationConfig
+from rlhf_cli.config.scoring import ModelScoringConfig
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
+from rlhf_cli.errors import RunError
+from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers
+from rlhf_cli.rewards.model_scores import with_model_scores
+from rlhf_cli.rewards.parts import stop_if_too_many_failed
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.tracking.phases import PhaseTimer
+from rlhf_cli.trainers.offline.loop import is_due
+from rlhf_cli.trainers.online.batch import MAX_SOURCES, as_sequence, sample_rows, score_requests, whole_groups
+from rlhf_cli.trainers.online.loop import RewardModel, Roles, Scoring, awake, return_weights
+
+EVALUATION = 0x6576616C  # "eval": tells the seeds of evaluations from those of training
+
+
+MAX_KEPT_ROWS = 256
+MAX_KEPT_CHARACTERS = 4_000_000
+"""Responses of one evaluation that are kept as rows at most, and their text with the prompts."""
+
+
+class EvaluationTracker(Protocol):
+    """What evaluations are reported to."""
+
+    @property
+    def phase(self) -> Callable[[str | None], None]: ...
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None: ...
+
+    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+
+@dataclass(frozen=True)
+class EvaluationTask:
+    """What is evaluated and how.
+
+    Without prompts nothing ever is. `seed` is the run's, `total_iterations` counts its iterations. Engines that sleep
+    between batches lose their weights, which they are given again.
+    """
+
+    config: EvaluationConfig
+    reward: ModelScoringConfig
+    prompts: Sequence[Prompt]
+    decode: Callable[[Sequence[int]], str]
+    sampling: SamplingParams
+    seed: int
+    total_iterations: int
+    engines_lose_weights: bool
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value of the metric so far, and the iteration after which it was measured."""
+
+    iteration: int
+    value: float
+
+
+@dataclass(frozen=True)
+class EvaluationState:
+    """What a checkpoint keeps: when was evaluated last, and the best so far."""
+
+    evaluated: int | None = None
+    best: Best | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The state as JSON can hold it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> "EvaluationState":
+        """The state of which `plain` made this."""
+        return cls(plain["evaluated"], None if plain["best"] is None else Best(**plain["best"]))
+
+
+class Evaluator:
+    """Evaluates when it is due. `save_best` is called with each new best, while the weights are those it is about."""
+
+    def __init__(
+        self,
+        task: EvaluationTask,
+        roles: Roles,
+        tracker: EvaluationTracker,
+        *,
+        save_best: Callable[[Best], None],
+        state: EvaluationState,
+    ) -> None:
+        self.task = task
+        self._roles = roles
+        self._tracker = tracker
+        self._save_best = save_best
+        self.state = state
+
+    def __call__(self, iteration: int, is_last: bool) -> None:
+        """Evaluate after this iteration if it is due: before the first, every `eval_steps`, and at the end; once."""
+        task = self.task
+        due = iteration == 0 or is_last or is_due(iteration, task.config.eval_steps, task.total_iterations)
+        if not (task.prompts and due) or self.state.evaluated == iteration:
+            return
+        timer = PhaseTimer(on_change=self._tracker.phase)
+        with timer("eval"):
+            answers, rows = self._answers()
+            metrics = self._metrics(answers)
+            best = self._better(metrics, iteration)
+            if best is not None:
+                self._save_best(best)
+            if task.engines_lose_weights and not is_last:
+                return_weights(self._roles, iteration)
+        self.state = EvaluationState(iteration, best or self.state.best)
+        self._tracker.evaluation(iteration, metrics, timer.take())
+        self._tracker.evaluation_samples(iteration, kept_rows(rows))
+
+    def _metrics(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """Return the figures of all prompts, and of each source by its name if there are several sources."""
+        num_samples = self.task.config.eval_n_samples_per_prompt
+        groups = [answers[i : i + num_samples] for i in range(0, len(answers), num_samples)]
+        sources = by_source(zip(source_names(self.task.prompts), groups, strict=True))
+        ks = [num_samples] if num_samples > 1 else []
+        everything, *apart = sources.values()
+        metrics = evaluate_answers(everything, ks=ks).metrics
+        for name, prompts in zip(short_names(list(sources)[1:]), apart, strict=True):
+            figures = evaluate_answers(prompts, ks=ks).figures
+            metrics |= {f"{name}/{figure}": found.value for figure, found in figures.items()}
+        return metrics
+
+    def _answers(self) -> tuple[list[Answer], list[dict[str, Any]]]:
+        """Return the samples of all prompts, a prompt's next to each other, judged and as rows."""
+        task, engines = self.task, self._roles.engines
+        num_samples = task.config.eval_n_samples_per_prompt
+        asked = [prompt for prompt in task.prompts for _ in range(num_samples)]
+        # The same requests each time: differences between evaluations are the model's.
+        requests = [
+            GenerationRequest(prompt.prompt_ids, evaluation_seed(task.seed, number))
+            for number, prompt in enumerate(asked)
+        ]
+        engines.wake_cache()
+        generations = engines.generate(requests, task.sampling)
+        engines.sleep()
+        places = whole_groups(len(task.prompts), num_samples)
+        questions = score_requests(asked, generations, task.decode, places=places)
+        scores = score_responses(
+            self._roles.scorer,
+            self._roles.reward_model,
+            task.reward,
+            asked=asked,
+            generations=generations,
+            questions=questions,
+        )
+        answers = [
+            Answer(score, length=len(generation.token_ids), truncated=generation.finish_reason == "length")
+            for score, generation in zip(scores, generations, strict=True)
+        ]
+        return answers, sample_rows(questions, generations, scores)
+
+    def _better(self, metrics: Mapping[str, float], iteration: int) -> Best | None:
+        """A new best, if this is one."""
+        key = self.task.config.best_metric_key
+        if key is None:
+            return None
+        value = metrics.get(key.removeprefix("eval/"))
+        if value is None:
+            raise RunError(f"iteration {iteration}: the evaluation has no {key}; it has {', '.join(metrics)}")
+        so_far = self.state.best
+        return Best(iteration, value) if so_far is None or value > so_far.value else None
+
+
+class Sourced(Protocol):
+    """Something that names the data set it is from, and maybe a source of its own."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def data_source(self) -> str | None: ...
+
+
+def source_names(prompts: Sequence[Sourced]) -> list[str]:
+    """Return the source of each prompt: the one that its row names, or the data set if rows name none or too many."""
+    named = [prompt.data_source or prompt.source for prompt in prompts]
+    return named if len(set(named)) <= MAX_SOURCES else [prompt.source for prompt in prompts]
+
+
+def kept_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first rows, so that an evaluation adds a bounded amount to the run's folder."""
+    kept: list[dict[str, Any]] = []
+    characters = 0
+    for row in rows[:MAX_KEPT_ROWS]:
+        characters += len(row["prompt"]) + len(row["response"])
+        if kept and characters > MAX_KEPT_CHARACTERS:
+            break
+        kept.append(row)
+    return kept
+
+
+def evaluation_seed(seed: int, number: int) -> int:
+    """The seed of a request of an evaluation, counted apart from those of training."""
+    return scattered_seed(seed ^ EVALUATION, number)
+
+
+def short_names(sources: Sequence[str]) -> list[str]:
+    """Names of data sets without folders and endings, or whole where these would not tell them apart."""
+    stems = [Path(source).stem for source in sources]
+    return stems if len(set(stems)) == len(stems) else list(sources)
+
+
+def score_responses(
+    scorer: Scoring,
+    reward_model: RewardModel | None,
+    reward: ModelScoringConfig,
+    *,
+    asked: Sequence[Prompt],
+    generations: Sequence[Generation],
+    questions: list[ScoreRequest],
+) -> list[Score]:
+    """The score of each response from all rewards; the reward model reads up to its last token, also of cut ones."""
+    scores = scorer.score(questions)
+    if reward_model is None:
+        return scores
+    pairs = zip(asked, generations, strict=True)
+    with awake(reward_model):
+        values = reward_model.scores([as_sequence(prompt.prompt_ids, found.token_ids) for prompt, found in pairs])
+    joined = with_model_scores(scores, values, weight=reward.reward_model_weight)
+    stop_if_too_many_failed(joined, reward.reward_max_failures)
+    return joined

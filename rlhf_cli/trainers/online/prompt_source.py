@@ -1,0 +1,120 @@
+"""Where the responses of an iteration come from: which prompts are asked, in which order, until none is left."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.sampling import StepBatches
+from rlhf_cli.errors import RunError
+from rlhf_cli.tracking.phases import PhaseTimer
+from rlhf_cli.trainers.online.rollout import (
+    Asked,
+    Engines,
+    Left,
+    Rollout,
+    Sampler,
+    Scoring,
+    sample_once,
+    sample_until_full,
+)
+from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
+
+
+def planned_iterations(num_prompts: int, settings: OnlineSettings) -> int:
+    """Iterations of a run; at most so many where prompts are replaced, which ends with its prompts then."""
+    rollout = settings.rollout
+    if settings.dynamic is not None:
+        iterations = -(-num_prompts * rollout.num_episodes // rollout.rollout_batch_size)
+    else:
+        iterations = len(_batches(num_prompts, settings, batch_size=rollout.rollout_batch_size))
+    return min(iterations, rollout.max_iterations or iterations)
+
+
+def _batches(num_prompts: int, settings: OnlineSettings, *, batch_size: int) -> StepBatches:
+    """Indices of the prompts, in an order of its own in every episode, in batches."""
+    return StepBatches(
+        num_prompts, batch_size=batch_size, epochs=settings.rollout.num_episodes, seed=settings.batch.seed
+    )
+
+
+@dataclass(frozen=True)
+class RolloutSource:
+    """Where the responses of an iteration come from."""
+
+    engines: Engines
+    scorer: Scoring
+    settings: OnlineSettings
+    prompts: Sequence[Prompt]
+    decode: Callable[[Sequence[int]], str]
+    tell: Callable[[str], None]
+
+    def is_used_up(self, state: LoopState) -> bool:
+        """Whether nothing is left to train on; known beforehand under dynamic sampling alone."""
+        is_taken = state.num_taken == self._num_places and not (state.postponed or state.surplus)
+        return self.settings.dynamic is not None and is_taken
+
+    def sample(self, state: LoopState, timer: PhaseTimer) -> Rollout | None:
+        """Groups to train on; None if the last prompts of the run gave none. RunError where others gave none."""
+        if self.settings.dynamic is None:
+            return sample_once(self._sampler, self._asked_once(state), timer)
+        rollout = sample_until_full(
+            self._sampler,
+            self.settings.dynamic,
+            batch_size=self.settings.rollout.rollout_batch_size,
+            num_places=self._num_places,
+            ask=lambda place: self._asked(place, self._index(place), state),
+            left=Left(state.surplus, state.postponed, state.num_taken),
+            max_failures=self.settings.reward.reward_max_failures,
+            timer=timer,
+        )
+        self._report_shortage(rollout, state)
+        return rollout if rollout.groups else None
+
+    @property
+    def _num_places(self) -> int:
+        return len(self.prompts) * self.settings.rollout.num_episodes
+
+    @property
+    def _sampler(self) -> Sampler:
+        return Sampler(
+            self.engines,
+            self.scorer,
+            self.decode,
+            self.settings.sampling,
+            num_samples=self.settings.rollout.n_samples_per_prompt,
+            greedy=self.settings.algorithm.greedy,
+            seed=self.settings.batch.seed,
+        )
+
+    def _asked_once(self, state: LoopState) -> list[Asked]:
+        size = self.settings.rollout.rollout_batch_size
+        chosen = _batches(len(self.prompts), self.settings, batch_size=size)[state.iteration]
+        first = (state.iteration + 1) * size
+        return [self._asked(first + number, int(index), state) for number, index in enumerate(chosen)]
+
+    def _index(self, place: int) -> int:
+        return int(_batches(len(self.prompts), self.settings, batch_size=1)[place][0])
+
+    def _asked(self, place: int, index: int, state: LoopState) -> Asked:
+        prompt = self.prompts[index]
+        known = state.lengths.get(prompt.source, max(state.lengths.values(), default=0))
+        own = state.prompt_lengths.get(prompt.source, {}).get(str(prompt.index), round(known))
+        return Asked(place, prompt, own)
+
+    def _report_shortage(self, rollout: Rollout, state: LoopState) -> None:
+        size, iteration = self.settings.rollout.rollout_batch_size, state.iteration + 1
+        if len(rollout.groups) == size:
+            return
+        shares = ", ".join(
+            f"{rollout.metrics.get(f'dynamic/{name}', 0.0):.0%} {words}"
+            for name, words in (("too_easy", "all right"), ("too_hard", "all wrong"), ("alike", "all alike"))
+        )
+        asked = f"{rollout.metrics['dynamic/prompts']:.0f} prompts in {rollout.metrics['dynamic/rounds']:.0f} rounds"
+        if not rollout.groups and (rollout.num_taken < self._num_places or not state.iteration):
+            raise RunError(
+                f"iteration {iteration}: {asked} gave no group to learn from ({shares}); choose prompts that the model "
+                "solves sometimes, raise n_samples_per_prompt, or train without --dynamic_filtering"
+            )
+        used_up = rollout.num_taken == self._num_places and not rollout.postponed
+        reason = "no prompt is left" if used_up else "dynamic_max_rounds is reached"
+        self.tell(f"Iteration {iteration}: {asked} gave {len(rollout.groups)} of {size} groups ({shares}); {reason}")

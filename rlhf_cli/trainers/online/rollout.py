@@ -1,0 +1,353 @@
+"""The responses of an iteration: prompts go to the engines, each response to the scorer as soon as it is finished.
+
+Leaves out which groups count (rl_groups) and what they are turned into (rl_batch).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import numpy as np
+
+from rlhf_cli.config.online import DynamicSamplingConfig
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
+from rlhf_cli.rewards.parts import stop_if_too_many_failed
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.tracking.phases import PhaseTimer
+from rlhf_cli.trainers.online.batch import GroupPlace, rollout_metrics, score_requests
+from rlhf_cli.trainers.online.groups import Group, flat, longest_needed, sort_round, usefulness
+
+_LOOK_SECONDS = 0.1  # between looks at scores that may make the batch full
+
+
+class Engines(Protocol):
+    """All rollout engines."""
+
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]: ...
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        """Start a batch, whose responses are to be collected."""
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether responses of the batch are still to come."""
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        """(number of the request, response) of what finished; waits for one, at most `timeout` seconds."""
+
+    def cut(self, max_tokens: int) -> None:
+        """Give up the responses of the batch that have, or get, more than so many tokens."""
+
+    def wake_cache(self) -> None:
+        """Be ready to generate, after the weights are there."""
+
+    def sleep(self) -> None: ...
+
+    def receive_weights(self, version: int) -> dict[str, float]:
+        """Take the actor's present weights; metrics of the transfer."""
+
+
+class ScoringSession(Protocol):
+    """Responses on their way through the scorer."""
+
+    def add(self, requests: Sequence[ScoreRequest]) -> range: ...
+
+    def ready(self) -> list[tuple[int, Score]]:
+        """(number of the response, score) of what is complete since the last call; never waits."""
+
+    def finish(self, *, is_all: bool = False) -> dict[int, Score]:
+        """All scores by number of the response; none of groups that stayed incomplete, where responses are compared.
+
+        RunError where these are all there are and too many failed.
+        """
+
+
+class Scoring(Protocol):
+    """What turns responses into scores."""
+
+    def session(self) -> AbstractContextManager[ScoringSession]: ...
+
+    def score(self, requests: list[ScoreRequest]) -> list[Score]: ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt at its place in the order of the run; `expected_tokens` is a guess of its responses' length."""
+
+    place: int
+    prompt: Prompt
+    expected_tokens: int
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What turns prompts into scored groups. `greedy` asks for a greedy response to each prompt besides."""
+
+    engines: Engines
+    scorer: Scoring
+    decode: Callable[[Sequence[int]], str]
+    sampling: SamplingParams
+    num_samples: int
+    greedy: bool
+    seed: int
+
+
+class Round:
+    """One batch of prompts on its way through engines and scorer; a context manager."""
+
+    def __init__(self, sampler: Sampler, asked: Sequence[Asked]) -> None:
+        self._sampler = sampler
+        self._asked = asked
+        self._requests = [
+            GenerationRequest(
+                one.prompt.prompt_ids,
+                request_seed(sampler.seed, one.place, sample, num_samples=sampler.num_samples),
+                one.expected_tokens,
+            )
+            for one in asked
+            for sample in range(sampler.num_samples)
+        ]
+        self._generations: dict[int, Generation] = {}
+        self._questions: dict[int, ScoreRequest] = {}
+        self._scores: dict[int, Score] = {}
+        self._added: list[int] = []  # numbers of the requests, in the order in which the scorer got their responses
+
+    def __enter__(self) -> Self:
+        self._context = self._sampler.scorer.session()
+        self._session = self._context.__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._context.__exit__(*failure)  # type: ignore[arg-type]
+
+    def generate(self, *, enough: Callable[["Round"], int | None] | None = None) -> None:
+        """Ask the engines and hand what is finished to the scorer, until the last response.
+
+        As soon as `enough` gives a number of tokens, longer responses are given up.
+        """
+        sampler, is_cut = self._sampler, enough is None
+        sampler.engines.begin(self._requests, sampler.sampling)
+        while sampler.engines.is_generating:
+            self._take(sampler.engines.collect(None if is_cut else _LOOK_SECONDS))
+            if not is_cut and enough is not None and self._has_new_scores():
+                longest = enough(self)
+                if longest is not None and sampler.engines.is_generating:
+                    sampler.engines.cut(longest)
+                    is_cut = True
+        if sampler.greedy:
+            likeliest = [GenerationRequest(one.prompt.prompt_ids, 0, one.expected_tokens) for one in self._asked]
+            found = sampler.engines.generate(likeliest, replace(sampler.sampling, greedy=True))
+            self._take(list(enumerate(found, start=len(self._requests))))
+
+    def finish(self, *, is_all: bool) -> None:
+        """Wait for the scores that are missing. RunError where they are all of an iteration and too many failed."""
+        found = self._session.finish(is_all=is_all)
+        self._scores |= {self._added[number]: score for number, score in found.items()}
+
+    def group(self, slot: int) -> Group | None:
+        """The responses to the prompt of that number; None if one of them, or its score, is not there."""
+        first = slot * self._sampler.num_samples
+        return self._group(slot, range(first, first + self._sampler.num_samples))
+
+    def groups(self) -> list[Group | None]:
+        """The responses to all prompts."""
+        return [self.group(slot) for slot in range(len(self._asked))]
+
+    def greedy_groups(self) -> list[Group]:
+        """The greedy response to each prompt, if they were asked for."""
+        first = len(self._requests)
+        numbers = range(len(self._asked)) if self._sampler.greedy else range(0)
+        found = (self._group(slot, range(first + slot, first + slot + 1)) for slot in numbers)
+        return [group for group in found if group is not None]
+
+    def _group(self, slot: int, numbers: range) -> Group | None:
+        if not all(number in self._scores for number in numbers):
+            return None
+        return Group(
+            self._asked[slot].place,
+            self._asked[slot].prompt,
+            [self._generations[number] for number in numbers],
+            [self._questions[number] for number in numbers],
+            [self._scores[number] for number in numbers],
+        )
+
+    def _take(self, arrived: list[tuple[int, Generation]]) -> None:
+        asked = [self._asked[self._slot(number)] for number, _ in arrived]
+        questions = score_requests(
+            [one.prompt for one in asked],
+            [generation for _, generation in arrived],
+            self._sampler.decode,
+            places=[self._place(number) for number, _ in arrived],
+        )
+        self._session.add(questions)
+        for (number, generation), question in zip(arrived, questions, strict=True):
+            self._generations[number], self._questions[number] = generation, question
+            self._added.append(number)
+
+    def _slot(self, number: int) -> int:
+        sampled = len(self._requests)
+        return number - sampled if number >= sampled else number // self._sampler.num_samples
+
+    def _place(self, number: int) -> GroupPlace:
+        """The place of a response in its group; a greedy one is a group of its own."""
+        place, num_samples = self._asked[self._slot(number)].place, self._sampler.num_samples
+        if number >= len(self._requests):
+            return GroupPlace(f"{place} greedy", 0, 1)
+        return GroupPlace(str(place), number % num_samples, num_samples)
+
+    def _has_new_scores(self) -> bool:
+        ready = self._session.ready()
+        self._scores |= {self._added[number]: score for number, score in ready}
+        return bool(ready)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The groups of an iteration, and what is left for the next one.
+
+    `greedy` are the greedy responses to the same prompts; `filtered` the groups that taught nothing; `num_taken` counts
+    the prompts taken from the order of the run so far, `num_carried` the first of the groups, which an earlier policy
+    sampled.
+    """
+
+    groups: list[Group]
+    greedy: list[Group]
+    filtered: list[Group]
+    num_carried: int
+    surplus: list[Group]
+    postponed: list[int]
+    num_taken: int
+    metrics: dict[str, float]
+
+
+def sample_once(sampler: Sampler, asked: Sequence[Asked], timer: PhaseTimer) -> Rollout:
+    """Every prompt's group, whatever its scores are."""
+    with Round(sampler, asked) as one:
+        with timer("generate"):
+            sampler.engines.wake_cache()
+            one.generate()
+            sampler.engines.sleep()
+        with timer("reward"):
+            one.finish(is_all=True)
+        groups = [group for group in one.groups() if group is not None]
+        return Rollout(groups, one.greedy_groups(), [], 0, [], [], 0, {})
+
+
+@dataclass(frozen=True)
+class Left:
+    """What earlier iterations left: groups to train on, prompts to ask again, and how many were taken altogether."""
+
+    surplus: Sequence[Group]
+    postponed: Sequence[int]
+    num_taken: int
+
+
+def sample_until_full(
+    sampler: Sampler,
+    config: DynamicSamplingConfig,
+    *,
+    batch_size: int,
+    num_places: int,
+    ask: Callable[[int], Asked],
+    left: Left,
+    max_failures: float,
+    timer: PhaseTimer,
+) -> Rollout:
+    """Useful groups until there are `batch_size` of them, the rounds are used up, or no prompt is left.
+
+    Surplus of the last iteration comes first. Each round asks the postponed prompts, then further ones, as many as
+    groups are missing and a share more. RunError as soon as a share of the iteration's rewards above `max_failures` is
+    sure to have failed, whatever the rounds that are left bring; surplus counts where it is trained on.
+
+    Args:
+        num_places: prompts in the order of the run.
+        ask: the prompt at a place.
+    """
+    groups, surplus = list(left.surplus[:batch_size]), list(left.surplus[batch_size:])
+    num_carried, num_rounds, num_asked = len(groups), 0, 0
+    postponed, num_taken = list(left.postponed), left.num_taken
+    judged: list[Group] = []
+    filtered: list[Group] = []
+
+    def round_size() -> int:
+        wanted = math.ceil((batch_size - len(groups)) * (1 + config.dynamic_oversample))
+        return min(wanted, len(postponed) + num_places - num_taken)
+
+    with timer("generate"):
+        sampler.engines.wake_cache()
+    while (missing := batch_size - len(groups)) and num_rounds < config.dynamic_max_rounds:
+        waiting = [*postponed, *range(num_taken, num_places)]
+        places = waiting[: round_size()]
+        if not places:
+            break
+        num_taken += max(0, len(places) - len(postponed))
+        with Round(sampler, [ask(place) for place in places]) as one:
+            with timer("generate"):
+                one.generate(enough=_until_full(len(places), missing, config))
+            with timer("reward"):
+                one.finish(is_all=False)
+            found = sort_round(places, one.groups(), missing=missing, config=config)
+        groups += found.accepted
+        surplus += found.surplus
+        judged += found.judged
+        filtered += [group for group in found.judged if usefulness(group.scores, config) != "useful"]
+        postponed = [*found.postponed, *postponed[len(places) :]]
+        num_rounds += 1
+        num_asked += len(places)
+        most = (config.dynamic_max_rounds - num_rounds) * round_size() * sampler.num_samples
+        stop_if_too_many_failed(flat([*groups, *filtered]).scores, max_failures, num_to_come=most)
+    with timer("generate"):
+        sampler.engines.sleep()
+    metrics = _filter_metrics(judged, config) | {
+        "dynamic/rounds": float(num_rounds),
+        "dynamic/prompts": float(num_asked),
+        "dynamic/carried_in": float(num_carried),
+        "dynamic/carried_over": float(len(surplus)),
+        "dynamic/postponed": float(len(postponed)),
+    }
+    return Rollout(groups, [], filtered, num_carried, surplus, postponed, num_taken, metrics)
+
+
+def _until_full(num_slots: int, missing: int, config: DynamicSamplingConfig) -> Callable[[Round], int | None]:
+    return lambda one: longest_needed((one.group(slot) for slot in range(num_slots)), missing, config)
+
+
+def _filter_metrics(judged: Sequence[Group], config: DynamicSamplingConfig) -> dict[str, float]:
+    """Shares of the judged groups by usefulness, and the metrics of all their responses."""
+    if not judged:
+        return {}
+    found = [usefulness(group.scores, config) for group in judged]
+    shares = {f"dynamic/{name}": found.count(name) / len(found) for name in ("too_easy", "too_hard", "alike", "failed")}
+    generations = [generation for group in judged for generation in group.generations]
+    sampled = rollout_metrics(generations, [score for group in judged for score in group.scores])
+    named = ("reward", "accuracy", "response_length")
+    return shares | {f"dynamic/{name}": sampled[name] for name in named if name in sampled}
+
+
+def request_seed(seed: int, place: int, sample: int, *, num_samples: int) -> int:
+    """The seed of one request; requests are counted through the run by the place of their prompt."""
+    return scattered_seed(seed, place * num_samples + sample)
+
+
+def mean_lengths(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean response length in tokens by source of the prompts."""
+    lengths: dict[str, list[int]] = {}
+    for group in groups:
+        found = [len(generation.token_ids) for generation in group.generations]
+        lengths.setdefault(group.prompt.source, []).extend(found)
+    return {source: float(np.mean(found)) for source, found in lengths.items()}
+
+
+def prompt_lengths(known: Mapping[str, Mapping[str, int]], groups: Sequence[Group]) -> dict[str, dict[str, int]]:
+    """What is known of each prompt's mean response length in tokens, by source and number of the row, with the groups'.
+
+    Numbers are texts, as JSON has them.
+    """
+    lengths = {source: dict(found) for source, found in known.items()}
+    for group in groups:
+        mean = np.mean([len(generation.token_ids) for generation in group.generations])
+        lengths.setdefault(group.prompt.source, {})[str(group.prompt.index)] = round(mean)
+    return lengths

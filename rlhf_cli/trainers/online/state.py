@@ -1,0 +1,92 @@
+"""What the online loop reads, and what it carries from one iteration to the next besides the models."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_cli.algorithms.entropy import EntropyState
+from rlhf_cli.algorithms.objective import LossWeights
+from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.config.model import MovingReferenceConfig
+from rlhf_cli.config.online import DynamicSamplingConfig, RolloutConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
+from rlhf_cli.data.rollouts import SamplingParams
+from rlhf_cli.trainers.online.groups import Group
+
+
+@dataclass(frozen=True)
+class OnlineSettings:
+    """The settings the loop itself reads."""
+
+    algorithm: Algorithm
+    rollout: RolloutConfig
+    reward: OnlineRewardConfig
+    policy: PolicyConfig
+    batch: BatchConfig
+    reference: MovingReferenceConfig
+    optim: OptimConfig
+    dynamic: DynamicSamplingConfig | None = None  # None where every prompt's group is trained on
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How responses are sampled for training."""
+        rollout = self.rollout
+        return SamplingParams(
+            rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            stop=tuple(rollout.stop),
+        )
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether the policy's own log-probs are needed whatever the steps are: for the KL divergence in the reward."""
+        return self.policy.init_kl_coef > 0 and not self.policy.use_kl_loss
+
+    def reference_moves(self, iteration: int) -> bool:
+        """Whether the reference moves after this iteration."""
+        return self.reference.ref_sync_steps > 0 and iteration % self.reference.ref_sync_steps == 0
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether the critic is asked what the states are worth in which responses were cut."""
+        return isinstance(self.policy, ActorCriticPolicyConfig) and self.policy.bootstrap_truncated
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """What the loop carries from one iteration to the next besides the models.
+
+    `lengths` are mean response lengths in tokens by source; in runs of several episodes `prompt_lengths` are those of
+    single prompts when they were last trained on, by source and number of the row. Under dynamic sampling `num_taken`
+    counts the prompts taken from the order of the run, of which `postponed` are to be asked again; `surplus` are groups
+    for the next iteration.
+    """
+
+    iteration: int
+    kl_coef: float
+    entropy_coef: float
+    entropy_applied: bool = True
+    lengths: Mapping[str, float] = field(default_factory=dict)
+    prompt_lengths: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    num_taken: int = 0
+    postponed: Sequence[int] = ()
+    surplus: Sequence[Group] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """All but the groups, as it goes into JSON."""
+        return {name: value for name, value in vars(self).items() if name != "surplus"}
+
+    @property
+    def weights(self) -> LossWeights:
+        """What controllers weigh the terms of the actor's loss with."""
+        return LossWeights(kl=self.kl_coef, entropy=EntropyState(self.entropy_coef, self.entropy_applied))
+
+
+def first_state(policy: PolicyConfig) -> LoopState:
+    """Where a run starts."""
+    return LoopState(iteration=0, kl_coef=policy.init_kl_coef, entropy_coef=policy.entropy_loss_coef)

@@ -1,0 +1,18 @@
+"""Models with an adapter, loaded as the commands load them."""
+
+from tiny_training import partition
+
+from rlhf_cli.config.model import AdapterConfig, ModelConfig
+from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
+from rlhf_cli.models.loading import load_causal_lm
+
+
+def settings(pretrain, **changes):
+    return ModelConfig(**({"pretrain": str(pretrain), "param_dtype": "fp32"} | changes))
+
+
+def load(pretrain, stage=0, *, lora_rank=4, seed=1, kind=load_causal_lm, dtype="fp32", model=None, **adapter):
+    """A Hugging Face model with an adapter, as the commands load it; its second factor is not left at zero."""
+    config = settings(pretrain, param_dtype=dtype, **(model or {}))
+    plan = plan_adapter(config, AdapterConfig(lora_rank=lora_rank, **adapter), seed=seed)
+    return load_with_adapter(kind, config, plan, partition=partition(stage, dtype=dtype))

@@ -1,0 +1,94 @@
+"""A vLLM engine under test: its tiny model, its requests, and the trainer's log-probs of what it answers."""
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [20] * 9, [3]]
+REQUESTS = [GenerationRequest(PROMPTS[index % 5], seed=1000 + index) for index in range(60)]
+SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95)
+END = [1, 2]
+
+
+def make_engine_model(path: Path) -> str:
+    """Save a Qwen2 of bytes with tied embeddings and two end tokens, whose heads vLLM's CPU attention takes."""
+    from conftest import make_tiny_tokenizer
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+        eos_token_id=END,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=END)
+    model.save_pretrained(path)
+    make_tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+class Engine:
+    """An engine with its verbs waited for, all in one event loop."""
+
+    def __init__(self, path: str, settings: EngineSettings):
+        from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
+
+        self.runner = asyncio.Runner()
+        self.engine = VllmEngine(path, settings)
+
+    def __getattr__(self, name):
+        return lambda *args: self.runner.run(getattr(self.engine, name)(*args))
+
+    def push(self, manifest, version):
+        self.start_weight_update()
+        self.update_weights(manifest)
+        self.finish_weight_update(version)
+
+
+def processed_logprobs(model, request, generation, sampling):
+    """Log-probs of a response after temperature and top-p, written out."""
+    tokens = torch.tensor([request.prompt_ids + generation.token_ids])
+    logprobs = (model(tokens).logits[0].float() / sampling.temperature).log_softmax(-1)
+    logprobs = logprobs[len(request.prompt_ids) - 1 : -1]
+    ascending, order = logprobs.sort(dim=-1)
+    outside = ascending.exp().cumsum(-1) <= 1 - sampling.top_p
+    outside[:, -1] = False
+    kept = ascending.masked_fill(outside, -torch.inf).log_softmax(-1)
+    kept = torch.empty_like(kept).scatter_(-1, order, kept)
+    return kept.gather(-1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+
+
+def largest_difference(model, generations, requests=REQUESTS, *, sampling=SAMPLING):
+    largest = 0.0
+    for request, generation in zip(requests, generations, strict=True):
+        found = torch.tensor(generation.logprobs)
+        difference = (processed_logprobs(model, request, generation, sampling) - found).abs().max()
+        largest = max(largest, difference.item())
+    return largest
+
+
+def trainer_model(path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+def change_weights(model):
+    """Give a model weights that answer differently."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.2).add_(torch.randn_like(parameter) * 0.05)

@@ -1,0 +1,280 @@
+"""The online loop with fakes of models, engines, rewards and tracking, which write down who is called with what."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from rlhf_cli.algorithms.objective import LossWeights
+from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.config.model import MovingReferenceConfig
+from rlhf_cli.config.online import RolloutConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
+from rlhf_cli.data.packing import packs as packing
+from rlhf_cli.data.packing.samples import Sample
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.trainers.offline.loop import Finished
+from rlhf_cli.trainers.online.loop import OnlineHooks, Roles, train_online
+from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
+
+NUM_PROMPTS, BATCH, SAMPLES_EACH = 6, 3, 2
+WITHOUT_REFERENCE, WITH_REFERENCE = ActorCriticPolicyConfig(init_kl_coef=0.0), ActorCriticPolicyConfig(init_kl_coef=0.1)
+ONE_STEP = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
+FAILED = Score(None, "failed", "grader broke", failure="raised")
+EXACT = OnlineRewardConfig(reward_funcs=["exact"], reward_max_failures=1.0)
+
+
+class FakeModel:
+    """A model of any role: writes down its calls and answers with numbers that depend on the tokens alone."""
+
+    def __init__(self, name: str, journal: list[str], *, level: float = 0.0) -> None:
+        self.name, self.journal, self.level = name, journal, level
+        self.updates: list[tuple[list[Sample], list[list[int]]]] = []
+        self.on_policy: list[bool] = []
+        self.weights: list[LossWeights | None] = []
+        self.found: dict[str, float] = {}  # what each step of an update reports besides
+        self.error: Exception | None = None
+
+    def _note(self, what: str) -> None:
+        self.journal.append(f"{self.name}.{what}")
+
+    def wake(self) -> None:
+        self._note("wake")
+
+    def sleep(self) -> None:
+        self._note("sleep")
+
+    def sleep_optimizer(self) -> None:
+        self._note("sleep_optimizer")
+
+    def move(self) -> None:
+        self._note("move")
+
+    def logprobs(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]:
+        self._note("logprobs")
+        return [np.full(sequence.num_trained, self.level, np.float32) for sequence in sequences]
+
+    def values(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]:
+        self._note("values")
+        return [np.arange(sequence.num_trained, dtype=np.float32) / 10 for sequence in sequences]
+
+    def scores(self, sequences: Sequence[packing.Sequence]) -> list[float]:
+        self._note("scores")
+        return [float(sequence.token_ids[-1]) for sequence in sequences]
+
+    def update(
+        self,
+        samples: Sequence[Sample],
+        steps: Sequence[np.ndarray],
+        *,
+        on_policy: bool = False,
+        weights: LossWeights | None = None,
+    ) -> list[dict[str, float]]:
+        self._note("update")
+        if self.error is not None:
+            raise self.error
+        self.updates.append((list(samples), [step.tolist() for step in steps]))
+        self.on_policy.append(on_policy)
+        self.weights.append(weights)
+        found = {"entropy": 0.1} | self.found
+        return [{"loss": float(number), "ratio_max": 10.0 - number} | found for number in range(len(steps))]
+
+
+class FakeEngines:
+    """Answers a request with tokens drawn from its seed, one to `longest`."""
+
+    def __init__(self, journal: list[str]) -> None:
+        self.journal = journal
+        self.requests: list[list[GenerationRequest]] = []
+        self.sampling: list[SamplingParams] = []
+        self.arrives: Callable[[int, Generation], float] = lambda number, response: number  # first what is least
+        self.limits: list[int] = []
+        self.longest = 4
+        self._left: list[tuple[int, Generation]] = []
+        self.version = 0
+
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        self.begin(requests, sampling)
+        return [response for _, response in sorted((self._left.pop(0) for _ in requests), key=lambda one: one[0])]
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        self.journal.append("engines.generate")
+        self.requests.append(requests)
+        self.sampling.append(sampling)
+        self._left = sorted(enumerate(map(self._answer, requests)), key=lambda one: self.arrives(*one))
+
+    @property
+    def is_generating(self) -> bool:
+        return bool(self._left)
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        return [self._left.pop(0)]
+
+    def cut(self, max_tokens: int) -> None:
+        self.limits.append(max_tokens)
+        self._left = [one for one in self._left if len(one[1].token_ids) <= max_tokens]
+
+    def _answer(self, request: GenerationRequest) -> Generation:
+        rng = np.random.default_rng(request.seed)
+        length = int(rng.integers(1, self.longest + 1))
+        reason: Literal["stop", "length"] = "length" if length == self.longest else "stop"
+        return Generation(rng.integers(0, 9, length).tolist(), [-0.5] * length, reason, self.version)
+
+    def wake_cache(self) -> None:
+        self.journal.append("engines.wake_cache")
+
+    def sleep(self) -> None:
+        self.journal.append("engines.sleep")
+
+    def receive_weights(self, version: int) -> dict[str, float]:
+        self.journal.append(f"engines.receive_weights {version}")
+        self.version = version
+        return {"weight_version": float(version)}
+
+
+class FakeScorer:
+    """A response is worth its length; `fails` says which of an iteration's responses cannot be scored."""
+
+    def __init__(self, journal: list[str], fails: Callable[[int], bool]) -> None:
+        self.journal, self.fails = journal, fails
+        self.asked: list[list[ScoreRequest]] = []
+
+    def score(self, requests: list[ScoreRequest]) -> list[Score]:
+        session = self.session()
+        session.add(requests)
+        found = session.finish()
+        return [found[number] for number in range(len(requests))]
+
+    def session(self) -> "FakeSession":
+        return FakeSession(self)
+
+    def judge(self, request: ScoreRequest) -> Score:
+        return Score(float(len(request.response)), "scored")
+
+
+class FakeSession:
+    """Scores are ready as soon as they are asked for."""
+
+    def __init__(self, scorer: FakeScorer) -> None:
+        self.scorer = scorer
+        self.requests: list[ScoreRequest] = []
+        self.reported = 0
+
+    def __enter__(self) -> "FakeSession":
+        return self
+
+    def __exit__(self, *failure: object) -> None: ...
+
+    def add(self, requests: Sequence[ScoreRequest]) -> range:
+        self.requests += requests
+        return range(len(self.requests) - len(requests), len(self.requests))
+
+    def ready(self) -> list[tuple[int, Score]]:
+        first, self.reported = self.reported, len(self.requests)
+        return [(number, self.scorer.judge(self.requests[number])) for number in range(first, self.reported)]
+
+    def finish(self, *, is_all: bool = False) -> dict[int, Score]:
+        scorer, numbers = self.scorer, sorted(range(len(self.requests)), key=self._order)
+        scorer.journal.append("scorer.score")
+        scorer.asked.append([self.requests[number] for number in numbers])
+        found = {
+            number: FAILED if scorer.fails(place) else scorer.judge(self.requests[number])
+            for place, number in enumerate(numbers)
+        }
+        return found
+
+    def _order(self, number: int) -> tuple[bool, int, int]:
+        """Of prompts, then of samples; greedy responses come last."""
+        place, _, greedy = self.requests[number].group.partition(" ")
+        return bool(greedy), int(place), self.requests[number].sample
+
+
+class FakeTracker:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.rows: list[tuple[int, list[dict[str, Any]]]] = []
+        self.phases: list[str | None] = []
+        self.messages: list[str] = []
+
+    def log(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None:
+        self.logged.append((step, metrics))
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        self.rows.append((step, rows))
+
+    def phase(self, name: str | None) -> None:
+        self.phases.append(name)
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+class Run:
+    """One run with fakes; `stop_after` is the iteration during which a stop is asked for."""
+
+    def __init__(
+        self,
+        *,
+        policy: PolicyConfig = WITHOUT_REFERENCE,
+        batch: BatchConfig = ONE_STEP,
+        episodes: int = 2,
+        fails: Callable[[int], bool] = lambda index: False,
+        stop_after: int | None = None,
+        reward: OnlineRewardConfig = EXACT,
+        algorithm: str = "ppo",
+        **more: Any,
+    ) -> None:
+        self.journal: list[str] = []
+        self.actor = FakeModel("actor", self.journal, level=-1.0)
+        self.critic = FakeModel("critic", self.journal)
+        self.has_critic = ALGORITHMS[algorithm].critic
+        self.reference = FakeModel("ref", self.journal, level=-1.25) if policy.init_kl_coef else None
+        self.reward_model = FakeModel("reward", self.journal) if reward.reward_pretrain else None
+        self.engines = FakeEngines(self.journal)
+        self.scorer = FakeScorer(self.journal, fails)
+        self.tracker = FakeTracker()
+        self.saved: list[LoopState] = []
+        self.settings = OnlineSettings(
+            algorithm=ALGORITHMS[algorithm],
+            rollout=RolloutConfig(
+                rollout_batch_size=BATCH, n_samples_per_prompt=SAMPLES_EACH, num_episodes=episodes, max_new_tokens=4
+            ),
+            reward=reward,
+            policy=policy,
+            batch=batch,
+            **({"reference": MovingReferenceConfig(), "optim": OptimConfig()} | more),
+        )
+        self.stop_after = stop_after
+        self.evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
+
+    def roles(self) -> Roles:
+        return Roles(
+            self.actor,
+            self.critic if self.has_critic else None,
+            self.reference,
+            self.reward_model,
+            self.engines,
+            self.scorer,
+            self.reference,
+        )
+
+    def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:
+        return train_online(
+            self.roles(),
+            self.settings,
+            prompts=[Prompt([20 + i, 30 + i], f"prompt {i}: ", str(i), "data.jsonl", i) for i in range(NUM_PROMPTS)],
+            decode=lambda token_ids: "".join(map(str, token_ids)),
+            state=state or first_state(self.settings.policy),
+            total_iterations=total_iterations,
+            save_steps=save_steps,
+            hooks=OnlineHooks(
+                self.tracker,
+                self.saved.append,
+                lambda: self.stop_after is not None and len(self.tracker.logged) >= self.stop_after,
+                self.evaluate,
+            ),
+        )

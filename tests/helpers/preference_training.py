@@ -1,0 +1,184 @@
+"""Random preference data, and whole steps of rm, dpo and kto on it under the real DeepSpeed engine."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_training import Layout, load_policy, make_engine, partition, weights_of
+
+from rlhf_cli.algorithms.kto import UnpairedSettings
+from rlhf_cli.algorithms.preference import PreferenceSettings
+from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, FrozenEngine
+from rlhf_cli.backends.training.distributed import gather_rows
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.data.packing.prefix_packing import Branch
+from rlhf_cli.data.preference_data import LabelledData, LabelledItem, Pair, PairData
+from rlhf_cli.models.loading import load_value_backbone
+from rlhf_cli.models.policy import ValueModel
+from rlhf_cli.trainers.offline import dpo, kto
+from rlhf_cli.trainers.offline.loop import bind
+from rlhf_cli.trainers.offline.pairs import PairItems
+from rlhf_cli.trainers.offline.rm import MARGIN, RewardObjective
+
+STEPS = [[0, 1, 2, 3, 4], [5, 6], [7]]
+NUM_ITEMS = 8
+
+
+def make_branch(rng: np.random.Generator, most: int = 7) -> Branch:
+    """One to seven tokens below 40, the last of them trained and each other one with a chance of a half."""
+    length = int(rng.integers(1, most + 1))
+    mask = rng.random(length) < 0.5
+    mask[-1] = True
+    return Branch(rng.integers(0, 40, length).astype(np.int32), mask)
+
+
+def make_pairs(count: int = NUM_ITEMS, *, seed: int = 0) -> PairData:
+    rng = np.random.default_rng(seed)
+    pairs = [
+        Pair(rng.integers(0, 40, rng.integers(1, 9)).astype(np.int32), make_branch(rng), make_branch(rng), index / 4)
+        for index in range(count)
+    ]
+
+    def counts(of: Callable[[Pair], int]) -> np.ndarray:
+        return np.array([of(pair) for pair in pairs], dtype=np.int32)
+
+    return PairData(
+        pairs,
+        counts(lambda pair: pair.prompt_ids.size),
+        counts(lambda pair: len(pair.chosen)),
+        counts(lambda pair: len(pair.rejected)),
+        counts(lambda pair: int(pair.chosen.loss_mask.sum() + pair.rejected.loss_mask.sum())),
+        report=None,  # type: ignore[arg-type]
+        where=str,
+        fingerprint=str,
+    )
+
+
+def make_labelled(count: int = NUM_ITEMS, *, seed: int = 0) -> LabelledData:
+    rng = np.random.default_rng(seed)
+    items = []
+    for _ in range(count):
+        branch = make_branch(rng)
+        branch.loss_mask[0] = True
+        prompt = rng.integers(0, 40, rng.integers(1, 9)).astype(np.int32)
+        items.append(LabelledItem(prompt, branch, bool(rng.random() < 0.5)))
+
+    def counts(of: Callable[[LabelledItem], int]) -> np.ndarray:
+        return np.array([of(item) for item in items], dtype=np.int32)
+
+    return LabelledData(
+        items,
+        counts(lambda item: item.prompt_ids.size),
+        counts(lambda item: len(item.response)),
+        counts(lambda item: int(item.response.loss_mask.sum())),
+        counts(lambda item: item.desirable).astype(bool),
+        report=None,  # type: ignore[arg-type]
+        where=str,
+        fingerprint=str,
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    """An objective with its items, and how micro-batches are prepared given a frozen reference."""
+
+    objective: Any
+    items: Any
+    is_reward_model: bool = False
+    prepare: Callable[[FrozenEngine], Any] | None = None
+
+
+def dpo_task(*names: str, share: bool = True, **settings: Any) -> Task:
+    nll = settings.pop("nll_loss_coef", 0.0)
+    objective = dpo.DPOObjective(names, tuple(1.0 + i for i in range(len(names))), PreferenceSettings(**settings), nll)
+
+    def prepare(frozen: FrozenEngine) -> Any:
+        def infer(engine: Any, batches: list[Any]) -> list[torch.Tensor]:
+            return frozen.infer(batches, dpo.batch_logprobs)
+
+        return dpo.PairPreparation(objective, infer if objective.needs_reference else None, gather_rows)
+
+    return Task(objective, PairItems(make_pairs(), share, read_ends=False, columns={}), prepare=prepare)
+
+
+def rm_task(*, share: bool = True, margin: bool = False, center: float = 0.0) -> Task:
+    pairs = make_pairs()
+    columns = {MARGIN: np.array([pair.margin for pair in pairs.pairs], dtype=np.float32)}
+    items = PairItems(pairs, share, read_ends=True, columns=columns)
+    return Task(RewardObjective("sigmoid", margin, center), items, is_reward_model=True)
+
+
+def kto_task(name: str = "kto", **settings: Any) -> Task:
+    objective, data = kto.KTOObjective(name, UnpairedSettings(**settings)), make_labelled()
+
+    def prepare(frozen: FrozenEngine) -> Any:
+        def asked(forward: Any) -> Any:
+            return lambda engine, batches: frozen.infer(batches, forward)
+
+        reference = kto.LabelledReference(asked(kto.matched_logprobs), asked(kto.mismatched_logprobs))
+        return kto.KTOPreparation(objective, reference, gather_rows)
+
+    return Task(objective, kto.LabelledItems(data, kto.partners_of(data), {}), prepare=prepare)
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "rm": lambda: rm_task(margin=True, center=0.1),
+    "dpo": lambda: dpo_task("sigmoid", nll_loss_coef=0.3),
+    "dpo mixed": lambda: dpo_task("aot", "bco_pair", "ipo"),
+    "simpo": lambda: dpo_task("simpo"),
+    "kto": lambda: kto_task(desirable_weight=1.5),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of some steps."""
+
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    engine: DeepSpeedEngine
+
+
+def run_steps(
+    model: str,
+    task: Task,
+    stage: int,
+    layout: Layout,
+    *,
+    steps: Sequence[Sequence[int]] = STEPS,
+    seed: int = 5,
+    **zero: Any,
+) -> Trained:
+    """Some steps from the model in the folder, against a reference that is the model with noise on its weights."""
+    if task.is_reward_model:
+        source = ModelConfig(pretrain=model, param_dtype="fp32")
+        hf_model = load_value_backbone(source, partition=partition(stage))
+        module: Any = ValueModel(hf_model)
+    else:
+        hf_model, module = load_policy(model, stage)
+    prepare = task.prepare(make_reference(model, stage, seed)) if task.prepare else lambda engine, batches: batches
+    engine = make_engine(module, stage, **zero)
+    metrics = []
+    for indices in steps:
+        micro_batches, totals = layout.share().micro_batches(task.items, np.array(indices))
+        metrics.append(engine.train_step(prepare(engine, micro_batches), bind(task.objective, totals)))
+    return Trained(metrics, weights_of(engine, hf_model), engine)
+
+
+def make_reference(model: str, stage: int, seed: int) -> FrozenEngine:
+    """The model of the folder with other weights in its norms, which ZeRO-3 leaves whole in so small a model."""
+    hf_model, module = load_policy(model, 0)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in hf_model.named_parameters():
+            if "norm" in name:
+                parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+    return FrozenEngine(module, DeepSpeedConfig(zero_stage=0), param_dtype="fp32")
+
+
+def without_sharing(task: Task) -> Task:
+    """The same task with prompts repeated for each response."""
+    return replace(task, items=replace(task.items, share_prompts=False))

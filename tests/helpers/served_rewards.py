@@ -1,0 +1,33 @@
+"""`rlhf serve-rm` in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+KEY = "of-this-test"
+
+
+@dataclass
+class Served:
+    """`rlhf serve-rm` as a process of its own."""
+
+    process: subprocess.Popen
+    url: str
+
+
+def serve(*words: str) -> Served:
+    """Start a server, with a process group of its own as a terminal gives it, and wait until it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlhf_cli", "serve-rm", "--port", "0", *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RLHF_RM_API_KEY": KEY},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    found = re.search(r"--remote_rm_url (\S+)", said)
+    assert found, said
+    return Served(process, found[1])

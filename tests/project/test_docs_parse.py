@@ -1,0 +1,253 @@
+"""Every `rlhf` command in the README, the docs and the example scripts parses: nothing is run.
+
+A command is found in the code blocks and code spans of Markdown and in the lines of shell scripts, also behind
+`deepspeed --module rlhf_cli`, `torchrun -m rlhf_cli`, `python -m rlhf_cli` and `ray job submit -- rlhf`.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from rlhf_cli import cli
+from rlhf_cli.errors import UsageError
+from rlhf_cli.flags import Flag, config_class, flags_of
+from rlhf_cli.options import build_config, typer_command, underscores
+
+REPOSITORY = Path(__file__).parents[2]
+DOCUMENTS = [
+    path
+    for pattern in ("README.md", "docs/**/*.md", "examples/**/*.md", "examples/scripts/*")
+    for path in sorted(REPOSITORY.glob(pattern))
+    if path.is_file()
+]
+SHELL_WORDS = {"then", "do", "else", "time", "exec", "nohup", "!", "{", "("}
+LAUNCHERS = {"deepspeed", "torchrun", "python", "python3", "ray"}
+END_OF_COMMAND = re.compile(r"[;&|]+|[<>].*|\d?>.*")  # shell operators, as words of their own
+ROOT_FLAGS = {"--help", "--version", "--install-completion", "--show-completion"}
+
+
+class Command(NamedTuple):
+    """A documented command: where it is, and its words after `rlhf`."""
+
+    where: str
+    words: list[str]
+
+
+def code_of(text: str) -> Iterator[tuple[int, str]]:
+    """Line number and text of each code block and code span of a Markdown document."""
+    in_block, language = False, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if fence := re.match(r"\s*```(\S*)", line):
+            in_block, language = not in_block, fence[1]
+        elif in_block and language in ("", "sh", "bash", "shell", "console"):
+            yield number, line
+        elif not in_block:
+            yield from ((number, span) for span in re.findall(r"`([^`]+)`", line))
+
+
+def logical_lines(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """The same lines with those that end in a backslash joined to the next."""
+    start, joined = 0, ""
+    for number, line in lines:
+        start, joined = start or number, joined + line.strip().removesuffix("\\") + " "
+        if not line.rstrip().endswith("\\"):
+            yield start, joined.strip()
+            start, joined = 0, ""
+
+
+def commands_in(name: str, text: str) -> list[Command]:
+    """Every command of a document; `name` decides how it is read."""
+    lines = code_of(text) if name.endswith(".md") else iter(enumerate(text.splitlines(), 1))
+    found = []
+    for number, line in logical_lines(lines):
+        if "rlhf" not in line or line.startswith("#"):
+            continue
+        lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars=";&|<>")
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:  # an apostrophe in a sentence
+            continue
+        found += [Command(f"{name}:{number}", expanded(after)) for after in split_at_operators(words) if after]
+    return found
+
+
+def expanded(words: list[str]) -> list[str]:
+    """The words with shell expansions as if all were set: `${A:+--flag "$A"}` is there, `${FLAGS:-}` is empty, and an
+    array stands for settings that are not looked at."""
+    found = []
+    for word in words:
+        if re.fullmatch(r"\$\{\w+\[@\]\}", word):
+            found.append("...")
+        elif not re.fullmatch(r"\$\{\w+:-\}", word):
+            optional = re.fullmatch(r"\$\{\w+:\+(.*)", word)
+            found.append(optional[1] if optional else re.sub(r"^(\$\w+)\}$", r"\1", word))
+    return found
+
+
+def split_at_operators(words: list[str]) -> Iterator[list[str]]:
+    """The words after `rlhf` of each simple command in a line."""
+    simple: list[str] = []
+    for word in [*words, ";"]:
+        if END_OF_COMMAND.fullmatch(word):
+            yield after_program(simple)
+            simple = []
+        else:
+            simple.append(word)
+
+
+def after_program(words: list[str]) -> list[str]:
+    """The words after the program's name, or nothing if these words do not call it."""
+    rest = list(dropwhile(lambda word: word in SHELL_WORDS or re.match(r"\w+=", word), words))
+    if not rest:
+        return []
+    program = rest[0].rsplit("/", 1)[-1]
+    if program == "rlhf":
+        return rest[1:]
+    if program in LAUNCHERS:
+        for number, word in enumerate(rest[1:], 1):
+            if word == "rlhf_cli" and rest[number - 1] in ("-m", "--module"):
+                return rest[number + 1 :]
+            if word == "rlhf" and "--" in rest[:number]:
+                return rest[number + 1 :]
+    return []
+
+
+def check(words: list[str]) -> None:
+    """Raise UsageError, naming what is wrong, unless the words after `rlhf` are a valid command line."""
+    words = [word for word in words if not word.startswith("--local_rank")]
+    if not words or words[0].startswith("-") or words[0].isupper():  # `rlhf --help`, `rlhf COMMAND --help`
+        unknown = [word for word in words if word.startswith("-") and word not in ROOT_FLAGS]
+        if unknown:
+            raise UsageError(f"unknown flag {unknown[0]}")
+        return
+    name, *flags = words
+    if name not in cli.COMMANDS:
+        raise UsageError(f"unknown command {name}")
+    if "--help" in flags or not flags:
+        return
+    parse(config_class(cli.command_function(cli.COMMANDS[name])), flags)
+
+
+def parse(cls: type[BaseModel], words: list[str]) -> None:
+    """Check flags against a config class; of an excerpt (`...`) or with `--config`, not whether anything is missing."""
+    known = flags_of(cls)
+    in_full = "..." not in words and "--config" not in words
+    words = [word for word in words if word != "..."]
+    if words and not words[0].startswith("-") and hasattr(cls, "positional"):
+        words = [f"--{cls.positional}", *words]
+    if "--config" in words:
+        place = words.index("--config")
+        file = REPOSITORY / words[place + 1]
+        del words[place : place + 2]
+        if file.exists():
+            build_config(cls, yaml.safe_load(file.read_text()))
+    words = without_placeholders(words, known)
+    if not in_full:
+        words += least_of_the_rest(words, known)
+
+    def accept(config: Any) -> None:
+        pass
+
+    accept.__annotations__["config"] = cls
+    typer_command("check", accept).main(words, standalone_mode=False)
+
+
+def without_placeholders(words: list[str], known: Mapping[str, Flag]) -> list[str]:
+    """The words with `$SEED`, `<seed>` and `SEED` replaced by the default where a flag takes no text; a variable inside
+    a word counts as a number."""
+    replaced = list(words)
+    for number, word in enumerate(words):
+        flag = known.get(underscores(word).removeprefix("__"))
+        if flag is None or flag.required or flag.annotation is str:
+            continue
+        for place in range(number + 1, min(number + 1 + flag.takes, len(words))):
+            if re.match(r"\$|<.*>|[A-Z]+$", words[place]):
+                replaced[place] = "null" if flag.optional else sample(flag.default)
+            else:
+                replaced[place] = re.sub(r"\$\w+", "1", words[place])
+    return replaced
+
+
+def least_of_the_rest(words: list[str], known: Mapping[str, Flag]) -> list[str]:
+    """What has to be added for the words to be a whole command."""
+    flags = {underscores(word.split("=", 1)[0]).removeprefix("__") for word in words if word.startswith("--")}
+    missing = [flag for flag in known.values() if flag.required and flag.name not in flags]
+    added = [part for flag in missing for part in (f"--{flag.name}", str((flag.choices or ("x",))[0]))]
+    if "reward_funcs" in known and not flags & {"reward_funcs", "reward_func"}:
+        added += ["--reward_funcs", "gsm8k"]
+    return added
+
+
+def sample(default: Any) -> str:
+    return ",".join(map(str, default)) if isinstance(default, list) else str(default)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_every_documented_command_parses(path):
+    wrong = []
+    for command in commands_in(path.name, path.read_text()):
+        try:
+            check(command.words)
+        except Exception as error:
+            wrong.append(f"{command.where}: rlhf {shlex.join(command.words)}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+FENCE = "```"
+PAGE = f"""
+Try `rlhf sft --help`, then the apostrophe's `make demo`.
+
+{FENCE}bash
+$ CUDA_VISIBLE_DEVICES=0 rlhf sft --pretrain m --dataset d \\
+    --output o --learning-rate 1e-5 && echo done | tee log > out.txt
+deepspeed --num_accelerators 2 --module rlhf_cli sft --pretrain m --dataset d --output $OUT --seed $SEED
+torchrun --nproc_per_node 2 -m rlhf_cli sft --config run.yaml
+ray job submit --working-dir . -- rlhf ppo --pretrain m ...
+{FENCE}
+
+{FENCE}python
+rlhf = "not a command"
+{FENCE}
+"""
+
+
+def test_commands_are_found_in_markdown_behind_launchers_and_over_lines():
+    found = commands_in("page.md", PAGE)
+    assert [command.where for command in found] == ["page.md:2", "page.md:5", "page.md:7", "page.md:8", "page.md:9"]
+    assert found[1].words == shlex.split("sft --pretrain m --dataset d --output o --learning-rate 1e-5")
+    assert found[2].words[:3] == ["sft", "--pretrain", "m"]
+    assert found[4].words == ["ppo", "--pretrain", "m", "..."]
+    for command in found:
+        check(command.words)
+
+
+def test_commands_are_found_in_scripts():
+    script = '#!/bin/bash\n# rlhf nothing\nif true; then rlhf sft --pretrain "$MODEL" \\\n  --seed 1; fi\n'
+    found = commands_in("run.sh", script)
+    assert found == [Command("run.sh:3", ["sft", "--pretrain", "$MODEL", "--seed", "1"])]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("rlhf sft --pretrain m --dataset d --output o --learning_rat 1", "learning_rat"),
+        ("rlhf sft --pretrain m --dataset d --output o --seed x", "--seed x"),
+        ("rlhf sft --pretrain m --dataset d", "missing --output"),
+        ("deepspeed --module rlhf_cli sft --config run.yaml --zero_stag 3", "zero_stag"),
+        ("ray job submit -- rlhf pppo --pretrain m", "unknown command pppo"),
+        ("FOO=1 python -m rlhf_cli --versoin", "--versoin"),
+        ("rlhf sft --seed $SEED ... --epochs 2", "--epochs"),
+    ],
+)
+def test_a_documented_command_that_is_wrong_is_named(line, complaint):
+    (command,) = commands_in("run.sh", line)
+    with pytest.raises(UsageError, match=complaint):
+        check(command.words)

@@ -1,0 +1,205 @@
+"""The examples: solutions of word problems as preference pairs, and the launchers for several machines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from test_docs_parse import commands_in
+
+from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.backends.cluster.placement import plan_layout
+from rlhf_cli.config.commands.online import CriticConfig
+from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.data.preference_data import load_pairs
+from rlhf_cli.models.loading import load_tokenizer
+from rlhf_cli.options import build_config
+from rlhf_cli.rewards.verifiers.code_tests import AssertTests, FunctionTests, StdinTests, parse_tests
+from rlhf_cli.runs.online.run import check_batches
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "scripts" / "gsm8k_pairs.py"
+
+
+def solution(text: str, is_correct: bool) -> dict:
+    return {"solution": text, "is_correct": is_correct}
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def convert(folder: Path, rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """(training pairs, evaluation pairs) of the script."""
+    source = write(folder / "solutions.jsonl", rows)
+    files = [folder / "train.jsonl", folder / "eval.jsonl"]
+    subprocess.run([sys.executable, str(SCRIPT), str(source), *map(str, files)], check=True, capture_output=True)
+    train, evaluation = ([json.loads(line) for line in file.open()] for file in files)
+    return train, evaluation
+
+
+def test_every_right_solution_meets_every_wrong_one_of_its_question(tmp_path):
+    row = {
+        "question": "2 + 3?",
+        "ground_truth": "A: 5",
+        "small": solution("2 + 3 is 5\nA: 5", True),
+        "large": solution("five\nA: 5", True),
+        "same": solution("five\nA: 5", True),
+        "wrong": solution("A: B\nA: 6", False),
+    }
+    train, evaluation = convert(tmp_path, [row])
+    assert train + evaluation == [
+        {"prompt": "2 + 3?", "chosen": "2 + 3 is 5\n#### 5", "rejected": "#### B\n#### 6"},
+        {"prompt": "2 + 3?", "chosen": "five\n#### 5", "rejected": "#### B\n#### 6"},
+    ]
+
+
+def test_no_question_is_in_both_files_and_one_without_a_contrast_in_neither(tmp_path):
+    rows = [
+        {"question": f"{number} + 1?", "a": solution(f"A: {number + 1}", True), "b": solution("A: 0", number % 5 == 0)}
+        for number in range(200)
+    ]
+    train, evaluation = convert(tmp_path, rows + rows[:50])
+    questions = [{pair["prompt"] for pair in pairs} for pairs in (train, evaluation)]
+    assert not questions[0] & questions[1]
+    assert questions[0] | questions[1] == {row["question"] for number, row in enumerate(rows) if number % 5}
+    assert 5 < len(questions[1]) < 30
+
+
+def test_the_pairs_are_read_by_the_program(tmp_path, tiny_model_dir):
+    rows = [{"question": f"{n}?", "a": solution("A: 1", True), "b": solution("A: 2", False)} for n in range(20)]
+    convert(tmp_path, rows)
+    config = PreferenceDataConfig(dataset=str(tmp_path / "train.jsonl"), max_len=64)
+    tokenizer = load_tokenizer(ModelConfig(pretrain=tiny_model_dir))
+    pairs = load_pairs(config, tokenizer, dataset=config.dataset, split="train", seed=0)
+    assert len(pairs.pairs) > 10
+
+
+def test_wrong_usage_is_told(tmp_path):
+    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "usage: " in done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in SCRIPT.parent.glob("*.sh")))
+def test_scripts_are_valid_shell_and_say_what_they_need(name):
+    script = str(SCRIPT.parent / name)
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    done = subprocess.run(["bash", script], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "usage: " in done.stderr
+
+
+def test_the_tasks_of_code_rl_have_tests_that_can_be_used(tmp_path):
+    """With a stand-in for `rlhf`, which notes how it is called."""
+    (tmp_path / "rlhf").write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n')
+    (tmp_path / "rlhf").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    script = str(SCRIPT.parent / "code_rl.sh")
+    subprocess.run(["bash", script, "MODEL", str(tmp_path / "run")], check=True, env=environment)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "tasks.jsonl").open()]
+    assert len({row["prompt"] for row in rows}) == 20
+    kinds = Counter(type(parse_tests(row["label"])) for row in rows)
+    assert kinds == {FunctionTests: 10, StdinTests: 5, AssertTests: 5}
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["grpo", "eval"]
+    assert all("--reward_funcs code(timeout=5, memory_mb=512) " in call for call in calls)
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """An environment in which the programs of a cluster only note in `calls` how they were called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    note = f'#!/bin/bash\necho "$(basename "$0") $*" >>{tmp_path}/calls\n'
+    for name in ("ray", "srun"):
+        (folder / name).write_text(note)
+    joined = f"until grep -q ^srun {tmp_path}/calls; do sleep 0.02; done\n"  # it waits for the other nodes
+    (folder / "python").write_text(note + joined)
+    (folder / "hostname").write_text("#!/bin/bash\necho node-0\n")
+    (folder / "rlhf").write_text(
+        note
+        + f"""
+trap 'echo saved >>{tmp_path}/calls; exit 130' TERM
+[ "$FAIL" ] && exit 1
+for _ in $(seq "${{TENTHS:-0}}"); do sleep 0.1; done
+"""
+    )
+    for file in folder.iterdir():
+        file.chmod(0o755)
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+
+
+def slurm(folder: Path, programs: dict, **environment: str) -> subprocess.Popen:
+    words = ["bash", str(SCRIPT.parent / "slurm_ppo.sh"), "model", "prompts.jsonl", str(folder / "run")]
+    job = {"SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
+    return subprocess.Popen(words, env=programs | job | environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_slurm_job_joins_its_nodes_and_trains_on_all_of_them(tmp_path, programs):
+    assert slurm(tmp_path, programs).wait(timeout=60) == 0
+    called = calls(tmp_path)
+    assert called[0] == "ray start --head --port 6379 --include-dashboard false"
+    assert "srun --nodes 3 --ntasks 3 --exclude node-0 ray start --address node-0:6379 --block" in called
+    run = next(call for call in called if call.startswith("rlhf ppo"))
+    assert "--actor_num_nodes 4 --actor_num_gpus_per_node 8" in run
+    assert "--vllm_num_engines 32" in run
+    assert called[-1] == "ray stop"
+    token = tmp_path / "run" / "ray_token"
+    assert len(token.read_text()) == 64
+    assert token.stat().st_mode & 0o077 == 0
+
+
+def test_a_slurm_job_has_the_status_of_its_run(tmp_path, programs):
+    assert slurm(tmp_path, programs, FAIL="1").wait(timeout=60) == 1
+    assert calls(tmp_path)[-1] == "ray stop"
+
+
+def test_a_slurm_job_near_its_time_limit_lets_the_run_save(tmp_path, programs):
+    job = slurm(tmp_path, programs, TENTHS="300")
+    while not any(call.startswith("rlhf ppo") for call in calls(tmp_path)):
+        time.sleep(0.02)
+    time.sleep(0.3)  # the shell of the job sets its trap
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=60) == 130
+    assert calls(tmp_path)[-2:] == ["saved", "ray stop"]
+
+
+def test_machines_join_by_hand_and_a_run_is_submitted(tmp_path, programs):
+    script = str(SCRIPT.parent / "ray_nodes_ppo.sh")
+    for words in (["head"], ["worker", "10.0.0.1"], ["submit", "model", "prompts", "run", "4"]):
+        subprocess.run(["bash", script, *words], env=programs, check=True, capture_output=True)
+    assert calls(tmp_path)[:3] == [
+        "ray get-auth-token --generate",
+        "ray start --head --port 6379 --dashboard-host 127.0.0.1 --dashboard-port 8265",
+        "ray start --address 10.0.0.1:6379",
+    ]
+    assert "-- rlhf ppo --pretrain model --prompt_data prompts --output run" in calls(tmp_path)[3]
+    assert "--actor_num_nodes 4" in calls(tmp_path)[3]
+
+
+def test_the_settings_of_the_launchers_fit_the_nodes_they_are_for():
+    for name in ("slurm_ppo.sh", "ray_nodes_ppo.sh"):
+        text = (SCRIPT.parent / name).read_text().replace('"$((NODES * GPUS))"', "32")
+        (command,) = commands_in(name, text.replace('"$NODES"', "4").replace('"$GPUS"', "8"))
+        values: dict[str, str] = {}
+        for word in command.words[1:]:
+            if word.startswith("--"):
+                flag = word[2:]
+                values[flag] = "true"
+            else:
+                values[flag] = word
+        config = build_config(CriticConfig, values)
+        check_batches(config, ALGORITHMS["ppo"])
+        layout = plan_layout(config.placement, config.rollout, roles=("actor", "critic", "ref"), node_gpus=[8, 8, 8, 8])
+        assert layout.num_gpus == 32

@@ -1,0 +1,145 @@
+"""The vocabulary of the program: the frozen list of flags, and each flag of each command on its way through YAML.
+
+After a wanted change: UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/project/test_flags_frozen.py
+"""
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli import cli
+from rlhf_cli.flags import Flag, config_class, describe, flags_of
+from rlhf_cli.options import build_config, from_yaml, to_yaml
+
+FROZEN = Path(__file__).with_name("flags.txt")
+UPDATE = "UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/project/test_flags_frozen.py"
+# What a command needs besides its required settings, for checks that look at several settings at once.
+ALSO_NEEDED = {"reward_funcs": "gsm8k"}
+EVALUATED = {"eval_dataset": "x"}
+# Settings that are only valid together with others.
+TOGETHER: dict[str, dict[str, Any]] = {
+    "dynamic_filtering_reward_range": {"dynamic_filtering": True},
+    "dynamic_max_rounds": {"dynamic_filtering": True},
+    "dynamic_oversample": {"dynamic_filtering": True},
+    "best_metric_key": EVALUATED,
+    "cispo_eps_high": {"policy_loss": "cispo"},
+    "code_unsandboxed": {"reward_funcs": "code"},
+    "ema_beta": {"enable_ema": True},
+    "entropy_delta": {"entropy_target": "0.5"},
+    "entropy_max": {"entropy_target": "0.5"},
+    "k": {"n_samples_per_prompt": "9", "temperature": "1"},
+    "eval_max_samples": EVALUATED,
+    "eval_n_samples_per_prompt": {**EVALUATED, "eval_temperature": "0.7"},
+    "eval_split": EVALUATED,
+    "eval_steps": EVALUATED,
+    "eval_temperature": EVALUATED,
+    "input_template": {"apply_chat_template": False},
+    "kl_horizon": {"kl_target": "1"},
+    "load_checkpoint": {"output": "x"},
+    "max_restarts": {"save_steps": "5"},
+    "min_p": {"temperature": "0.7"},
+    "min_score": {"select": "best"},
+    "n_samples_per_prompt": {"temperature": "0.7"},
+    "normalize_reward": {"reward_pretrain": "x"},
+    "overlong_penalty_factor": {"overlong_buffer_len": "9"},
+    "overwrite": {"output": "x"},
+    "ref_mixup_alpha": {"ref_sync_steps": "2"},
+    "remote_rm_api_key_env": {"remote_rm_url": "http://a"},
+    "remote_rm_batch_size": {"remote_rm_url": "http://a"},
+    "remote_rm_timeout": {"remote_rm_url": "http://a"},
+    "remote_rm_weight": {"remote_rm_url": "http://a"},
+    "reward_by_source": {"reward_funcs": "by_row"},
+    "reward_func_args": {"reward_func": "x.py"},
+    "reward_func_weight": {"reward_func": "x.py"},
+    "reward_key": {"reward_funcs": "by_row"},
+    "reward_model_weight": {"reward_pretrain": "x"},
+    "rollout_correction_range": {"rollout_correction": "token_mask"},
+    "sapo_tau": {"policy_loss": "sapo"},
+    "top_k": {"temperature": "0.7"},
+    "top_p": {"temperature": "0.7"},
+    "use_kl_loss": {"kl_estimator": "k3"},
+    "zpg": {"zero_stage": "3"},
+}
+# Samples where the type alone does not give a valid one.
+SAMPLES = {
+    "best_metric_key": "eval/reward",
+    "input_template": "User: {}",
+    "k": "1,4",
+    "loss": "ipo,simpo",
+    "loss_weights": "0.5",
+    "reward_by_source": '{"mine": "math"}',
+    "chat_template_kwargs": '{"enable_thinking": false}',
+    "reward_func_args": '{"weight": 0.5}',
+    "vllm_args": '{"max_num_seqs": 7}',
+    "remote_rm_url": "http://10.0.0.5:5000/get_reward,https://grader/get_reward",
+    "reward_funcs": "gsm8k,exact",
+    "reward_weights": "0.5",
+    "reward_clip_range": "-5 5",
+    "rollout_correction_range": "0.25 4.0",
+    "stop_properly_penalty_coef": "0.5",
+}
+
+
+def settings(name: str):
+    cls = config_class(cli.command_function(cli.COMMANDS[name]))
+    return cls, flags_of(cls)
+
+
+def vocabulary() -> str:
+    """One line for each flag: command, flag, type and default."""
+    lines = [f"{name} --{flag.name} ({describe(flag)})" for name in cli.COMMANDS for flag in settings(name)[1].values()]
+    return "\n".join(sorted(lines)) + "\n"
+
+
+def test_the_flags_are_those_of_the_frozen_list():
+    if os.environ.get("UPDATE_FLAGS"):
+        FROZEN.write_text(vocabulary())
+    changed = list(difflib.unified_diff(FROZEN.read_text().splitlines(), vocabulary().splitlines(), lineterm="", n=0))
+    listed = "\n".join(changed[2:])
+    assert not changed, f"the flags changed; if that is wanted: {UPDATE}\n{listed}"
+
+
+def least(flags: dict[str, Flag]) -> dict[str, Any]:
+    """The fewest settings a command runs with."""
+    needed = {name: str((flag.choices or ("x",))[0]) for name, flag in flags.items() if flag.required}
+    return needed | {name: value for name, value in ALSO_NEEDED.items() if name in flags}
+
+
+def other_value(flag: Flag) -> str | list[str] | bool:
+    """A valid value that is not the default."""
+    if flag.choices:
+        return str(next(choice for choice in reversed(flag.choices) if choice != flag.default))
+    if flag.name in SAMPLES:
+        return SAMPLES[flag.name].split() if flag.takes > 1 else SAMPLES[flag.name]
+    if flag.takes == 0:
+        return not flag.default
+    if flag.takes > 1:
+        return ["0.25", "0.75"][: flag.takes]
+    if flag.annotation is int:
+        return str(2 * flag.default if not flag.required and (flag.default or 0) > 0 else 3)
+    if flag.annotation is float:
+        # 1.5 stands for settings bounded by 1 from below
+        return "1.5" if flag.default is None else str((flag.default or 0.5) / 2)
+    return "other"
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_setting_of_a_command_survives_yaml(name, tmp_path):
+    cls, flags = settings(name)
+    file = tmp_path / "config.yaml"
+    plain = build_config(cls, least(flags))
+    for flag in flags.values():
+        config = build_config(cls, least(flags) | TOGETHER.get(flag.name, {}) | {flag.name: other_value(flag)})
+        file.write_text(to_yaml(config))
+        assert from_yaml(cls, file) == config, f"--{flag.name}"
+        assert config != plain, f"--{flag.name} changes nothing"
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_flag_has_a_help_text_of_its_own(name):
+    _, flags = settings(name)
+    silent = [flag.name for flag in flags.values() if len(flag.help.split()) < 1]
+    assert not silent

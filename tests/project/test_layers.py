@@ -1,0 +1,155 @@
+"""Modules import downwards only. A new module goes into the row it belongs to."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "rlhf_cli"
+ROWS = [
+    {"config", "flags", "foreign", "options", "help_page", "errors", "environment", "version", "__init__"},
+    {"algorithms"},
+    {"models"},
+    {"data", "rewards", "tracking"},
+    {"backends"},
+    {"trainers"},
+    {"runs"},
+    {"commands"},
+    {"cli", "__main__"},
+]
+RANK = {member: rank for rank, row in enumerate(ROWS) for member in row}
+BACKEND_PACKAGES = {"ray", "deepspeed", "vllm"}  # imported in backends/ alone
+HEAVY = BACKEND_PACKAGES | {"torch", "transformers", "datasets", "peft", "pandas", "numpy"}
+LIGHT_ROWS = {0, 7, 8}  # what `--help` imports: nothing heavy at module level
+PURE = {"torch", "rlhf_cli"}  # all that algorithms/ may import besides the standard library
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Full names of the modules imported anywhere in a piece of code."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def imported_on_load(tree: ast.Module) -> set[str]:
+    """The same, leaving out what is inside functions and under `if TYPE_CHECKING`."""
+    names = set()
+    nodes: list[ast.AST] = list(tree.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            nodes += node.orelse
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= imported(node)
+        nodes += ast.iter_child_nodes(node)
+    return names
+
+
+def offences(name: str, source: str) -> list[str]:
+    """What a module breaks: `name` is its path in the package, 'trainers/offline/loop.py'."""
+    member = name.split("/")[0].removesuffix(".py")
+    tree = ast.parse(source)
+    everywhere = imported(tree)
+    own = {n.split(".")[1] for n in everywhere if n.startswith("rlhf_cli.")} & RANK.keys()
+    top = {n.split(".")[0] for n in everywhere}
+    found = [f"{name} imports {other}, which is above it" for other in sorted(own) if RANK[other] > RANK[member]]
+    if member == "trainers" and "backends" in own:
+        found.append(f"{name} imports backends: pass the object in instead")
+    if member != "backends":
+        found += [f"{name} imports {package}: only backends/ does" for package in sorted(top & BACKEND_PACKAGES)]
+    if RANK[member] in LIGHT_ROWS:
+        on_load = {n.split(".")[0] for n in imported_on_load(tree)}
+        found += [f"{name} imports {package} at module level" for package in sorted(on_load & HEAVY)]
+    return found
+
+
+def sources() -> list[tuple[str, str]]:
+    return [(str(path.relative_to(PACKAGE)), path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def test_every_module_has_a_row():
+    strangers = {name.split("/")[0].removesuffix(".py") for name, _ in sources()} - RANK.keys()
+    assert not strangers, f"add {strangers} to the row of tests/project/test_layers.py it belongs to"
+
+
+def test_imports_point_down():
+    assert [offence for name, source in sources() for offence in offences(name, source)] == []
+
+
+def imports_of_modules(named_sources: list[tuple[str, str]]) -> dict[str, set[str]]:
+    """Which modules of the package each module imports anywhere, by full names: 'rlhf_cli.trainers.offline.loop'."""
+    trees = {"rlhf_cli." + name.removesuffix(".py").replace("/", "."): ast.parse(text) for name, text in named_sources}
+    return {name: (imported(tree) & trees.keys()) - {name} for name, tree in trees.items()}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = imports_of_modules(sources())
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def test_a_circle_of_imports_is_found_inside_functions_too():
+    graph = imports_of_modules(
+        [("a/x.py", "from rlhf_cli.b import y"), ("b/y.py", "def f():\n    from rlhf_cli.a.x import g")]
+    )
+    with pytest.raises(CycleError):
+        list(TopologicalSorter(graph).static_order())
+
+
+def test_algorithms_import_torch_and_nothing_else():
+    import sys
+
+    allowed = PURE | sys.stdlib_module_names
+    for path in sorted((PACKAGE / "algorithms").rglob("*.py")):
+        others = {name.split(".")[0] for name in imported(ast.parse(path.read_text()))} - allowed
+        assert not others, f"{path.name} imports {others}"
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "offence"),
+    [
+        ("models/loading.py", "from rlhf_cli.data.packing.packs import Pack", "models/loading.py imports data"),
+        (
+            "models/loading.py",
+            "def f():\n    import rlhf_cli.trainers.offline.loop",
+            "models/loading.py imports trainers",
+        ),
+        (
+            "trainers/offline/loop.py",
+            "from rlhf_cli import backends",
+            "trainers/offline/loop.py imports backends: pass",
+        ),
+        ("data/reading/sources.py", "def f():\n    import ray", "data/reading/sources.py imports ray: only"),
+        ("commands/sft.py", "import torch.nn", "commands/sft.py imports torch at module level"),
+        ("config/data.py", "class A:\n    from numpy import array", "config/data.py imports numpy at module level"),
+        (
+            "cli.py",
+            "try:\n    import datasets\nexcept ImportError:\n    pass",
+            "cli.py imports datasets at module level",
+        ),
+    ],
+)
+def test_an_import_against_the_rules_is_named(name, source, offence):
+    assert any(found.startswith(offence) for found in offences(name, source))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("commands/sft.py", "def sft(config):\n    import torch\n    from rlhf_cli.backends import ray_cluster"),
+        ("backends/roles/worker.py", "import ray"),
+        ("commands/sft.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+    ],
+)
+def test_an_import_within_the_rules_passes(name, source):
+    assert offences(name, source) == []

@@ -1,0 +1,188 @@
+"""What happens when rollout engines die within a batch: with fakes of Ray, of the engines and of the actor."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from rlhf_cli.backends.rollout import engine_group
+from rlhf_cli.backends.rollout.engine import Arrivals
+from rlhf_cli.backends.rollout.engine_group import EngineGroup
+from rlhf_cli.backends.weight_sync.transfer import PushReport
+from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.errors import ProcessDied
+
+REQUESTS = [GenerationRequest([number], seed=number) for number in range(6)]
+VERSION = 4
+HAS_DIED = RayActorError()
+
+
+class FakeCall:
+    """A call; what collects responses is done when it is waited for, all else at once."""
+
+    def __init__(self, do, *, waits):
+        self._do = do
+        self.result = None if waits else do()
+        self._waits = waits
+
+    def get(self):
+        if self._waits:
+            self.result, self._waits = self._do(), False
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+class FakeRay:
+    """The functions of Ray for such calls."""
+
+    def get(self, call, timeout=None):
+        if isinstance(call, list):
+            return [self.get(one) for one in call]
+        return call.get()
+
+    def wait(self, calls, num_returns, timeout):
+        return calls[:1], calls[1:]
+
+    def kill(self, worker):
+        worker.alive = False
+
+
+class FakeWorker:
+    """An engine that answers a share in two parts, each response being the version of its weights."""
+
+    def __init__(self, number, *, dies_in_batch=False):
+        self.number, self.dies_in_batch = number, dies_in_batch
+        self.alive, self.asleep, self.version = True, False, 0
+        self.share: list[GenerationRequest] = []
+        self.done = 0
+        self.call = SimpleNamespace(remote=self._remote)
+
+    def _remote(self, method, *args):
+        def do():
+            return getattr(self, method.removeprefix("engine."))(*args) if self.alive else HAS_DIED
+
+        return FakeCall(do, waits=method == "engine.collect")
+
+    def begin(self, share, sampling, max_tokens):
+        assert not self.asleep
+        assert not self.share, "the engine still generates"
+        self.share, self.done = share, 0
+        if self.dies_in_batch:
+            self.alive = False
+            return HAS_DIED
+        return self._answers(1)
+
+    def collect(self):
+        return self._answers(len(self.share))
+
+    def _answers(self, count):
+        first, self.done = self.done, max(count, self.done)
+        found = [(place, (self.share[place].seed, self.version)) for place in range(first, self.done)]
+        is_last = self.done == len(self.share)
+        if is_last:
+            self.share = []
+        return Arrivals(found, is_last)  # type: ignore[arg-type]
+
+    def cut(self, max_tokens):
+        assert max_tokens == 0
+        self.share = self.share[: self.done]
+
+    def sleep(self):
+        assert not self.share, "an engine sleeps that still generates"
+        self.asleep = True
+
+    def wake(self, tags):
+        self.asleep = self.asleep and tags != ["kv_cache"]
+
+    def check_alive(self):
+        pass
+
+    def take_push(self, manifest, version):
+        self.version = version
+
+
+class FakeActor:
+    """Pushes to all engines at once, as nccl and ipc do, or leaves a manifest."""
+
+    def __init__(self, workers, backend):
+        self.workers, self.backend, self.links = workers, backend, 0
+        self.group = SimpleNamespace(all=self._all, address=lambda: ("host", 1))
+
+    @contextmanager
+    def awake(self):
+        yield
+
+    def sleep_optimizer(self):
+        pass
+
+    def _all(self, method, *args):
+        if method == "connect_engines":
+            self.links += 1
+            assert self.backend == "shm" or all(worker.alive for worker in self.workers.values()), "one is dead"
+        if method != "push_weights":
+            return [None]
+        if self.backend != "shm":
+            assert not any(worker.share for worker in self.workers.values()), "a push came to an engine that generates"
+            for worker in self.workers.values():
+                worker.version = args[0]
+        manifest: dict[str, Any] | None = {"files": []} if self.backend == "shm" else None
+        return [PushReport(args[0], 8, 1.0, 1, 1, manifest)]
+
+
+@pytest.fixture(autouse=True)
+def fake_ray(monkeypatch):
+    monkeypatch.setattr(engine_group, "ray", FakeRay())
+
+
+def make_group(backend, *, takes_turns, dying):
+    """Three engines with the weights of VERSION, of which some die in the next batch, and all that were started."""
+    started: list[FakeWorker] = []
+    present: dict[int, FakeWorker] = {}
+
+    def start(number):
+        worker = FakeWorker(number, dies_in_batch=number in dying and number not in present)
+        started.append(worker)
+        present[number] = worker
+        return worker, FakeCall(lambda: None, waits=False)
+
+    group = EngineGroup(start, num_engines=3, takes_turns=takes_turns, sync_backend=backend, ranks_per_engine=1)
+    group.connect(FakeActor(present, backend))  # type: ignore[arg-type]
+    group.receive_weights(VERSION)
+    group.wake_cache()
+    return group, started
+
+
+@pytest.mark.parametrize("dying", [{1}, {0, 2}])
+@pytest.mark.parametrize(("backend", "takes_turns"), [("ipc", True), ("nccl", False), ("shm", True), ("shm", False)])
+def test_after_the_death_of_engines_every_request_has_one_response_by_the_present_weights(backend, takes_turns, dying):
+    group, started = make_group(backend, takes_turns=takes_turns, dying=dying)
+    assert group.generate(REQUESTS, SamplingParams(1)) == [(number, VERSION) for number in range(len(REQUESTS))]
+    assert [worker.number for worker in started[3:]] == sorted(dying)
+    assert not any(worker.asleep for worker in started if worker.alive)
+
+
+def test_engines_that_have_finished_are_not_asked_again_when_another_one_dies():
+    group, started = make_group("ipc", takes_turns=True, dying=set())
+    group.begin(REQUESTS, SamplingParams(1))
+    finished, dead, _ = started
+    found = []
+    for _ in range(4):  # the first part of each engine's share, then the rest of the first engine's
+        found += group.collect()
+    assert not finished.share
+    assert dead.share
+    dead.alive = False
+    finished.begin = None  # type: ignore[assignment]
+    while group.is_generating:
+        found += group.collect()
+    assert sorted(found) == [(number, (number, VERSION)) for number in range(len(REQUESTS))]
+
+
+def test_engines_that_die_again_and_again_end_the_run():
+    group, started = make_group("ipc", takes_turns=True, dying={1})
+    group._restarts = engine_group.MAX_RESTARTS
+    with pytest.raises(ProcessDied, match="the last one was engine 1"):
+        group.generate(REQUESTS, SamplingParams(1))
+    assert len(started) == 3

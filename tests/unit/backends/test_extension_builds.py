@@ -1,0 +1,54 @@
+"""What PyTorch's compiler finds: ninja, and of locks only those of live processes."""
+
+import os
+import shutil
+import sysconfig
+import threading
+import time
+
+import pytest
+
+from rlhf_cli.backends.training.extension_builds import STALE_SECONDS, remove_stale_locks, use_own_ninja
+
+OLD = time.time() - 2 * STALE_SECONDS
+
+
+@pytest.fixture
+def lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    path = tmp_path / "an_operator" / "lock"
+    path.parent.mkdir()
+    path.touch()
+    return path
+
+
+def test_an_old_lock_that_nobody_has_open_is_removed(lock):
+    os.utime(lock, (OLD, OLD))
+    remove_stale_locks()
+    assert not lock.exists()
+
+
+def test_the_lock_of_a_process_that_compiles_is_left(lock):
+    os.utime(lock, (OLD, OLD))
+    with lock.open():
+        remove_stale_locks()
+    assert lock.exists()
+
+
+def test_a_young_lock_is_waited_for(lock):
+    threading.Timer(0.3, lock.unlink).start()
+    begin = time.monotonic()
+    remove_stale_locks(poll_seconds=0.01)
+    assert time.monotonic() - begin > 0.25
+    assert not lock.exists()
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/usr/bin:/bin"])
+def test_ninja_is_found_where_the_environment_is_not_activated(monkeypatch, path):
+    monkeypatch.setenv("PATH", path)
+    for _ in range(2):
+        use_own_ninja()
+        assert os.environ["PATH"] == f"{sysconfig.get_path('scripts')}:{path}"
+    found = shutil.which("ninja")
+    assert found is not None
+    assert found.startswith(sysconfig.get_path("scripts"))

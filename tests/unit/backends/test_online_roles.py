@@ -1,0 +1,104 @@
+"""How batches are dealt to ranks and engines, and put together again: no layout changes who gets which sample."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_training import make_sequences
+
+from rlhf_cli.backends.roles.groups import Dealer, RewardGroup
+from rlhf_cli.backends.rollout.engine_group import balanced_shares
+from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data.packing.packs import Sequence
+from rlhf_cli.data.packing.samples import Sample
+from rlhf_cli.data.rollouts import GenerationRequest
+from rlhf_cli.models.reward_model import ScoreStatistics
+
+LAYOUTS = [(1, 1000, None), (1, 20, None), (2, 25, None), (3, 1000, 1), (8, 12, None)]
+
+
+class FakeGroup:
+    """Ranks that answer every trained token with ten times its id."""
+
+    METHODS = ("logprobs", "scores")
+
+    def __init__(self) -> None:
+        self.micro_batches: list[list[int]] = []
+
+    def start_each(self, method: str, args_by_rank: list[tuple[Any, ...]]) -> list[Any]:
+        assert method in self.METHODS
+        return [self._rank(micro_batches) for (micro_batches,) in args_by_rank]
+
+    def _rank(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+        self.micro_batches.append([sum(len(sequence) for sequence in batch) for batch in micro_batches])
+        return [
+            np.concatenate([np.zeros(0), *(10.0 * s.token_ids[s.loss_mask] for s in batch)]) for batch in micro_batches
+        ]
+
+    def wait(self, calls: list[Any]) -> list[Any]:
+        return calls
+
+
+def dealer(num_ranks: int, max_tokens: int, max_sequences: int | None) -> Dealer:
+    batch = BatchConfig(train_max_tokens_per_gpu=max_tokens, micro_train_batch_size=max_sequences)
+    return Dealer(num_ranks, batch, quadratic_cost=0.01)
+
+
+@pytest.mark.parametrize(("num_ranks", "max_tokens", "max_sequences"), LAYOUTS)
+def test_results_come_back_to_their_sequences(num_ranks, max_tokens, max_sequences):
+    sequences, group = make_sequences(7), FakeGroup()
+    results = dealer(num_ranks, max_tokens, max_sequences).forward(group, "logprobs", sequences)  # type: ignore[arg-type]
+    for sequence, result in zip(sequences, results, strict=True):
+        assert result.tolist() == (10.0 * sequence.token_ids[sequence.loss_mask]).tolist()
+    assert len(group.micro_batches) == num_ranks
+    assert len({len(batches) for batches in group.micro_batches}) == 1
+    assert all(size <= max_tokens for batches in group.micro_batches for size in batches)
+
+
+@pytest.mark.parametrize(("num_ranks", "max_tokens", "max_sequences"), LAYOUTS)
+def test_a_reward_model_reads_the_last_token_of_each_sequence(num_ranks, max_tokens, max_sequences):
+    sequences, group = make_sequences(7), FakeGroup()
+    deal = dealer(num_ranks, max_tokens, max_sequences)
+    reward = RewardGroup(group, deal, takes_turns=False, statistics=None)  # type: ignore[arg-type]
+    assert reward.scores(sequences) == [10.0 * sequence.token_ids[-1] for sequence in sequences]
+
+
+def test_scores_are_normalised_by_the_statistics_of_the_model():
+    sequences, deal = make_sequences(3), dealer(1, 1000, None)
+    statistics = ScoreStatistics(mean=4.0, std=2.0)
+    reward = RewardGroup(FakeGroup(), deal, takes_turns=False, statistics=statistics)  # type: ignore[arg-type]
+    assert reward.scores(sequences) == [(10.0 * sequence.token_ids[-1] - 4.0) / 2.0 for sequence in sequences]
+
+
+@pytest.mark.parametrize(("num_ranks", "max_tokens", "max_sequences"), LAYOUTS)
+def test_every_sample_of_a_step_is_trained_once_with_the_totals_of_the_whole_step(num_ranks, max_tokens, max_sequences):
+    samples = [Sample(sequence, {}) for sequence in make_sequences(7)]
+    steps = [np.array([3, 0, 6]), np.array([1, 2, 4, 5])]
+    shares = dealer(num_ranks, max_tokens, max_sequences).steps(samples, steps)
+    assert len(shares) == num_ranks
+    for number, indices in enumerate(steps):
+        parts = [share[number] for share in shares]
+        trained = [id(sample) for part in parts for batch in part.micro_batches for sample in batch]
+        assert sorted(trained) == sorted(id(samples[i]) for i in indices)
+        assert {part.totals.num_sequences for part in parts} == {len(indices)}
+        assert {part.totals.num_tokens for part in parts} == {sum(samples[i].sequence.num_trained for i in indices)}
+        assert len({len(part.micro_batches) for part in parts}) == 1
+
+
+def test_prompts_go_to_the_engine_with_the_least_to_do():
+    lengths = [5, 30, 7, 1, 12]  # expected tokens of each response; prompts of one token, two samples each
+    requests = [
+        GenerationRequest([prompt], 10 * prompt + i, length) for prompt, length in enumerate(lengths) for i in (0, 1)
+    ]
+    # Costs 12, 62, 16, 4, 26: 62 to the first; 26, 16 and 12 to the second (54), and 4 to it as well.
+    assert balanced_shares(requests, 2) == [[2, 3], [0, 1, 4, 5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 3, 7, 12])
+def test_equal_prompts_are_spread_evenly_and_none_is_lost(num_engines):
+    requests = [GenerationRequest([number // 2], number) for number in range(20)]
+    shares = balanced_shares(requests, num_engines)
+    assert len(shares) == num_engines
+    assert sorted(number for share in shares for number in share) == list(range(20))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 2
+    assert all(number ^ 1 in share for share in shares for number in share)  # samples of a prompt stay together

@@ -1,0 +1,252 @@
+"""One rank of actor, critic and reference on the real engine: adapters, moving averages, references that move."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_training import OPTIM, make_sequences
+from transformers import AutoModelForCausalLM
+
+from rlhf_cli.algorithms.aggregation import StepTotals
+from rlhf_cli.backends.roles.ranks import Actor, Critic, Reference, Reward, join_and_load
+from rlhf_cli.backends.roles.settings import ROLE_CLASSES, RoleSettings
+from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE, host_engine
+from rlhf_cli.backends.training import distributed
+from rlhf_cli.backends.weight_sync.vllm_trainer import tensor_specs
+from rlhf_cli.config.model import LoraConfig, ModelConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig
+from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.data.packing.packs import pack
+from rlhf_cli.models.adapters import WEIGHTS_FILE, plan_adapter, read_config
+from rlhf_cli.models.merging import FoldedAdapter
+from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.models.weight_files import SafetensorsFiles, TensorSource, folder_of, open_weights
+from rlhf_cli.trainers.offline.loop import bind
+from rlhf_cli.trainers.offline.sft import sft_objective
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def role_settings(
+    pretrain: str,
+    stage: int,
+    *,
+    dtype: str = "fp32",
+    lora_rank: int = 0,
+    ema_beta: float | None = None,
+    target_modules: Sequence[str] = ("all-linear",),
+) -> RoleSettings:
+    lora = LoraConfig(lora_rank=lora_rank, target_modules=list(target_modules))
+    model = ModelConfig(pretrain=pretrain, param_dtype=dtype)  # type: ignore[arg-type]
+    return RoleSettings(
+        model=model,
+        deepspeed=DeepSpeedConfig(zero_stage=stage),  # type: ignore[arg-type]
+        optim=OPTIM,
+        learning_rate=1e-2,
+        total_steps=10,
+        seed=0,
+        temperature=1.0,
+        max_new_tokens=8,
+        policy=ActorCriticPolicyConfig(),
+        adapter=plan_adapter(model, lora, seed=1) if lora_rank else None,
+        ema_beta=ema_beta,
+    )
+
+
+@pytest.mark.parametrize(("stage", "is_partitioned"), [(2, False), (3, True)])
+def test_a_role_reads_its_weights_onto_its_own_device(tiny_model_dir, stage, is_partitioned):
+    asked: dict[str, Any] = {}
+    model = torch.nn.Linear(1, 1)
+
+    def load(source, **how):
+        asked.update(how, pretrain=source.pretrain)
+        return model
+
+    assert join_and_load(role_settings(tiny_model_dir, stage), load) is model
+    assert (asked["pretrain"], asked["device"]) == (tiny_model_dir, distributed.device())
+    assert (asked["partition"] is not None) == is_partitioned
+
+
+def train(actor: Actor, steps: int = 1) -> None:
+    """Change the weights, whatever for."""
+    sequences = make_sequences(4)
+    totals = StepTotals(sum(sequence.num_trained for sequence in sequences), len(sequences))
+    for _ in range(steps):
+        actor.role.train_step([pack(sequences)], bind(sft_objective, totals))  # type: ignore[list-item]
+
+
+def own_weights(actor: Actor) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in actor.role.engine.named_weights(actor.role.hf_model)}
+
+
+def engine_weights(actor: Actor) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in actor.engine_weights()}
+
+
+def logprobs(actor: Actor, method: str = "logprobs") -> np.ndarray:
+    return getattr(actor, method)([make_sequences(5)])[0]
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(weight.equal(other[name]) for name, weight in one.items())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_engines_get_what_merge_would_write_and_the_trainer_keeps_its_own_bit_for_bit(tiny_model_dir, tmp_path, stage):
+    actor = Actor(role_settings(tiny_model_dir, stage, lora_rank=4))
+    train(actor)
+    before = own_weights(actor)
+    pushed = engine_weights(actor)
+    assert equal(before, own_weights(actor))
+    actor.role.save_model(tmp_path / "adapter")
+    base = open_weights(folder_of(tiny_model_dir))
+    adapter = SafetensorsFiles([tmp_path / "adapter" / WEIGHTS_FILE])
+    merged = FoldedAdapter(base, adapter, read_config(tmp_path / "adapter"))
+    assert set(pushed) == set(merged.names())
+    assert all(weight.equal(merged.read(name)) for name, weight in pushed.items())
+    changed = [name for name, weight in pushed.items() if not weight.equal(base.read(name))]
+    assert {name.rsplit(".", 2)[1] for name in changed} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_pushed_bf16_weights_are_rounded_once(tiny_model_dir, stage):
+    actor = Actor(role_settings(tiny_model_dir, stage, dtype="bf16", lora_rank=4))
+    train(actor)
+    own, name = own_weights(actor), "model.layers.0.self_attn.q_proj"
+    a_RI, b_OR = (own[f"{name}.{kind}.default.weight"].float() for kind in ("lora_A", "lora_B"))
+    assert b_OR.abs().max() > 0
+    expected = (own[f"{name}.base_layer.weight"].float() + 4.0 * (b_OR @ a_RI)).bfloat16()  # alpha 16, rank 4
+    assert engine_weights(actor)[f"{name}.weight"].equal(expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_reference_of_an_adapter_is_its_base_and_engines_say_what_the_trainer_says(tiny_model_dir, stage):
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    actor = Actor(role_settings(tiny_model_dir, stage, lora_rank=4))
+    untrained = logprobs(actor)
+    assert logprobs(actor, "base_logprobs").tolist() == untrained.tolist()  # a new adapter changes nothing
+    train(actor, steps=3)
+    assert logprobs(actor, "base_logprobs").tolist() == untrained.tolist()
+    assert np.abs(logprobs(actor) - untrained).max() > 0.05
+    plain.load_state_dict(engine_weights(actor), strict=False)
+    with torch.no_grad():
+        merged = PolicyModel(plain)(pack(make_sequences(5)))[0]
+    assert merged.numpy() == pytest.approx(logprobs(actor), abs=1e-4)
+
+
+def test_without_an_adapter_the_engines_get_the_weights_as_they_are(tiny_model_dir):
+    actor = Actor(role_settings(tiny_model_dir, 2))
+    train(actor)
+    assert equal(engine_weights(actor), own_weights(actor))
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_engines_get_every_expert_of_a_mixture_by_its_name(tiny_moe_dir, tmp_path, stage, lora_rank):
+    linear = ATTENTION if lora_rank else ["all-linear"]
+    actor = Actor(role_settings(tiny_moe_dir, stage, lora_rank=lora_rank, target_modules=linear))
+    train(actor)
+    actor.role.save_model(tmp_path / "saved")
+    base = open_weights(folder_of(tiny_moe_dir))
+    saved = tmp_path / "saved"
+    if lora_rank:
+        written: TensorSource = FoldedAdapter(base, SafetensorsFiles([saved / WEIGHTS_FILE]), read_config(saved))
+    else:
+        written = open_weights(saved)
+    pushed = engine_weights(actor)
+    assert set(pushed) == set(base.names())
+    assert all(weight.equal(written.read(name)) for name, weight in pushed.items())
+    changed = " ".join(name for name, weight in pushed.items() if not weight.equal(base.read(name)))
+    assert ".self_attn." in changed
+    assert (".mlp.experts." in changed) == (lora_rank == 0)  # adapters are on linear layers, which experts are not
+
+
+def test_engines_are_told_the_shapes_of_a_mixture_before_the_push(tiny_moe_dir):
+    actor = Actor(role_settings(tiny_moe_dir, 3))
+    announced = [(spec.name, spec.shape, spec.dtype) for spec in tensor_specs(actor.role.hf_model)]
+    assert announced == [(name, tuple(w.shape), w.dtype) for name, w in engine_weights(actor).items()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_critic_trains_its_adapter_and_its_head_alone(tiny_model_dir, tmp_path, stage):
+    critic = Critic(role_settings(tiny_model_dir, stage, lora_rank=4))
+    trained = {name for name, p in critic.role.hf_model.named_parameters() if p.requires_grad}
+    assert "score.weight" in trained
+    assert all(".lora_" in name for name in trained - {"score.weight"})
+    critic.role.save(tmp_path)
+    again = Critic(role_settings(tiny_model_dir, stage, lora_rank=4))
+    again.role.load(tmp_path)
+    assert np.array_equal(again.values([make_sequences(5)])[0], critic.values([make_sequences(5)])[0])
+
+
+@pytest.mark.parametrize(("stage", "lora_rank"), [(0, 0), (2, 0), (3, 0), (3, 4)])
+def test_the_average_follows_every_step_and_goes_on_from_a_checkpoint(tiny_model_dir, tmp_path, stage, lora_rank):
+    def averaged(actor: Actor) -> dict[str, torch.Tensor]:
+        assert actor.role._average is not None
+        return dict(actor.role._average.weights())
+
+    settings = role_settings(tiny_model_dir, stage, lora_rank=lora_rank, ema_beta=0.75)
+    actor = Actor(settings)
+    trained = {name for name, p in actor.role.hf_model.named_parameters() if p.requires_grad}
+    expected = own_weights(actor)
+    for _ in range(2):
+        train(actor)
+        expected = {name: 0.75 * expected[name] + 0.25 * weight for name, weight in own_weights(actor).items()}
+    found = averaged(actor)
+    assert found.keys() == trained
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+    actor.role.save(tmp_path / "saved")
+    again = Actor(settings)
+    again.role.load(tmp_path / "saved")
+    train(actor)
+    train(again)
+    assert equal(averaged(actor), averaged(again))
+    actor.role.save_average(tmp_path / "ema")
+    written = load_file(tmp_path / "ema" / (WEIGHTS_FILE if lora_rank else "model.safetensors"))
+    assert {tuple(weight.shape) for weight in written.values()} == {tuple(w.shape) for w in found.values()}
+    if not lora_rank:
+        assert equal(written, averaged(actor))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_reference_moves_towards_the_actor_by_its_share(tiny_model_dir, tmp_path, stage):
+    actor, reference = Actor(role_settings(tiny_model_dir, stage)), Reference(role_settings(tiny_model_dir, stage))
+    start = own_weights(actor)
+    train(actor)
+    for number in range(actor.num_buckets()):
+        reference.move(actor.bucket(number), 0.25)
+    reference.save(tmp_path)
+    moved = load_file(tmp_path / "reference.safetensors")
+    for name, weight in own_weights(actor).items():
+        torch.testing.assert_close(moved[name], 0.75 * start[name] + 0.25 * weight, rtol=0, atol=1e-6)
+    again = Reference(role_settings(tiny_model_dir, stage))
+    again.load(tmp_path)
+    assert np.array_equal(again.logprobs([make_sequences(5)])[0], reference.logprobs([make_sequences(5)])[0])
+    assert not np.array_equal(reference.logprobs([make_sequences(5)])[0], logprobs(actor))
+
+
+def test_what_is_saved_of_an_adapter_is_an_adapter(tiny_model_dir, tmp_path: Path):
+    actor = Actor(role_settings(tiny_model_dir, 2, lora_rank=4))
+    actor.role.save_model(tmp_path / "model")
+    assert {"adapter_config.json", WEIGHTS_FILE} <= {path.name for path in (tmp_path / "model").iterdir()}
+    assert not (tmp_path / "model" / "config.json").exists()
+
+
+def test_every_role_has_a_class_of_that_name():
+    assert {role: resolve_name(name) for role, name in ROLE_CLASSES.items()} == {
+        "actor": Actor,
+        "critic": Critic,
+        "ref": Reference,
+        "reward": Reward,
+    }
+    assert resolve_name(HOST_ENGINE) is host_engine

@@ -1,0 +1,67 @@
+"""What travels to ranks arrives as it was."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from rlhf_cli.algorithms.aggregation import StepTotals
+from rlhf_cli.backends.roles.serialization import MicroBatches, UpdateSteps
+from rlhf_cli.backends.roles.settings import UpdateStep
+from rlhf_cli.data.packing.packs import Sequence
+from rlhf_cli.data.packing.samples import Sample
+
+RNG = np.random.default_rng(0)
+
+
+def sequence(length: int) -> Sequence:
+    mask = RNG.random(length) < 0.5
+    mask[0] = False
+    return Sequence(RNG.integers(0, 1000, length).astype(np.int32), mask)
+
+
+def sample(length: int) -> Sample:
+    made = sequence(length)
+    columns = {name: RNG.random(made.num_trained).astype(np.float32) for name in ("old_logprobs", "advantages")}
+    return Sample(made, columns)
+
+
+def arrived(sent):
+    return pickle.loads(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
+
+
+def assert_equal_sequences(found: Sequence, sent: Sequence) -> None:
+    for name in ("token_ids", "loss_mask"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(sent, name), strict=True)
+
+
+def test_micro_batches_of_sequences_arrive_empty_ones_too():
+    sent = MicroBatches([[sequence(7), sequence(1)], [], [sequence(3)]])
+    found = arrived(sent)
+    assert [len(members) for members in found] == [2, 0, 1]
+    for one, other in zip(found, sent, strict=True):
+        for pair in zip(one, other, strict=True):
+            assert_equal_sequences(*pair)
+
+
+@pytest.mark.parametrize("sent", [MicroBatches(), MicroBatches([[]]), UpdateSteps()])
+def test_nothing_arrives_as_nothing(sent):
+    assert arrived(sent) == list(sent)
+
+
+def test_steps_arrive_and_a_sample_of_several_steps_travels_once():
+    samples = [sample(length) for length in (5, 2, 9, 1)]
+    totals = StepTotals(num_tokens=3, num_sequences=2)
+    first, second = [[samples[2], samples[0]], []], [[samples[1]], [samples[3], samples[0]]]
+    sent = UpdateSteps([UpdateStep(first, totals), UpdateStep(second, totals)])
+    found = arrived(sent)
+    assert [[len(members) for members in step.micro_batches] for step in found] == [[2, 0], [1, 2]]
+    assert all(step.totals == totals for step in found)
+    assert found[0].micro_batches[0][1] is found[1].micro_batches[1][1]
+    for one, other in zip(found, sent, strict=True):
+        for members, originals in zip(one.micro_batches, other.micro_batches, strict=True):
+            for got, original in zip(members, originals, strict=True):
+                assert_equal_sequences(got.sequence, original.sequence)
+                assert got.columns.keys() == original.columns.keys()
+                for name, values in original.columns.items():
+                    np.testing.assert_array_equal(got.columns[name], values, strict=True)

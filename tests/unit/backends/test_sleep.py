@@ -1,0 +1,99 @@
+"""States that leave the accelerator and come back: on a CPU their logic, under the real DeepSpeed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from adapted_models import load
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from sleeping import assert_same, trained_weights
+
+from rlhf_cli.backends.training.deepspeed_engine import check_compiler
+from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.policy import PolicyModel
+
+CPU = torch.device("cpu")
+
+
+def test_frozen_tensors_have_one_copy_in_host_memory_that_is_not_written_again():
+    weight = torch.nn.Parameter(torch.arange(4.0), requires_grad=False)
+    copies = HostCopies([weight], pin=False)
+    copies.leave()
+    host = weight.data_ptr()
+    copies.come_back(CPU)
+    assert weight.data_ptr() != host
+    weight.data[0] = 9.0  # unseen: what comes next shows that the copy of before is used
+    copies.leave()
+    assert (weight.data_ptr(), weight.tolist()) == (host, [0.0, 1.0, 2.0, 3.0])
+
+
+def test_a_weight_that_moved_is_copied_again():
+    weight = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    copies = HostCopies([weight], pin=False)
+    for _ in range(2):
+        copies.leave()
+        copies.leave()  # a second call changes nothing
+        copies.come_back(CPU)
+        with torch.no_grad():
+            weight.lerp_(torch.ones(2), 0.5)
+    copies.leave()
+    assert weight.tolist() == [0.75, 0.75]
+    with torch.no_grad():
+        weight.lerp_(torch.ones(2), 1.0)  # also while it is away
+    copies.come_back(CPU)
+    assert weight.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_model_under_an_adapter_trains_on_after_it_slept(tiny_model_dir, stage):
+    def sleep_and_wake(engine, module):
+        states = TrainedStates(engine._engine, module, device=CPU)
+
+        def once():
+            states.leave(with_weights=False)
+            states.leave(with_weights=True)
+            states.come_back()
+
+        return once
+
+    never = trained_weights(tiny_model_dir, stage, lora_rank=2)
+    assert_same(never, trained_weights(tiny_model_dir, stage, lora_rank=2, between=sleep_and_wake))
+
+
+class FakeEngine:
+    """The calls that move states; at stage 3 DeepSpeed's own need its fused Adam, which a CPU lacks."""
+
+    def __init__(self):
+        self.optimizer = SimpleNamespace(offload_states=None)
+        self.moved: list[list[OffloadStateTypeEnum]] = []
+
+    def offload_states(self, include):
+        self.moved.append(include)
+
+    def reload_states(self):
+        self.moved.append([])
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_frozen_shares_of_stage_3_are_moved_here_and_not_by_deepspeed(tiny_model_dir, lora_rank):
+    module = PolicyModel(load(tiny_model_dir, 3, lora_rank=lora_rank, dtype="bf16"))
+    shares = {name: getattr(p, "ds_tensor", p) for name, p in module.named_parameters()}  # adapters are split later
+    before = {name: share.data_ptr() for name, share in shares.items()}
+    engine = FakeEngine()
+    states = TrainedStates(engine, module, device=CPU)
+    states.leave(with_weights=True)
+    moved = {name for name, share in shares.items() if share.data_ptr() != before[name]}
+    states.come_back()
+    assert moved == {name for name, p in module.named_parameters() if not p.requires_grad}
+    # DeepSpeed maps the shares of all weights onto a buffer of the trained ones.
+    assert (OffloadStateTypeEnum.lp_params in engine.moved[0]) == (lora_rank == 0)
+    assert (len(engine.moved), engine.moved[1]) == (2, [])
+
+
+def test_a_missing_compiler_is_named_with_the_ways_out():
+    check_compiler("/usr/local/cuda")
+    with pytest.raises(UsageError, match=r"needs nvcc.*CUDA_HOME.*--zero_stage 2"):
+        check_compiler(None)

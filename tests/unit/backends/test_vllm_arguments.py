@@ -1,0 +1,134 @@
+"""Engine arguments of vLLM: what the program sets, what a user may add, and how wrong ones are refused."""
+
+import importlib.util
+import re
+import sys
+
+import pytest
+
+from rlhf_cli import cli
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.engine_group import described
+from rlhf_cli.backends.rollout.vllm_arguments import argument_names, check_vllm_args, check_with, engine_arguments
+from rlhf_cli.backends.rollout.vllm_start import kv_blocks
+from rlhf_cli.config.generate import SamplingConfig
+from rlhf_cli.config.online import EngineConfig
+from rlhf_cli.config.vllm_args import DECIDED, HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.flags import config_class, flags_of
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+OPEN = {"max_num_seqs", "max_num_batched_tokens", "disable_log_stats"}
+"""Arguments that this program sets and a user may change."""
+
+
+def test_whatever_the_program_sets_is_refused_from_a_user_but_for_the_limits_of_a_step():
+    for on_cpu in (True, False):
+        ours = engine_arguments("m", EngineSettings(max_model_len=9), on_cpu=on_cpu).keys()
+        assert ours - OPEN <= DECIDED.keys()
+    assert not DECIDED.keys() & OPEN
+
+
+def test_limits_of_a_step_are_fixed_on_a_cpu_and_vllm_s_own_on_a_gpu():
+    settings = EngineSettings(max_model_len=9000)
+    on_cpu = engine_arguments("m", settings, on_cpu=True)
+    assert (on_cpu["max_num_seqs"], on_cpu["max_num_batched_tokens"]) == (256, 9000)
+    assert not {"max_num_seqs", "max_num_batched_tokens"} & engine_arguments("m", settings, on_cpu=False).keys()
+
+
+def test_every_setting_that_is_named_instead_exists():
+    commands = (cli.COMMANDS["grpo"], cli.COMMANDS["generate"])
+    flags = {flag for entry in commands for flag in flags_of(config_class(cli.command_function(entry)))}
+    named = {name.removeprefix("no_") for text in DECIDED.values() for name in re.findall(r"--(\w+)", text)}
+    assert named <= flags
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"max_model_len": 5}', "this program sets max_model_len: give --max_len"),
+        ('{"max_num_seqs": 5, "dtype": "half"}', "this program sets dtype: give --param_dtype"),
+        ('{"data_parallel_size": 2}', "Ray places the engines: --vllm_num_engines"),
+        ("[1]", "must be a JSON object"),
+    ],
+)
+def test_what_the_program_decides_is_refused_with_the_setting_to_use(text, complaint):
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        EngineConfig(vllm_args=text)
+
+
+def test_arguments_need_the_engine_of_vllm():
+    given = EngineConfig(vllm_args='{"max_num_seqs": 7}')
+    with pytest.raises(UsageError, match="--vllm_args needs vLLM; --rollout_backend transformers"):
+        check_vllm_args(given, backend="transformers")
+    check_vllm_args(EngineConfig(), backend="transformers")
+
+
+def test_the_start_of_a_run_names_what_was_added():
+    assert described(SamplingConfig(vllm_num_engines=2), "vllm") == "2 x vllm"
+    assert described(SamplingConfig(vllm_args='{"a": 7}'), "vllm") == '1 x vllm with {"a": 7}'
+
+
+@needs_vllm
+def test_a_name_that_vllm_does_not_have_is_refused_with_a_near_one_without_loading_vllm():
+    loaded = "vllm" in sys.modules
+    with pytest.raises(UsageError, match=r"no engine argument max_num_seq \(did you mean max_num_seqs\?\)"):
+        check_vllm_args(EngineConfig(vllm_args='{"max_num_seq": 7}'), backend="vllm")
+    assert ("vllm" in sys.modules) == loaded
+
+
+@needs_vllm
+def test_all_that_the_program_decides_are_arguments_of_the_installed_vllm():
+    assert DECIDED.keys() | OPEN <= argument_names()
+
+
+@needs_vllm
+def test_the_bounds_of_temperature_are_those_at_which_vllm_refuses_or_alters_it():
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    assert SamplingParams(temperature=HIGHEST_TEMPERATURE).temperature == HIGHEST_TEMPERATURE
+    with pytest.raises(VLLMValidationError, match="temperature"):
+        SamplingParams(temperature=HIGHEST_TEMPERATURE + 0.01)
+    assert SamplingParams(temperature=LOWEST_TEMPERATURE).temperature == LOWEST_TEMPERATURE
+    assert SamplingParams(temperature=LOWEST_TEMPERATURE / 2).temperature == LOWEST_TEMPERATURE  # raised in silence
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("ppo --pretrain x --output y --prompt_data z --reward_funcs math", "--temperature"),
+        ("grpo --pretrain x --output y --prompt_data z --reward_funcs math --eval_dataset z", "--eval_temperature"),
+        ("generate --pretrain x --output y --prompt_data z", "--temperature"),
+        ("eval --pretrain x --output y --prompt_data z --reward_funcs math", "--temperature"),
+    ],
+)
+def test_a_temperature_that_engines_refuse_or_alter_is_refused_before_anything_starts(words, flag, capsys):
+    for value, reason in (("2.5", "2"), ("0.001", "0.01")):
+        assert cli.main([*words.split(), flag, value]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert flag.removeprefix("--") in line
+        assert reason in line
+
+
+def checked_by(program):
+    check_with([sys.executable, "-c", f"import sys; {program}"])
+
+
+def test_the_last_line_of_the_checking_process_is_the_complaint():
+    checked_by("print('noise', file=sys.stderr)")
+    with pytest.raises(UsageError, match=r"^second$"):
+        checked_by("print('first\\nsecond', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(RunError, match=r"vLLM could not be loaded to check --vllm_args \(no lib\)"):
+        checked_by("sys.exit('no lib')")
+    with pytest.raises(RunError, match="status 3"):
+        checked_by("sys.exit(3)")
+
+
+def test_the_cache_of_a_cpu_is_as_large_as_all_sequences_can_fill(tiny_model_dir):
+    """Two layers of two heads with 8 numbers, keys and values in 4 bytes: 256 bytes a token, 128 tokens a block."""
+    settings = EngineSettings(max_model_len=200, dtype="fp32")
+    assert kv_blocks(tiny_model_dir, settings, num_sequences=10) == {"num_gpu_blocks_override": 21}
+    most = 2**30 // (256 * 128)  # the bound of a GiB; one block stays empty
+    assert kv_blocks(tiny_model_dir, settings, num_sequences=(most - 1) // 2) != {}
+    assert kv_blocks(tiny_model_dir, settings, num_sequences=most // 2 + 1) == {}

@@ -1,0 +1,279 @@
+"""The program as a whole: exit statuses, what is printed where, completion, and what help costs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from rlhf_cli import cli
+from rlhf_cli.config.base import Group
+from rlhf_cli.errors import RunError, UsageError, first_line
+from rlhf_cli.version import __version__
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def rlhf(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What a real process of the program prints and returns."""
+    command = [sys.executable, "-m", "rlhf_cli", *args]
+    env = {**os.environ, "COLUMNS": "80", **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=REPOSITORY, timeout=60, check=False)
+
+
+class Output(Group):
+    output: str = "."
+    mood: str = "fine"
+
+
+class MoodConfig(BaseModel):
+    checkpoint: Output = Output()
+
+
+def mood(config: MoodConfig) -> None:
+    """End in a mood."""
+    match config.checkpoint.mood:
+        case "usage":
+            raise UsageError("row 3 of data.jsonl\nhas no assistant turn")
+        case "failure":
+            raise RunError("no space left on the disk")
+        case "failure with cause":
+            try:
+                _ = 1 / 0
+            except ZeroDivisionError as error:
+                raise RunError("engine 1 died: continue with --load_checkpoint") from error
+        case "defect":
+            raise KeyError("first line\nsecond line")
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "launcher":
+            raise SystemExit(7)
+
+
+class MoodGroup(cli.CommandGroup):
+    """`reinforce++` and `mood` instead of the program's commands."""
+
+    table = {"mood": cli.Entry("mood", "Moods", "End in a mood."), "reinforce++": cli.Entry("rpp", "Moods", "Plus.")}
+
+    def resolve_command(self, ctx, args):
+        name, _, rest = super(cli.CommandGroup, self).resolve_command(ctx, args)
+        return name, cli.command_of(name, mood) if name else None, rest
+
+
+def ends(args: list[str], capsys) -> tuple[int, str]:
+    """Exit status and standard error of the program with the commands above."""
+    status = cli.main(args, group=MoodGroup)
+    return status, capsys.readouterr().err
+
+
+def test_a_run_that_ends_well_exits_0_and_says_nothing(capsys):
+    assert ends(["mood"], capsys) == (0, "")
+
+
+def test_wrong_usage_exits_2_in_one_line(capsys):
+    said = (2, "rlhf mood: row 3 of data.jsonl; has no assistant turn\n")
+    assert ends(["mood", "--mood", "usage"], capsys) == said
+
+
+def test_a_failed_run_exits_1_in_one_line(capsys, tmp_path):
+    said = (1, "rlhf mood: no space left on the disk\n")
+    assert ends(["mood", "--mood", "failure", "--output", str(tmp_path)], capsys) == said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_with_a_cause_leaves_the_trace_in_the_run_directory(capsys, tmp_path):
+    status, said = ends(["mood", "--mood", "failure with cause", "--output", str(tmp_path)], capsys)
+    log = tmp_path / "error.log"
+    assert (status, said) == (1, f"rlhf mood: engine 1 died: continue with --load_checkpoint (trace in {log})\n")
+    assert "ZeroDivisionError: division by zero" in log.read_text()
+
+
+def test_a_defect_exits_1_with_one_line_and_the_path_of_its_trace(capsys, tmp_path):
+    status, said = ends(["mood", "--mood", "defect", "--output", str(tmp_path)], capsys)
+    log = tmp_path / "error.log"
+    assert status == 1
+    assert said == f"rlhf mood: unexpected KeyError: 'first line\\nsecond line' (trace in {log})\n"
+    assert "Traceback (most recent call last)" in log.read_text()
+
+
+def test_a_defect_without_a_run_directory_leaves_its_trace_in_a_temporary_file(capsys, tmp_path):
+    _, said = ends(["mood", "--mood", "defect", "--output", str(tmp_path / "none")], capsys)
+    found = re.search(r"\(trace in (.*)\)", said)
+    assert found
+    log = Path(found[1])
+    assert "KeyError" in log.read_text()
+    log.unlink()
+
+
+def test_an_interrupted_run_exits_130(capsys):
+    assert ends(["mood", "--mood", "interrupt"], capsys) == (130, "rlhf mood: interrupted\n")
+
+
+def test_the_status_of_a_launcher_is_passed_on():
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["mood", "--mood", "launcher"], group=MoodGroup)
+    assert caught.value.code == 7
+
+
+def test_an_unknown_command_is_answered_with_the_nearest():
+    done = rlhf("sfx", "--pretrain", "m")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "rlhf: No such command 'sfx'. Did you mean 'sft'?\n"
+
+
+def test_a_mistake_prints_one_line_and_no_usage():
+    done = rlhf("sft", "--pretrian", "m", "--zero_stage", "4", "--adam_betas", "1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "--adam_betas" in done.stderr
+
+
+def test_every_mistake_of_real_settings_is_in_the_line():
+    done = rlhf("sft", "--pretrian", "m", "--zero_stage", "4")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "rlhf sft: unknown flag --pretrian (did you mean --pretrain?); missing --pretrain, --dataset, --output; "
+        "--zero_stage 4: must be 0, 1, 2 or 3\n"
+    )
+
+
+def test_cross_field_errors_are_plain_sentences():
+    done = rlhf("ppo", "--pretrain", "m", "--prompt_data", "d", "--output", "o")
+    assert (done.returncode, done.stderr[:29]) == (2, "rlhf ppo: no reward: give --r")
+
+
+def test_version():
+    assert rlhf("--version").stdout == f"rlhf-cli {__version__}\n"
+
+
+def test_no_command_shows_the_help():
+    assert rlhf().stdout == rlhf("--help").stdout == rlhf("-h").stdout
+
+
+def test_the_deepspeed_launcher_may_put_local_rank_first():
+    assert "missing --dataset" in rlhf("--local_rank=0", "sft", "--pretrain", "m", "--output", "o").stderr
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_help_fits_80_columns_and_shows_every_flag(name):
+    from rlhf_cli.flags import config_class, flags_of
+
+    done = rlhf(name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    shown = set(re.findall(r"^│ --(\w+)", done.stdout, re.MULTILINE))
+    flags = flags_of(config_class(cli.command_function(cli.COMMANDS[name])))
+    assert shown == flags.keys() | {"config", "help"}
+    assert {flag.panel for flag in flags.values()} <= set(re.findall(r"╭─ (.+?) ─", done.stdout))
+
+
+def test_help_of_the_program_groups_the_commands():
+    shown = rlhf("--help").stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert (
+        shown.index("─ Train offline") < shown.index("│ sft ") < shown.index("─ Train online") < shown.index("│ ppo ")
+    )
+    assert "local_rank" not in shown
+
+
+def test_help_is_readable_where_the_terminal_knows_only_ascii():
+    done = rlhf("--help", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "+- Train offline ---" in done.stdout
+
+
+@pytest.mark.parametrize("args", [["--help"], *([name, "--help"] for name in cli.COMMANDS), ["--version"]])
+def test_help_imports_nothing_heavy(args):
+    code = (
+        "import sys; from rlhf_cli.cli import main; status = main(sys.argv[1:]); "
+        "heavy = 'torch transformers datasets ray deepspeed vllm peft pandas numpy rich'.split(); "
+        "print('HEAVY', *[name for name in heavy if name in sys.modules]); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "HEAVY"
+
+
+def test_help_of_the_program_imports_no_command():
+    code = (
+        "import sys; from rlhf_cli.cli import main; main(['--help']); "
+        "print(*[name for name in sys.modules if name.startswith('rlhf_cli.commands') or name == 'pydantic'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == ""
+
+
+def completions(*words: str) -> list[str]:
+    """What bash would be offered for the last word."""
+    environment = {
+        "_RLHF_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(["rlhf", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    done = rlhf(**environment)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_a_reader_that_stops_early_is_no_failure():
+    command = f'"{sys.executable}" -m rlhf_cli ppo --help | head -n 1'
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("Usage: rlhf ppo [--FLAG VALUE]...\n", "")
+
+
+def test_completion_offers_commands_flags_and_choices():
+    assert completions("s") == [name for name in cli.COMMANDS if name.startswith("s")]
+    assert completions("sft", "--learn") == ["--learning_rate"]
+    assert completions("sft", "--no_use_t") == ["--no_use_tensorboard"]
+    assert completions("sft", "--zero_stage", "2", "--lr_scheduler", "cos") == ["cosine_with_min_lr", "cosine"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_completion_with_help_texts_works_in_other_shells(shell):
+    environment = {
+        "_RLHF_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": "rlhf ppo --",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = rlhf(**environment)
+    assert done.stderr == ""
+    assert "--reward_funcs" in done.stdout
+    assert "Built-in rewards" in done.stdout
+
+
+def test_completion_knows_a_command_with_plus_signs(monkeypatch, capsys):
+    monkeypatch.setenv("_RLHF_COMPLETE", "complete_bash")
+    for words, offered in (["rlhf", "rein"], "reinforce++\n"), (["rlhf", "reinforce++", "--moo"], "--mood\n"):
+        monkeypatch.setenv("COMP_WORDS", " ".join(words))
+        monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+        with pytest.raises(SystemExit):
+            cli.main([], group=MoodGroup)
+        assert capsys.readouterr().out == offered
+
+
+def test_bash_loads_the_completion_script():
+    """The script that --show-completion prints, sourced and called as bash does on the tab key."""
+    script = f"""
+        rlhf() {{ "{sys.executable}" -m rlhf_cli "$@"; }}
+        eval "$("{sys.executable}" -m rlhf_cli --show-completion)"
+        complete -p rlhf
+        """
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "complete -o default -F _rlhf_completion rlhf", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("\nno such layer\nat 1\nat 2"), "no such layer"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_one_line_is_said_of_an_error_of_a_library(error, said):
+    assert first_line(error) == said

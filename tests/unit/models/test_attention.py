@@ -1,0 +1,282 @@
+"""Attention over packs: every kernel that runs here agrees with the sequences taken one by one."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_cli.data.packing.packs import Sequence, pack
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.attention.table import (
+    BACKENDS,
+    AttentionBackend,
+    attention_needs,
+    attention_note,
+    resolve_attention,
+)
+from rlhf_cli.models.attention.varlen import attend_cuda, varlen_attention_forward, wants_flash_attention_3
+from rlhf_cli.models.attention.varlen_cpu import varlen_attention
+from rlhf_cli.models.policy import PolicyModel
+
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+MODELS = {
+    "grouped": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "windowed": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    ),
+    "ungrouped": lambda: LlamaForCausalLM(LlamaConfig(**(SHAPE | {"num_key_value_heads": 4}))),
+}
+
+
+def sequences(lengths):
+    generator = np.random.default_rng(0)
+    for length in lengths:
+        mask = generator.random(length) < 0.7
+        mask[0] = False
+        yield Sequence(generator.integers(0, 40, length).astype(np.int32), mask)
+
+
+def build(name, attention):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    model.set_attn_implementation(attention)
+    return PolicyModel(model)
+
+
+def run(policy, packs):
+    """Log-probabilities of the packs together, and the gradients of a sum that weighs every token differently."""
+    policy.zero_grad()
+    logprobs = torch.cat([policy(one, with_entropy=False)[0] for one in packs])
+    (logprobs * torch.linspace(-1, 2, logprobs.numel())).sum().backward()
+    return logprobs.detach(), {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager"])
+def test_packed_equals_one_by_one_on_every_kernel(name, attention):
+    # Longer than two blocks of queries, longer and shorter than the window, and a single token.
+    several = list(sequences([7, 1, 300, 2, 40, 5]))
+    # The reference knows nothing of packs: one sequence at a time, transformers' plainest attention.
+    expected, expected_grads = run(build(name, "eager"), [pack([one]) for one in several])
+    found, grads = run(build(name, attention), [pack(several)])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for parameter, expected_grad in expected_grads.items():
+        scale = expected_grad.abs().max().item()
+        torch.testing.assert_close(grads[parameter], expected_grad, atol=1e-5 * scale + 1e-6, rtol=1e-5)
+
+
+def reference(query, key, value, cu_seqlens, scale, window):
+    """Attention by loops over sequences, heads and positions."""
+    output = torch.zeros(*query.shape[:2], value.shape[-1], dtype=query.dtype)
+    group = query.shape[1] // key.shape[1]
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        for head in range(query.shape[1]):
+            for position in range(start, end):
+                first = max(start, position - window + 1) if window else start
+                scores = key[first : position + 1, head // group] @ query[position, head] * scale
+                output[position, head] = torch.softmax(scores, 0) @ value[first : position + 1, head // group]
+    return output
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 150])
+def test_cpu_operator_equals_a_loop_over_positions(window):
+    torch.manual_seed(0)
+    cu_seqlens = torch.tensor([0, 4, 5, 22, 60, 63, 263, 265], dtype=torch.int32)
+    query, key, value = (torch.randn(265, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    found = varlen_attention(query, key, value, cu_seqlens, cu_seqlens, 0.4, window)
+    torch.testing.assert_close(found, reference(query, key, value, cu_seqlens, 0.4, window))
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_gradients_of_the_cpu_operator_pass_gradcheck(window):
+    torch.manual_seed(0)
+    cu_seqlens = torch.tensor([0, 5, 6, 9], dtype=torch.int32)
+    inputs = [
+        torch.randn(9, heads, size, dtype=torch.float64, requires_grad=True) for heads, size in [(4, 2), (2, 2), (2, 3)]
+    ]
+    assert torch.autograd.gradcheck(
+        lambda *tensors: varlen_attention(*tensors, cu_seqlens, cu_seqlens, 0.7, window), inputs
+    )
+
+
+def test_gradients_of_the_cpu_operator_equal_the_loop_across_blocks():
+    torch.manual_seed(0)
+    cu_seqlens = torch.tensor([0, 3, 270, 272, 290], dtype=torch.int32)
+    inputs = [torch.randn(290, heads, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
+    weights = torch.randn(290, 2, 2, dtype=torch.float64)
+    looped = reference(inputs[0], inputs[1], inputs[2], cu_seqlens, 0.5, 0)
+    expected = torch.autograd.grad((looped * weights).sum(), inputs)
+    found = torch.autograd.grad((varlen_attention(*inputs, cu_seqlens, cu_seqlens, 0.5, 0) * weights).sum(), inputs)
+    torch.testing.assert_close(found, expected)
+
+
+def test_cpu_operator_keeps_the_rules_of_custom_operators():
+    cu_seqlens = torch.tensor([0, 5, 9], dtype=torch.int32)
+    inputs = [torch.randn(9, heads, 4, requires_grad=True) for heads in (4, 2, 2)]
+    torch.library.opcheck(torch.ops.rlhf_cli.varlen_attention.default, (*inputs, cu_seqlens, cu_seqlens, 0.5, 0))
+
+
+def test_bfloat16_scores_are_float32():
+    torch.manual_seed(0)
+    cu_seqlens = torch.tensor([0, 200], dtype=torch.int32)
+    # Large scores: rounding them to bfloat16 would cost a relative error of several percent.
+    tensors = [(torch.randn(200, heads, 16) * 3).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    weights = torch.randn(200, 4, 16).bfloat16()
+    found = varlen_attention(*tensors, cu_seqlens, cu_seqlens, 0.25, 0)
+    expected = varlen_attention(*exact, cu_seqlens, cu_seqlens, 0.25, 0)
+    grads = torch.autograd.grad(found, tensors, weights)
+    expected_grads = torch.autograd.grad(expected, exact, weights.double())
+    for one, other in zip([found, *grads], [expected, *expected_grads], strict=True):
+        assert (one.double() - other).norm() < 0.006 * other.norm()
+
+
+def test_cuda_kernel_gets_bounds_window_and_groups():
+    calls = []
+
+    def kernel(query, key, value, *bounds, scale, window_size, enable_gqa):
+        calls.append((bounds, scale, window_size, enable_gqa))
+        return query
+
+    def older_kernel(query, key, value, *bounds, scale, window_size):
+        calls.append((bounds, scale, window_size, None))
+        return query
+
+    cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+    query, key = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8)
+    arguments = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 3, "max_length_k": 3}
+    arguments |= {"scaling": 0.1, "sliding_window": 4, "dropout": 0.0}
+    attend_cuda(query, key, key, kernel, window=4, **arguments)
+    attend_cuda(query, key, key, older_kernel, window=0, **arguments)
+    bounds = (cu_seqlens, cu_seqlens, 3, 3)
+    # Four visible tokens are three to the left of the query.
+    assert calls == [(bounds, 0.1, (3, 0), True), (bounds, 0.1, (-1, 0), None)]
+
+
+@pytest.mark.parametrize("feature", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+def test_varlen_refuses_what_it_would_leave_out(feature):
+    tensor = torch.zeros(1, 4, 3, 8)
+    packed = {"cu_seq_lens_q": torch.tensor([0, 3], dtype=torch.int32), "max_length_q": 3}
+    with pytest.raises(ValueError, match=next(iter(feature))):
+        varlen_attention_forward(torch.nn.Module(), tensor, tensor, tensor, None, **packed, **feature)
+
+
+def test_varlen_refuses_a_batch_that_is_not_packed():
+    tensor = torch.zeros(2, 4, 3, 8)
+    with pytest.raises(ValueError, match="packed sequences"):
+        varlen_attention_forward(torch.nn.Module(), tensor, tensor, tensor, None)
+
+
+def here(name, **changes):
+    return AttentionBackend(**({"name": name, "devices": ("cuda",), "missing": f"install {name}"} | changes))
+
+
+TABLE = (
+    here("flash_attention_3", is_available=lambda: False),
+    here("flash_attention_2", dtypes=(torch.bfloat16,), offers=frozenset({"softcap"})),
+    here("varlen", dtypes=(torch.bfloat16,)),
+    here("varlen", devices=("cpu",)),
+    here("sdpa", devices=("cuda", "cpu")),
+    here("eager", devices=("cuda", "cpu"), offers=frozenset({"softcap", "dropout"})),
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "needs", "expected"),
+    [
+        ("cuda", torch.bfloat16, (), "flash_attention_2"),
+        ("cuda", torch.float32, (), "sdpa"),
+        ("cuda", torch.bfloat16, ("softcap",), "flash_attention_2"),
+        ("cuda", torch.bfloat16, ("dropout",), "eager"),
+        ("cpu", torch.bfloat16, (), "varlen"),
+        ("cpu", torch.float32, ("softcap",), "eager"),
+    ],
+)
+def test_auto_takes_the_first_kernel_that_fits(device, dtype, needs, expected):
+    found = resolve_attention("auto", device=device, dtype=dtype, needs=frozenset(needs), backends=TABLE)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "needs", "message"),
+    [
+        ("flash_attention_3", "cuda", torch.bfloat16, (), "install flash_attention_3"),
+        ("flash_attention_2", "cpu", torch.bfloat16, (), "runs on cuda, not on cpu"),
+        ("flash_attention_2", "cuda", torch.float32, (), "takes bfloat16, not float32; set param_dtype"),
+        ("varlen", "cpu", torch.float32, ("softcap",), "needs attention softcap"),
+        ("flesh", "cpu", torch.float32, (), "auto, flash_attention_3, flash_attention_2, varlen, sdpa, eager"),
+    ],
+)
+def test_a_kernel_that_cannot_be_used_is_refused_with_the_reason(name, device, dtype, needs, message):
+    with pytest.raises(UsageError, match=message):
+        resolve_attention(name, device=device, dtype=dtype, needs=frozenset(needs), backends=TABLE)
+
+
+def test_this_machine_has_a_kernel_for_every_type():
+    for dtype in (torch.float32, torch.bfloat16):
+        assert resolve_attention("auto", device="cpu", dtype=dtype, backends=BACKENDS) == "varlen"
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "expected"),
+    [((9, 0), True, True), ((9, 0), False, False), ((8, 0), True, False), ((10, 0), True, False)],
+)
+def test_flash_attention_3_runs_under_varlen_on_hopper(capability, installed, expected):
+    assert wants_flash_attention_3(capability, installed) == expected
+
+
+def test_an_installed_flash_attention_does_not_take_shared_prompts_away():
+    ranks = [row.name for row in BACKENDS if "cuda" in row.devices]
+    assert ranks.index("varlen") < ranks.index("flash_attention_3") < ranks.index("flash_attention_2")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"head_dim": 128}, "varlen"),
+        ({"hidden_size": 64, "num_attention_heads": 4}, "varlen"),
+        ({"head_dim": 320}, "sdpa"),
+        ({"head_dim": 20}, "sdpa"),
+        ({"qk_head_dim": 192, "v_head_dim": 128, "num_attention_heads": 4}, "sdpa"),
+    ],
+)
+def test_auto_leaves_kernels_out_that_lack_the_model_s_head_sizes(sizes, expected):
+    text = SimpleNamespace(model_type="any", **sizes)
+    needs = attention_needs(SimpleNamespace(get_text_config=lambda: text))
+    on_gpu = tuple(replace(row, is_available=lambda: True) for row in BACKENDS if "flash" not in row.name)
+    assert resolve_attention("auto", device="cuda", dtype=torch.bfloat16, needs=needs, backends=on_gpu) == expected
+
+
+def test_needs_are_read_from_the_configuration():
+    def needs(**settings):
+        text = SimpleNamespace(model_type="gemma2", **settings)
+        return attention_needs(SimpleNamespace(get_text_config=lambda: text))
+
+    assert needs() == needs(attn_logit_softcapping=None, attention_dropout=0.0) == frozenset()
+    assert needs(attn_logit_softcapping=50.0, attention_dropout=0.1) == {"softcap", "dropout"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "cure"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "needs softcap: slow for long packs; install flash-attn (extra `flash`)"),
+        ({"model_type": "gpt_oss"}, "needs sinks: slow for long packs; no kernel here has it"),
+    ],
+)
+def test_plain_attention_on_a_gpu_is_noted_with_its_cure(shape, cure):
+    config = SimpleNamespace(**{"model_type": "tiny"} | shape)
+    config.get_text_config = lambda: config
+    assert cure in attention_note("eager", config, on_gpu=True)["Attention"]
+    assert attention_note("eager", config, on_gpu=False) == attention_note("varlen", config, on_gpu=True) == {}

@@ -1,0 +1,247 @@
+"""What an evaluation counts: figures from judged responses, the table, the settings of `rlhf eval`."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlhf_cli.algorithms.answer_statistics import wilson_interval
+from rlhf_cli.config.commands.eval import EvalConfig
+from rlhf_cli.data.formats.conversations import Conversation, Message
+from rlhf_cli.data.prompts import Prompt, PromptData, PromptReport
+from rlhf_cli.data.reading.sources import Row, Source
+from rlhf_cli.errors import UsageError
+from rlhf_cli.options import build_config
+from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers, pass_rate
+from rlhf_cli.rewards.records import Score, Status
+from rlhf_cli.runs.inference.evaluate import EvalRun, results_of, rows_with_pass_rate
+from rlhf_cli.runs.inference.model import AnsweringModel
+from rlhf_cli.runs.inference.output_folder import Chunks
+from rlhf_cli.runs.inference.run import Examinee
+from rlhf_cli.tracking.terminal.evaluation_table import Result, evaluation_table, print_table
+
+NEEDED = {"pretrain": "a", "prompt_data": "p", "reward_funcs": "gsm8k"}
+
+
+def answer(status: Status, key: str | None = None, *, length: int = 10, truncated: bool = False) -> Answer:
+    value = {"correct": 1.0, "failed": None}.get(status, 0.0)
+    return Answer(Score(value, status, answer=key), length, truncated)
+
+
+RIGHT, WRONG, SILENT, FAILED = answer("correct", "7"), answer("wrong", "8"), answer("invalid"), answer("failed")
+
+
+def test_each_prompt_counts_once_however_many_of_its_samples_were_judged():
+    found = evaluate_answers([[RIGHT, RIGHT, WRONG, WRONG], [RIGHT, FAILED, FAILED, FAILED]])
+    assert found.figures["accuracy"].value == pytest.approx((0.5 + 1.0) / 2)
+    assert found.figures["reward"].value == pytest.approx(0.75)
+
+
+def test_metrics_of_quality_come_with_the_ends_of_their_intervals():
+    metrics = evaluate_answers([[RIGHT], [WRONG]]).metrics
+    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == wilson_interval(0.5, 2)
+    assert {name for name in metrics if name.endswith("_low")} == {"accuracy_low", "reward_low"}
+    assert evaluate_answers([[answer("scored")]]).metrics.keys().isdisjoint({"reward_low", "reward_high"})
+
+
+def test_failed_rewards_are_counted_apart_and_never_as_zero():
+    found = evaluate_answers([[RIGHT, FAILED], [FAILED, FAILED], [WRONG, RIGHT]], ks=[1, 2])
+    assert found.figures["accuracy"].value == pytest.approx(0.75)  # of two prompts: 1 and 0.5
+    assert found.figures["accuracy"].num_prompts == 2
+    assert found.figures["pass@1"].value == pytest.approx(0.75)
+    assert (found.figures["pass@2"].value, found.figures["pass@2"].num_prompts) == (1.0, 1)  # where two were judged
+    assert (found.counts["num_failed"], found.counts["reward_failed"]) == (3.0, 0.5)
+    assert (found.counts["num_prompts"], found.counts["num_responses"]) == (3.0, 6.0)
+
+
+def test_lengths_and_cut_responses_are_of_all_samples():
+    samples = [answer("correct", length=4), answer("failed", length=8, truncated=True)]
+    found = evaluate_answers([samples, [answer("wrong", length=30)]])
+    assert found.figures["response_length"].value == pytest.approx((6 + 30) / 2)
+    assert found.figures["truncated"].value == pytest.approx(0.25)
+    assert found.counts["response_length_max"] == 30
+
+
+def test_a_single_answer_to_each_prompt_has_wilsons_interval():
+    found = evaluate_answers([[RIGHT]] * 3 + [[WRONG]])
+    assert found.figures["accuracy"].interval == pytest.approx(wilson_interval(0.75, 4))
+    assert set(found.figures) == {"accuracy", "invalid", "reward", "truncated", "response_length"}
+
+
+def test_a_majority_is_taken_over_answers_and_silence_has_no_vote():
+    found = evaluate_answers([[RIGHT, SILENT, SILENT, WRONG]], ks=[4])
+    assert found.figures["maj@4"].value == pytest.approx(0.5)
+    assert found.figures["pass@4"].value == 1.0
+    assert found.figures["invalid"].value == 0.5
+
+
+def test_scores_without_a_verdict_are_right_from_the_pass_score_on():
+    samples = [[Answer(Score(value, "scored"), 5, False) for value in (0.2, 0.6, 0.9)]]
+    assert "accuracy" not in evaluate_answers(samples, ks=[1]).figures
+    found = evaluate_answers(samples, ks=[2], pass_score=0.6)
+    assert found.figures["accuracy"].value == pytest.approx(2 / 3)
+    assert found.figures["pass@2"].value == 1.0
+    assert "maj@2" not in found.figures  # nobody found answers
+    assert pass_rate(samples[0], pass_score=0.6) == pytest.approx(2 / 3)
+
+
+def test_a_pass_rate_is_of_the_judged_samples():
+    assert pass_rate([RIGHT, WRONG, FAILED, SILENT]) == pytest.approx(1 / 3)
+    assert pass_rate([FAILED]) is None
+
+
+def test_where_every_reward_failed_nothing_is_claimed():
+    found = evaluate_answers([[FAILED, FAILED]], ks=[2])
+    assert set(found.figures) == {"truncated", "response_length"}
+    assert found.counts["reward_failed"] == 1.0
+
+
+def test_several_data_sets_come_apart_and_together():
+    found = by_source([("a", [RIGHT]), ("b", [WRONG]), ("a", [WRONG])])
+    assert {name: len(samples) for name, samples in found.items()} == {"all": 3, "a": 2, "b": 1}
+    assert list(by_source([("a", [RIGHT])])) == ["a"]
+
+
+def table(results: list[Result]) -> str:
+    console = Console(file=StringIO(), width=80)  # no terminal: lines are as long as they need to be
+    print_table(console, evaluation_table(results))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_table_has_a_row_for_each_model_and_data_set_and_no_column_twice():
+    prompts = [("data/gsm8k.jsonl", [RIGHT, WRONG])] * 5 + [("aime.json", [WRONG, SILENT])] * 3
+    results = [
+        Result(model, source, 2, evaluate_answers(samples, ks=[1, 2]))
+        for model in ("runs/a", "runs/b")
+        for source, samples in by_source(prompts).items()
+    ]
+    lines = table(results).splitlines()
+    assert lines[0].split() == ["model", "data", "prompts", "avg@2", "pass@2", "maj@2", "tokens", "cut", "no", "answer"]
+    assert [line.split()[:4] for line in lines if line.startswith("runs")] == [
+        [model, *row]
+        for model in ("runs/a", "runs/b")
+        for row in (["all", "8", "31.2%"], ["gsm8k.jsonl", "5", "50.0%"], ["aime.json", "3", "0.0%"])
+    ]
+    assert "failed" in table([Result("a", "b", 2, evaluate_answers([[RIGHT, FAILED]]))])
+
+
+def test_figures_are_kept_with_their_intervals():
+    written = Result("a", "b", 1, evaluate_answers([[RIGHT], [WRONG]])).as_json()
+    low, high = wilson_interval(0.5, 2)
+    assert written["figures"]["accuracy"] == {"value": 0.5, "low": low, "high": high, "num_prompts": 2}
+    assert json.loads(json.dumps(written)) == written
+
+
+def config(**settings: Any) -> EvalConfig:
+    return build_config(EvalConfig, NEEDED | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"n_samples_per_prompt": 4}, "temperature 0 gives the same response each time"),
+        ({"k": "8", "n_samples_per_prompt": 4, "temperature": 1}, "k 8 is more than the samples there are"),
+        ({"k": "0,1"}, "k counts samples: 0 is less than 1"),
+        ({"reward_funcs": ""}, "nothing to judge responses by"),
+        ({"reward_funcs": "", "reward_func": "r.py", "k": "1"}, "k counts right responses: name a verifier in"),
+        ({"reward_funcs": "format", "k": "1"}, "k counts right responses: name a verifier in"),
+        ({"reward_funcs": "", "reward_func": "r.py", "write_pass_rate": "r"}, "write_pass_rate counts right"),
+        ({"pretrain": "a,b", "write_pass_rate": "rates"}, "write_pass_rate is of a single model"),
+        ({"pretrain": "a, a"}, "names a model twice"),
+        ({"load_checkpoint": True}, "load_checkpoint is about a folder"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, complaint):
+    with pytest.raises(UsageError, match=complaint):
+        config(**settings)
+
+
+def test_answers_are_greedy_unless_samples_are_asked_for():
+    assert (config().sampling.temperature, config().ks) == (0.0, [])
+    assert config(n_samples_per_prompt=4, temperature=0.6).ks == [4]
+    assert config(n_samples_per_prompt=4, temperature=0.6, k="4,1").ks == [1, 4]
+    assert config(pretrain="a, b/c").model.names == ["a", "b/c"]
+
+
+PROMPTS = [Prompt([i], f"<{i}>", str(i), "data.jsonl", 10 + i) for i in range(3)]
+DATA = PromptData(
+    PROMPTS,
+    PromptReport(),
+    "",
+    row_of=lambda prompt: Row({"question": prompt.label, "id": prompt.index}, Source(prompt.source, ()), prompt.index),
+    conversation_of=lambda prompt: Conversation((Message("user", prompt.text),)),
+    where=str,
+)
+
+
+def run(rows: int | None, *names: str, size: int = 2) -> EvalRun:
+    settings = config(pretrain=",".join(names), n_samples_per_prompt=2, temperature=1.0)
+    chunks = Chunks(len(PROMPTS), size, 2)
+    asked = [
+        Examinee(settings, "transformers", AnsweringModel(settings.model, None, None), DATA, None, chunks, 1 + 2 * i)
+        for i in range(len(names))
+    ]
+    return EvalRun(settings, asked, {}, rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "begins"),
+    [(None, [0, 0]), (3, [0, 0]), (5, [1, 0]), (6, [2, 0]), (9, [2, 0]), (10, [2, 1]), (12, [2, 2])],
+)  # two models, each with chunks of 4 and 2 responses
+def test_an_evaluation_goes_on_in_the_model_and_chunk_where_it_ended(rows, begins):
+    assert run(rows, "a", "b").begins == begins
+    assert run(rows, "a", "b").is_answered == (rows == 12)
+
+
+def written_rows(root: Path, *names: str) -> None:
+    verdicts = [("correct", "correct"), ("wrong", "correct"), ("failed", "failed")]
+    rows: list[dict[str, Any]] = [
+        {
+            "step": 1,
+            "pretrain": name,
+            "prompt_index": index,
+            "source": "data.jsonl",
+            "score": {"correct": 1.0, "wrong": 0.0}.get(verdict),
+            "scores": {},
+            "verdict": verdict,
+            "detail": "",
+            "answer": None,
+            "num_tokens": 3,
+            "finish_reason": "stop",
+        }
+        for name in names
+        for index, pair in enumerate(verdicts)
+        for verdict in pair
+    ]
+    (root / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_figures_are_of_each_model_and_read_from_the_responses_that_were_kept(tmp_path):
+    written_rows(tmp_path, "a", "b")
+    results = results_of(run(12, "a", "b"), tmp_path)
+    assert [result.pretrain for result in results] == ["a", "b"]
+    assert [result.evaluation.figures["accuracy"].value for result in results] == [0.75, 0.75]
+    assert results[0].evaluation.counts["num_failed"] == 2
+
+
+def test_rows_keep_their_columns_beside_the_pass_rate_and_unknown_ones_are_null(tmp_path):
+    written_rows(tmp_path, "a")
+    rows = list(rows_with_pass_rate(run(6, "a"), tmp_path))
+    assert rows == [
+        {"question": "0", "id": 10, "pass_rate": 1.0},
+        {"question": "1", "id": 11, "pass_rate": 0.5},
+        {"question": "2", "id": 12, "pass_rate": None},
+    ]
+
+
+def test_figures_are_apart_for_the_sources_that_rows_name(tmp_path):
+    written_rows(tmp_path, "a")
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    rows = [row | {"data_source": ["gsm8k", "math", "math"][row["prompt_index"]]} for row in rows]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = {result.source: result.evaluation.figures for result in results_of(run(6, "a"), tmp_path)}
+    assert list(figures) == ["all", "gsm8k", "math"]
+    assert [figures[name]["accuracy"].value for name in figures] == [0.75, 1.0, 0.5]

@@ -1,0 +1,189 @@
+"""The online commands: which settings each one has, what presets mean, and what is refused before anything starts."""
+
+from typing import Any
+
+import pytest
+import yaml
+from online_settings import LEAST, resolve
+
+from rlhf_cli import cli
+from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.flags import config_class, flags_of
+from rlhf_cli.options import build_config, from_yaml, to_yaml
+from rlhf_cli.runs.online.evaluation import evaluation_task
+from rlhf_cli.runs.online.run import check_batches, check_filtering
+from rlhf_cli.trainers.online.state import OnlineSettings
+
+ONLINE = [name for name, entry in cli.COMMANDS.items() if entry.panel == cli.ONLINE]
+CRITIC = {
+    "critic_learning_rate",
+    "critic_pretrain",
+    "critic_zero_stage",
+    "critic_num_nodes",
+    "critic_num_gpus_per_node",
+    "colocate_critic_reward",
+    "value_clip",
+    "bootstrap_truncated",
+    "critic_update_steps",
+    "freezing_actor_steps",
+}
+
+
+def settings(config: OnlineConfig, *names: str) -> tuple[Any, ...]:
+    values = yaml.safe_load(to_yaml(config))
+    return tuple(values[name] for name in names)
+
+
+@pytest.mark.parametrize("command", ONLINE)
+def test_only_a_command_with_a_critic_has_settings_of_one(command):
+    flags = flags_of(config_class(cli.command_function(cli.COMMANDS[command]))).keys()
+    assert flags & CRITIC == (CRITIC if command == "ppo" else set())
+    assert ("value_clip" in flags) == (command == "ppo")
+    assert ("gamma" in flags, "lambd" in flags) == (command in ("ppo", "reinforce++"), command == "ppo")
+    assert ("preset" in flags, "advantage_std" in flags) == (command == "grpo", command == "grpo")
+
+
+@pytest.mark.parametrize("command", ONLINE)
+def test_the_defaults_of_a_command_fit_together(command):
+    check_batches(resolve(command), ALGORITHMS[command])
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        (None, ("clip", None, "token_mean", 0.01, "group", None)),
+        ("dr_grpo", ("clip", None, "seq_sum_norm", 0.0, "none", None)),
+        ("dapo", ("clip", [0.2, 0.28], "token_mean", 0.0, "group", 204)),
+        ("gspo", ("gspo", [0.0003, 0.0004], "seq_mean", 0.0, "group", None)),
+        ("cispo", ("cispo", None, "token_mean", 0.0, "group", None)),
+        ("sapo", ("sapo", None, "seq_mean", 0.0, "group", None)),
+    ],
+)
+def test_presets_show_in_the_resolved_settings(preset, expected, tmp_path):
+    given = {} if preset is None else {"preset": preset}
+    names = ("policy_loss", "eps_clip_low_high", "loss_agg", "init_kl_coef", "advantage_std", "overlong_buffer_len")
+    config = resolve("grpo", **given)
+    assert settings(config, *names) == expected
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert from_yaml(type(config), file) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"preset": "dapo", "init_kl_coef": "0.1"}, {"init_kl_coef": 0.1, "eps_clip_low_high": [0.2, 0.28]}),
+        ({"preset": "dapo", "use_kl_loss": "true"}, {"init_kl_coef": 0.01, "use_kl_loss": True}),
+        ({"preset": "dapo", "use_kl_loss": "no"}, {"init_kl_coef": 0.0, "use_kl_loss": False}),
+        ({"preset": "dapo", "eps_clip": "0.1"}, {"eps_clip": 0.1, "eps_clip_low_high": None}),
+        ({"preset": "dapo", "max_new_tokens": "20480"}, {"overlong_buffer_len": 4096}),
+        ({"preset": "dapo", "stop_properly_penalty_coef": "0.5"}, {"overlong_buffer_len": None}),
+        ({"preset": "dapo", "policy_loss": "sapo"}, {"policy_loss": "sapo", "eps_clip_low_high": None}),
+        ({"preset": "dapo", "policy_loss": "gspo"}, {"eps_clip_low_high": [0.0003, 0.0004], "loss_agg": "seq_mean"}),
+        ({"policy_loss": "gspo", "loss_agg": "token_mean"}, {"loss_agg": "token_mean"}),
+        ({"policy_loss": "gspo", "eps_clip": "0.1"}, {"eps_clip_low_high": None}),
+        ({}, {"use_kl_loss": True, "kl_estimator": "k3", "n_samples_per_prompt": 8}),
+    ],
+    ids=str,
+)
+def test_what_is_given_wins_over_what_it_is_given_with(given, expected):
+    assert settings(resolve("grpo", **given), *expected) == tuple(expected.values())
+
+
+def test_a_group_baseline_takes_the_divergence_into_the_loss():
+    names = ("use_kl_loss", "kl_estimator")
+    assert settings(resolve("reinforce++"), *names) == (False, "k1")
+    assert settings(resolve("reinforce++", baseline="group"), *names) == (True, "k2")
+    assert settings(resolve("reinforce++", baseline="group", kl_estimator="k3"), *names) == (True, "k3")
+    assert settings(resolve("reinforce++", baseline="group", use_kl_loss=False), *names) == (False, "k1")
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "message"),
+    [
+        ("grpo", {"preset": "dpo"}, "--preset dpo: must be dr_grpo, dapo, gspo, cispo or sapo"),
+        ("grpo", {"kl_estimator": "k1"}, "k1 in the loss has a gradient of zero expectation"),
+        ("ppo", {"use_kl_loss": True}, "k1 in the loss has a gradient of zero expectation"),
+        ("grpo", {"critic_learning_rate": "1"}, "unknown setting --critic_learning_rate"),
+        ("grpo", {"advantage": "passk", "advantage_std": "none"}, "it takes no advantage_std none"),
+        ("grpo", {"aggregate": "normalize_then_sum", "advantage": "passk"}, "takes no advantage passk"),
+        ("grpo", {"aggregate": "normalize_then_sum", "use_kl_loss": "false"}, "the KL divergence needs use_kl_loss"),
+        ("rloo", {"aggregate": "normalize_then_sum"}, "unknown setting --aggregate"),
+        ("ppo", {"load_in_4bit": "true"}, "unknown setting --load_in_4bit"),
+        ("rloo", {"ema_beta": "0.9"}, "ema_beta is about the average of the weights: give --enable_ema"),
+        ("reinforce++", {"baseline": "group", "gamma": "0.9"}, "baseline group compares whole responses"),
+        ("rloo", {"policy_loss": "sapo", "eps_clip": "0.1"}, "eps_clip is read by policy_loss clip and gspo"),
+        ("ppo", {"stop": "User:, "}, "--stop User:, : an empty text is in every response"),
+        ("ppo", {"stop": [""]}, "an empty text is in every response"),
+        (
+            "ppo",
+            {"max_restarts": "2"},
+            "from the last checkpoint, and none is saved: give save_steps",
+        ),
+        ("grpo", {"kl_horizon": "99"}, "kl_horizon is about an adaptive coefficient: give --kl_target"),
+        ("grpo", {"preset": "dapo", "kl_target": "6"}, "kl_target steers init_kl_coef, which is 0"),
+        ("ppo", {"entropy_max": "0.1"}, "entropy_max is about an adaptive entropy bonus: give --entropy_target"),
+        ("ppo", {"rollout_correction_range": ["0.5", "3"]}, "is of token_mask and seq_mask, not of token_clip"),
+        ("ppo", {"rollout_correction": "off", "rollout_correction_cap": "3"}, "is of token_clip, not of off"),
+        ("ppo", {"ref_mixup_alpha": "0.5"}, "about a reference that moves: give --ref_sync_steps"),
+        ("ppo", {"zpg": "8"}, "zpg is about weights that ZeRO partitions: give --zero_stage 3"),
+        ("ppo", {"adam_betas": ["1.0", "0.9"]}, "adam_betas 1 0.9: both from 0 to below 1"),
+        ("ppo", {"seed": str(2**64)}, "--seed 18446744073709551616: must be an integer"),
+        ("grpo", {"max_new_tokens": "many", "preset": "dapo"}, "--max_new_tokens many: must be an integer > 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(command, given, message):
+    with pytest.raises(UsageError, match=message):
+        resolve(command, **given)
+
+
+@pytest.mark.parametrize(
+    ("command", "row", "given", "message"),
+    [
+        ("grpo", "grpo", {"n_samples_per_prompt": "1"}, "--n_samples_per_prompt 1: grpo compares .* at least 2"),
+        ("rloo", "rloo", {"n_samples_per_prompt": "1"}, "needs at least 2"),
+        ("reinforce++", "reinforce++_group", {"baseline": "group"}, "needs at least 2"),
+        ("grpo", "grpo", {"train_batch_size": "96"}, "does not divide the 1024 responses .* 64 and 128 would"),
+        ("grpo", "gdpo", {"stop_properly_penalty_coef": "0.5"}, "changes the sum of the rewards, which gdpo compares"),
+        ("ppo", "ppo", {"bootstrap_truncated": "true", "max_len": "16192"}, "reads one more token than --max_len"),
+        ("ppo", "ppo", {"reward_funcs": "math,length"}, "length compares the responses of a prompt"),
+        (
+            "ppo",
+            "ppo",
+            {"reward_funcs": "math,soft_overlong(max_len=9,buffer=3)", "overlong_buffer_len": "3"},
+            "punish length twice",
+        ),
+        ("ppo", "ppo", {"overlong_buffer_len": "1025"}, "longer than a response may be: --max_new_tokens 1024"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused(command, row, given, message):
+    with pytest.raises(UsageError, match=message):
+        check_batches(resolve(command, **given), ALGORITHMS[row])
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.7"])
+def test_stop_strings_hold_for_training_and_for_its_evaluations(temperature):
+    texts = ["</answer>", "\n\nQuestion, "]
+    config = resolve("ppo", stop=texts, eval_dataset="x", eval_temperature=temperature)
+    groups = (config.rollout, config.reward, config.policy, config.batch, config.reference, config.optim)
+    assert OnlineSettings(ALGORITHMS["ppo"], *groups).sampling.stop == tuple(texts)
+    task = evaluation_task(config, None, str, total_iterations=1)
+    assert (task.sampling.stop, task.sampling.greedy) == (tuple(texts), temperature == "0")
+
+
+@pytest.mark.parametrize("command", ["reinforce++", "remax"])
+def test_groups_of_one_are_fine_where_nothing_is_compared(command):
+    check_batches(resolve(command, n_samples_per_prompt="1"), ALGORITHMS[command])
+
+
+def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generated():
+    given = {name: value for name, value in LEAST.items() if name != "reward_funcs"}
+    given |= {"dynamic_filtering": "true", "n_samples_per_prompt": "2"}
+    cls = config_class(cli.command_function(cli.COMMANDS["grpo"]))
+    served: Any = build_config(cls, given | {"remote_rm_url": "http://a/get_reward"})
+    check_filtering(served)
+    judged_after: Any = build_config(cls, given | {"reward_pretrain": "rm"})
+    with pytest.raises(UsageError, match=r"which a reward model cannot do: give .* or --remote_rm_url besides"):
+        check_filtering(judged_after)

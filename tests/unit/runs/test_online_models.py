@@ -1,0 +1,111 @@
+"""The models of an online command: which ones there are, and which do not fit together."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_tiny_tokenizer
+from online_settings import resolve
+from reward_models import save_reward_model
+
+from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.errors import UsageError
+from rlhf_cli.runs.online.models import OnlineModels, check_stages, find_models, idle_settings, truncation_notice
+
+
+def find(command: str, pretrain: str, **given: Any) -> OnlineModels:
+    return find_models(resolve(command, pretrain=pretrain, **given), ALGORITHMS[command])
+
+
+def test_a_critic_starts_from_the_policy_where_nothing_else_is_said(tiny_model_dir):
+    found = find("ppo", tiny_model_dir)
+    assert found.critic == found.policy
+    assert find("grpo", tiny_model_dir).critic is None
+
+
+def test_a_critic_from_another_base_is_loaded_as_the_policy_is(tiny_model_dir, tmp_path):
+    other = save_reward_model(tmp_path, hidden_size=64)
+    found = find("ppo", tiny_model_dir, critic_pretrain=str(other), gradient_checkpointing="true")
+    assert found.critic is not None
+    assert found.critic.source == found.policy.source.model_copy(update={"pretrain": str(other)})
+    assert found.critic.architecture.hidden_size == 64
+    assert found.policy.architecture.hidden_size != 64
+
+
+def test_each_has_an_adapter_on_its_own_base(tiny_model_dir, tmp_path):
+    other = save_reward_model(tmp_path)
+    found = find("ppo", tiny_model_dir, critic_pretrain=str(other), lora_rank=4)
+    assert found.critic is not None
+    plans = (found.policy.plan, found.critic.plan)
+    assert [plan and plan.base for plan in plans] == [str(Path(path).resolve()) for path in (tiny_model_dir, other)]
+
+
+def test_a_critic_that_does_not_fit_is_refused(tiny_model_dir, tmp_path):
+    with pytest.raises(UsageError, match="has 3 labels, and a reward model has one"):
+        find("ppo", tiny_model_dir, critic_pretrain=str(save_reward_model(tmp_path / "labels", num_labels=3)))
+    with pytest.raises(UsageError, match=r"^--critic_pretrain: pretrain '.*nowhere': there is no such folder"):
+        find("ppo", tiny_model_dir, critic_pretrain=str(tmp_path / "nowhere"))
+    policy = shutil.copytree(tiny_model_dir, tmp_path / "policy")
+    larger = make_tiny_tokenizer()
+    larger.add_tokens(["<|extra|>"])
+    larger.save_pretrained(policy)
+    with pytest.raises(UsageError, match=r"^--critic_pretrain '.*' has another vocabulary than the policy"):
+        find("ppo", str(policy), critic_pretrain=str(save_reward_model(tmp_path / "critic")))
+
+
+def test_a_role_has_its_own_stage_or_that_of_all():
+    deepspeed = resolve("ppo", zero_stage=2, critic_zero_stage=3, ref_zero_stage=0, zpg=2).deepspeed
+    assert [deepspeed.of(role).zero_stage for role in ("actor", "critic", "ref", "reward")] == [2, 3, 0, 2]
+    with pytest.raises(UsageError, match="zpg is about weights that ZeRO partitions"):
+        resolve("ppo", zero_stage=2, ref_zero_stage=0, zpg=2)
+
+
+@pytest.mark.parametrize(
+    ("roles", "given", "said"),
+    [
+        (
+            ("actor",),
+            {"ref_num_gpus_per_node": 2},
+            "--ref_num_gpus_per_node means nothing here: there is a ref",
+        ),
+        (("actor",), {"ref_zero_stage": 3}, "--ref_zero_stage means nothing here: there is a reference only with"),
+        (("actor", "critic"), {"colocate_actor_ref": "true"}, "--colocate_actor_ref means nothing here: there is a"),
+        (("actor", "ref"), {"reward_num_nodes": 2}, "--reward_num_nodes means nothing here: there is a reward model o"),
+        (
+            ("actor", "ref"),
+            {"normalize_reward": "true"},
+            "--normalize_reward means nothing here: there is a reward model",
+        ),
+        (("actor", "ref"), {"colocate_critic_reward": "true"}, "--colocate_critic_reward means nothing here: there is"),
+    ],
+)
+def test_it_is_said_where_a_role_is_not_there_that_something_is_said_of(roles, given, said):
+    config = resolve("ppo", **given)
+    (sentence,) = idle_settings(config, roles)
+    assert sentence.startswith(said)
+    assert idle_settings(config, ("actor", "ref", "reward")) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.05)])
+def test_a_line_reports_that_training_does_not_know_truncated_sampling(name, value):
+    assert truncation_notice(resolve("grpo", n_samples_per_prompt=2).rollout) == []
+    (line,) = truncation_notice(resolve("grpo", n_samples_per_prompt=2, **{name: value}).rollout)
+    assert line.startswith(f"--{name} {value} truncates sampling alone: ratios, KL and gradients are of the whole")
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"zero_stage": 3}, "--zero_stage"),
+        ({"critic_zero_stage": 3}, "--critic_zero_stage"),
+        ({"ref_zero_stage": 3}, "--ref_zero_stage"),
+        ({"zero_stage": 2, "reward_zero_stage": 3}, "--reward_zero_stage"),
+    ],
+)
+def test_models_are_compiled_where_no_role_that_is_there_is_partitioned(given, flag):
+    config = resolve("ppo", compile_model="true", **given)
+    with pytest.raises(UsageError, match=f"^compile_model does not go with {flag} 3"):
+        check_stages(config, ("actor", "critic", "ref", "reward"))
+    if "zero_stage" not in given or given["zero_stage"] == 2:
+        check_stages(config, ("actor",))

@@ -1,0 +1,51 @@
+"""Host memory of sleeping roles, against sums made by hand."""
+
+import pytest
+from online_settings import resolve
+
+from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.backends.cluster.placement import Island, Layout, Seat
+from rlhf_cli.runs.online.models import find_models
+from rlhf_cli.runs.online.sleep_memory import GIB, SleepingRole, described, num_parameters, sleep_memory_fact
+
+SEVEN = 7_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("trained", "weight_bytes", "stage", "ranks", "expected"),
+    [
+        (SEVEN, 2, 2, 1, 98),  # 2 bytes of weights, 12 of the optimizer
+        (SEVEN, 2, 2, 4, 140),  # weights on every rank, the optimizer's states once
+        (SEVEN, 2, 3, 4, 98),
+        (SEVEN, 2, 1, 4, 0),  # DeepSpeed moves nothing at stage 1 with bf16 weights
+        (SEVEN, 4, 1, 1, 112),
+        (0, 2, 0, 2, 28),  # a frozen model moves at every stage
+    ],
+)
+def test_bytes_of_a_role_are_weights_of_ranks_and_optimizer_states_of_all(
+    trained, weight_bytes, stage, ranks, expected
+):
+    assert SleepingRole(SEVEN, trained, weight_bytes, stage, ranks).host_bytes == expected * 10**9
+
+
+def test_a_run_whose_roles_take_turns_states_the_memory_of_its_fullest_node(tiny_model_dir):
+    sleeping = {"deepspeed_enable_sleep": "true", "colocate_all_models": "true", "zero_stage": "2"}
+    config = resolve("ppo", pretrain=tiny_model_dir, **sleeping)
+    models = find_models(config, ALGORITHMS["ppo"])
+    islands = (Island(node=0, num_gpus=1), Island(node=1, num_gpus=1))
+    seats = [
+        Seat("actor", 0, 0, (0,), shared=True),
+        Seat("ref", 0, 0, (0,), shared=True),
+        Seat("critic", 0, 1, (0,), shared=True),
+    ]
+    layout = Layout(islands, tuple(seats))
+    (line,) = sleep_memory_fact(config, models, layout, has_gpus=True).values()
+    assert line.startswith("0 GiB on a node while roles sleep")
+    assert sleep_memory_fact(config, models, layout, has_gpus=False) == {}
+    assert sleep_memory_fact(resolve("ppo", pretrain=tiny_model_dir), models, layout, has_gpus=True) == {}
+    assert num_parameters(models.policy.base) == 25_248  # 9,600 of embeddings, 7,808 a layer, 32 of the last norm
+
+
+def test_too_little_memory_is_named():
+    assert described({0: 90 * GIB, 1: 112 * GIB}, 128 * GIB)["Host memory"].startswith("112 GiB on a node")
+    assert "this node has 96 GiB, WHICH IS TOO LITTLE" in described({0: 112 * GIB}, 96 * GIB)["Host memory"]

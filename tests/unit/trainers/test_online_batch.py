@@ -1,0 +1,346 @@
+"""From generations to what policy and critic learn from, with numbers worked out by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.trainers.online.batch import (
+    Evaluated,
+    GroupPlace,
+    Rollouts,
+    as_sequence,
+    failure_metrics,
+    learning_samples,
+    rollout_metrics,
+    sample_rows,
+    score_requests,
+    scored_rollouts,
+    source_metrics,
+    split_last_values,
+    weighted_parts,
+    whole_groups,
+    with_greedy,
+    with_last_states,
+    zero_std_metrics,
+)
+
+FAILED = Score(None, "failed", "timed out after 30 s", {"format": 1.0})
+REWARD = OnlineRewardConfig(reward_funcs=["exact"])
+PLACES = whole_groups(1, 2)
+
+
+def prompt(number: int, source: str = "a.jsonl") -> Prompt:
+    return Prompt([7, 8], f"{source} {number}? ", str(number), source, number)
+
+
+def generation(*token_ids: int, cut: bool = False) -> Generation:
+    return Generation(list(token_ids), [-0.1 * (i + 1) for i in range(len(token_ids))], "length" if cut else "stop", 0)
+
+
+def scored(value: float, status: str = "scored", **parts: float) -> Score:
+    return Score(value, status, "", parts)  # type: ignore[arg-type]
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def test_the_response_is_trained_and_the_prompt_is_not():
+    sequence = as_sequence([5, 6, 7], [8, 9])
+    assert sequence.token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert sequence.loss_mask.tolist() == [False, False, False, True, True]
+
+
+def test_responses_whose_score_failed_are_left_out_in_order():
+    rollouts = scored_rollouts(
+        [prompt(0), prompt(0), prompt(1)],
+        [generation(1), generation(2, 2), generation(3, 3, 3)],
+        [scored(0.0), FAILED, scored(-2.0)],
+        [0, 0, 1],
+    )
+    assert len(rollouts) == 2
+    assert [sequence.token_ids.tolist() for sequence in rollouts.sequences] == [[7, 8, 1], [7, 8, 3, 3, 3]]
+    assert rollouts.scores_B.tolist() == [0.0, -2.0]  # a score of 0 is a score
+    assert rollouts.cu.tolist() == [0, 1, 4]
+    assert [logprobs.tolist() for logprobs in rollouts.rollout_logprobs] == [
+        pytest.approx([-0.1]),
+        pytest.approx([-0.1, -0.2, -0.3]),
+    ]
+
+
+def test_responses_to_a_prompt_that_was_asked_twice_form_two_groups():
+    rollouts = scored_rollouts([prompt(0)] * 4, [generation(1)] * 4, [scored(1.0)] * 3 + [FAILED], [0, 0, 1, 1])
+    assert rollouts.groups_B.tolist() == [0, 0, 1]
+
+
+def two_rollouts(*scores: float) -> Rollouts:
+    """Responses of two and one tokens."""
+    return scored_rollouts(
+        [prompt(0), prompt(1)], [generation(1, 2), generation(3)], [scored(s) for s in scores], [0, 1]
+    )
+
+
+def test_samples_of_ppo_by_hand():
+    """gamma = lambda = 1: a return is the sum of rewards to come, an advantage is return less value.
+
+    KL (k1) is .3, .1 and -.2 nats at the tokens, weighted .5; scores 2 and 20, the latter clipped to 10.
+    Rewards: -.15, -.05 + 2, .1 + 10. Returns: 1.8, 1.95, 10.1. Values 1, 2, 3: advantages .8, -.05, 7.1 with mean
+    2.6166667 and unbiased variance 15.2558333, whitened -.4651117, -.6827328, 1.1478446.
+    """
+    evaluated = Evaluated(
+        old_logprobs=[floats(-1.0, -2.0), floats(-0.5)],
+        ref_logprobs=[floats(-1.3, -2.1), floats(-0.3)],
+        values=[floats(1.0, 2.0), floats(3.0)],
+        bootstrap_B=None,
+    )
+    samples, metrics = learning_samples(
+        two_rollouts(2.0, 20.0),
+        evaluated,
+        algorithm=ALGORITHMS["ppo"],
+        policy=ActorCriticPolicyConfig(),
+        reward=REWARD,
+        kl_coef=0.5,
+        greedy=None,
+        max_new_tokens=4,
+    )
+    assert samples[0].columns.keys() == {
+        "old_logprobs",
+        "rollout_logprobs",
+        "advantages",
+        "old_values",
+        "returns",
+    }
+    assert samples[0].columns["returns"].tolist() == pytest.approx([1.8, 1.95], rel=1e-5)
+    assert samples[1].columns["returns"].tolist() == pytest.approx([10.1], rel=1e-5)
+    assert samples[0].columns["advantages"].tolist() == pytest.approx([-0.4651117, -0.6827328], rel=1e-4)
+    assert samples[1].columns["advantages"].tolist() == pytest.approx([1.1478446], rel=1e-4)
+    assert samples[0].columns["old_values"].tolist() == [1.0, 2.0]
+    assert samples[1].columns["old_logprobs"].tolist() == [-0.5]
+    # .4 nats in the first response, -.2 in the second.
+    assert metrics == pytest.approx({"kl": 0.1, "advantage_abs": (0.4651117 + 0.6827328 + 1.1478446) / 3}, rel=1e-4)
+
+
+def test_a_cut_response_is_worth_what_the_critic_says_of_the_state_it_ended_in():
+    rollouts = scored_rollouts(
+        [prompt(0), prompt(1)], [generation(1, 2, cut=True), generation(3)], [scored(2.0), scored(5.0)], [0, 1]
+    )
+    asked = with_last_states(rollouts)
+    assert [sequence.token_ids.tolist() for sequence in asked] == [[7, 8, 1, 2, 2], [7, 8, 3]]
+    assert [sequence.num_trained for sequence in asked] == [3, 1]
+    values, bootstrap_B = split_last_values([floats(1.0, 2.0, 8.0), floats(3.0)], rollouts.truncated_B)
+    samples, _ = learning_samples(
+        rollouts,
+        Evaluated(None, None, values, bootstrap_B),
+        algorithm=ALGORITHMS["ppo"],
+        policy=ActorCriticPolicyConfig(gamma=0.5),
+        reward=REWARD,
+        kl_coef=0.0,
+        greedy=None,
+        max_new_tokens=4,
+    )
+    # The last token is worth its score and half of 8, the one before it half of that; the finished one its score.
+    assert samples[0].columns["returns"].tolist() == [3.0, 6.0]
+    assert samples[1].columns["returns"].tolist() == [5.0]
+    assert samples[0].columns["old_values"].tolist() == [1.0, 2.0]
+
+
+def test_rewards_compared_apart_are_clipped_and_weighted_each():
+    rollouts = scored_rollouts(
+        [prompt(0), prompt(0)],
+        [generation(1), generation(2)],
+        [scored(0.0, exact=1.0, reward_model=99.0), scored(0.0, exact=0.0, reward_model=-99.0)],
+        [0, 0],
+    )
+    reward = OnlineRewardConfig(
+        reward_funcs=["exact"], reward_weights=[2.0], reward_pretrain="rm", reward_model_weight=0.5
+    )
+    parts = [(weight, part_B.tolist()) for weight, part_B in weighted_parts(rollouts, reward)]
+    assert parts == [(2.0, [1.0, 0.0]), (0.5, [10.0, -10.0])]
+    assert rollouts.only(torch.tensor([False, True])).parts["exact"].tolist() == [0.0]
+
+
+def test_without_a_reference_the_score_alone_is_rewarded_and_no_divergence_is_reported():
+    evaluated = Evaluated(None, None, [floats(0.0, 0.0), floats(0.0)], None)
+    samples, metrics = learning_samples(
+        two_rollouts(2.0, -1.0),
+        evaluated,
+        algorithm=ALGORITHMS["ppo"],
+        policy=ActorCriticPolicyConfig(gamma=0.5),
+        reward=REWARD,
+        kl_coef=0.5,
+        greedy=None,
+        max_new_tokens=4,
+    )
+    assert samples[0].columns["returns"].tolist() == [1.0, 2.0]
+    assert samples[1].columns["returns"].tolist() == [-1.0]
+    assert "old_logprobs" not in samples[0].columns
+    assert metrics.keys() == {"advantage_abs"}
+
+
+def test_greedy_responses_are_shaped_alike_and_compared_with_by_prompt():
+    prompts = [prompt(0), prompt(0), prompt(1), prompt(2)]
+    answers = [generation(1), generation(2, 2, 2, 2, cut=True), generation(3), generation(4)]
+    rollouts = scored_rollouts(prompts, answers, [scored(3.0), scored(5.0), scored(7.0), scored(9.0)], [0, 0, 1, 2])
+    greedy = scored_rollouts(
+        [prompt(0), prompt(1), prompt(2)],
+        [generation(1, 1, 1, 1, cut=True), generation(1), generation(1)],
+        [scored(8.0), FAILED, scored(4.0)],
+        [0, 1, 2],
+    )
+    kept = with_greedy(rollouts, greedy)
+    assert kept.scores_B.tolist() == [3.0, 5.0, 9.0]  # nothing to compare the response to the second prompt with
+    samples, metrics = learning_samples(
+        kept,
+        Evaluated(None, None, None, None),
+        greedy=greedy,
+        algorithm=ALGORITHMS["remax"],
+        policy=PolicyConfig(mask_truncated=True),
+        reward=OnlineRewardConfig(reward_funcs=["exact"], stop_properly_penalty_coef=0.5),
+        kl_coef=0.0,
+        max_new_tokens=4,
+    )
+    assert [sample.sequence.token_ids.tolist() for sample in samples] == [[7, 8, 1], [7, 8, 4]]  # one was cut
+    assert [sample.columns["advantages"].tolist() for sample in samples] == [[3.0 - 4.0], [9.0 - 4.0]]
+    assert metrics == {"advantage_abs": 3.0}
+
+
+def test_columns_have_a_value_for_every_trained_token():
+    rollouts = two_rollouts(1.0, 2.0)
+    evaluated = Evaluated(None, None, [floats(0.0, 1.0), floats(2.0)], None)
+    samples, _ = learning_samples(
+        rollouts,
+        evaluated,
+        algorithm=ALGORITHMS["ppo"],
+        policy=ActorCriticPolicyConfig(),
+        reward=REWARD,
+        kl_coef=0.0,
+        greedy=None,
+        max_new_tokens=4,
+    )
+    for sample in samples:
+        assert {len(column) for column in sample.columns.values()} == {sample.sequence.num_trained}
+        assert {column.dtype for column in sample.columns.values()} == {np.dtype(np.float32)}
+
+
+def test_failed_rewards_are_not_averaged_in():
+    metrics = rollout_metrics(
+        [generation(1, 2, 3, 4, cut=True), generation(1), generation(1), generation(1, 2)],
+        [
+            scored(1.0, "correct", exact=1.0, format=1.0),
+            scored(0.0, "wrong", exact=0.0, format=0.5),
+            scored(-1.0, "invalid", exact=0.0, format=0.0),
+            FAILED,
+        ],
+    )
+    assert metrics == pytest.approx(
+        {
+            "reward": 0.0,
+            "reward_std": (2 / 3) ** 0.5,
+            "response_length": 2.0,
+            "response_length_max": 4.0,
+            "truncated": 0.25,
+            "accuracy": 1 / 3,
+            "reward/exact": 1 / 3,
+            "reward/format": 2.5 / 4,
+        }
+    )
+
+
+def test_failures_are_counted_by_kind_where_there_are_any():
+    late, odd = (Score(None, "failed", failure=kind) for kind in ("timeout", "bad_result"))
+    assert failure_metrics([late, scored(1.0), odd, late]) == {
+        "reward_failed": 0.75,
+        "reward/failed_bad_result": 1.0,
+        "reward/failed_timeout": 2.0,
+    }
+    assert failure_metrics([scored(1.0)]) == {"reward_failed": 0.0}
+
+
+def test_plain_scores_have_no_accuracy():
+    assert "accuracy" not in rollout_metrics([generation(1)], [scored(3.0)])
+
+
+def test_rewards_are_asked_about_prompt_and_response():
+    (request,) = score_requests([prompt(4)], [generation(1, 2)], lambda token_ids: f"<{token_ids}>", places=PLACES[:1])
+    assert (request.query, request.prompt, request.response, request.label) == (
+        "a.jsonl 4? <[1, 2]>",
+        "a.jsonl 4? ",
+        "<[1, 2]>",
+        "4",
+    )
+
+
+def test_samples_of_a_prompt_are_neighbours_in_a_group_of_their_own():
+    assert whole_groups(2, 2) == [
+        GroupPlace("0", 0, 2),
+        GroupPlace("0", 1, 2),
+        GroupPlace("1", 0, 2),
+        GroupPlace("1", 1, 2),
+    ]
+
+
+def test_rewards_are_told_length_cut_and_group_of_a_response():
+    requests = score_requests(
+        [prompt(4)] * 3,
+        [generation(1, 2), generation(3, cut=True), generation(5)],
+        lambda token_ids: "",
+        places=[GroupPlace("7", 0, 2), GroupPlace("7", 1, 2), GroupPlace("8", 0, 1)],
+    )
+    assert [(request.num_tokens, request.truncated) for request in requests] == [(2, False), (1, True), (1, False)]
+    assert [(request.group, request.sample, request.group_size) for request in requests] == [
+        ("7", 0, 2),
+        ("7", 1, 2),
+        ("8", 0, 1),
+    ]
+
+
+def test_rows_of_samples_say_everything_about_a_response():
+    generations = [generation(1, 2, cut=True), generation(3)]
+    requests = score_requests([prompt(4), prompt(5)], generations, str, places=PLACES)
+    rows = sample_rows(requests, generations, [scored(1.0, "correct", exact=1.0), FAILED])
+    assert rows[0] == {
+        "prompt": "a.jsonl 4? ",
+        "response": "[1, 2]",
+        "label": "4",
+        "reward": 1.0,
+        "verdict": "correct",
+        "detail": "",
+        "length": 2,
+        "finish_reason": "length",
+        "reward/exact": 1.0,
+    }
+    assert (rows[1]["reward"], rows[1]["verdict"], rows[1]["detail"]) == (None, "failed", "timed out after 30 s")
+
+
+def test_bounds_of_no_response_are_a_single_zero():
+    rollouts = scored_rollouts([prompt(0)], [generation(1)], [FAILED], [0])
+    assert rollouts.cu.tolist() == [0]
+    assert torch.equal(rollouts.scores_B, torch.zeros(0))
+
+
+def test_the_share_of_groups_without_spread_leaves_out_failed_scores_and_groups_of_one() -> None:
+    scores = [scored(value) for value in (1.0, 1.0, 0.0, 1.0, 2.0)] + [FAILED, scored(3.0)]
+    assert zero_std_metrics(scores, [0, 0, 1, 1, 2, 2, 3]) == {"frac_reward_zero_std": 0.5}
+    assert zero_std_metrics(scores[:2], [0, 1]) == {}
+
+
+def test_rewards_are_reported_by_the_source_that_rows_name() -> None:
+    def asked(source: str | None) -> ScoreRequest:
+        return ScoreRequest("q", "p", "r", "l", 1, False, "g", 0, 1, source)
+
+    questions = [asked(source) for source in ("math", "code", "code")]
+    found = source_metrics(questions, [scored(1.0, "correct"), scored(0.0, "wrong"), scored(0.5, "wrong")])
+    assert found == {
+        "source/math/reward": 1.0,
+        "source/math/accuracy": 1.0,
+        "source/code/reward": 0.25,
+        "source/code/accuracy": 0.0,
+    }
+    assert source_metrics([asked("math"), asked(None)], [scored(1.0)] * 2) == {}
+    assert source_metrics([asked(str(n)) for n in range(40)], [scored(1.0)] * 40) == {}

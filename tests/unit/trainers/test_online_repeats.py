@@ -1,0 +1,176 @@
+"""Every online command in this process, on real engines and tiny models: equal settings give equal runs, bit for bit.
+
+Leaves out Ray: the ranks and the rollout engine are called where they are. Everything else is what a run has.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from online_fakes import FakeScorer, FakeTracker
+from online_settings import resolve
+
+from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.backends.roles.groups import ActorGroup, CriticGroup, Dealer, ReferenceGroup, TrainedGroup
+from rlhf_cli.backends.roles.ranks import Actor, Critic, Reference
+from rlhf_cli.backends.roles.settings import RoleSettings
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
+from rlhf_cli.backends.weight_sync.shm import ShmTransport
+from rlhf_cli.backends.weight_sync.transfer import WeightSender
+from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.trainers.online.loop import OnlineHooks, Roles, train_online
+from rlhf_cli.trainers.online.state import OnlineSettings, first_state
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
+PROMPTS = [Prompt([40 + i, 50 + i, 60], f"prompt {i}: ", None, "data.jsonl", i) for i in range(4)]
+ITERATIONS = 2
+
+
+class OneRank:
+    """The only rank of a role, called like the ranks that are Ray actors."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def start_each(self, method: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return [attrgetter(method)(self.target)(*args) for args in args_by_rank]
+
+    def wait(self, calls: list[Any]) -> list[Any]:
+        return calls
+
+
+class OneEngine:
+    """The only rollout engine, which gets the actor's weights as a push."""
+
+    def __init__(self, pretrain: str, actor: Actor, folder: Path) -> None:
+        self._engine = TransformersEngine(pretrain, EngineSettings(max_model_len=16, dtype="fp32"))
+        self._actor = actor
+        self._sender = WeightSender(ShmTransport(folders=(str(folder),)))
+        self._left: list[tuple[int, Generation]] = []
+
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        return asyncio.run(self._engine.generate(requests, sampling))
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        self._left = list(enumerate(self.generate(requests, sampling)))
+
+    @property
+    def is_generating(self) -> bool:
+        return bool(self._left)
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        return [self._left.pop()]
+
+    def cut(self, max_tokens: int) -> None:
+        self._left = [one for one in self._left if len(one[1].token_ids) <= max_tokens]
+
+    def wake_cache(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def receive_weights(self, version: int) -> dict[str, float]:
+        manifest = self._sender.send(self._actor.engine_weights(), version).manifest
+
+        async def push() -> None:
+            await self._engine.start_weight_update()
+            await self._engine.update_weights(manifest or {})
+            await self._engine.finish_weight_update(version)
+
+        asyncio.run(push())
+        return {}
+
+    def end(self) -> None:
+        self._sender.close()
+        asyncio.run(self._engine.shutdown())
+
+
+class Scorer(FakeScorer):
+    """A response is worth what its characters add up to, modulo 7."""
+
+    def judge(self, request: ScoreRequest) -> Score:
+        value = float(sum(map(ord, request.response)) % 7)
+        return Score(value, "scored", parts={"exact": value})
+
+
+def role_settings(config: OnlineConfig, learning_rate: float) -> RoleSettings:
+    return RoleSettings(
+        model=config.model,
+        deepspeed=config.deepspeed,
+        optim=config.optim,
+        learning_rate=learning_rate,
+        total_steps=2 * ITERATIONS,
+        seed=config.batch.seed,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        policy=config.policy,
+    )
+
+
+def train(config: OnlineConfig, row: str, folder: Path) -> tuple[list[Any], list[Any], dict[str, torch.Tensor]]:
+    """(metrics and samples of each iteration, the weights that came out)."""
+    algorithm, settings, dealer = ALGORITHMS[row], role_settings(config, 1e-2), Dealer(1, config.batch, 0.0)
+
+    def trained(role: Any) -> TrainedGroup:
+        return TrainedGroup(OneRank(role), dealer, takes_turns=False)  # type: ignore[arg-type]
+
+    actor = Actor(settings)
+    engine, tracker = OneEngine(config.model.pretrain, actor, folder), FakeTracker()
+    policy = trained(actor)
+    reference = OneRank(Reference(settings))
+    roles = Roles(
+        ActorGroup(policy),
+        CriticGroup(trained(Critic(settings))) if algorithm.critic else None,
+        ReferenceGroup(reference, dealer, takes_turns=False, actor=policy, alpha=0.0),  # type: ignore[arg-type]
+        None,
+        engine,
+        Scorer([], fails=lambda index: False),
+    )
+    train_online(
+        roles,
+        OnlineSettings(
+            algorithm, config.rollout, config.reward, config.policy, config.batch, config.reference, config.optim
+        ),
+        prompts=PROMPTS,
+        decode=lambda token_ids: "".join(map(chr, token_ids)),
+        state=first_state(config.policy),
+        total_iterations=ITERATIONS,
+        save_steps=-1,
+        hooks=OnlineHooks(tracker, lambda state: None, lambda: False),
+    )
+    engine.end()
+    return tracker.logged, tracker.rows, {name: weight.clone() for name, weight in actor.engine_weights()}
+
+
+@pytest.mark.parametrize(
+    ("command", "row", "given"),
+    [
+        ("ppo", "ppo", {}),
+        ("reinforce++", "reinforce++", {}),
+        ("reinforce++", "reinforce++_group", {"baseline": "group"}),
+        ("grpo", "grpo", {}),
+        ("grpo", "grpo_passk", {"advantage": "passk"}),
+        ("grpo", "gdpo", {"aggregate": "normalize_then_sum", "use_kl_loss": "true", "kl_estimator": "k3"}),
+        ("rloo", "rloo", {}),
+        ("remax", "remax", {}),
+    ],
+)
+def test_a_run_gives_the_same_numbers_again_and_other_ones_with_another_seed(
+    command, row, given, tiny_model_dir, tmp_path
+):
+    small = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 2, "max_new_tokens": 4}
+    common = {"pretrain": tiny_model_dir, "param_dtype": "fp32", "init_kl_coef": 0.1, **small, **given}
+    first, second, other = (train(resolve(command, seed=seed, **common), row, tmp_path) for seed in (1, 1, 2))
+    assert [step for step, _ in first[0]] == list(range(1, ITERATIONS + 1))
+    assert first[:2] == second[:2]
+    assert first[2].keys() == second[2].keys()
+    assert all(weight.equal(second[2][name]) for name, weight in first[2].items())
+    assert first[1] != other[1]

@@ -1,0 +1,33 @@
+"""Which samples each optimizer step of an iteration sees where groups stay together."""
+
+import numpy as np
+import pytest
+
+from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.trainers.online.update_plan import plan_updates
+
+GROUPS = np.repeat([3, 0, 7, 5], [4, 4, 3, 1])
+
+
+def plan(groups_B: np.ndarray, size: int, *, epochs: int = 1, iteration: int = 1) -> list[np.ndarray]:
+    batch = BatchConfig(train_batch_size=size, max_epochs=epochs)
+    return plan_updates(len(groups_B), batch, iteration=iteration, groups_B=groups_B).actor
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 12, 100])
+def test_every_pass_sees_each_sample_once_in_steps_of_that_size(size):
+    steps = plan(GROUPS, size, epochs=2)
+    assert len(steps) == 2 * -(-12 // size)
+    for epoch in (steps[: len(steps) // 2], steps[len(steps) // 2 :]):
+        assert sorted(np.concatenate(epoch).tolist()) == list(range(12))
+        assert all(step.size == size for step in epoch[:-1])
+
+
+def test_groups_stay_together_and_their_order_changes():
+    groups_B = np.repeat(np.arange(50), 4)
+    steps = plan(groups_B, 8, epochs=2)
+    assert all(np.unique(groups_B[step]).size == 2 for step in steps)
+    orders = [np.concatenate(steps[:25]).tolist(), np.concatenate(steps[25:]).tolist()]
+    orders.append(np.concatenate(plan(groups_B, 8, iteration=2)).tolist())
+    assert len({tuple(order) for order in [*orders, list(range(200))]}) == 4
+    assert np.array_equal(steps[0], plan(groups_B, 8)[0])
