@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import test_checkpoint_names as mixture_shape
 import torch
 from tiny_training import (
     CLOSE,
@@ -38,7 +37,15 @@ from rlhf_cli.models.policy import PolicyModel, parameter_groups
 from rlhf_cli.models.routers import check_router_loss, token_weights
 from rlhf_cli.models.shape_bucketing import rounded
 
-SHAPE = mixture_shape.SHAPE | {"initializer_range": 0.3}
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
 FAMILIES: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
     "qwen2_moe": Qwen2MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=8),
