@@ -2,7 +2,7 @@
 BIN := .venv/bin
 INSTALLED := .venv/.complete
 
-.PHONY: demo test test-slow gpu-check lint setup
+.PHONY: demo test test-slow gpu-check docs lint setup
 demo: $(INSTALLED)
 	@$(BIN)/rlhf quickstart --overwrite $(ARGS)
 
@@ -20,6 +20,10 @@ test-slow: $(INSTALLED)
 # Ten steps on one NVIDIA GPU, and a Markdown table of them; ARGS="--steps 1 4" runs some.
 gpu-check: $(INSTALLED)
 	@$(BIN)/python benchmarks/gpu_check.py $(ARGS)
+
+# The documentation site, in site/; ARGS="serve" shows it at http://127.0.0.1:8000 and follows changes.
+docs: $(INSTALLED)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy rlhf_cli tests benchmarks

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from site_hooks import undocumented
 
 from rlhf_cli.runs.quickstart import Walkthrough
 
@@ -60,6 +61,9 @@ def test_ppo_makes_a_model_right_that_was_right_a_third_of_the_time(folder, outp
     assert after >= 0.95
     report = (folder / "report.html").read_text()
     assert "accuracy after ppo" in report
+    for command, run in (("sft", "sft"), ("ppo", "practice")):
+        rows = map(json.loads, (folder / run / "metrics.jsonl").read_text().splitlines())
+        assert not undocumented(command, {name for row in rows for name in row} - {"step"})
     assert "http" not in re.sub(r"http://www\.w3\.org\S*", "", report)  # one file, nothing fetched
     printed = [shlex.split(line)[2:] for line in output.splitlines() if line.startswith("$ rlhf ")]
     assert [command[0] for command in printed] == ["scratch", "sft", "ppo", "eval"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from online_fakes import FakeScorer, FakeTracker
 from online_settings import resolve
+from site_hooks import undocumented
 
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.roles.groups import ActorGroup, CriticGroup, Dealer, ReferenceGroup, TrainedGroup
@@ -170,6 +171,7 @@ def test_a_run_gives_the_same_numbers_again_and_other_ones_with_another_seed(
     common = {"pretrain": tiny_model_dir, "param_dtype": "fp32", "init_kl_coef": 0.1, **small, **given}
     first, second, other = (train(resolve(command, seed=seed, **common), row, tmp_path) for seed in (1, 1, 2))
     assert [step for step, _ in first[0]] == list(range(1, ITERATIONS + 1))
+    assert not undocumented(command, [name for _, metrics in first[0] for name in metrics])
     assert first[:2] == second[:2]
     assert first[2].keys() == second[2].keys()
     assert all(weight.equal(second[2][name]) for name, weight in first[2].items())

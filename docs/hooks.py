@@ -1,0 +1,67 @@
+"""Hooks of the documentation site: tables of flags and metrics, made when the site is built.
+
+A page asks for a table by a comment of its own line: `<!-- flags: ppo -->`, `<!-- metrics: ppo -->`. Flags come from
+the settings of the command, metrics from metrics.yaml, so no page repeats either by hand.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_cli import cli
+from rlhf_cli.flags import Flag, config_class, describe, flags_of
+
+METRICS_FILE = Path(__file__).with_name("metrics.yaml")
+MARKER = re.compile(r"^<!-- (flags|metrics): (\S+) -->$", re.MULTILINE)
+
+PANELS = {cli.OFFLINE: "offline", cli.ONLINE: "online"}
+"""Names that stand for all commands of a panel in metrics.yaml."""
+
+Cells = tuple[str, ...]
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return the page with a table in place of each marker; MkDocs calls this."""
+    return MARKER.sub(lambda found: TABLES[found[1]](found[2]), markdown)
+
+
+def flags_table(command: str) -> str:
+    """Return the tables of a command's flags, one for each panel of its help page."""
+    panels: dict[str, list[Flag]] = {}
+    for flag in flags_of(config_class(cli.command_function(cli.COMMANDS[command]))).values():
+        panels.setdefault(flag.panel, []).append(flag)
+    tables = []
+    for panel, flags in panels.items():
+        rows = [(f"`--{flag.name}`", describe(flag), flag.help) for flag in flags]
+        tables.append(f"### {panel}\n\n{table(('flag', 'value', 'meaning'), rows)}")
+    return "\n\n".join(tables)
+
+
+def metrics_table(command: str) -> str:
+    """Return the table of a command's metrics."""
+    return table(("metric", "meaning"), [(f"`{metric['name']}`", metric["text"]) for metric in metrics_of(command)])
+
+
+def metrics_of(command: str) -> list[dict[str, str]]:
+    """Return the documented metrics of a command, in the order of the file."""
+    names = {command, PANELS.get(cli.COMMANDS[command].panel, command)}
+    documented = yaml.safe_load(METRICS_FILE.read_text(encoding="utf-8"))
+    return [metric for metric in documented if names & set(metric["commands"].split())]
+
+
+def table(header: Cells, rows: Iterable[Cells]) -> str:
+    """Return a Markdown table."""
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(escaped(cell) for cell in cells) + " |" for cells in lines)
+
+
+def escaped(cell: str) -> str:
+    """Return the text with the characters escaped that Markdown would read as something else in a cell."""
+    text = " ".join(cell.split()).replace("|", "\\|")
+    return text if text.startswith("`") else re.sub(r"([<>*_{}\[\]])", r"\\\1", text).replace("\\<", "&lt;")
+
+
+TABLES: dict[str, Callable[[str], str]] = {"flags": flags_table, "metrics": metrics_table}

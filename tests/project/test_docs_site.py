@@ -1,0 +1,99 @@
+"""The documentation site builds strictly, needs nothing from other servers, and its tables match the code."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+from site_hooks import DOCS, REPOSITORY, site_hooks, undocumented
+
+from rlhf_cli import cli
+from rlhf_cli.flags import config_class, flags_of
+
+
+def build(site: Path, *, config: Path = REPOSITORY / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=250, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    outcome = build(folder)
+    assert outcome.returncode == 0, outcome.stderr
+    return folder
+
+
+def test_the_page_of_each_command_has_all_of_its_flags(site):
+    for name, entry in cli.COMMANDS.items():
+        text = unescape((site / "commands" / f"{name}.html").read_text())
+        missing = [
+            flag for flag in flags_of(config_class(cli.command_function(entry))) if f"--{flag}</code>" not in text
+        ]
+        assert not missing, f"{name}: {missing}"
+
+
+def test_no_table_of_flags_or_metrics_is_left_a_marker(site):
+    for page in site.rglob("*.html"):
+        assert "<!-- flags" not in page.read_text()
+        assert "<!-- metrics" not in page.read_text()
+
+
+def test_pages_load_nothing_from_other_servers(site):
+    loaded = re.compile(
+        r"<(?:script|img|iframe|source)[^>]*src=\"?(?:https?:)?//|<link[^>]*rel=\"?(?:stylesheet|preload|preconnect)[^>]*href=\"?(?:https?:)?//"
+    )
+    assert not [page.name for page in site.rglob("*.html") if loaded.search(page.read_text())]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[gone](gone.md)", "gone.md"),
+        ("[gone](index.md#gone)", "#gone"),
+    ],
+)
+def test_a_broken_link_fails_the_build(text, complaint, tmp_path):
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "index.md").write_text(f"# Start\n\n{text}\n")
+    shutil.copy(DOCS / "hooks.py", folder)
+    shutil.copy(REPOSITORY / "mkdocs.yml", tmp_path)
+    config = re.sub(r"^nav:.*", "", (tmp_path / "mkdocs.yml").read_text(), flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "mkdocs.yml").write_text(config)
+    outcome = build(tmp_path / "site", config=tmp_path / "mkdocs.yml")
+    assert outcome.returncode != 0
+    assert complaint in outcome.stderr
+
+
+def test_cells_of_a_table_show_characters_of_markdown_as_they_are():
+    table = site_hooks().table(("flag", "meaning"), [("`--a`", "one | two <b> *c* {d}")])
+    assert table.splitlines()[2] == r"| `--a` | one \| two &lt;b\> \*c\* \{d\} |"
+
+
+def words_of_the_code() -> set[str]:
+    """Return every text in the code, and its parts between slashes, so that `critic/` and `lr` make `critic/lr`."""
+    found: set[str] = set()
+    for path in (REPOSITORY / "rlhf_cli").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= {node.value, *node.value.split("/")}
+    return found
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_documented_metric_is_a_name_in_the_code(name):
+    words = words_of_the_code()
+    documented = [metric["name"] for metric in site_hooks().metrics_of(name)]
+    parts = {part for metric in documented for part in metric.split("/") if "<" not in part}
+    assert not parts - words
+
+
+def test_a_metric_that_no_page_has_is_named():
+    assert undocumented("ppo", ["kl", "reward/gsm8k", "critic/lr", "invented", "eval/pass@8"]) == ["invented"]
