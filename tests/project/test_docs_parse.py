@@ -23,7 +23,7 @@ from rlhf_cli.options import build_config, typer_command, underscores
 REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = [
     path
-    for pattern in ("README.md", "docs/**/*.md", "examples/**/*.md", "examples/scripts/*")
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "examples/scripts/*")
     for path in sorted(REPOSITORY.glob(pattern))
     if path.is_file()
 ]
