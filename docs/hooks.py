@@ -54,14 +54,20 @@ def metrics_of(command: str) -> list[dict[str, str]]:
 
 def table(header: Cells, rows: Iterable[Cells]) -> str:
     """Return a Markdown table."""
-    lines = [header, tuple("---" for _ in header), *rows]
-    return "\n".join("| " + " | ".join(escaped(cell) for cell in cells) + " |" for cells in lines)
+    head, *body = ["| " + " | ".join(map(escaped, cells)) + " |" for cells in (header, *rows)]
+    return "\n".join([head, "|" + " --- |" * len(header), *body])
 
 
 def escaped(cell: str) -> str:
-    """Return the text with the characters escaped that Markdown would read as something else in a cell."""
-    text = " ".join(cell.split()).replace("|", "\\|")
-    return text if text.startswith("`") else re.sub(r"([<>*_{}\[\]])", r"\\\1", text).replace("\\<", "&lt;")
+    """Return the text for a cell: code stays as it is, flags become code, other characters of Markdown are escaped."""
+    parts = re.split(r"(`[^`]*`)", " ".join(cell.split()))
+    return "".join(part if part.startswith("`") else _escaped_text(part) for part in parts)
+
+
+def _escaped_text(text: str) -> str:
+    parts = re.split(r"((?<![\w-])--[a-z]\w*)", text)
+    shown = (f"`{part}`" if part.startswith("--") else re.sub(r"([<>*_{}\[\]|])", r"\\\1", part) for part in parts)
+    return "".join(shown).replace("\\<", "&lt;")
 
 
 TABLES: dict[str, Callable[[str], str]] = {"flags": flags_table, "metrics": metrics_table}

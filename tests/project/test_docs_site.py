@@ -34,7 +34,9 @@ def test_the_page_of_each_command_has_all_of_its_flags(site):
     for name, entry in cli.COMMANDS.items():
         text = unescape((site / "commands" / f"{name}.html").read_text())
         missing = [
-            flag for flag in flags_of(config_class(cli.command_function(entry))) if f"--{flag}</code>" not in text
+            flag
+            for flag in flags_of(config_class(cli.command_function(entry)))
+            if f"<td><code>--{flag}</code></td>" not in text
         ]
         assert not missing, f"{name}: {missing}"
 
@@ -73,8 +75,8 @@ def test_a_broken_link_fails_the_build(text, complaint, tmp_path):
 
 
 def test_cells_of_a_table_show_characters_of_markdown_as_they_are():
-    table = site_hooks().table(("flag", "meaning"), [("`--a`", "one | two <b> *c* {d}")])
-    assert table.splitlines()[2] == r"| `--a` | one \| two &lt;b\> \*c\* \{d\} |"
+    table = site_hooks().table(("flag", "meaning"), [("`--a`", "one | two <b> *c* {d} --max_len `x_y`")])
+    assert table.splitlines()[2] == r"| `--a` | one \| two &lt;b\> \*c\* \{d\} `--max_len` `x_y` |"
 
 
 def words_of_the_code() -> set[str]:
