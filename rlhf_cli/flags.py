@@ -136,10 +136,16 @@ def _bounds(limits: Sequence[Any]) -> str:
     return " and ".join(f"{signs[kind]} {bound}" for kind, bound in found.items())
 
 
+LONGEST_SHOWN = 300
+"""Characters of a value that a message shows; a longer value is cut, and its length follows."""
+
+
 def shown(value: Any) -> str:
-    """A value as one would write it after its flag."""
+    """Return a value as one would write it after its flag, cut if it is very long."""
     if isinstance(value, tuple | list):
-        return " ".join(map(shown, value)) or "[]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return "''" if value == "" else str(value)
+        text = " ".join(map(shown, value)) or "[]"
+    elif value is None or isinstance(value, bool):
+        text = {None: "null", True: "true", False: "false"}[value]
+    else:
+        text = "''" if value == "" else str(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"

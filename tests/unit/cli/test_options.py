@@ -328,11 +328,17 @@ def test_one_setting_may_be_given_without_its_flag():
         ("? {a: b}\n: 1\n", "line 1: a key must be one word"),
         ("colour: &x [*x]\n", "colour contains itself"),
         ("colour: &x {a: [*x]}\n", "colour contains itself"),
-        ("colour: 2026-13-45\n", "month must be in 1..12"),
-        ("coats: " + "9" * 5_000 + "\n", "Exceeds the limit"),
+        ("colour: 2026-13-45\n", "line 1: 2026-13-45 is no timestamp"),
+        ("coats: " + "9" * 5_000 + "\n", r"line 1: 9{300}\.\.\. \(5,000 characters\) is no int"),
+        ("coats: 0x" + "f" * 5_000 + "\n", r"f\.\.\. \(5,002 characters\) is no int"),
+        ("a: 1\ncolour: !!timestamp nope\n", "line 2: nope is no timestamp"),
+        ("colour: !!bool x\n", "line 1: x is no bool"),
+        ("colour: !!int ''\n", "line 1: '' is no int"),
+        ("colour: !!float x\n", "line 1: x is no float"),
+        ("colour: !!map x\n", "line 1: expected a mapping node"),
         ("colour: " + "[" * 5_000 + "]" * 5_000 + "\n", "nested too deep"),
         ("colour: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
-        ("colour: !!int x\n", "invalid literal"),
+        ("colour: !!int x\n", "x is no int"),
         ("colour: !!binary ä\n", "failed to convert base64|ascii"),
         ("- a\n", "must be lines of `setting: value`"),
         ("a: b: c\n", "mapping values are not allowed here"),
@@ -344,6 +350,25 @@ def test_a_hostile_yaml_file_is_refused_in_one_sentence(tmp_path, text, said):
     with pytest.raises(UsageError, match=rf"--config {path}.*({said})") as raised:
         read_yaml(Path(path))
     assert "\n" not in str(raised.value)
+
+
+def test_aliases_that_double_twenty_times_are_refused_before_anything_writes_them_out(tmp_path):
+    levels = [f"a{level}: &a{level} [*a{level - 1}, *a{level - 1}, *a{level - 1}]" for level in range(1, 21)]
+    path = write(tmp_path, "\n".join(["a0: &a0 red", *levels]) + "\n")
+    with pytest.raises(UsageError, match=r": a12 has more than 1,000,000 characters or items") as raised:
+        read_yaml(Path(path))
+    assert len(str(raised.value)) < 500
+
+
+def test_values_that_share_an_alias_are_read(tmp_path):
+    path = write(tmp_path, "a: &x [red, blue]\nb: [*x, *x]\n")
+    assert read_yaml(Path(path)) == {"a": ["red", "blue"], "b": [["red", "blue"], ["red", "blue"]]}
+
+
+def test_a_message_cuts_a_long_value():
+    said = complaint("--coats", "9" * 5_000)
+    assert "(5,000 characters)" in said
+    assert len(said) < 500
 
 
 def test_texts_that_are_no_characters_and_homes_of_nobody_are_named():
