@@ -26,7 +26,7 @@ docs: $(INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
 lint: $(INSTALLED)
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy rlhf_cli tests benchmarks
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy rlhf_cli tests benchmarks docs/hooks.py
 
 setup: $(INSTALLED)
 	@:

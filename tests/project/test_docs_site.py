@@ -99,3 +99,14 @@ def test_every_documented_metric_is_a_name_in_the_code(name):
 
 def test_a_metric_that_no_page_has_is_named():
     assert undocumented("ppo", ["kl", "reward/gsm8k", "critic/lr", "invented", "eval/pass@8"]) == ["invented"]
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_the_page_of_each_command_has_its_files_its_advice_and_its_flags(name):
+    page = (DOCS / "commands" / f"{name}.md").read_text()
+    headings = re.findall(r"^## (.+)$", page, flags=re.MULTILINE)
+    assert {"Output", "Flags"} <= set(headings)
+    assert any(heading.endswith("looks wrong") for heading in headings)
+    trains = cli.COMMANDS[name].panel in (cli.OFFLINE, cli.ONLINE)
+    assert not trains or {"Formulas", "Metrics"} <= set(headings)
+    assert not trains or re.search(r"arXiv\s+\d{4}\.\d{5}", page)
