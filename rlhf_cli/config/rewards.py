@@ -139,6 +139,9 @@ class RewardCall(NamedTuple):
         return REWARDS[self.name]
 
 
+NAMES_ELSEWHERE = {"accuracy": "math", "accuracy_reward": "math"}
+"""Rewards of other tools that have another name here: Open R1's and TRL's comparison by math-verify."""
+
 _CALL = re.compile(r"(?P<name>\w+)\s*(?:\((?P<given>[^()]*)\))?")
 
 
@@ -149,7 +152,7 @@ def read_call(text: str) -> RewardCall:
         raise ValueError(f"{text!r} is not NAME or NAME(PARAMETER=NUMBER, ...); in a YAML file it needs quotes")
     name, row = match["name"], REWARDS.get(match["name"])
     if row is None:
-        near = _did_you_mean(name, REWARDS)
+        near = f" (it is {NAMES_ELSEWHERE[name]} here)" if name in NAMES_ELSEWHERE else _did_you_mean(name, REWARDS)
         raise ValueError(f"there is no reward {name!r}{near}: {', '.join(REWARDS)}; a file is given by reward_func")
     given = _given(name, row, match["given"] or "")
     if missing := [key for key, parameter in row.parameters.items() if parameter.default is None and key not in given]:
