@@ -34,13 +34,12 @@ from rlhf_cli.data.reading.columns import (
     refuse,
     text_of,
     with_system,
+    truth,
 )
 from rlhf_cli.data.reading.sources import Row, Source
 
 CHOSEN_COLUMN, REJECTED_COLUMN = "chosen", "rejected"
 MARGIN_COLUMN, LABEL_COLUMN = "margin", "label"
-TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
-"""What a label may be, in lower case; 1 and 0 are equal to True and False."""
 
 PROMPT_APART = {"explicit_prompt": True, "shared_prompt": False}
 """Formats of pairs, and whether their prompt stands in a column of its own."""
@@ -263,7 +262,7 @@ def _margin(row: Row) -> float | None:
 
 def _truth(row: Row, column: str) -> bool:
     value = row.get(column)
-    known = value.strip().lower() if isinstance(value, str) else value
-    if not isinstance(known, str | int | float) or known not in TRUTHS:
+    found = truth(value)
+    if found is None:
         raise row.error(f"column {column!r} is neither true nor false (1 nor 0) but {described(value, row, column)}")
-    return TRUTHS[known]
+    return found

@@ -37,6 +37,7 @@ from rlhf_cli.data.reading.columns import (
     response_turn,
     text_of,
     with_system,
+    truth,
 )
 from rlhf_cli.data.reading.sources import Row, Source
 
@@ -176,11 +177,16 @@ def _prompt_response(present: Present, wanted: Columns) -> Format:
 
 
 def _fault_of_undesirable(row: Row) -> str | None:
-    """Why a row of KTO's data is no example, None if it is one."""
+    """Return why a row of KTO's data is no example, None if it is one.
+
+    A label of 0 counts as false, as it does for `rlhf kto`; the message names the way out if 0 is an answer.
+    """
     label = row.get("label")
-    if label is False or (isinstance(label, str) and label.strip().lower() == "false"):
+    if truth(label) is not False:
+        return None
+    if label is False or not str(label).strip().startswith("0"):
         return "label is false: the response is marked as undesirable, which rlhf kto learns from"
-    return None
+    return "label is 0: rlhf kto reads it as undesirable; rename the column if the label is an answer"
 
 
 def _messages_in(name: str) -> Callable[[Present, Columns], Format]:

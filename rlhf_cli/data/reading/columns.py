@@ -235,6 +235,16 @@ def described(value: Any, row: Row, column: str) -> str:
     return "null" if value is None else f"a {type(value).__name__}: {value!r:.60}"
 
 
+TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+"""Labels of desirable and undesirable responses, in lower case; the numbers 1 and 0 are equal to True and False."""
+
+
+def truth(value: Any) -> bool | None:
+    """Return whether a label marks a response as desirable, None for any other label."""
+    known = value.strip().lower() if isinstance(value, str) else value
+    return TRUTHS.get(known) if isinstance(known, str | int | float) else None
+
+
 def refuse_images(row: Row) -> None:
     """Raises UsageError naming the row if it comes with images: its text would speak of what the model never sees."""
     for column in IMAGE_COLUMNS:

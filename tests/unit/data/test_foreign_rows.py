@@ -178,6 +178,19 @@ def test_responses_marked_as_undesirable_are_not_learned_from(tmp_path, label):
     assert sequences(path, invalid_rows="drop").report.dropped_invalid == 1
 
 
+@pytest.mark.parametrize("label", [0, 0.0, "0", " 0 "])
+def test_a_label_of_zero_is_undesirable_for_sft_as_it_is_for_kto(tmp_path, label):
+    path = written(tmp_path, {"prompt": "Q", "completion": "A", "label": label})
+    with pytest.raises(UsageError, match=r"line 1: label is 0: .*rename the column if the label is an answer"):
+        sequences(path)
+
+
+@pytest.mark.parametrize("label", [1, "1", True, "true", 72, "18", None, ["0"]])
+def test_other_labels_leave_a_row_to_sft(tmp_path, label):
+    path = written(tmp_path, {"prompt": "Q", "completion": "A", "label": label})
+    assert sequences(path).report.items == 1
+
+
 def test_an_empty_response_names_the_setting_that_drops_it(tmp_path):
     with pytest.raises(UsageError, match="the response is empty; --invalid_rows drop leaves such rows out"):
         sequences(written(tmp_path, {"prompt": "Q", "response": " "}))
