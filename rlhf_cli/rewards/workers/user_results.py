@@ -1,7 +1,7 @@
 """Results of a user's reward function, one a response. Runs in the worker only.
 
 A function returns a list of numbers; a list of dicts with `overall`, `reward` or `score`; or OpenRLHF's dict of
-`rewards`, `scores` and `extra_logs`. None stands for a reward that failed.
+`rewards`, `scores` and `extra_logs`; a dict of lists with these keys. None stands for a reward that failed.
 """
 
 import math
@@ -32,9 +32,9 @@ def checked(result: Any, expected: int, *, logged: dict[str, Any] | None = None)
     `logged` are metrics that were reported besides, lists by response or one number for all.
     """
     filters, logs = [None] * expected, dict(logged or {})
+    if isinstance(result, dict) and "rewards" not in result:
+        result = _rows(result, expected)
     if isinstance(result, dict):
-        if "rewards" not in result:
-            raise BadResult(f"returned a dict of {', '.join(map(str, result)) or 'nothing'}, not of rewards")
         if result.get("scores") is not None:
             filters = _listed(result["scores"], expected, "scores")
         logs |= result.get("extra_logs") or {}
@@ -61,6 +61,16 @@ def _listed(values: Any, expected: int, what: str) -> list[Any]:
     if len(values) != expected:
         raise BadResult(f"returned {len(values)} {what} for {expected} responses")
     return list(values)
+
+
+def _rows(columns: dict[Any, Any], expected: int) -> list[dict[Any, Any]]:
+    """Return one dict a response from a dict of lists. Raises BadResult if no list of rewards is among them."""
+    key = next((key for key in VALUE_KEYS if key in columns), None)
+    if key is None:
+        raise BadResult(f"returned a dict of {', '.join(map(str, columns)) or 'nothing'}, not of rewards")
+    _listed(columns[key], expected, f"values of {key}")
+    spread = [_spread(values, expected) for values in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*spread, strict=True)]
 
 
 def _spread(values: Any, expected: int) -> list[Any]:

@@ -138,6 +138,8 @@ def test_prints_of_a_reward_do_not_get_between_results(reward_file: WriteFile) -
         ("return None", "returned NoneType, not a list of numbers"),
         ("return 1.0", "returned float, not a list of numbers"),
         ("return {'values': [1.0, 1.0]}", "returned a dict of values, not of rewards"),
+        ("return {'overall': [1.0]}", "returned 1 values of overall for 2 responses"),
+        ("return {'reward': 1.0}", "returned float, not a list of numbers"),
         ("return {'rewards': [1.0]}", "returned 1 values for 2 responses"),
         ("return [{'accuracy': 1.0}] * 2", "returned a dict of accuracy without overall, reward, score"),
         ("return [float('nan')] * 2", "returned nan"),

@@ -98,6 +98,17 @@ def test_openrlhfs_dict_gives_rewards_scores_to_filter_by_and_metrics(reward_fil
     assert rollout_rewards(found)["reward_func/right"] == 0.5
 
 
+def test_a_dict_of_lists_counts_like_a_list_of_dicts(reward_file: WriteFile) -> None:
+    columns = """
+        def reward_func(queries, prompts, labels):
+            return {"overall": [1.5, None], "score": [1.0, 0.0], "format": [0.0, 1.0], "temperature": 0.5}
+    """
+    found = scores(reward_file(columns), group("18", "19"))
+    assert [(one.value, one.status) for one in found] == [(1.5, "scored"), (None, "failed")]
+    assert found[0].filter == 1.0
+    assert found[0].metrics == {"reward_func/score": 1.0, "reward_func/format": 0.0, "reward_func/temperature": 0.5}
+
+
 def test_dynamic_filtering_looks_at_the_scores_in_place_of_the_rewards() -> None:
     ranged = DynamicSamplingConfig(dynamic_filtering=True, dynamic_filtering_reward_range=(0.2, 0.8))
     alike = [Score(3.0, "scored", filter=0.0), Score(3.0, "scored", filter=1.0)]
