@@ -167,7 +167,12 @@ class StoppableServer(uvicorn.Server):
     """A uvicorn server that leaves signals to this program: it ends, answering what it has begun, when `stop()`."""
 
     def __init__(
-        self, app: FastAPI, stop: Callable[[], bool], connection: type[BoundedConnection] = BoundedConnection
+        self,
+        app: FastAPI,
+        stop: Callable[[], bool],
+        connection: type[BoundedConnection] = BoundedConnection,
+        *,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -176,7 +181,7 @@ class StoppableServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                limit_concurrency=MAX_CONNECTIONS,
+                limit_concurrency=max_connections,
                 timeout_graceful_shutdown=GRACE_SECONDS,
             )
         )

@@ -8,7 +8,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class BoundedConnection(H11Protocol):
-    """An HTTP connection that is closed if the head of a request takes too long, or if its address has too many."""
+    """An HTTP connection that is closed if the head of a request takes too long, or if its address has too many.
+
+    If the server is full, a new connection takes the place of the oldest that has sent no complete head: a few
+    addresses together could otherwise keep everybody else out.
+    """
 
     head_seconds = 10.0
     """Seconds a client may take to send a request line and its headers; uvicorn itself waits for good."""
@@ -25,6 +29,7 @@ class BoundedConnection(H11Protocol):
         if self._num_of_this_address() > self.max_per_address:
             transport.abort()
         else:
+            self._make_room()
             self._start_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -43,6 +48,20 @@ class BoundedConnection(H11Protocol):
     def _num_of_this_address(self) -> int:
         addresses = [other.client[0] for other in self.connections if isinstance(other, H11Protocol) and other.client]
         return 0 if self.client is None else addresses.count(self.client[0])
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest for a complete head, if uvicorn would refuse this one."""
+        if self.limit_concurrency is None or len(self.connections) < self.limit_concurrency:
+            return
+        waiting = {
+            other: other._head_timer.when()
+            for other in self.connections
+            if isinstance(other, BoundedConnection) and other._head_timer is not None
+        }
+        if waiting:
+            oldest = min(waiting, key=waiting.__getitem__)
+            oldest._stop_timer()  # a connection that is closed already is not chosen again
+            oldest.transport.abort()
 
     def _start_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.head_seconds, self.transport.abort)

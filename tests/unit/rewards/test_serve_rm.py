@@ -78,12 +78,17 @@ def test_texts_that_cannot_be_read_have_no_score_and_cost_the_others_nothing(rew
 
 @contextmanager
 def served(
-    score: ScoreJobs, *, connection: type[BoundedConnection] = BoundedConnection, **config: Any
+    score: ScoreJobs,
+    *,
+    connection: type[BoundedConnection] = BoundedConnection,
+    max_connections: int = 1024,
+    **config: Any,
 ) -> Iterator[str]:
     """The URL of a server in a thread, stopped as a signal would at the end."""
     settings, stop = ServeConfig(port=0, **config), threading.Event()
     with listening(settings) as listener:
-        server = StoppableServer(reward_app(score, settings, key=KEY), stop.is_set, connection)
+        app = reward_app(score, settings, key=KEY)
+        server = StoppableServer(app, stop.is_set, connection, max_connections=max_connections)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
         thread.start()
         try:
@@ -255,6 +260,24 @@ def test_connections_without_a_complete_head_are_closed_and_lock_nobody_out():
         assert is_closed(open_with(url, b"")), "the fifth connection of an address"
         assert all(map(is_closed, halves))
         assert send(url, {"query": ["good"]})[0] == 200
+
+
+class PatientConnections(BoundedConnection):
+    head_seconds = 60.0
+
+
+def test_a_full_server_closes_the_oldest_connection_without_a_head_for_a_new_one():
+    with served(lengths, connection=PatientConnections, max_connections=4) as url:
+        halves = []
+        for _ in range(3):
+            halves.append(open_with(url, b"POST /get_reward HTTP/1.1\r\nHost: a\r\n"))
+            time.sleep(0.2)  # so that the order in which they are accepted is known
+        assert send(url, {"query": ["good"]})[0] == 200
+        assert is_closed(halves[0])
+        for half in halves[1:]:
+            half.settimeout(0.2)
+            with half, pytest.raises(TimeoutError):
+                half.recv(1)
 
 
 def test_the_time_for_a_head_counts_for_each_request_of_a_connection_and_not_for_its_answer():
