@@ -39,7 +39,7 @@ def run_doctor(config: DoctorGroup) -> None:
     findings = _findings(smoke_tests=config.smoke_tests)
     if config.as_json:
         found = list(findings)
-        print(json.dumps({"rlhf-cli": __version__, "findings": [asdict(one) for one in found]}, indent=1))
+        print(as_json(found))
     elif config.report:
         found = list(findings)
         print(redacted(markdown(found, os.environ)))
@@ -82,6 +82,12 @@ def _shown(findings: Iterable[Finding], console: Console) -> list[Finding]:
     counts = ", ".join(f"{sum(one.status == status for one in found)} {MARKS[status][0]}" for status in MARKS)
     console.print(f"{counts}; for a bug report: rlhf doctor --report", markup=False)
     return found
+
+
+def as_json(findings: Iterable[Finding]) -> str:
+    """Return the findings as one JSON object, redacted like the report because both leave this machine."""
+    rows = [asdict(one) | {"message": redacted(one.message), "cure": redacted(one.cure)} for one in findings]
+    return json.dumps({"rlhf-cli": __version__, "findings": rows}, indent=1)
 
 
 def markdown(findings: Iterable[Finding], environment: Mapping[str, str]) -> str:

@@ -33,8 +33,8 @@ from rlhf_cli.data.reading.columns import (
     prompt_reader,
     refuse,
     text_of,
-    with_system,
     truth,
+    with_system,
 )
 from rlhf_cli.data.reading.sources import Row, Source
 

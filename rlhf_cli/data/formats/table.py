@@ -36,8 +36,8 @@ from rlhf_cli.data.reading.columns import (
     refuse_images,
     response_turn,
     text_of,
-    with_system,
     truth,
+    with_system,
 )
 from rlhf_cli.data.reading.sources import Row, Source
 

@@ -22,7 +22,7 @@ from rlhf_cli.backends.doctor.machine import (
 )
 from rlhf_cli.backends.doctor.packages import installed_versions, package_findings, torch_extras_finding
 from rlhf_cli.backends.doctor.smoke import SmokeTest, check_attention, run_test
-from rlhf_cli.runs.doctor import markdown, redacted
+from rlhf_cli.runs.doctor import as_json, markdown, redacted
 
 REQUIRES = {
     "rlhf-cli": ["torch>=2.11,<2.14", "ray>=2.60", 'vllm==0.32.*; extra == "vllm"', 'tomli; python_version < "3"'],
@@ -197,6 +197,14 @@ def test_a_report_has_no_home_user_host_or_key():
         assert line in text
     assert "WANDB" not in text
     assert "PATH=/bin" not in text
+
+
+def test_json_has_no_home_host_or_credentials_either():
+    secret = f"{Path.home()}/models on {socket.gethostname()}, http://ada:pw@proxy:80"
+    text = as_json([Finding("disk here", "warning", secret, secret)])
+    (row,) = json.loads(text)["findings"]
+    assert row["message"] == row["cure"] == "~/models on (host), http://(hidden)@proxy:80"
+    assert (row["part"], row["status"]) == ("disk here", "warning")
 
 
 def test_the_command_prints_each_finding_with_its_cure_and_fails_if_one_is_an_error(capsys, monkeypatch):
