@@ -20,6 +20,8 @@ LEAST_SHARED_MEMORY = 1 * GIB
 """For Ray's object store and weight pushes of a small model; a push of a 7B model takes 15 GB."""
 LEAST_OPEN_FILES = 4096
 """Ray opens several files for each worker process; many Linux systems allow 1,024."""
+LEAST_PROCESSES = 4096
+"""Linux counts threads too; Ray, vLLM and PyTorch start hundreds of them for each worker process."""
 LEAST_DISK = 20 * GIB
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -27,12 +29,16 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 def machine_findings() -> list[Finding]:
     """Return the findings about this machine."""
     soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft_processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    soft_locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return [
         ok("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ok("processor", f"{len(os.sched_getaffinity(0))} cores"),
         memory_finding(psutil.virtual_memory().total, limit=_memory_limit(_CGROUP_LIMIT)),
         shared_memory_finding(shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None),
         open_files_finding(soft_files),
+        processes_finding(soft_processes),
+        locked_memory_finding(soft_locked, has_infiniband=Path("/dev/infiniband").is_dir()),
         *(disk_finding(name, folder, free=shutil.disk_usage(folder).free) for name, folder in _folders().items()),
         compiler_finding(shutil.which("g++") or shutil.which("clang++"), has_headers=_has_python_headers()),
         sandbox_finding(),
@@ -70,6 +76,25 @@ def open_files_finding(soft_limit: int) -> Finding:
         return ok("open files", "no limit" if soft_limit == resource.RLIM_INFINITY else f"limit {soft_limit:,}")
     message = f"a process may open {soft_limit:,} files; Ray needs more on a machine with several GPUs"
     return Finding("open files", "warning", message, "ulimit -n 65536")
+
+
+def processes_finding(soft_limit: int) -> Finding:
+    """Return whether a user may have as many processes and threads as a run starts."""
+    if soft_limit == resource.RLIM_INFINITY or soft_limit >= LEAST_PROCESSES:
+        return ok("processes", "no limit" if soft_limit == resource.RLIM_INFINITY else f"limit {soft_limit:,}")
+    message = f"a user may have {soft_limit:,} processes and threads; Ray and vLLM start thousands on a large machine"
+    return Finding("processes", "warning", message, "ulimit -u 65536")
+
+
+def locked_memory_finding(soft_limit: int, *, has_infiniband: bool) -> Finding:
+    """Return whether NCCL may lock the memory that InfiniBand reads and writes; `soft_limit` in bytes."""
+    if soft_limit == resource.RLIM_INFINITY:
+        return ok("locked memory", "no limit")
+    message = f"limit {soft_limit >> 10:,} KiB"
+    if not has_infiniband:
+        return ok("locked memory", message)
+    cure = "ulimit -l unlimited, or docker run --ulimit memlock=-1 ..."
+    return Finding("locked memory", "warning", f"{message}: NCCL over InfiniBand needs more", cure)
 
 
 def _folders() -> dict[str, Path]:

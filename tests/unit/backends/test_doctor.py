@@ -16,8 +16,10 @@ from rlhf_cli.backends.doctor.machine import (
     GIB,
     compiler_finding,
     disk_finding,
+    locked_memory_finding,
     memory_finding,
     open_files_finding,
+    processes_finding,
     shared_memory_finding,
 )
 from rlhf_cli.backends.doctor.packages import installed_versions, package_findings, torch_extras_finding
@@ -144,6 +146,16 @@ def test_problems_of_gpus_have_their_cures():
 def test_a_machine_that_lacks_something_is_warned_with_a_cure(finding, status):
     assert finding.status == status
     assert bool(finding.cure) == (status != "ok")
+
+
+def test_limits_of_threads_and_locked_memory_are_named_with_the_command_that_raises_them():
+    few = processes_finding(1_024)
+    assert (few.status, few.cure) == ("warning", "ulimit -u 65536")
+    assert (processes_finding(-1).message, processes_finding(4_096).status) == ("no limit", "ok")
+    locked = locked_memory_finding(65_536, has_infiniband=True)
+    assert (locked.status, locked.message) == ("warning", "limit 64 KiB: NCCL over InfiniBand needs more")
+    assert locked_memory_finding(65_536, has_infiniband=False).status == "ok"
+    assert locked_memory_finding(-1, has_infiniband=True).message == "no limit"
 
 
 def test_a_cluster_that_does_not_answer_is_an_error():
