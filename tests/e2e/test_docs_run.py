@@ -1,0 +1,85 @@
+"""Shell blocks of the documentation that this machine can run do run, in the order of their pages.
+
+A block is run if the line before it is the comment `<!-- runs -->`. All blocks share a folder with a tiny model in
+runs/sft, rows of each kind under data/, and the reward file of docs/howto/own-reward.md.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+REPOSITORY = Path(__file__).parents[2]
+MARKED = re.compile(r"<!-- runs -->\n+```bash\n(.*?)```", re.DOTALL)
+PAGES = [page for page in sorted((REPOSITORY / "docs").rglob("*.md")) if MARKED.search(page.read_text())]
+
+
+def sums(count: int) -> list[tuple[str, str, str]]:
+    """Return questions with a right and a wrong answer."""
+    pairs = [(number % 40, number * 7 % 40) for number in range(count)]
+    return [(f"What is {a} + {b}?", str(a + b), str(a + b + 1)) for a, b in pairs]
+
+
+def write_rows(folder: Path) -> None:
+    """Write the files that the blocks name."""
+    rows = sums(160)
+    files: dict[str, list[dict[str, Any]]] = {
+        "data/train.jsonl": [{"prompt": q, "response": right} for q, right, _ in rows],
+        "data/pairs.jsonl": [{"prompt": q, "chosen": right, "rejected": wrong} for q, right, wrong in rows],
+        "data/labelled.jsonl": [
+            {"prompt": q, "completion": (right, wrong)[number % 2], "label": number % 2 == 0}
+            for number, (q, right, wrong) in enumerate(rows)
+        ],
+        "prompts.jsonl": [{"prompt": q, "answer": right} for q, right, _ in rows[:8]],
+    }
+    files["data/held_out.jsonl"] = files["data/pairs.jsonl"][:32]
+    (folder / "data").mkdir()
+    for name, content in files.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in content))
+    page = (REPOSITORY / "docs" / "howto" / "own-reward.md").read_text()
+    (folder / "reward.py").write_text(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0])
+
+
+def shell(script: str, folder: Path) -> None:
+    """Run a script in the folder; `rlhf` is the program of this checkout."""
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    home = tmp_path_factory.mktemp("documented")
+    (home / "bin").mkdir()
+    program = home / "bin" / "rlhf"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m rlhf_cli "$@"\n')
+    program.chmod(0o755)
+    write_rows(home)
+    shell("rlhf scratch --dataset data/train.jsonl --output models/start", home)
+    shell("rlhf sft --pretrain models/start --dataset data/train.jsonl --output runs/sft", home)
+    return home
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_the_marked_blocks_of_a_page_run(page, folder):
+    for block in MARKED.findall(page.read_text()):
+        shell(block, folder)
+
+
+def test_pages_with_marked_blocks_are_found():
+    assert len(PAGES) >= 5
