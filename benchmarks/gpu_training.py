@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_cli.data.packing.packs import Pack, pack, plan_packs
-from rlhf_cli.data.packing.packs import Sequence as Tokens
+from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack, plan_packs
 from rlhf_cli.models.attention.table import resolve_attention
 from rlhf_cli.models.logprobs import token_logprobs
 from rlhf_cli.models.policy import PolicyModel
@@ -64,13 +63,13 @@ class Row:
 Part = Callable[[Scale], Iterator[Row]]
 
 
-def make_sequences(scale: Scale, *, seed: int = 0) -> list[Tokens]:
+def make_sequences(scale: Scale, *, seed: int = 0) -> list[TokenSequence]:
     """Random sequences; lengths are log-normal (median 256, a few near the limit), the last two thirds are trained."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(np.log(256), 0.9, scale.num_sequences), 16, scale.max_length).astype(int)
     vocabulary = SHAPES[scale.shape]["vocab_size"]
     return [
-        Tokens(rng.integers(0, vocabulary, length).astype(np.int32), np.arange(length) >= length // 3)
+        TokenSequence(rng.integers(0, vocabulary, length).astype(np.int32), np.arange(length) >= length // 3)
         for length in lengths
     ]
 
@@ -84,16 +83,18 @@ def make_model(scale: Scale, attention: str) -> Qwen2ForCausalLM:
         return Qwen2ForCausalLM(config).to(torch.bfloat16).train()
 
 
-def make_packs(scale: Scale, sequences: Sequence[Tokens]) -> list[Pack]:
+def make_packs(scale: Scale, sequences: Sequence[TokenSequence]) -> list[Pack]:
     """All sequences as packs within the token bound."""
     (bins,) = plan_packs([len(sequence) for sequence in sequences], max_tokens=scale.max_tokens, num_ranks=1)
     return [pack([sequences[i] for i in members]).to(scale.device) for members in bins]
 
 
-def padded_batches(sequences: Sequence[Tokens], *, max_tokens: int, by_length: bool) -> list[list[Tokens]]:
+def padded_batches(
+    sequences: Sequence[TokenSequence], *, max_tokens: int, by_length: bool
+) -> list[list[TokenSequence]]:
     """Batches that hold at most `max_tokens` with their padding, in order or with like lengths together."""
     ordered = sorted(sequences, key=len) if by_length else list(sequences)
-    batches: list[list[Tokens]] = []
+    batches: list[list[TokenSequence]] = []
     widest = 0
     for sequence in ordered:
         widest = max(widest, len(sequence))
@@ -104,7 +105,7 @@ def padded_batches(sequences: Sequence[Tokens], *, max_tokens: int, by_length: b
     return batches
 
 
-def padded_tensors(batch: Sequence[Tokens], device: torch.device) -> dict[str, torch.Tensor]:
+def padded_tensors(batch: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
     """Ids, mask and labels [B, longest]; labels are -100 where nothing is trained."""
     shape = (len(batch), max(map(len, batch)))
     ids, mask, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -100)

@@ -61,7 +61,7 @@ def training(spec: dict[str, Any], steps: Steps) -> Iterator[Callable[[], object
     import numpy as np
 
     from rlhf_cli.config.model import ModelConfig
-    from rlhf_cli.data.packing.packs import Pack, Sequence
+    from rlhf_cli.data.packing.packs import Pack, TokenSequence
     from rlhf_cli.data.packing.shared_prompts import pack_groups, plan_groups
     from rlhf_cli.models.host_memory import keep_freed_memory
     from rlhf_cli.models.loading import load_causal_lm, quadratic_cost
@@ -72,10 +72,10 @@ def training(spec: dict[str, Any], steps: Steps) -> Iterator[Callable[[], object
     model, rng = PolicyModel(hf_model), np.random.default_rng(0)
     cost = quadratic_cost(hf_model.config)
 
-    def sequence(prompt_ids: list[int]) -> Sequence:
+    def sequence(prompt_ids: list[int]) -> TokenSequence:
         response = rng.integers(0, hf_model.config.vocab_size, spec["max_new_tokens"])
         token_ids = np.concatenate([prompt_ids, response]).astype(np.int32)
-        return Sequence(token_ids, np.arange(token_ids.size) >= len(prompt_ids))
+        return TokenSequence(token_ids, np.arange(token_ids.size) >= len(prompt_ids))
 
     def gradient(packs: list[Pack]) -> None:
         for batch in packs:

@@ -26,7 +26,7 @@ JsonObject = Annotated[str, BeforeValidator(_object_text)]
 """JSON text of an object; YAML files may write a mapping."""
 
 
-class Group(BaseModel):
+class SettingsGroup(BaseModel):
     """Base of every settings group: immutable, no unknown keys, docstrings are help texts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False)

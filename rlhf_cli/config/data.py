@@ -5,13 +5,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Group, JsonObject
+from rlhf_cli.config.base import JsonObject, SettingsGroup
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"})
 """Variables of a chat template that rendering sets by itself."""
 
 
-class TextConfig(Group):
+class TextConfig(SettingsGroup):
     """How text of a row is rendered: shared by offline data and prompts."""
 
     input_key: str | None = None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.rewards import REWARDS
@@ -49,7 +49,7 @@ class EvalRewardConfig(RemoteScoringConfig):
         return self
 
 
-class StatisticsConfig(Group):
+class StatisticsConfig(SettingsGroup):
     """Statistics"""
 
     k: list[int] = []
@@ -82,7 +82,7 @@ class EvalOutputConfig(AnswersOutputConfig):
         return self
 
 
-class EvaluationConfig(Group):
+class EvaluationConfig(SettingsGroup):
     """Evaluation"""
 
     eval_dataset: str | None = None

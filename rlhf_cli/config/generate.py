@@ -4,7 +4,7 @@ from typing import Literal, Protocol
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.online import EngineConfig
@@ -12,7 +12,7 @@ from rlhf_cli.config.scoring import RemoteScoringConfig
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, require_sampled
 
 
-class AnsweringModelConfig(ModelSource):
+class InferenceModelConfig(ModelSource):
     """Model"""
 
     pretrain: str
@@ -52,7 +52,7 @@ class SamplingConfig(EngineConfig):
         return self
 
 
-class RewardPlacementConfig(Group):
+class RewardPlacementConfig(SettingsGroup):
     """Placement"""
 
     reward_num_gpus_per_node: int = Field(1, gt=0)
@@ -61,7 +61,7 @@ class RewardPlacementConfig(Group):
     """Reward model and engines share the same GPUs; what vllm_gpu_memory_utilization leaves is the reward model's."""
 
 
-class SelectConfig(Group):
+class SelectConfig(SettingsGroup):
     """Selection"""
 
     select: Literal["none", "best", "best_worst", "all"] = "none"
@@ -76,7 +76,7 @@ class SelectConfig(Group):
         return self
 
 
-class AnswersOutputConfig(Group):
+class AnswersOutputConfig(SettingsGroup):
     """Output"""
 
     seed: int = Field(42, ge=0, lt=2**32)
@@ -100,7 +100,7 @@ class GenerateOutputConfig(AnswersOutputConfig):
     """Folder for samples.jsonl (every response), selected.jsonl, settings, metrics and logs."""
 
 
-class AnsweringConfig(Protocol):
+class InferenceConfig(Protocol):
     """What the settings of every command have that lets a model answer prompts."""
 
     @property

@@ -7,11 +7,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.data import SidesConfig
 
 
-class ShowConfig(Group):
+class ShowConfig(SettingsGroup):
     """Show"""
 
     for_: Literal["sft", "rm", "dpo", "kto", "ppo"] = Field(alias="for")

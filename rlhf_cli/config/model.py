@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 
 
-class TokenizerSource(Group):
+class TokenizerSource(SettingsGroup):
     """Model"""
 
     pretrain: str
@@ -41,7 +41,7 @@ class ModelConfig(ModelSource):
     are installed, know the type of the model, and --compile_model does not fuse the same operations."""
 
 
-class MovingReferenceConfig(Group):
+class MovingReferenceConfig(SettingsGroup):
     """Reference"""
 
     ref_sync_steps: int = Field(0, ge=0)
@@ -56,7 +56,7 @@ class MovingReferenceConfig(Group):
         return self
 
 
-class LoraConfig(Group):
+class LoraConfig(SettingsGroup):
     """Adapter (LoRA)"""
 
     lora_rank: int = Field(0, ge=0)

@@ -5,12 +5,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_cli.config.base import Group, JsonObject
+from rlhf_cli.config.base import JsonObject, SettingsGroup
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, fault_of_vllm_args
 
 
-class EngineConfig(Group):
+class EngineConfig(SettingsGroup):
     """Engine"""
 
     rollout_backend: Literal["auto", "vllm", "transformers"] = "auto"
@@ -84,7 +84,7 @@ class RolloutConfig(EngineConfig):
     """How weights reach the engines: nccl between GPUs, ipc on shared GPUs, shm through files on one machine."""
 
 
-class DynamicSamplingConfig(Group):
+class DynamicSamplingConfig(SettingsGroup):
     """Dynamic sampling"""
 
     dynamic_filtering: bool = False
@@ -109,7 +109,7 @@ class DynamicSamplingConfig(Group):
         return self
 
 
-class PlacementConfig(Group):
+class PlacementConfig(SettingsGroup):
     """Placement"""
 
     actor_num_nodes: int = Field(1, gt=0)
@@ -143,7 +143,7 @@ class CriticPlacementConfig(PlacementConfig):
     """Critic and reward model share GPUs, the smaller one the first of the other's."""
 
 
-class CriticModelConfig(Group):
+class CriticModelConfig(SettingsGroup):
     """Critic"""
 
     critic_pretrain: str | None = None

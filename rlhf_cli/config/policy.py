@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 
 # Losses that read a setting; it has to be left at its default under others.
 READ_BY = {
@@ -16,7 +16,7 @@ READ_BY = {
 }
 
 
-class PolicyConfig(Group):
+class PolicyConfig(SettingsGroup):
     """Policy objective"""
 
     policy_loss: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.model import MovingReferenceConfig
 
 PAIR_LOSSES = (
@@ -37,7 +37,7 @@ LOSS_DEFAULTS: dict[str, dict[str, float]] = {
 """What the papers of losses use whose settings are no match for those of DPO: defaults where one alone is named."""
 
 
-class PromptSharing(Group):
+class PromptSharing(SettingsGroup):
     """Settings of all commands that train on pairs."""
 
     share_prompts: bool = True
@@ -97,7 +97,7 @@ class PairLossConfig(PromptSharing):
         return self
 
 
-class UnpairedLossConfig(Group):
+class UnpairedLossConfig(SettingsGroup):
     """Loss"""
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
@@ -110,7 +110,7 @@ class UnpairedLossConfig(Group):
     """Weight of undesirable responses."""
 
 
-class FrozenReferenceConfig(Group):
+class FrozenReferenceConfig(SettingsGroup):
     """Reference"""
 
     ref_pretrain: str | None = None

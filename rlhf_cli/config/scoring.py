@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_cli.config.base import Group, JsonObject
+from rlhf_cli.config.base import JsonObject, SettingsGroup
 from rlhf_cli.config.rewards import REWARDS, RewardCall, read_calls
 from rlhf_cli.config.row_rewards import fault_of_sources
 
@@ -20,7 +20,7 @@ CODE_SHARE = 0.7
 """Share of reward_timeout that all tests of a response may take, so that its worker can still say what came of them."""
 
 
-class RequestScoringConfig(Group):
+class RequestScoringConfig(SettingsGroup):
     """Reward"""
 
     reward_funcs: list[str] = []
@@ -120,7 +120,7 @@ class ScoringConfig(RequestScoringConfig):
         return self
 
 
-class RewardModelConfig(Group):
+class RewardModelConfig(SettingsGroup):
     """Reward"""
 
     reward_pretrain: str | None = None

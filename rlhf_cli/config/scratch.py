@@ -2,10 +2,10 @@
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 
 
-class ArchitectureConfig(Group):
+class ArchitectureConfig(SettingsGroup):
     """Architecture (Qwen2)"""
 
     hidden_size: int = Field(256, gt=0)
@@ -40,7 +40,7 @@ class ArchitectureConfig(Group):
         return self
 
 
-class ScratchConfigGroup(Group):
+class ScratchConfigGroup(SettingsGroup):
     """New model"""
 
     dataset: str

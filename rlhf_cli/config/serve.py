@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.scoring import REMOTE_RM_KEY, RequestScoringConfig, RewardModelConfig
 
@@ -47,7 +47,7 @@ class ServedRewardConfig(RequestScoringConfig, RewardModelConfig):
         return self
 
 
-class ServedModelConfig(Group):
+class ServedModelConfig(SettingsGroup):
     """Model"""
 
     param_dtype: Literal["bf16", "fp32"] = "bf16"
@@ -69,7 +69,7 @@ class ServedModelConfig(Group):
         return self
 
 
-class ServeConfig(Group):
+class ServeConfig(SettingsGroup):
     """Server"""
 
     host: str = "127.0.0.1"

@@ -4,10 +4,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 
 
-class BatchConfig(Group):
+class BatchConfig(SettingsGroup):
     """Batches"""
 
     train_batch_size: int = Field(128, gt=0)
@@ -33,7 +33,7 @@ class OfflineBatchConfig(BatchConfig):
     """Stop early once the evaluation loss is at or below this."""
 
 
-class OptimConfig(Group):
+class OptimConfig(SettingsGroup):
     """Optimizer"""
 
     adam_betas: tuple[float, float] = (0.9, 0.95)
@@ -73,7 +73,7 @@ class SingleOptimConfig(OptimConfig):
     """Peak learning rate."""
 
 
-class DeepSpeedConfig(Group):
+class DeepSpeedConfig(SettingsGroup):
     """DeepSpeed"""
 
     zero_stage: Literal[0, 1, 2, 3] = 2
@@ -100,14 +100,14 @@ class DeepSpeedConfig(Group):
         return {self.zero_stage}
 
 
-class LaunchConfig(Group):
+class LaunchConfig(SettingsGroup):
     """Launch"""
 
     num_processes: int = Field(1, gt=0)
     """Ranks on this machine; more than one starts the deepspeed launcher. Leave at 1 under a launcher."""
 
 
-class CheckpointConfig(Group):
+class CheckpointConfig(SettingsGroup):
     """Output"""
 
     output: str
@@ -145,7 +145,7 @@ class OnlineCheckpointConfig(CheckpointConfig):
         return self
 
 
-class TrackingConfig(Group):
+class TrackingConfig(SettingsGroup):
     """Tracking"""
 
     logging_steps: int = Field(1, gt=0)

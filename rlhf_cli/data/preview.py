@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class PreviewPart:
     """One text of an example: a prompt, a response or all of it."""
 
     name: str
@@ -49,7 +49,7 @@ class ShownExample:
 
     number: int
     where: str
-    parts: list[Part]
+    parts: list[PreviewPart]
     facts: dict[str, str]
 
 
@@ -71,7 +71,7 @@ def spread(count: int, num_shown: int) -> list[int]:
 
 def part_of(
     name: str, token_ids: Sequence[int], is_trained: Sequence[bool], decode: Decode, *, behind: Sequence[int] = ()
-) -> Part:
+) -> PreviewPart:
     """A text with what is trained in it, shortened where it is long. It follows the tokens `behind` it in a sequence.
 
     The tokens before a stretch decide how its text is decoded: some tokenizers drop a space at the start of a text.
@@ -89,7 +89,7 @@ def part_of(
                 pieces.append(Piece("", False, hidden[-1][1] - hidden[0][0]))
             continue
         pieces += _pieces(ids, *run, decode)
-    return Part(name, len(token_ids), sum(stop - start for start, stop, trained in runs if trained), pieces)
+    return PreviewPart(name, len(token_ids), sum(stop - start for start, stop, trained in runs if trained), pieces)
 
 
 def _pieces(ids: list[int], start: int, stop: int, trained: bool, decode: Decode) -> list[Piece]:

@@ -15,7 +15,7 @@ from rlhf_cli.config.data import DataConfig
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.formats.conversations import Conversation, Document
 from rlhf_cli.data.formats.table import choose_format
-from rlhf_cli.data.packing.packs import Sequence
+from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.preparing import (
     ORIGIN,
     DataReport,
@@ -47,9 +47,9 @@ SCHEMA = pa.schema(
 )
 
 
-def _sequence_at(table: StoredTable, row: int) -> Sequence:
+def _sequence_at(table: StoredTable, row: int) -> TokenSequence:
     token_ids = table.numbers("token_ids", row)
-    return Sequence(token_ids, mask_of(table.numbers("spans", row), token_ids.size))
+    return TokenSequence(token_ids, mask_of(table.numbers("spans", row), token_ids.size))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SequenceData:
     `where` gives file and line of a sequence's row; `fingerprint` is a hash of all tokens and of which are trained.
     """
 
-    sequences: collections.abc.Sequence[Sequence]
+    sequences: collections.abc.Sequence[TokenSequence]
     lengths: np.ndarray
     num_trained: np.ndarray
     report: DataReport

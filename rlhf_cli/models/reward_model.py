@@ -23,7 +23,7 @@ class ScoreStatistics:
 
 
 @dataclass(frozen=True)
-class RewardModel:
+class RewardModelPlan:
     """A reward model that reads the policy's token ids, before its weights are loaded.
 
     `statistics` are there where its scores are to be normalised.
@@ -36,7 +36,7 @@ class RewardModel:
 
 def find_reward_model(
     reward_pretrain: str, policy: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, normalize: bool
-) -> RewardModel:
+) -> RewardModelPlan:
     """The reward model of the settings, loaded the way the policy is.
 
     Raises UsageError where it is no model, has not one label, reads other token ids than the policy's tokenizer gives,
@@ -48,7 +48,7 @@ def find_reward_model(
     return found
 
 
-def read_reward_model(source: ModelConfig, *, normalize: bool) -> tuple[RewardModel, PreTrainedTokenizerBase]:
+def read_reward_model(source: ModelConfig, *, normalize: bool) -> tuple[RewardModelPlan, PreTrainedTokenizerBase]:
     """A reward model and its tokenizer.
 
     Raises UsageError where it is no model, has not one label, or has no statistics and `normalize` asks for them.
@@ -59,7 +59,7 @@ def read_reward_model(source: ModelConfig, *, normalize: bool) -> tuple[RewardMo
         raise UsageError(f"--reward_pretrain: {error}") from error
     _require_one_label(config, source.pretrain)
     statistics = score_statistics(config, source.pretrain) if normalize else None
-    return RewardModel(source, quadratic_cost(config), statistics), tokenizer
+    return RewardModelPlan(source, quadratic_cost(config), statistics), tokenizer
 
 
 def score_statistics(config: PretrainedConfig, name: str) -> ScoreStatistics:

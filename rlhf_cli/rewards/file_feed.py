@@ -12,7 +12,7 @@ from typing import Self
 from rlhf_cli.rewards.parts import Part, file_parts
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.workers.pool import Failure, WorkerPool
-from rlhf_cli.rewards.workers.user_forms import Batch
+from rlhf_cli.rewards.workers.user_forms import UserBatch
 
 
 @dataclass(eq=False)
@@ -20,7 +20,7 @@ class _Call:
     """Some responses by their numbers, what the file is given of them, and what it has said of each so far."""
 
     numbers: Sequence[int]
-    batch: Batch
+    batch: UserBatch
     tries: int = 0
     parts: list[Part] = field(default_factory=list)
 
@@ -31,7 +31,7 @@ Decode = Callable[[Sequence[int]], str]
 NO_ROW = '{"prompt": "", "columns": {}}'
 
 
-def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: Sequence[str]) -> Batch:
+def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: Sequence[str]) -> UserBatch:
     """What the file is given of these responses; of what may be large, only what it needs.
 
     Without `decode`, a text with special tokens is the same as without.
@@ -40,7 +40,7 @@ def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: 
     distinct = list(dict.fromkeys(rows))
     is_raw = decode is not None and "raw_responses" in needs
     raw = [decode(request.token_ids) if decode and is_raw else request.response for request in requests]
-    return Batch(
+    return UserBatch(
         queries=[request.query for request in requests],
         prompts=[request.prompt for request in requests],
         labels=[request.label for request in requests],

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_cli.config.rewards import RewardCall
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import FailureKind, Score, Status
-from rlhf_cli.rewards.workers.pool import Outcome
+from rlhf_cli.rewards.workers.pool import ItemOutcome
 
 FILE_PART = "reward_func"  # name of the reward file's part of a score
 REMOTE_PART = "remote_rm"  # name of the part that reward servers say
@@ -35,7 +35,7 @@ class Part:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def worker_part(call: RewardCall, outcome: Outcome) -> Part:
+def worker_part(call: RewardCall, outcome: ItemOutcome) -> Part:
     """The part of a reward that a worker was asked for."""
     if outcome.failure is not None:
         return Part(None, "failed", f"{call.name} {outcome.failure.reason}", failure=outcome.failure.kind)
@@ -59,7 +59,7 @@ def is_correct(verdict: Part | None) -> bool | None:
     return None if verdict is None else verdict.status == "correct"
 
 
-def file_parts(outcome: Outcome, num_responses: int) -> list[Part]:
+def file_parts(outcome: ItemOutcome, num_responses: int) -> list[Part]:
     """The parts of all responses from one answer of the reward file."""
     failure = outcome.failure
     if failure is not None:
@@ -76,7 +76,7 @@ def _file_part(result: dict[str, Any]) -> Part:
     return Part(result["value"], "scored", "", filter=result["filter"], metrics=metrics)
 
 
-def remote_part(outcome: Outcome) -> Part:
+def remote_part(outcome: ItemOutcome) -> Part:
     """The part of the reward servers, from one of them."""
     if outcome.failure is not None:
         return Part(None, "failed", f"{REMOTE_PART} {outcome.failure.reason}", failure=outcome.failure.kind)

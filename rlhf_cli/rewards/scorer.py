@@ -25,7 +25,7 @@ from rlhf_cli.rewards.remote.api_key import api_key
 from rlhf_cli.rewards.remote.client import RemoteRewards, check_servers
 from rlhf_cli.rewards.sandbox.run import require_sandbox
 from rlhf_cli.rewards.session import ScoringSession
-from rlhf_cli.rewards.workers.pool import Outcome, WorkerPool
+from rlhf_cli.rewards.workers.pool import ItemOutcome, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ def row_verifiers(config: RequestScoringConfig, sources: Sequence[str | None]) -
     )
 
 
-def _trial_fault(outcome: Outcome, said: str, *, hint: str) -> str:
+def _trial_fault(outcome: ItemOutcome, said: str, *, hint: str) -> str:
     """Return a warning about a trial call, "" if it went well. Raises UsageError for faults of the code itself."""
     failure = outcome.failure
     if failure is None:

@@ -10,14 +10,14 @@ from typing import Any
 
 from pydantic import BaseModel, create_model
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.inspection import ShownDataConfig
-from rlhf_cli.data.packing.packs import Sequence as TrainedSequence
+from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.preference_data import LabelledItem, Pair, load_labelled, load_pairs
 from rlhf_cli.data.preparing import COUNTED
-from rlhf_cli.data.preview import Decode, Part, ShownExample, part_of, spread
+from rlhf_cli.data.preview import Decode, PreviewPart, ShownExample, part_of, spread
 from rlhf_cli.data.prompts import Prompt, load_prompts
 from rlhf_cli.data.reading.sources import ReadSource
 from rlhf_cli.data.sft_data import load_sft_sequences
@@ -27,7 +27,7 @@ from rlhf_cli.models.loading import load_tokenizer
 from rlhf_cli.options import build_config
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 
-DATA_CONFIGS: dict[str, type[Group]] = {
+DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
     "sft": DataConfig,
     "rm": PreferenceDataConfig,
     "dpo": PreferenceDataConfig,
@@ -112,12 +112,12 @@ def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
 
 
 @dataclass(frozen=True)
-class Reading:
+class DataReading:
     """How an offline command loads its data, which field of that has the items, and how an item is shown."""
 
     load: Callable[..., Any]
     items: str
-    parts: Callable[[Any, Decode], list[Part]]
+    parts: Callable[[Any, Decode], list[PreviewPart]]
     facts: Callable[[Any], dict[str, str]]
     lengths_are: str
 
@@ -129,7 +129,7 @@ def _controls(report: ControlReport) -> Happened:
     return Happened(what, report.control_rows, [f"first: {report.control_at}", *listed])
 
 
-def _offline(title: str, reading: Reading, data: Any, config: DataCommandConfig, tokenizer: Any) -> Preview:
+def _offline(title: str, reading: DataReading, data: Any, config: DataCommandConfig, tokenizer: Any) -> Preview:
     report, items, decode = data.report, getattr(data, reading.items), decoder(tokenizer)
     examples = [
         ShownExample(place + 1, data.where(place), reading.parts(items[place], decode), reading.facts(items[place]))
@@ -201,11 +201,11 @@ def special_tokens_of(tokenizer: Any) -> list[str]:
     return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
-def _parts_of_sequence(sequence: TrainedSequence, decode: Decode) -> list[Part]:
+def _parts_of_sequence(sequence: TokenSequence, decode: Decode) -> list[PreviewPart]:
     return [part_of("sequence", sequence.token_ids.tolist(), sequence.loss_mask.tolist(), decode)]
 
 
-def _parts_of_pair(pair: Pair, decode: Decode) -> list[Part]:
+def _parts_of_pair(pair: Pair, decode: Decode) -> list[PreviewPart]:
     return [
         _untrained("prompt", pair.prompt_ids.tolist(), decode),
         _branch("chosen", pair.prompt_ids, pair.chosen, decode),
@@ -213,21 +213,21 @@ def _parts_of_pair(pair: Pair, decode: Decode) -> list[Part]:
     ]
 
 
-def _parts_of_labelled(item: LabelledItem, decode: Decode) -> list[Part]:
+def _parts_of_labelled(item: LabelledItem, decode: Decode) -> list[PreviewPart]:
     name = "desirable response" if item.desirable else "undesirable response"
     prompt = _untrained("prompt", item.prompt_ids.tolist(), decode)
     return [prompt, _branch(name, item.prompt_ids, item.response, decode)]
 
 
-def _parts_of_prompt(prompt: Prompt, decode: Decode) -> list[Part]:
+def _parts_of_prompt(prompt: Prompt, decode: Decode) -> list[PreviewPart]:
     return [_untrained("prompt", prompt.prompt_ids, decode)]
 
 
-def _untrained(name: str, token_ids: Sequence[int], decode: Decode) -> Part:
+def _untrained(name: str, token_ids: Sequence[int], decode: Decode) -> PreviewPart:
     return part_of(name, token_ids, [False] * len(token_ids), decode)
 
 
-def _branch(name: str, prompt_ids: Any, branch: Any, decode: Decode) -> Part:
+def _branch(name: str, prompt_ids: Any, branch: Any, decode: Decode) -> PreviewPart:
     return part_of(name, branch.token_ids.tolist(), branch.loss_mask.tolist(), decode, behind=prompt_ids.tolist())
 
 
@@ -239,10 +239,10 @@ def _facts_of_pair(pair: Pair) -> dict[str, str]:
     return {} if pair.margin is None else {"margin": f"{pair.margin:g}"}
 
 
-PAIRS = Reading(load_pairs, "pairs", _parts_of_pair, _facts_of_pair, "pairs (the longer side with the prompt)")
+PAIRS = DataReading(load_pairs, "pairs", _parts_of_pair, _facts_of_pair, "pairs (the longer side with the prompt)")
 OFFLINE = {
-    "sft": Reading(load_sft_sequences, "sequences", _parts_of_sequence, lambda item: {}, "sequences"),
+    "sft": DataReading(load_sft_sequences, "sequences", _parts_of_sequence, lambda item: {}, "sequences"),
     "rm": PAIRS,
     "dpo": PAIRS,
-    "kto": Reading(load_labelled, "items", _parts_of_labelled, lambda item: {}, "responses with the prompt"),
+    "kto": DataReading(load_labelled, "items", _parts_of_labelled, lambda item: {}, "responses with the prompt"),
 }

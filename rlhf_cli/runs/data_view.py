@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from rlhf_cli.data.preview import Bin, Part, Piece, ShownExample, length_bins, quantile
+from rlhf_cli.data.preview import Bin, Piece, PreviewPart, ShownExample, length_bins, quantile
 from rlhf_cli.runs.data_preview import Preview
 
 PLAIN_WIDTH = 80
@@ -88,7 +88,7 @@ class _Page:
         for fact, value in example.facts.items():
             self._line(Text().append(fact, "bold").append(f": {visible(value)}"), indent=2, hanging=2)
 
-    def _text(self, part: Part) -> None:
+    def _text(self, part: PreviewPart) -> None:
         text = self._pieces(part.pieces)
         if text.plain.endswith("\n"):
             text.right_crop(1)

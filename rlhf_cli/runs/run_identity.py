@@ -5,7 +5,7 @@ Each setting and each hash has an entry of its own, whose name is read in the re
 
 from typing import Any
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.identity import configuration_fingerprint, template_fingerprint, tokenizer_fingerprint
 from rlhf_cli.models.loading import weights_of
@@ -39,6 +39,6 @@ def tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
     return {"tokenizer": tokenizer_fingerprint(tokenizer), "chat template": template_fingerprint(tokenizer)}
 
 
-def objective_identity(group: Group, *, besides: frozenset[str] = frozenset()) -> dict[str, Any]:
+def objective_identity(group: SettingsGroup, *, besides: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Return the settings of a group that belong to the objective, as JSON, without those of `besides`."""
     return group.model_dump(mode="json", exclude=NOT_OF_THE_OBJECTIVE | besides)

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
-from rlhf_cli.backends.roles.worker import Worker
+from rlhf_cli.backends.roles.worker import RayWorker
 from rlhf_cli.backends.roles.worker_group import WorkerGroup
 from rlhf_cli.errors import ProcessDied
 
@@ -42,7 +42,7 @@ def cluster() -> Iterator[None]:
 @pytest.mark.parametrize("role", ["critic", "ref"])
 def test_a_dead_rank_ends_a_call_that_others_are_still_at_with_its_name_and_log(cluster, role, tmp_path):
     logs = [tmp_path / f"{role}-{rank}.log" for rank in range(2)]
-    workers = [ray.remote(Worker).options(num_cpus=0).remote(environment={}, log_file=log) for log in logs]
+    workers = [ray.remote(RayWorker).options(num_cpus=0).remote(environment={}, log_file=log) for log in logs]
     ray.get([worker.build.remote({}, f"{__name__}:Rank") for worker in workers])
     group = WorkerGroup(role, workers, tmp_path)
     pids = group.all("pid")

@@ -54,15 +54,15 @@ class FakeModel:
     def move(self) -> None:
         self._note("move")
 
-    def logprobs(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]:
+    def logprobs(self, sequences: Sequence[packing.TokenSequence]) -> list[np.ndarray]:
         self._note("logprobs")
         return [np.full(sequence.num_trained, self.level, np.float32) for sequence in sequences]
 
-    def values(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]:
+    def values(self, sequences: Sequence[packing.TokenSequence]) -> list[np.ndarray]:
         self._note("values")
         return [np.arange(sequence.num_trained, dtype=np.float32) / 10 for sequence in sequences]
 
-    def scores(self, sequences: Sequence[packing.Sequence]) -> list[float]:
+    def scores(self, sequences: Sequence[packing.TokenSequence]) -> list[float]:
         self._note("scores")
         return [float(sequence.token_ids[-1]) for sequence in sequences]
 

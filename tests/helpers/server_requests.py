@@ -4,7 +4,7 @@ import itertools
 
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.remote.client import RemoteRewards
-from rlhf_cli.rewards.workers.pool import Outcome
+from rlhf_cli.rewards.workers.pool import ItemOutcome
 
 NUMBERS = itertools.count()
 
@@ -16,6 +16,6 @@ def request(query: str, *, prompt: str = "", label: str | None = None) -> ScoreR
     return ScoreRequest(query, prompt, response, label, len(response), False, group, sample=0, group_size=1)
 
 
-def ask(client: RemoteRewards, asked: list[ScoreRequest]) -> list[Outcome]:
+def ask(client: RemoteRewards, asked: list[ScoreRequest]) -> list[ItemOutcome]:
     """The outcome of each request."""
     return [future.result(timeout=60) for future in client.submit(asked)]

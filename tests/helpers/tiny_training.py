@@ -1,6 +1,6 @@
 """Tiny models under the real DeepSpeed engine: data, steps, weights, and the same training in plain PyTorch."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
-from rlhf_cli.data.packing.packs import Pack, Sequence, pack
+from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel, parameter_groups
 from rlhf_cli.trainers.offline.loop import Share, bind
@@ -30,7 +30,7 @@ NOISE = "k_proj.bias"
 """A key bias shifts all logits of a query alike: its gradient is rounding noise, which Adam blows up to full steps."""
 
 
-def make_sequences(count: int, *, seed: int = 0) -> list[Sequence]:
+def make_sequences(count: int, *, seed: int = 0) -> list[TokenSequence]:
     """Random sequences of 3 to 12 tokens below 40, about half of them trained."""
     rng = np.random.default_rng(seed)
     sequences = []
@@ -38,7 +38,7 @@ def make_sequences(count: int, *, seed: int = 0) -> list[Sequence]:
         length = int(rng.integers(3, 13))
         mask = rng.random(length) < 0.5
         mask[0], mask[-1] = False, True
-        sequences.append(Sequence(rng.integers(0, 40, length).astype(np.int32), mask))
+        sequences.append(TokenSequence(rng.integers(0, 40, length).astype(np.int32), mask))
     return sequences
 
 
@@ -46,7 +46,7 @@ def make_sequences(count: int, *, seed: int = 0) -> list[Sequence]:
 class Items:
     """Sequences as the offline loop takes them; remembers how many were in each micro-batch."""
 
-    sequences: list[Sequence]
+    sequences: list[TokenSequence]
     sizes: list[int] = field(default_factory=list)
 
     @property
@@ -57,7 +57,7 @@ class Items:
     def num_trained(self) -> np.ndarray:
         return np.array([sequence.num_trained for sequence in self.sequences])
 
-    def collate(self, indices: Seq[int]) -> Pack:
+    def collate(self, indices: Sequence[int]) -> Pack:
         self.sizes.append(len(indices))
         return pack([self.sequences[index] for index in indices])
 
@@ -112,7 +112,9 @@ def make_engine(
     )
 
 
-def train(engine: DeepSpeedEngine, items: Items, steps: Seq[Seq[int]], layout: Layout) -> list[dict[str, float]]:
+def train(
+    engine: DeepSpeedEngine, items: Items, steps: Sequence[Sequence[int]], layout: Layout
+) -> list[dict[str, float]]:
     """Metrics of each step; a step is the numbers of its sequences."""
     metrics = []
     for indices in steps:
@@ -127,7 +129,7 @@ def weights_of(engine: DeepSpeedEngine, module: nn.Module) -> dict[str, torch.Te
 
 
 def train_plainly(
-    module: PolicyModel, items: Items, steps: Seq[Seq[int]], *, optim: OptimConfig = OPTIM
+    module: PolicyModel, items: Items, steps: Sequence[Sequence[int]], *, optim: OptimConfig = OPTIM
 ) -> list[dict[str, float]]:
     """The same steps in plain PyTorch, one sequence at a time, with one gradient for all of them."""
     groups = parameter_groups(module, optim.l2)

@@ -182,10 +182,10 @@ def _sequence(length: int):
     """Return a sequence of ordinary tokens, all but the first trained."""
     import numpy as np
 
-    from rlhf_cli.data.packing.packs import Sequence
+    from rlhf_cli.data.packing.packs import TokenSequence
 
     tokens = np.arange(length, dtype=np.int32) % 90 + 10
-    return Sequence(tokens, np.arange(length) > 0)
+    return TokenSequence(tokens, np.arange(length) > 0)
 
 
 TESTS = {

@@ -3,8 +3,7 @@
 Deals sequences to the ranks of a role as packed micro-batches within the token bound and puts results back in order.
 """
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from rlhf_cli.backends.roles.serialization import MicroBatches, UpdateSteps
 from rlhf_cli.backends.roles.settings import UpdateStep
 from rlhf_cli.backends.roles.worker_group import WorkerGroup
 from rlhf_cli.config.train import BatchConfig
-from rlhf_cli.data.packing.packs import Sequence, only_end, plan_packs
+from rlhf_cli.data.packing.packs import TokenSequence, only_end, plan_packs
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.packing.shared_prompts import plan_groups
 from rlhf_cli.models.reward_model import ScoreStatistics
@@ -43,7 +42,7 @@ class Dealer:
     def _shares_prompts(self) -> bool:
         return self.do_share_prompts()
 
-    def plan(self, sequences: Seq[Sequence]) -> list[list[list[int]]]:
+    def plan(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
         """Indices by rank and micro-batch."""
         if self._shares_prompts:
             return plan_groups(
@@ -61,7 +60,7 @@ class Dealer:
             quadratic_cost=self.quadratic_cost,
         )
 
-    def steps(self, samples: Seq[Sample], steps: Seq[np.ndarray]) -> list[UpdateSteps]:
+    def steps(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[UpdateSteps]:
         """Every rank's share of the optimizer steps, `[rank][step]`; a step is an array of sample indices."""
         shares = [UpdateSteps() for _ in range(self.num_ranks)]
         for indices in steps:
@@ -72,7 +71,7 @@ class Dealer:
                 shares[rank].append(UpdateStep([[chosen[i] for i in members] for members in bins], totals))
         return shares
 
-    def forward(self, group: WorkerGroup, method: str, sequences: Seq[Sequence]) -> list[np.ndarray]:
+    def forward(self, group: WorkerGroup, method: str, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Results of a forward method, float32 [trained tokens] for each sequence, in their order."""
         plan = self.plan(sequences)
         work = [(MicroBatches([sequences[i] for i in members] for members in bins),) for bins in plan]
@@ -85,7 +84,7 @@ class Dealer:
         return results
 
 
-class TrainedGroup:
+class TrainedRole:
     """All ranks of a role in training: what actor and critic share."""
 
     def __init__(self, group: WorkerGroup, dealer: Dealer, *, takes_turns: bool) -> None:
@@ -140,51 +139,51 @@ class TrainedGroup:
         with self.awake():
             self.group.all("role.save_average", directory)
 
-    def update(self, samples: Seq[Sample], steps: Seq[np.ndarray], *given: Any) -> list[dict[str, float]]:
+    def update(self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *given: Any) -> list[dict[str, float]]:
         """Metrics of each optimizer step, over all ranks; `given` is the same for every rank."""
         shares = self.dealer.steps(samples, steps)
         return list(self.group.wait(self.group.start_each("update", [(share, *given) for share in shares]))[0])
 
 
-class ActorGroup:
+class ActorRole:
     """The policy in training."""
 
-    def __init__(self, trained: TrainedGroup) -> None:
+    def __init__(self, trained: TrainedRole) -> None:
         self.trained = trained
         self.wake, self.sleep, self.sleep_optimizer = trained.wake, trained.sleep, trained.sleep_optimizer
 
-    def logprobs(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Log-probs of each sequence's trained tokens, in nats."""
         return self.trained.dealer.forward(self.trained.group, "logprobs", sequences)
 
     def update(
-        self, samples: Seq[Sample], steps: Seq[np.ndarray], *, on_policy: bool, weights: LossWeights
+        self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
     ) -> list[dict[str, float]]:
         """Metrics of each optimizer step."""
         return [finish_policy_metrics(metrics) for metrics in self.trained.update(samples, steps, on_policy, weights)]
 
 
-class CriticGroup:
+class CriticRole:
     """The value model in training."""
 
-    def __init__(self, trained: TrainedGroup) -> None:
+    def __init__(self, trained: TrainedRole) -> None:
         self.trained = trained
         self.wake, self.sleep = trained.wake, trained.sleep
 
-    def values(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
+    def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Values of the states before each sequence's trained tokens."""
         return self.trained.dealer.forward(self.trained.group, "values", sequences)
 
-    def update(self, samples: Seq[Sample], steps: Seq[np.ndarray]) -> list[dict[str, float]]:
+    def update(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
         """Metrics of each optimizer step."""
         return [finish_value_metrics(metrics) for metrics in self.trained.update(samples, steps)]
 
 
-class ReferenceGroup:
+class ReferenceRole:
     """The policy that the KL divergence is measured from; it stays, or moves towards the actor."""
 
     def __init__(
-        self, group: WorkerGroup, dealer: Dealer, *, takes_turns: bool, actor: TrainedGroup, alpha: float
+        self, group: WorkerGroup, dealer: Dealer, *, takes_turns: bool, actor: TrainedRole, alpha: float
     ) -> None:
         self._group = group
         self._dealer = dealer
@@ -202,7 +201,7 @@ class ReferenceGroup:
         if self._takes_turns:
             self._group.all("sleep")
 
-    def logprobs(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Log-probs of each sequence's trained tokens, in nats."""
         return self._dealer.forward(self._group, "logprobs", sequences)
 
@@ -231,16 +230,16 @@ class ReferenceGroup:
 class BaseReference:
     """The model under the actor's adapter as what the KL divergence is measured from: there is no second copy of it."""
 
-    def __init__(self, actor: TrainedGroup) -> None:
+    def __init__(self, actor: TrainedRole) -> None:
         self._actor = actor
         self.wake, self.sleep = actor.wake, actor.sleep
 
-    def logprobs(self, sequences: Seq[Sequence]) -> list[np.ndarray]:
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Log-probs of each sequence's trained tokens, in nats."""
         return self._actor.dealer.forward(self._actor.group, "base_logprobs", sequences)
 
 
-class RewardGroup:
+class RewardRole:
     """The reward model, which scores whole responses."""
 
     def __init__(
@@ -261,7 +260,7 @@ class RewardGroup:
         if self._takes_turns:
             self._group.all("sleep")
 
-    def scores(self, sequences: Seq[Sequence]) -> list[float]:
+    def scores(self, sequences: Sequence[TokenSequence]) -> list[float]:
         """The score of each sequence, read at its last token; normalised where there are statistics."""
         ends = [only_end(sequence) for sequence in sequences]
         scores_B = torch.from_numpy(np.concatenate(self._dealer.forward(self._group, "scores", ends)))

@@ -38,7 +38,7 @@ from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import Idle, PushReport, Transport, WeightSender
 from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, connect, tensor_specs
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
-from rlhf_cli.data.packing.packs import Pack, Sequence, at_targets, pack
+from rlhf_cli.data.packing.packs import Pack, TokenSequence, at_targets, pack
 from rlhf_cli.data.packing.samples import SamplePack, pack_samples
 from rlhf_cli.data.packing.shared_prompts import pack_groups
 from rlhf_cli.models.adapters import (
@@ -80,7 +80,7 @@ class Packer:
         """Whether neighbours that share a prompt have it once."""
         return self._shares_prompts
 
-    def __call__(self, sequences: list[Sequence]) -> Pack:
+    def __call__(self, sequences: list[TokenSequence]) -> Pack:
         return pack_groups(sequences) if self._shares_prompts else pack(sequences)
 
     def samples(self, step: UpdateStep, names: tuple[str, ...]) -> list[SamplePack]:
@@ -88,7 +88,7 @@ class Packer:
         return [pack_samples(samples, names=names, pack_sequences=self) for samples in step.micro_batches]
 
 
-class TrainedRole:
+class TrainedRank:
     """One rank of a role in training: what actor and critic have in common besides their objective."""
 
     def __init__(
@@ -159,15 +159,15 @@ class TrainedRole:
         return load_tokenizer(self.settings.model)
 
 
-class Actor:
+class ActorRank:
     """One rank of the policy in training."""
 
     def __init__(self, settings: RoleSettings) -> None:
         hf_model = join_and_load(settings, load_causal_lm)
-        self.role = TrainedRole(settings, hf_model, PolicyModel(hf_model), ema_beta=settings.ema_beta)
+        self.role = TrainedRank(settings, hf_model, PolicyModel(hf_model), ema_beta=settings.ema_beta)
         self._sender: WeightSender | None = None
 
-    def logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+    def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
         forward = _logprobs_at(self.role.settings.temperature)
         return _infer(self.role.engine, micro_batches, forward, pack_sequences=self.role.packer)
@@ -207,7 +207,7 @@ class Actor:
         parameters = folded(self.role.engine.whole(in_folding_order(hf_model)), scales(hf_model))
         return as_in_checkpoint(hf_model, itertools.chain(parameters, persistent_buffers(hf_model)))
 
-    def base_logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+    def base_logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """The same as `logprobs` by the model under the adapter."""
         with adapter_off(self.role.engine.module):
             return self.logprobs(micro_batches)
@@ -247,16 +247,16 @@ class Actor:
         return loss
 
 
-class Critic:
+class CriticRank:
     """One rank of the value model in training."""
 
     COLUMNS = ("old_values", "returns")
 
     def __init__(self, settings: RoleSettings) -> None:
         hf_model = join_and_load(settings, load_value_backbone)
-        self.role = TrainedRole(settings, hf_model, ValueModel(hf_model))
+        self.role = TrainedRank(settings, hf_model, ValueModel(hf_model))
 
-    def values(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+    def values(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Values of the states before the trained tokens of each micro-batch, float32 [K]."""
         return _infer(
             self.role.engine, micro_batches, lambda model, batch: model(batch), pack_sequences=self.role.packer
@@ -287,7 +287,7 @@ class Critic:
         return loss
 
 
-class Reference:
+class ReferenceRank:
     """One rank of the frozen policy that the KL divergence is measured from."""
 
     def __init__(self, settings: RoleSettings) -> None:
@@ -296,7 +296,7 @@ class Reference:
         self.packer = Packer(settings, hf_model)
         self.engine = FrozenEngine(PolicyModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
 
-    def logprobs(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+    def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
         forward = _logprobs_at(self._settings.temperature)
         return _infer(self.engine, micro_batches, forward, pack_sequences=self.packer)
@@ -330,14 +330,14 @@ class Reference:
         self.engine.wake()
 
 
-class Reward:
+class RewardRank:
     """One rank of the reward model."""
 
     def __init__(self, settings: RoleSettings) -> None:
         hf_model = join_and_load(settings, load_reward_model)
         self.engine = FrozenEngine(ValueModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
 
-    def scores(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+    def scores(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Scores read at the marked tokens of each micro-batch, float32 [K]: at the tokens, not before them."""
 
         def forward(model: nn.Module, batch: Pack) -> torch.Tensor:
@@ -365,10 +365,10 @@ def join_and_load(settings: RoleSettings, load: Callable[..., nn.Module]) -> nn.
 
 def _infer(
     engine: DeepSpeedEngine | FrozenEngine,
-    micro_batches: list[list[Sequence]],
+    micro_batches: list[list[TokenSequence]],
     forward: Callable[[nn.Module, Any], torch.Tensor],
     *,
-    pack_sequences: Callable[[list[Sequence]], Pack],
+    pack_sequences: Callable[[list[TokenSequence]], Pack],
 ) -> list[np.ndarray]:
     packs = [pack_sequences(sequences) for sequences in micro_batches]
     return [result.float().numpy() for result in engine.infer(packs, forward)]

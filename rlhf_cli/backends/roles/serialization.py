@@ -3,21 +3,20 @@
 A pickler takes longer over thousands of short arrays than their bytes take, and ever longer the more of them there are.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from rlhf_cli.backends.roles.settings import UpdateStep
-from rlhf_cli.data.packing.packs import Sequence
+from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-class MicroBatches(list[list[Sequence]]):
+class MicroBatches(list[list[TokenSequence]]):
     """The micro-batches of sequences of a rank; a list of lists again where it arrives."""
 
     def __reduce__(self) -> Reduced:
@@ -46,13 +45,13 @@ class UpdateSteps(list[UpdateStep]):
         return _steps, (_joined_sequences([sample.sequence for sample in samples]), columns, steps)
 
 
-def _micro_batches(sizes: Seq[int], joined: tuple[np.ndarray, ...]) -> list[list[Sequence]]:
+def _micro_batches(sizes: Sequence[int], joined: tuple[np.ndarray, ...]) -> list[list[TokenSequence]]:
     sequences = iter(_split_sequences(*joined))
     return [[next(sequences) for _ in range(size)] for size in sizes]
 
 
 def _steps(
-    joined: tuple[np.ndarray, ...], columns: dict[str, tuple[np.ndarray, np.ndarray]], steps: Seq[tuple[Any, Any]]
+    joined: tuple[np.ndarray, ...], columns: dict[str, tuple[np.ndarray, np.ndarray]], steps: Sequence[tuple[Any, Any]]
 ) -> list[UpdateStep]:
     cells = {name: _split(*column) for name, column in columns.items()}
     samples = [
@@ -62,17 +61,17 @@ def _steps(
     return [UpdateStep([[samples[n] for n in members] for members in bins], totals) for bins, totals in steps]
 
 
-def _joined_sequences(sequences: Seq[Sequence]) -> tuple[np.ndarray, ...]:
+def _joined_sequences(sequences: Sequence[TokenSequence]) -> tuple[np.ndarray, ...]:
     token_ids, bounds = _joined([sequence.token_ids for sequence in sequences])
     return token_ids, _joined([sequence.loss_mask for sequence in sequences])[0], bounds
 
 
-def _split_sequences(token_ids: np.ndarray, loss_mask: np.ndarray, bounds: np.ndarray) -> list[Sequence]:
+def _split_sequences(token_ids: np.ndarray, loss_mask: np.ndarray, bounds: np.ndarray) -> list[TokenSequence]:
     pieces = zip(_split(token_ids, bounds), _split(loss_mask, bounds), strict=True)
-    return [Sequence(ids, mask) for ids, mask in pieces]
+    return [TokenSequence(ids, mask) for ids, mask in pieces]
 
 
-def _joined(arrays: Seq[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _joined(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """(the arrays end to end, the bounds between them)."""
     bounds = np.cumsum([0, *(array.size for array in arrays)])
     return (np.concatenate(arrays) if arrays else np.zeros(0)), bounds

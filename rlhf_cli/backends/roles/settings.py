@@ -15,10 +15,10 @@ from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.models.adapters import AdapterPlan
 
 ROLE_CLASSES = {
-    "actor": "rlhf_cli.backends.roles.ranks:Actor",
-    "critic": "rlhf_cli.backends.roles.ranks:Critic",
-    "ref": "rlhf_cli.backends.roles.ranks:Reference",
-    "reward": "rlhf_cli.backends.roles.ranks:Reward",
+    "actor": "rlhf_cli.backends.roles.ranks:ActorRank",
+    "critic": "rlhf_cli.backends.roles.ranks:CriticRank",
+    "ref": "rlhf_cli.backends.roles.ranks:ReferenceRank",
+    "reward": "rlhf_cli.backends.roles.ranks:RewardRank",
 }
 """The class of each role, by name: only the process of a rank imports it."""
 

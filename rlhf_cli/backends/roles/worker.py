@@ -16,7 +16,7 @@ from rlhf_cli.backends.training.distributed_env import free_port
 from rlhf_cli.environment import rest_collector, resume_collector
 
 
-class Worker:
+class RayWorker:
     """Holds one object, built in its own process, and calls its methods on request."""
 
     def __init__(self, *, environment: dict[str, str], log_file: Path) -> None:
@@ -44,7 +44,7 @@ class Worker:
         return attrgetter(method)(self._target)(*args)
 
 
-class AsyncWorker(Worker):
+class AsyncRayWorker(RayWorker):
     """A worker whose object has coroutines; calls may overlap."""
 
     async def build(self, environment: dict[str, str], factory: str, *args: Any) -> None:  # type: ignore[override]

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rlhf_cli.backends.cluster.placement import Layout, Seat
 from rlhf_cli.backends.cluster.ray_cluster import Reservation
 from rlhf_cli.backends.roles.settings import ROLE_CLASSES, RoleSettings
-from rlhf_cli.backends.roles.worker import AsyncWorker, Worker
+from rlhf_cli.backends.roles.worker import AsyncRayWorker, RayWorker
 from rlhf_cli.environment import SPIN_COUNT, onednn_caches
 from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
 
@@ -122,7 +122,7 @@ def start_ranks(role: str, layout: Layout, reservation: Reservation, *, log_dir:
         threads: CPU threads of each rank.
     """
     seats = layout.of(role)
-    workers = [_worker(Worker, seat, reservation, log_dir=log_dir, threads=threads) for seat in seats]
+    workers = [_worker(RayWorker, seat, reservation, log_dir=log_dir, threads=threads) for seat in seats]
     return WorkerGroup(role, workers, log_dir)
 
 
@@ -137,11 +137,11 @@ def start_engine(
     args: tuple[Any, ...],
 ) -> tuple[Any, Any]:
     """(worker, building call) of one rollout engine."""
-    worker = _worker(AsyncWorker, seat, reservation, log_dir=log_dir, threads=threads)
+    worker = _worker(AsyncRayWorker, seat, reservation, log_dir=log_dir, threads=threads)
     return worker, worker.build.remote(environment, factory, *args)
 
 
-def _worker(kind: type[Worker], seat: Seat, reservation: Reservation, *, log_dir: Path, threads: int) -> Any:
+def _worker(kind: type[RayWorker], seat: Seat, reservation: Reservation, *, log_dir: Path, threads: int) -> Any:
     options = reservation.options(seat) | {"max_restarts": 0}
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": SPIN_COUNT, "TOKENIZERS_PARALLELISM": "false"}
     environment |= onednn_caches()

@@ -62,7 +62,7 @@ class Arrivals:
     is_last: bool
 
 
-class Batch:
+class RequestBatch:
     """A batch in the making: responses on their way from an engine to whom collects them.
 
     `max_tokens` may be lowered while the batch runs: responses with more tokens than that are given up. Takes no

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlhf_cli.backends.roles.groups import TrainedGroup
+from rlhf_cli.backends.roles.groups import TrainedRole
 from rlhf_cli.backends.roles.settings import EngineLink
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead, SyncBackend
 from rlhf_cli.backends.weight_sync.transfer import PushReport
@@ -95,7 +95,7 @@ class EngineGroup:
         ranks_per_engine: int,
     ) -> None:
         self._start = start
-        self._actor: TrainedGroup | None = None
+        self._actor: TrainedRole | None = None
         self._takes_turns = takes_turns
         self._sync_backend = sync_backend
         self._ranks_per_engine = ranks_per_engine
@@ -116,7 +116,7 @@ class EngineGroup:
             except RayActorError as error:
                 raise RunError(f"rollout engine {number} died while it was started ({_reason(error)})") from error
 
-    def connect(self, actor: TrainedGroup) -> None:
+    def connect(self, actor: TrainedRole) -> None:
         """Take the weights of this actor from now on; to be called when actor and engines are built."""
         self._actor = actor
         link = EngineLink(
@@ -192,7 +192,7 @@ class EngineGroup:
                 self._push(self._version, [number])
         self._ask_for_share(number)
 
-    def _repeat_with(self, actor: TrainedGroup, number: int, error: Exception) -> None:
+    def _repeat_with(self, actor: TrainedRole, number: int, error: Exception) -> None:
         """Do the same when the push concerns all engines: all of them stop, and repeat what they had not finished.
 
         A push by nccl or ipc needs every engine; on shared GPUs the actor needs the memory of their caches.

@@ -24,7 +24,7 @@ _PREFILL_TOKENS = 16_384  # prompt tokens of one forward pass: bounds its activa
 _FINISHED_SHARE = 0.2  # of a batch's rows before the rest is copied together; a copy costs about a step
 
 
-class Responses:
+class SampledResponses:
     """What was sampled so far, by request."""
 
     def __init__(self, num_requests: int, limit: int) -> None:
@@ -50,7 +50,7 @@ class Responses:
         )
 
 
-class Wave:
+class TransformersBatch:
     """A batch in the making; used once."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Wave:
         `max_tokens` is looked at again for each token: responses that get longer than it says are given up.
         """
         num_rows, limit = len(self._prompt_rows), self._sampling.max_new_tokens
-        responses = Responses(num_rows, limit)
+        responses = SampledResponses(num_rows, limit)
         uniforms = self._uniforms.to(self._device)
         rows = torch.arange(num_rows, device=self._device)  # request of each row of the batch
         alive = torch.ones(num_rows, dtype=torch.bool, device=self._device)
@@ -101,7 +101,7 @@ class Wave:
         for row in rows[alive].tolist() if step + 1 == limit else ():
             add(row, responses.finished(row, limit, stopped=False, version=version))
 
-    def _ends(self, token: torch.Tensor, rows: torch.Tensor, responses: Responses, length: int) -> torch.Tensor:
+    def _ends(self, token: torch.Tensor, rows: torch.Tensor, responses: SampledResponses, length: int) -> torch.Tensor:
         """Which of the responses, bool [rows], end with this token, their last of `length`."""
         ends = torch.isin(token, self._eos)
         if (stop := self._stop) is not None:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf_cli.backends.rollout.engine import Arrivals, Batch, EngineSettings, check_lengths, eos_token_ids
+from rlhf_cli.backends.rollout.engine import Arrivals, EngineSettings, RequestBatch, check_lengths, eos_token_ids
 from rlhf_cli.backends.rollout.stop_strings import StopStrings, stop_strings
 from rlhf_cli.backends.rollout.transformers_attention import GROUPED_DECODE
-from rlhf_cli.backends.rollout.transformers_batch import Wave
+from rlhf_cli.backends.rollout.transformers_batch import TransformersBatch
 from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token
 from rlhf_cli.backends.weight_sync.shm import read_verified_push
 from rlhf_cli.backends.weight_sync.transfer import weights_checksum
@@ -56,7 +56,7 @@ class TransformersEngine:
         self._asleep = False
         self._updating = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
-        self._batch = Batch(0)
+        self._batch = RequestBatch(0)
 
     async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
         """One response per request, in their order; the same requests give the same responses from the same weights."""
@@ -74,11 +74,11 @@ class TransformersEngine:
         """Give up those responses of the batch that have, or get, more than so many tokens."""
         self._batch.max_tokens = max_tokens
 
-    def _begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Batch:
+    def _begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> RequestBatch:
         if self._asleep or self._updating:
             raise RunError("the rollout engine was asked to generate while asleep or between two sets of weights")
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
-        batch = Batch(sampling.max_new_tokens)
+        batch = RequestBatch(sampling.max_new_tokens)
         self._thread.submit(self._generate, requests, sampling, batch)
         return batch
 
@@ -168,11 +168,13 @@ class TransformersEngine:
         self._pushed_checksum = checksum
 
     @torch.inference_mode()
-    def _generate(self, requests: list[GenerationRequest], sampling: SamplingParams, batch: Batch) -> None:
+    def _generate(self, requests: list[GenerationRequest], sampling: SamplingParams, batch: RequestBatch) -> None:
         try:
             stop = self._stop_strings(sampling)
             for indices in self._waves(requests, sampling):
-                wave = Wave(self._model, [requests[index] for index in indices], sampling, eos=self._eos, stop=stop)
+                wave = TransformersBatch(
+                    self._model, [requests[index] for index in indices], sampling, eos=self._eos, stop=stop
+                )
                 wave.run(self._version, add=partial(_add, batch, indices), max_tokens=lambda: batch.max_tokens)
         except Exception as error:  # of a thread: it belongs to whom collects
             batch.close(error)
@@ -201,5 +203,5 @@ class TransformersEngine:
             yield wave
 
 
-def _add(batch: Batch, indices: list[int], row: int, response: Generation) -> None:
+def _add(batch: RequestBatch, indices: list[int], row: int, response: Generation) -> None:
     batch.add(indices[row], response)

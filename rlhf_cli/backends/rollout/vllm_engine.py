@@ -9,7 +9,14 @@ import os
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlhf_cli.backends.rollout.engine import Arrivals, Batch, EngineDead, EngineSettings, check_lengths, eos_token_ids
+from rlhf_cli.backends.rollout.engine import (
+    Arrivals,
+    EngineDead,
+    EngineSettings,
+    RequestBatch,
+    check_lengths,
+    eos_token_ids,
+)
 from rlhf_cli.backends.rollout.processes import end_processes, process_tree
 from rlhf_cli.backends.rollout.stop_strings import stop_strings
 from rlhf_cli.backends.rollout.vllm_start import cpu_probe, engine_environment, started
@@ -48,7 +55,7 @@ class VllmEngine:
         self._asleep = False
         self._updating = False
         self._weights_lost = False
-        self._batch = Batch(0)
+        self._batch = RequestBatch(0)
         self._serving: asyncio.Task[None] | None = None
         with cpu_probe() as on_cpu, engine_environment(settings, on_cpu=on_cpu):
             self._on_cpu = on_cpu
@@ -79,17 +86,19 @@ class VllmEngine:
         """Give up those responses of the batch that have, or get, more than so many tokens."""
         self._batch.max_tokens = max_tokens
 
-    def _begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> tuple[Batch, asyncio.Task[None]]:
+    def _begin(
+        self, requests: list[GenerationRequest], sampling: SamplingParams
+    ) -> tuple[RequestBatch, asyncio.Task[None]]:
         """(the batch, what fills it)."""
         if self._asleep or self._updating or self._weights_lost:
             raise RunError("the rollout engine was asked to generate while asleep or without complete weights")
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
         if sampling.stop:  # what is wrong with them is found here: in the engine's core it would be the engine's end
             stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
-        batch = Batch(sampling.max_new_tokens)
+        batch = RequestBatch(sampling.max_new_tokens)
         return batch, asyncio.create_task(self._serve(batch, requests, sampling))
 
-    async def _serve(self, batch: Batch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+    async def _serve(self, batch: RequestBatch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         try:
             if requests:
                 async with self._lock:
@@ -99,7 +108,7 @@ class VllmEngine:
         else:
             batch.close()
 
-    async def _generate(self, batch: Batch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+    async def _generate(self, batch: RequestBatch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         names = [f"r{self._num_requests + index}" for index in range(len(requests))]
         self._num_requests += len(requests)
@@ -122,13 +131,13 @@ class VllmEngine:
             for queue in queues:
                 queue.close()
 
-    async def _deliver(self, batch: Batch, number: int, queue: "RequestOutputCollector") -> None:
+    async def _deliver(self, batch: RequestBatch, number: int, queue: "RequestOutputCollector") -> None:
         """Adds a response when it is finished, unless it was given up."""
         output: Any = await queue.get()
         if output.outputs[0].finish_reason != "abort":
             batch.add(number, _generation(output, self._version))
 
-    async def _cut(self, batch: Batch, queues: list["RequestOutputCollector"], *, limit: int) -> None:
+    async def _cut(self, batch: RequestBatch, queues: list["RequestOutputCollector"], *, limit: int) -> None:
         """Aborts responses that got longer than the batch allows.
 
         On a CPU not before every other one has ended, whose rounding the abort would change otherwise.

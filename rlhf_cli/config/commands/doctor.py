@@ -2,10 +2,10 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 
 
-class DoctorGroup(Group):
+class DoctorGroup(SettingsGroup):
     """Doctor"""
 
     smoke_tests: bool = True

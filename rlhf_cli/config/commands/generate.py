@@ -4,8 +4,8 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.generate import (
-    AnsweringModelConfig,
     GenerateOutputConfig,
+    InferenceModelConfig,
     RewardPlacementConfig,
     SamplingConfig,
     SelectConfig,
@@ -18,7 +18,7 @@ class GenerateConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: AnsweringModelConfig
+    model: InferenceModelConfig
     prompts: PromptConfig
     sampling: SamplingConfig = SamplingConfig()
     reward: RemoteScoringConfig = RemoteScoringConfig()

@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 
 
-class MergeGroup(Group):
+class MergeGroup(SettingsGroup):
     """Merge"""
 
     model: str

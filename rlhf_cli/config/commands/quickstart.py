@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 
 
-class QuickstartGroup(Group):
+class QuickstartGroup(SettingsGroup):
     """Quickstart"""
 
     output: str = "quickstart"

@@ -20,7 +20,7 @@ EXACT_SEARCH_NODES = 20_000
 
 
 @dataclass(frozen=True)  # with slots it would be pickled in Python code, and thousands travel in an iteration
-class Sequence:
+class TokenSequence:
     """One tokenised sequence: `token_ids` int32 [L], `loss_mask` bool [L], true where the token is a training target.
 
     The first token has nothing before it that could predict it, so it is never a target.
@@ -94,7 +94,7 @@ def _tensors_to(record: Pack | KeyBounds, device: torch.device | str) -> dict[st
     return {name: v.to(device, non_blocking=True) for name, v in values.items() if isinstance(v, torch.Tensor)}
 
 
-def pack(sequences: list[Sequence]) -> Pack:
+def pack(sequences: list[TokenSequence]) -> Pack:
     """The sequences end to end in the order given; an empty list gives the idle pack.
 
     A rank without work runs the idle pack so that it takes part in collectives.
@@ -117,9 +117,9 @@ def pack(sequences: list[Sequence]) -> Pack:
     )
 
 
-def only_end(sequence: Sequence) -> Sequence:
+def only_end(sequence: TokenSequence) -> TokenSequence:
     """The same tokens with the last one as the only target."""
-    return Sequence(sequence.token_ids, np.arange(len(sequence)) == len(sequence) - 1)
+    return TokenSequence(sequence.token_ids, np.arange(len(sequence)) == len(sequence) - 1)
 
 
 def at_targets(batch: Pack) -> Pack:

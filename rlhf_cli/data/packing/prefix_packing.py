@@ -34,7 +34,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _TokenRun:
     """Tokens that stand together in the pack; `behind` is the run that they continue, if that is another one."""
 
     token_ids: np.ndarray
@@ -50,7 +50,7 @@ def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = 
     """
     if not trees:
         return pack([])
-    runs: list[_Run] = []
+    runs: list[_TokenRun] = []
     rows: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     start = 0
@@ -58,13 +58,13 @@ def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = 
         num_prompt = tree.prompt_ids.size
         own_prompt, prompt_end, prompt_run = 0, start + num_prompt - 1, len(runs)
         if share_prompts:
-            runs.append(_Run(tree.prompt_ids, 0))
+            runs.append(_TokenRun(tree.prompt_ids, 0))
             start += num_prompt
         for branch in tree.branches:
             if share_prompts:
-                runs.append(_Run(branch.token_ids, num_prompt, behind=prompt_run))
+                runs.append(_TokenRun(branch.token_ids, num_prompt, behind=prompt_run))
             else:
-                runs.append(_Run(np.concatenate([tree.prompt_ids, branch.token_ids]), 0))
+                runs.append(_TokenRun(np.concatenate([tree.prompt_ids, branch.token_ids]), 0))
                 own_prompt, prompt_end = num_prompt, start + num_prompt - 1
             read = np.array([len(branch) - 1]) if read_ends else np.flatnonzero(branch.loss_mask)
             before = read if read_ends else read - 1
@@ -74,7 +74,7 @@ def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = 
     return _pack(runs, rows, targets, shared=share_prompts)
 
 
-def _pack(runs: list[_Run], rows: list[np.ndarray], targets: list[np.ndarray], *, shared: bool) -> Pack:
+def _pack(runs: list[_TokenRun], rows: list[np.ndarray], targets: list[np.ndarray], *, shared: bool) -> Pack:
     lengths = np.array([run.token_ids.size for run in runs])
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     positions = [np.arange(run.first_position, run.first_position + run.token_ids.size) for run in runs]
@@ -91,7 +91,7 @@ def _pack(runs: list[_Run], rows: list[np.ndarray], targets: list[np.ndarray], *
     )
 
 
-def _key_bounds(runs: list[_Run], bounds: np.ndarray) -> KeyBounds:
+def _key_bounds(runs: list[_TokenRun], bounds: np.ndarray) -> KeyBounds:
     own = [np.arange(first, stop) for first, stop in itertools.pairwise(bounds)]
     seen = [
         part if run.behind is None else np.concatenate([own[run.behind], part])

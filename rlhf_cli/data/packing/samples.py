@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlhf_cli.data.packing.packs import Pack, Sequence, pack
+from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack
 
 
 @dataclass(frozen=True)  # no slots, for the reason given at Sequence
@@ -16,7 +16,7 @@ class Sample:
     Every column is float32 [number of trained tokens]: `old_logprobs`, `advantages` and so on.
     """
 
-    sequence: Sequence
+    sequence: TokenSequence
     columns: dict[str, np.ndarray]
 
 
@@ -33,7 +33,7 @@ class SamplePack:
 
 
 def pack_samples(
-    samples: list[Sample], *, names: tuple[str, ...], pack_sequences: Callable[[list[Sequence]], Pack] = pack
+    samples: list[Sample], *, names: tuple[str, ...], pack_sequences: Callable[[list[TokenSequence]], Pack] = pack
 ) -> SamplePack:
     """The samples packed in their order with the named columns; none give an idle micro-batch with empty columns."""
     columns = {

@@ -5,17 +5,17 @@ what comes out of a pack is in the order of its sequences; `plan_groups` makes t
 """
 
 import itertools
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_cli.data.packing.packs import Bounds, Pack, Sequence, pack, plan_packs
+from rlhf_cli.data.packing.packs import Bounds, Pack, TokenSequence, pack, plan_packs
 from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
 
 
 def plan_groups(
-    sequences: Seq[Sequence],
+    sequences: Sequence[TokenSequence],
     *,
     max_tokens: int,
     num_ranks: int,
@@ -48,7 +48,7 @@ def plan_groups(
     return [[[i for block in members for part in blocks[block] for i in part] for members in bins] for bins in plan]
 
 
-def pack_groups(sequences: Seq[Sequence]) -> Pack:
+def pack_groups(sequences: Sequence[TokenSequence]) -> Pack:
     """The sequences in their order as one pack, in which neighbours with equal prompts have it once."""
     groups = [list(group) for _, group in itertools.groupby(sequences, key=lambda s: _prompt_of(s).tobytes())]
     if len(groups) == len(sequences):
@@ -56,16 +56,16 @@ def pack_groups(sequences: Seq[Sequence]) -> Pack:
     return pack_trees([_tree_of(group) for group in groups], share_prompts=True)
 
 
-def _prompt_size(sequence: Sequence) -> int:
+def _prompt_size(sequence: TokenSequence) -> int:
     """Tokens before the first trained one; all but the last where none is trained."""
     return int(sequence.loss_mask.argmax()) or max(1, len(sequence) - 1)  # the first token is never trained
 
 
-def _prompt_of(sequence: Sequence) -> np.ndarray:
+def _prompt_of(sequence: TokenSequence) -> np.ndarray:
     return sequence.token_ids[: _prompt_size(sequence)]
 
 
-def _tree_of(group: list[Sequence]) -> Tree:
+def _tree_of(group: list[TokenSequence]) -> Tree:
     prompt = _prompt_of(group[0])
     return Tree(prompt, tuple(Branch(s.token_ids[prompt.size :], s.loss_mask[prompt.size :]) for s in group))
 

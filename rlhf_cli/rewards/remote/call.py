@@ -15,8 +15,8 @@ from urllib.parse import urljoin
 import aiohttp
 
 from rlhf_cli.rewards.records import BadResult, FailureKind, ScoreRequest
-from rlhf_cli.rewards.workers.pool import Failure, Outcome
-from rlhf_cli.rewards.workers.user_results import Result, checked
+from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
+from rlhf_cli.rewards.workers.user_results import UserResult, checked
 
 SERVICE = "rlhf serve-rm"
 """What our own server says it is, at `/health`."""
@@ -64,7 +64,7 @@ def reward_session(key: str | None) -> aiohttp.ClientSession:
 
 async def post_batch(
     session: aiohttp.ClientSession, url: str, requests: Sequence[ScoreRequest], *, timeout: float
-) -> list[Outcome]:
+) -> list[ItemOutcome]:
     """The outcome of each request of a batch.
 
     Raises CallFailed, ServerBusy or UnfitBatch where the server has none for the batch.
@@ -141,7 +141,7 @@ def _detail(said: bytes) -> str:
     return f": {line}" if line else ""
 
 
-def outcomes_of(said: bytes, expected: int) -> list[Outcome]:
+def outcomes_of(said: bytes, expected: int) -> list[ItemOutcome]:
     """The outcomes in an answer. Raises CallFailed where it is not `{"rewards": [...]}` with as many as expected."""
     try:
         answer = _parsed(said)
@@ -156,12 +156,12 @@ def outcomes_of(said: bytes, expected: int) -> list[Outcome]:
     details = answer.get("details")
     told = details if isinstance(details, list) and len(details) == expected else [""] * expected
     return [
-        Outcome(found["value"]) if found["value"] is not None else Outcome(failure=_failure(found, detail))
+        ItemOutcome(found["value"]) if found["value"] is not None else ItemOutcome(failure=_failure(found, detail))
         for found, detail in zip(rewards, told, strict=True)
     ]
 
 
-def _failure(found: Result, detail: Any) -> Failure:
+def _failure(found: UserResult, detail: Any) -> Failure:
     line = " ".join(str(detail or "").split())[:MAX_DETAIL]
     return Failure("bad_result", f"failed: {line}" if line else found["problem"])
 

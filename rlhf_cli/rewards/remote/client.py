@@ -22,7 +22,7 @@ import aiohttp
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.remote.call import CallFailed, ServerBusy, UnfitBatch, post_batch, probe, reward_session
-from rlhf_cli.rewards.workers.pool import Failure, Outcome
+from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +37,13 @@ class _Item:
     """A response that waits for its reward; `tried` are the servers whose calls with it failed."""
 
     request: ScoreRequest
-    future: "Future[Outcome]"
+    future: "Future[ItemOutcome]"
     tries: int = 0
     alone: bool = False
     tried: set[str] = field(default_factory=set)
     full_since: float | None = None
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: ItemOutcome) -> None:
         """Give the outcome to whoever waits for it."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(outcome)
@@ -110,7 +110,7 @@ class RemoteRewards:
         self._thread.join()
         self._loop.close()
 
-    def submit(self, requests: Sequence[ScoreRequest]) -> "list[Future[Outcome]]":
+    def submit(self, requests: Sequence[ScoreRequest]) -> "list[Future[ItemOutcome]]":
         """Begin to ask about responses; each outcome comes when it is there. No failure is raised."""
         assert self._thread.is_alive(), "the thread that asks reward servers has ended"
         items = [_Item(request, Future()) for request in requests]
@@ -127,7 +127,7 @@ class RemoteRewards:
                 self._loop.run_until_complete(self._main)
         finally:
             while self._waiting:
-                self._waiting.popleft().end(Outcome(failure=Failure("crashed", "was not waited for any longer")))
+                self._waiting.popleft().end(ItemOutcome(failure=Failure("crashed", "was not waited for any longer")))
 
     async def _serve(self) -> None:
         async with reward_session(self._key) as session, asyncio.TaskGroup() as tasks:
@@ -211,7 +211,7 @@ class RemoteRewards:
         self._waiting.extendleft(reversed(left))
         return batch
 
-    def _settle(self, server: _Server, batch: Sequence[_Item], outcomes: Sequence[Outcome]) -> None:
+    def _settle(self, server: _Server, batch: Sequence[_Item], outcomes: Sequence[ItemOutcome]) -> None:
         failed = [(item, outcome.failure) for item, outcome in zip(batch, outcomes, strict=True) if outcome.failure]
         for item, outcome in zip(batch, outcomes, strict=True):
             if outcome.failure is None:
@@ -228,7 +228,7 @@ class RemoteRewards:
             item.alone |= counts
             item.tried.add(server.url)
             if item.tries > self._retries:
-                item.end(Outcome(failure=_naming(server, failure)))
+                item.end(ItemOutcome(failure=_naming(server, failure)))
             else:
                 again.append(item)
         self._put_back(again)
@@ -249,7 +249,7 @@ class RemoteRewards:
             item.full_since = item.full_since or now
             if now - item.full_since > self._timeout:
                 failure = Failure("timeout", f"was full for {self._timeout:g} s")
-                item.end(Outcome(failure=_naming(server, failure)))
+                item.end(ItemOutcome(failure=_naming(server, failure)))
             else:
                 again.append(item)
         self._put_back(again)
@@ -257,7 +257,7 @@ class RemoteRewards:
     def _take_apart(self, server: _Server, batch: Sequence[_Item], error: UnfitBatch) -> None:
         """Send the items of a batch that the server does not take one by one; one that is alone has failed."""
         if len(batch) == 1:
-            batch[0].end(Outcome(failure=_naming(server, Failure("bad_result", str(error)))))
+            batch[0].end(ItemOutcome(failure=_naming(server, Failure("bad_result", str(error)))))
             return
         for item in batch:
             item.alone = True
@@ -300,7 +300,7 @@ class RemoteRewards:
         failures = [_naming(server, server.last) for server in self._servers if server.last is not None]
         failure = Failure(failures[0].kind, ", ".join(each.reason for each in failures))
         for item in items:
-            item.end(Outcome(failure=failure))
+            item.end(ItemOutcome(failure=failure))
 
 
 class RemoteFeed:
@@ -311,7 +311,7 @@ class RemoteFeed:
 
     def __init__(self, servers: RemoteRewards) -> None:
         self._servers = servers
-        self._futures: list[Future[Outcome]] = []
+        self._futures: list[Future[ItemOutcome]] = []
         self._unseen: list[int] = []  # numbers of responses whose outcome was not given out yet
 
     def __enter__(self) -> Self:
@@ -329,7 +329,7 @@ class RemoteFeed:
         self._unseen += range(len(self._futures), len(self._futures) + len(futures))
         self._futures += futures
 
-    def ready(self) -> list[tuple[int, Outcome]]:
+    def ready(self) -> list[tuple[int, ItemOutcome]]:
         """Outcomes that have come since the last call, each with the number of its response. Never waits."""
         done = [number for number in self._unseen if self._futures[number].done()]
         self._unseen = sorted(set(self._unseen).difference(done))

@@ -70,7 +70,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProgramOutcome:
     """How a program ended.
 
     `ended`: "finished" with exit code 0, "raised" with another one, by its limit of "time", "memory" or "output", or
@@ -86,7 +86,9 @@ class Outcome:
     seconds: float
 
 
-def run_program(program: str, stdin: str = "", *, limits: Limits | None = None, sandboxed: bool = True) -> Outcome:
+def run_program(
+    program: str, stdin: str = "", *, limits: Limits | None = None, sandboxed: bool = True
+) -> ProgramOutcome:
     """Run Python source as a program of its own and say how it ended; nothing of it is left when this returns.
 
     Without `sandboxed` it runs as this user on this machine, with limits and a killed process group alone.
@@ -198,7 +200,7 @@ class Launch:
         self._stdout, self._stderr, self._status = bytearray(), bytearray(), bytearray()
         self._is_over_output = False
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ProgramOutcome:
         """What came of the program. Raises SandboxError."""
         with tempfile.TemporaryFile() as file:
             marshal.dump(self._request, file)
@@ -276,10 +278,10 @@ class Launch:
         self._is_over_output |= len(data) > room
         return bool(data)
 
-    def _told(self, lines: dict[str, Any]) -> Outcome:
+    def _told(self, lines: dict[str, Any]) -> ProgramOutcome:
         code = os.waitstatus_to_exitcode(lines["status"]) if "status" in lines else None
         stdout, stderr = (text.decode(errors="replace") for text in (self._stdout, self._stderr))
-        return Outcome(
+        return ProgramOutcome(
             ended=self._why(code, stderr, is_out_of_time=lines.get("ended") == "time"),
             exit_code=code if code is not None and code >= 0 else None,
             signal=-code if code is not None and code < 0 else None,

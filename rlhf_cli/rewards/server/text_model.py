@@ -3,18 +3,18 @@
 Leaves out reward models on token ids, which are a role of the online commands (backends.roles).
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.shaping import normalised_scores
-from rlhf_cli.data.packing.packs import Sequence, at_targets, only_end, pack, plan_packs
+from rlhf_cli.data.packing.packs import TokenSequence, at_targets, only_end, pack, plan_packs
 from rlhf_cli.data.tokenizing.tokenizer import Tokeniser
 from rlhf_cli.models.loading import load_reward_model
 from rlhf_cli.models.policy import ValueModel
-from rlhf_cli.models.reward_model import RewardModel
+from rlhf_cli.models.reward_model import RewardModelPlan
 
 
 class TextRewardModel:
@@ -24,7 +24,7 @@ class TextRewardModel:
     """
 
     def __init__(
-        self, model: RewardModel, tokenizer: PreTrainedTokenizerBase, *, max_len: int, max_tokens: int
+        self, model: RewardModelPlan, tokenizer: PreTrainedTokenizerBase, *, max_len: int, max_tokens: int
     ) -> None:
         self._tokeniser = Tokeniser(tokenizer)
         self._end: int = tokenizer.eos_token_id
@@ -33,7 +33,7 @@ class TextRewardModel:
         self._module = ValueModel(hf_model).to(self._device).requires_grad_(False).eval()
         self._model, self._max_len, self._max_tokens = model, max_len, max_tokens
 
-    def scores(self, texts: Seq[str]) -> list[float | str]:
+    def scores(self, texts: Sequence[str]) -> list[float | str]:
         """The score of each text, read at its end, or why it has none.
 
         A text gets the tokenizer's beginning of text and end of sequence where it lacks them: a reward model learned
@@ -57,7 +57,7 @@ class TextRewardModel:
     @torch.inference_mode()
     def _scores(self, rows: list[np.ndarray]) -> list[float]:
         scores_B = torch.zeros(len(rows))
-        sequences = [only_end(Sequence(row, np.zeros(len(row), dtype=bool))) for row in rows]
+        sequences = [only_end(TokenSequence(row, np.zeros(len(row), dtype=bool))) for row in rows]
         (bins,) = plan_packs(
             [len(row) for row in rows],
             max_tokens=self._max_tokens,

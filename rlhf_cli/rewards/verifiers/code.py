@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.scoring import CODE_SHARE
-from rlhf_cli.rewards.sandbox.run import Limits, Outcome, SandboxError, run_program
+from rlhf_cli.rewards.sandbox.run import Limits, ProgramOutcome, SandboxError, run_program
 from rlhf_cli.rewards.verifiers import code_harness
 from rlhf_cli.rewards.verifiers.builtin import NO_LABEL, Verdict
 from rlhf_cli.rewards.verifiers.code_tests import AssertTests, FunctionTests, StdinTests, Tests, parse_tests
@@ -160,7 +160,7 @@ class _Grading:
             first = max(known, default=first - 1) + 2
         return results
 
-    def _run(self, program: str, stdin: str, *, seconds: float) -> Outcome | None:
+    def _run(self, program: str, stdin: str, *, seconds: float) -> ProgramOutcome | None:
         """How a program ended; None where there is no time left to run it."""
         left = self._deadline - time.monotonic()
         if left <= 0:
@@ -193,7 +193,7 @@ def _is_value(text: str, expected: Any) -> bool:
     return wrapped or same_value(value, expected)
 
 
-def _trouble(outcome: Outcome) -> str:
+def _trouble(outcome: ProgramOutcome) -> str:
     if outcome.ended == "finished":
         return ""
     if outcome.ended == "time" or outcome.signal == _SIGALRM:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rlhf_cli.rewards.records import FailureKind
-from rlhf_cli.rewards.workers.process import LOAD_LIMIT, Worker
+from rlhf_cli.rewards.workers.process import LOAD_LIMIT, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ItemOutcome:
     """What came of one item: a value (JSON) or a failure."""
 
     value: Any = None
@@ -66,7 +66,7 @@ class WorkerPool:
     ) -> None:
         self._loader, self._argument = loader, argument
         self.limit, self.num_workers, self.chunk_size, self.retries = limit, num_workers, chunk_size, retries
-        self.workers: list[Worker] = []
+        self.workers: list[WorkerProcess] = []
         self.about: Any = None  # what the loaded task says about itself
         self._feed: Feed | None = None
 
@@ -87,9 +87,9 @@ class WorkerPool:
 
     def start_worker(self) -> None:
         """Add a worker, which begins to load its task."""
-        self.workers.append(Worker(self._loader, self._argument))
+        self.workers.append(WorkerProcess(self._loader, self._argument))
 
-    def remove(self, worker: Worker) -> None:
+    def remove(self, worker: WorkerProcess) -> None:
         """Kill a worker; another takes its place when there is work for it."""
         self.workers.remove(worker)
         worker.kill()
@@ -104,7 +104,7 @@ class WorkerPool:
         self._feed = Feed(self)
         return self._feed
 
-    def map(self, items: Sequence[Any]) -> list[Outcome]:
+    def map(self, items: Sequence[Any]) -> list[ItemOutcome]:
         """The outcome of each item, in order. No failure of an item is raised."""
         with self.feed() as feed:
             feed.add(items)
@@ -124,7 +124,7 @@ class Feed:
         self._changed = threading.Condition()  # guards everything below
         self._num_items = 0
         self._arrived: list[tuple[int, str]] = []  # not yet seen by the thread
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, ItemOutcome] = {}
         self._unseen: list[int] = []  # of the outcomes
         self._defect: BaseException | None = None
         self.is_closed = False
@@ -151,7 +151,7 @@ class Feed:
         self._ring()
         return numbers
 
-    def ready(self) -> list[tuple[int, Outcome]]:
+    def ready(self) -> list[tuple[int, ItemOutcome]]:
         """Outcomes that have come since the last call, each with the number of its item. Never waits."""
         with self._changed:
             self._raise_defect()
@@ -172,7 +172,7 @@ class Feed:
         with self._changed:
             return bool(self._unseen) or len(self._outcomes) < self._num_items
 
-    def finish(self) -> list[Outcome]:
+    def finish(self) -> list[ItemOutcome]:
         """Wait for all items; their outcomes by number. No failure of an item is raised."""
         with self._changed:
             self._changed.wait_for(lambda: self._defect is not None or len(self._outcomes) == self._num_items)
@@ -210,7 +210,7 @@ class Feed:
         finally:
             self._desk.abandon()
 
-    def _report(self, outcomes: Sequence[tuple[int, Outcome]]) -> None:
+    def _report(self, outcomes: Sequence[tuple[int, ItemOutcome]]) -> None:
         if outcomes:
             with self._changed:
                 self._outcomes.update(outcomes)
@@ -226,7 +226,7 @@ class _Desk:
         self._lines: dict[int, str] = {}  # items without an outcome
         self._waiting: deque[int] = deque()
         self._failed_tries: Counter[int] = Counter()
-        self._outcomes: list[tuple[int, Outcome]] = []  # to be reported
+        self._outcomes: list[tuple[int, ItemOutcome]] = []  # to be reported
         self._load_failure: Failure | None = None
 
     def put(self, items: Sequence[tuple[int, str]]) -> None:
@@ -234,7 +234,7 @@ class _Desk:
         self._lines.update(items)
         self._waiting.extend(number for number, _ in items)
 
-    def work(self, bell: socket.socket) -> list[tuple[int, Outcome]]:
+    def work(self, bell: socket.socket) -> list[tuple[int, ItemOutcome]]:
         """Hand out what waits, wait until something happens or the bell rings, and return new outcomes."""
         self._assign()
         self._collect(bell)
@@ -293,35 +293,35 @@ class _Desk:
             elif time.monotonic() > self._deadline(worker):
                 self._lose(worker, Failure("timeout", self._lateness(worker)))
 
-    def _patience(self, busy: Sequence[Worker]) -> float | None:
+    def _patience(self, busy: Sequence[WorkerProcess]) -> float | None:
         """Seconds until the workers must be looked at; None if only the bell can tell of something."""
         if not busy:
             return None
         left = min(self._deadline(worker) for worker in busy) - time.monotonic()
         return min(max(left, 0.0), DEATH_CHECK)
 
-    def _deadline(self, worker: Worker) -> float:
+    def _deadline(self, worker: WorkerProcess) -> float:
         return worker.since + (self._pool.limit if worker.is_loaded else max(self._pool.limit, LOAD_LIMIT))
 
-    def _lateness(self, worker: Worker) -> str:
+    def _lateness(self, worker: WorkerProcess) -> str:
         if worker.is_loaded:
             return f"did not answer within {self._pool.limit:g} s"
         return f"was not loaded within {max(self._pool.limit, LOAD_LIMIT):g} s"
 
-    def _take(self, worker: Worker, answer: dict[str, Any]) -> None:
+    def _take(self, worker: WorkerProcess, answer: dict[str, Any]) -> None:
         if "together" in answer:
             worker.works_together = True
             return
         failure = Failure(answer["kind"], answer["reason"], answer["trace"]) if "kind" in answer else None
         if worker.is_loaded:
-            self._conclude(worker.chunk.pop(answer["place"]), Outcome(answer.get("value"), failure))
+            self._conclude(worker.chunk.pop(answer["place"]), ItemOutcome(answer.get("value"), failure))
         elif failure is not None:
             self._lose(worker, failure)
         else:
             worker.is_loaded = True
             self._pool.about = answer["value"]
 
-    def _conclude(self, number: int, outcome: Outcome) -> None:
+    def _conclude(self, number: int, outcome: ItemOutcome) -> None:
         failed = outcome.failure is not None and outcome.failure.kind != "timeout"
         if failed and self._failed_tries[number] < self._pool.retries:
             self._failed_tries[number] += 1
@@ -330,7 +330,7 @@ class _Desk:
         del self._lines[number]
         self._outcomes.append((number, outcome))
 
-    def _lose(self, worker: Worker, failure: Failure) -> None:
+    def _lose(self, worker: WorkerProcess, failure: Failure) -> None:
         """Kill a worker. What it was at takes the blame, items after that wait again; a task that cannot be loaded
         fails all that wait, since the next worker would fare no better, unless others have loaded it: they go on."""
         self._pool.remove(worker)
@@ -339,7 +339,7 @@ class _Desk:
             blamed = left if worker.works_together else left[:1]
             self._waiting.extendleft(reversed(left[len(blamed) :]))
             for number in blamed:
-                self._conclude(number, Outcome(failure=failure))
+                self._conclude(number, ItemOutcome(failure=failure))
             return
         others = sum(other.is_loaded for other in self._pool.workers)
         if others:  # there is no room for one more, say: each may hold a model of its own
@@ -349,5 +349,5 @@ class _Desk:
         self._load_failure = Failure("load", failure.reason, failure.trace)
         for number in self._waiting:
             del self._lines[number]
-            self._outcomes.append((number, Outcome(failure=self._load_failure)))
+            self._outcomes.append((number, ItemOutcome(failure=self._load_failure)))
         self._waiting.clear()

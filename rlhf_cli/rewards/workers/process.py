@@ -34,7 +34,7 @@ worker.main(*map(int, numbers))
 """
 
 
-class Worker:
+class WorkerProcess:
     """One worker process: owns it, its socket and the lifeline that ends it together with this process."""
 
     def __init__(self, loader: str, argument: Any) -> None:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlhf_cli.rewards.records import BadResult
-from rlhf_cli.rewards.workers.user_forms import OWN_FORM, Batch, Log, call, signature_of
-from rlhf_cli.rewards.workers.user_results import Result, checked
+from rlhf_cli.rewards.workers.user_forms import OWN_FORM, Log, UserBatch, call, signature_of
+from rlhf_cli.rewards.workers.user_results import UserResult, checked
 
 FUNCTIONS = ("reward_func", "compute_score")
 """Names of the function in a file where none is given: this program's and OpenRLHF's, then verl's and EasyR1's."""
 
 
-def load(argument: dict[str, Any]) -> Callable[[Batch], Any]:
+def load(argument: dict[str, Any]) -> Callable[[UserBatch], Any]:
     """The handler of a worker: a result for each response, from a function called `name` of the file at `path`.
 
     `args` are parameters of the function. Where the function is async, what the handler returns has to be awaited. The
@@ -35,7 +35,7 @@ def load(argument: dict[str, Any]) -> Callable[[Batch], Any]:
     name, reward = _reward_function(_import(Path(path)), argument["name"])
     signature = signature_of(reward, args)
 
-    def handle(batch: Batch) -> Any:
+    def handle(batch: UserBatch) -> Any:
         log, expected = Log(), len(batch["queries"])
         result = call(reward, signature, batch, args=args, log=log)
         waits = [one for one in (result if signature.form.each else [result]) if inspect.isawaitable(one)]
@@ -49,7 +49,7 @@ def load(argument: dict[str, Any]) -> Callable[[Batch], Any]:
     return handle
 
 
-async def _checked_later(waits: list[Awaitable[Any]], expected: int, log: Log, *, is_each: bool) -> list[Result]:
+async def _checked_later(waits: list[Awaitable[Any]], expected: int, log: Log, *, is_each: bool) -> list[UserResult]:
     import asyncio  # 40 ms that a plain function does not need
 
     found = await asyncio.gather(*waits)

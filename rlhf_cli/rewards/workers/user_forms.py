@@ -11,14 +11,14 @@ from typing import Any, TypedDict
 from rlhf_cli.rewards.records import BadResult
 
 
-class Row(TypedDict):
+class UserRow(TypedDict):
     """A row of the prompts: its columns, and its prompt as text, or as messages if the row has messages."""
 
     prompt: Any
     columns: dict[str, Any]
 
 
-class Batch(TypedDict):
+class UserBatch(TypedDict):
     """The responses of one call, lists by response; `row_of` gives the place in `rows` of each response's row."""
 
     queries: list[str]
@@ -30,7 +30,7 @@ class Batch(TypedDict):
     lengths: list[int]
     finish_reasons: list[str]
     sources: list[str | None]
-    rows: list[Row]
+    rows: list[UserRow]
     row_of: list[int]
 
 
@@ -53,21 +53,21 @@ OWN = ("queries", "prompts", "labels", "responses", "raw_responses", "token_ids"
 """Names that a function in this program's own form may use besides columns of the rows and parameters."""
 
 
-def _rows(batch: Batch) -> list[Row]:
+def _rows(batch: UserBatch) -> list[UserRow]:
     return [batch["rows"][place] for place in batch["row_of"]]
 
 
-def _columns(batch: Batch) -> dict[str, list[Any]]:
+def _columns(batch: UserBatch) -> dict[str, list[Any]]:
     """Return every column of the rows, with None for rows that lack it."""
     rows = [row["columns"] for row in _rows(batch)]
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
-def _own(batch: Batch, _: Log) -> dict[str, list[Any]]:
+def _own(batch: UserBatch, _: Log) -> dict[str, list[Any]]:
     return _columns(batch) | {name: batch[name] for name in OWN}  # type: ignore[literal-required]
 
 
-def _of_trl(batch: Batch, log: Log) -> dict[str, Any]:
+def _of_trl(batch: UserBatch, log: Log) -> dict[str, Any]:
     prompts = [row["prompt"] for row in _rows(batch)]
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -78,7 +78,7 @@ def _of_trl(batch: Batch, log: Log) -> dict[str, Any]:
     return columns | given | {"log_metric": log.metric, "log_extra": log.extra}
 
 
-def _truths(batch: Batch) -> list[Any]:
+def _truths(batch: UserBatch) -> list[Any]:
     """Return ground truths as the rows have them: verl's may be objects."""
     models = [row["columns"].get("reward_model") for row in _rows(batch)]
     return [
@@ -87,7 +87,7 @@ def _truths(batch: Batch) -> list[Any]:
     ]
 
 
-def _of_verl(batch: Batch, _: Log) -> dict[str, list[Any]]:
+def _of_verl(batch: UserBatch, _: Log) -> dict[str, list[Any]]:
     extra = [row["columns"].get("extra_info") or {} for row in _rows(batch)]
     return {
         "data_source": batch["sources"],
@@ -97,17 +97,17 @@ def _of_verl(batch: Batch, _: Log) -> dict[str, list[Any]]:
     }
 
 
-def _of_verl_batch(batch: Batch, log: Log) -> dict[str, Any]:
+def _of_verl_batch(batch: UserBatch, log: Log) -> dict[str, Any]:
     return {f"{name}s": values for name, values in _of_verl(batch, log).items()}
 
 
-def _of_easyr1(batch: Batch, _: Log) -> dict[str, Any]:
+def _of_easyr1(batch: UserBatch, _: Log) -> dict[str, Any]:
     columns = zip(batch["responses"], batch["lengths"], _truths(batch), strict=True)
     names = ("response", "response_length", "ground_truth")
     return {"reward_inputs": [dict(zip(names, values, strict=True)) for values in columns]}
 
 
-def _of_easyr1_each(batch: Batch, log: Log) -> dict[str, Any]:
+def _of_easyr1_each(batch: UserBatch, log: Log) -> dict[str, Any]:
     return {"reward_input": _of_easyr1(batch, log)["reward_inputs"]}
 
 
@@ -118,7 +118,7 @@ class Form:
     name: str
     mark: str
     signature: str
-    arguments: Callable[[Batch, Log], dict[str, Any]]
+    arguments: Callable[[UserBatch, Log], dict[str, Any]]
     each: bool = False
 
 
@@ -196,7 +196,9 @@ def _signature(parameters: list[inspect.Parameter]) -> Signature | None:
     )
 
 
-def call(reward: Callable[..., Any], signature: Signature, batch: Batch, *, args: Mapping[str, Any], log: Log) -> Any:
+def call(
+    reward: Callable[..., Any], signature: Signature, batch: UserBatch, *, args: Mapping[str, Any], log: Log
+) -> Any:
     """Return the function's result: a list if the form is called once for each response.
 
     Raises BadResult where it needs something that neither the rows nor `args` have.

@@ -13,7 +13,7 @@ VALUE_KEYS = ("overall", "reward", "score")
 """Keys of the number that counts in a dict about one response; the first that is there. A `score` beside it filters."""
 
 
-class Result(TypedDict):
+class UserResult(TypedDict):
     """The reward of one response: a value, or the problem with what was returned, which may be of the wrong type.
 
     `filter` is what dynamic filtering looks at, None where it is the value.
@@ -26,7 +26,7 @@ class Result(TypedDict):
     metrics: dict[str, float]
 
 
-def checked(result: Any, expected: int, *, logged: dict[str, Any] | None = None) -> list[Result]:
+def checked(result: Any, expected: int, *, logged: dict[str, Any] | None = None) -> list[UserResult]:
     """Return the results of `expected` responses. Raises BadResult if there is no list of that length.
 
     `logged` are metrics that were reported besides, lists by response or one number for all.
@@ -81,7 +81,7 @@ def _spread(values: Any, expected: int) -> list[Any]:
     return list(values) if len(values) == expected else [None] * expected
 
 
-def _of_one(value: Any) -> Result:
+def _of_one(value: Any) -> UserResult:
     if not isinstance(value, dict):
         return _result(value)
     key = next((key for key in VALUE_KEYS if key in value), None)
@@ -96,7 +96,7 @@ def _of_one(value: Any) -> Result:
     return result
 
 
-def _result(value: Any) -> Result:
+def _result(value: Any) -> UserResult:
     value = _plain(value)
     if value is None:
         return _failed("returned None", malformed=False)
@@ -108,11 +108,11 @@ def _result(value: Any) -> Result:
         return _failed(f"returned a value that is no number: {error}", malformed=True)
     if not math.isfinite(number):
         return _failed(f"returned {number}", malformed=False)
-    return Result(value=number, problem="", malformed=False, filter=None, metrics={})
+    return UserResult(value=number, problem="", malformed=False, filter=None, metrics={})
 
 
-def _failed(problem: str, *, malformed: bool) -> Result:
-    return Result(value=None, problem=problem, malformed=malformed, filter=None, metrics={})
+def _failed(problem: str, *, malformed: bool) -> UserResult:
+    return UserResult(value=None, problem=problem, malformed=malformed, filter=None, metrics={})
 
 
 def _number(value: Any) -> float | None:

@@ -39,8 +39,8 @@ from rlhf_cli.runs.inference.output_folder import (
     rows_done,
 )
 from rlhf_cli.runs.inference.run import (
-    Examinee,
-    Hooks,
+    InferenceHooks,
+    ModelUnderTest,
     answer_prompts,
     examinee,
     model_identity,
@@ -50,7 +50,7 @@ from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
 from rlhf_cli.tracking.sinks import read_lines
 from rlhf_cli.tracking.terminal.console import quiet_process
-from rlhf_cli.tracking.terminal.evaluation_table import Result, evaluation_table, print_table
+from rlhf_cli.tracking.terminal.evaluation_table import EvaluatedModel, evaluation_table, print_table
 from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.online.evaluation import source_names
 
@@ -62,7 +62,7 @@ class EvalRun:
     """What is known before anything heavy starts; `rows` of an earlier time are there, None where none is continued."""
 
     config: EvalConfig
-    examinees: list[Examinee]
+    examinees: list[ModelUnderTest]
     identity: dict[str, Any]
     rows: int | None
 
@@ -116,7 +116,7 @@ def run_evaluation(config: EvalConfig) -> None:
 def _check(config: EvalConfig, root: Path) -> EvalRun:
     """Everything that can be found wrong before the first process starts."""
     check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
-    examinees: list[Examinee] = []
+    examinees: list[ModelUnderTest] = []
     for name in config.model.names:
         model = config.model.model_copy(update={"pretrain": name})
         first_step = 1 + sum(len(asked.chunks) for asked in examinees)
@@ -169,7 +169,7 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
                 root=root,
                 log_dir=root / LOGS / f"model_{number + 1}" if many else root / LOGS,
                 announce=announce,
-                hooks=Hooks(tracker, stop),
+                hooks=InferenceHooks(tracker, stop),
             )
             if not is_answered or (stop() and number != left[-1]):
                 return False
@@ -202,7 +202,7 @@ def _answer_of(row: dict[str, Any]) -> Answer:
     return Answer(score, length=row["num_tokens"], truncated=row["finish_reason"] == "length")
 
 
-def results_of(run: EvalRun, root: Path) -> list[Result]:
+def results_of(run: EvalRun, root: Path) -> list[EvaluatedModel]:
     """The figures of every model for each data set, and for all of them together where there are several."""
     rows = []
     for pretrain, prompts in groupby(_answered(root), key=lambda answered: answered.pretrain):
@@ -211,11 +211,11 @@ def results_of(run: EvalRun, root: Path) -> list[Result]:
         of_names = by_source((name, prompt.answers) for name, prompt in zip(names, answered, strict=True))
         for source, samples in of_names.items():
             evaluation = evaluate_answers(samples, ks=run.config.ks, pass_score=run.config.statistics.pass_score)
-            rows.append(Result(pretrain, source, run.config.sampling.n_samples_per_prompt, evaluation))
+            rows.append(EvaluatedModel(pretrain, source, run.config.sampling.n_samples_per_prompt, evaluation))
     return rows
 
 
-def _write(run: EvalRun, root: Path, results: list[Result]) -> dict[str, str]:
+def _write(run: EvalRun, root: Path, results: list[EvaluatedModel]) -> dict[str, str]:
     """Write eval.json, and the pass rates where they are wanted; what to say about it."""
     written = {
         "results": [result.as_json() for result in results],

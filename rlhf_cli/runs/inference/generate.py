@@ -23,8 +23,8 @@ from rlhf_cli.errors import RunError
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.inference.output_folder import SAMPLES, SELECTED, check_folder, prepare_folder, rows_done
 from rlhf_cli.runs.inference.run import (
-    Examinee,
-    Hooks,
+    InferenceHooks,
+    ModelUnderTest,
     answer_prompts,
     examinee,
     model_identity,
@@ -38,11 +38,11 @@ from rlhf_cli.tracking.tracker import Tracker
 
 
 @dataclass(frozen=True)
-class _Run:
+class _GenerateRun:
     """What is known before anything heavy starts; `done` is None where nothing is continued."""
 
     config: GenerateConfig
-    examinee: Examinee
+    examinee: ModelUnderTest
     identity: dict[str, Any]
     done: int | None  # chunks
 
@@ -80,19 +80,19 @@ def run_generation(config: GenerateConfig) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _check(config: GenerateConfig, root: Path) -> _Run:
+def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
     """Everything that can be found wrong before the first process starts."""
     check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
     asked = examinee(config)
     identity = {"command": "generate"} | settings_identity(config) | model_identity(asked)
     rows = rows_done(root, config.out, identity)
-    run = _Run(config, asked, identity, None if rows is None else asked.chunks.whole(rows))
+    run = _GenerateRun(config, asked, identity, None if rows is None else asked.chunks.whole(rows))
     if config.reward.is_given and not run.is_generated:
         check_rewards(config.reward, asked.data.prompts)
     return run
 
 
-def _generate(run: _Run, root: Path, tracker: Tracker, stop: StopSignal) -> bool:
+def _generate(run: _GenerateRun, root: Path, tracker: Tracker, stop: StopSignal) -> bool:
     """Answer the chunks that are left; whether all are answered now."""
     asked, log_dir = run.examinee, root / LOGS
     facts = {"Model": run.config.model.pretrain, "Prompts": asked.data.report.summary}
@@ -113,7 +113,7 @@ def _generate(run: _Run, root: Path, tracker: Tracker, stop: StopSignal) -> bool
             root=root,
             log_dir=log_dir,
             announce=announce,
-            hooks=Hooks(tracker, stop),
+            hooks=InferenceHooks(tracker, stop),
         )
 
 

@@ -24,7 +24,7 @@ from rlhf_cli.runs.model_export import Parts, configuration, find_parts, read_ba
 
 
 @dataclass(frozen=True)
-class AnsweringModel:
+class InferenceModel:
     """A language model before its weights are loaded; `parts` where engines cannot load it as it is."""
 
     source: ModelSource
@@ -54,15 +54,15 @@ class AnsweringModel:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def find_answering_model(source: ModelSource) -> AnsweringModel:
+def find_inference_model(source: ModelSource) -> InferenceModel:
     """The model of the settings. UsageError where it is none, or gives scores."""
     parts = find_parts(source.pretrain, flag="--pretrain")
     if parts is None:
-        found = AnsweringModel(source, load_config(source), load_tokenizer(source))
+        found = InferenceModel(source, load_config(source), load_tokenizer(source))
     else:
         architecture = configuration(parts, trust_remote_code=source.trust_remote_code)
         described = parts.file(TOKENIZER_FILES) or parts.description
-        found = AnsweringModel(source, architecture, read_tokenizer(str(described), source), parts)
+        found = InferenceModel(source, architecture, read_tokenizer(str(described), source), parts)
         whole_weights(parts, architecture, trust_remote_code=source.trust_remote_code)  # what does not fit is found now
     refuse_classifier(found.architecture, f"--pretrain {source.pretrain!r}")
     return found

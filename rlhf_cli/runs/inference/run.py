@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
-from rlhf_cli.config.generate import AnsweringConfig, SamplingConfig
+from rlhf_cli.config.generate import InferenceConfig, SamplingConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
@@ -20,10 +20,10 @@ from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.models.loading import check_positions, weights_of
-from rlhf_cli.models.reward_model import RewardModel, find_reward_model
+from rlhf_cli.models.reward_model import RewardModelPlan, find_reward_model
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
-from rlhf_cli.runs.inference.model import AnsweringModel, find_answering_model
+from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
 from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.runs.inference.workers import started_models
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
@@ -36,22 +36,22 @@ from rlhf_cli.trainers.online.batch import (
     whole_groups,
 )
 from rlhf_cli.trainers.online.evaluation import score_responses
-from rlhf_cli.trainers.online.loop import RewardModel as RewardRole
+from rlhf_cli.trainers.online.loop import RewardModel
 from rlhf_cli.trainers.online.rollout import Engines, Scoring
 
 
 @dataclass(frozen=True)
-class Examinee:
+class ModelUnderTest:
     """A model with the prompts it is asked, as far as they are known before anything heavy starts.
 
     Its chunks are numbered from `first_step` on; `cells` are columns that all of its rows begin with.
     """
 
-    config: AnsweringConfig
+    config: InferenceConfig
     backend: str
-    model: AnsweringModel
+    model: InferenceModel
     data: PromptData
-    reward_model: RewardModel | None
+    reward_model: RewardModelPlan | None
     chunks: Chunks
     first_step: int = 1
     cells: Mapping[str, Any] = field(default_factory=dict)
@@ -68,27 +68,27 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Answering:
+class InferenceRun:
     """What turns prompts into answers: engines, the words of their tokens, and scores where there is a scorer."""
 
     engines: Engines
     decode: Callable[[Sequence[int]], str]
     scorer: Scoring | None
-    reward_model: RewardRole | None
+    reward_model: RewardModel | None
 
 
 @dataclass(frozen=True)
-class Hooks:
+class InferenceHooks:
     """What is called between chunks: where rows and metrics go, and whether to stop."""
 
     tracker: Any
     should_stop: Callable[[], bool]
 
 
-def examinee(config: AnsweringConfig, *, first_step: int = 1, cells: Mapping[str, Any] | None = None) -> Examinee:
+def examinee(config: InferenceConfig, *, first_step: int = 1, cells: Mapping[str, Any] | None = None) -> ModelUnderTest:
     """The model of the settings with its prompts. UsageError for what can be found wrong with them."""
     sampling, backend = config.sampling, rollout_backend(config.sampling)
-    model = find_answering_model(config.model)
+    model = find_inference_model(config.model)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
     data = load_prompts(
@@ -99,7 +99,7 @@ def examinee(config: AnsweringConfig, *, first_step: int = 1, cells: Mapping[str
         reward=config.reward,
     )
     check_token_ids(data.report, model.tokenizer, model.architecture, pretrain=config.model.pretrain)
-    return Examinee(
+    return ModelUnderTest(
         config,
         backend,
         model,
@@ -111,14 +111,14 @@ def examinee(config: AnsweringConfig, *, first_step: int = 1, cells: Mapping[str
     )
 
 
-def _reward_model(config: AnsweringConfig, tokenizer: Any) -> RewardModel | None:
+def _reward_model(config: InferenceConfig, tokenizer: Any) -> RewardModelPlan | None:
     if config.reward.reward_pretrain is None:
         return None
     policy = ModelConfig(**config.model.model_dump())
     return find_reward_model(config.reward.reward_pretrain, policy, tokenizer, normalize=config.reward.normalize_reward)
 
 
-def model_identity(examinee: Examinee) -> dict[str, Any]:
+def model_identity(examinee: ModelUnderTest) -> dict[str, Any]:
     """What has to be equal for the rows of two runs to be answers of one model to the same prompts."""
     return {
         "fingerprint of the weights": examinee.model.fingerprint(),
@@ -127,7 +127,7 @@ def model_identity(examinee: Examinee) -> dict[str, Any]:
     }
 
 
-def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
+def settings_identity(config: InferenceConfig) -> dict[str, Any]:
     """What besides has to be equal for the rows of two runs to be of one; the number of engines is not part of it."""
     sampling, reward = config.sampling, config.reward
     return {
@@ -166,14 +166,14 @@ def settings_identity(config: AnsweringConfig) -> dict[str, Any]:
 
 
 def answer_prompts(
-    examinee: Examinee,
+    examinee: ModelUnderTest,
     *,
     begin: int,
     cluster: Cluster,
     root: Path,
     log_dir: Path,
     announce: Callable[[str], None],
-    hooks: Hooks,
+    hooks: InferenceHooks,
 ) -> bool:
     """Start the model, answer its chunks from `begin` on and end it; whether the last chunk was reached.
 
@@ -205,11 +205,11 @@ def answer_prompts(
         def decode(token_ids: Sequence[int]) -> str:
             return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
 
-        answering = Answering(models.engines, decode, scorer, models.reward_model)
+        answering = InferenceRun(models.engines, decode, scorer, models.reward_model)
         return answer_chunks(answering, examinee, begin=begin, hooks=hooks)
 
 
-def answer_chunks(answering: Answering, examinee: Examinee, *, begin: int, hooks: Hooks) -> bool:
+def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: int, hooks: InferenceHooks) -> bool:
     """Answer chunks from `begin` on and report their rows, each chunk before the next; whether the last was reached.
 
     A chunk's metrics are kept before its rows: a folder that has all rows of a chunk lacks nothing of it.
@@ -228,7 +228,7 @@ def answer_chunks(answering: Answering, examinee: Examinee, *, begin: int, hooks
 
 
 def _answer(
-    answering: Answering, prompts: Sequence[Prompt], config: AnsweringConfig, *, first: int, timer: PhaseTimer
+    answering: InferenceRun, prompts: Sequence[Prompt], config: InferenceConfig, *, first: int, timer: PhaseTimer
 ) -> Answers:
     """Responses to prompts, the first of which is number `first`, from which the seeds of its requests are counted."""
     sampling = config.sampling
@@ -279,7 +279,7 @@ def _metrics(answers: Answers) -> dict[str, float]:
     return metrics | {"num_tokens": float(sum(len(generation.token_ids) for generation in answers.generations))}
 
 
-def sample_cells(answers: Answers, examinee: Examinee, *, first: int) -> list[dict[str, Any]]:
+def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> list[dict[str, Any]]:
     """Rows of samples.jsonl: prompt_index counts the prompts, row the rows of the data set they come from."""
     rows = []
     for place, prompt in enumerate(answers.prompts):

@@ -11,17 +11,17 @@ from typing import Any
 
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat, describe, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
-from rlhf_cli.backends.roles.groups import Dealer, RewardGroup
+from rlhf_cli.backends.roles.groups import Dealer, RewardRole
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.worker_group import WorkerGroup, start_engine, start_ranks
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
 from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE
-from rlhf_cli.config.generate import AnsweringConfig
+from rlhf_cli.config.generate import InferenceConfig
 from rlhf_cli.config.online import PlacementConfig, RolloutConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
-from rlhf_cli.models.reward_model import RewardModel
+from rlhf_cli.models.reward_model import RewardModelPlan
 
 REWARD = "reward"
 
@@ -31,14 +31,14 @@ class Models:
     """What is started."""
 
     engines: EngineGroup
-    reward_model: RewardGroup | None
+    reward_model: RewardRole | None
 
 
 @dataclass(frozen=True)
 class _Places:
     """Where engines and ranks go, and their settings."""
 
-    config: AnsweringConfig
+    config: InferenceConfig
     backend: str
     pretrain: str
     layout: Layout
@@ -53,9 +53,9 @@ class _Places:
 
 @contextmanager
 def started_models(
-    config: AnsweringConfig,
+    config: InferenceConfig,
     backend: str,
-    reward_model: RewardModel | None,
+    reward_model: RewardModelPlan | None,
     *,
     weights: AbstractContextManager[str],
     cluster: Cluster,
@@ -80,7 +80,7 @@ def started_models(
         yield Models(engines, None if reward_model is None else _reward_group(places, ranks, reward_model))
 
 
-def _layout(config: AnsweringConfig, cluster: Cluster, *, has_reward_model: bool) -> Layout:
+def _layout(config: InferenceConfig, cluster: Cluster, *, has_reward_model: bool) -> Layout:
     sampling, places = config.sampling, config.placement
     placement = PlacementConfig(
         reward_num_gpus_per_node=places.reward_num_gpus_per_node,
@@ -93,7 +93,7 @@ def _layout(config: AnsweringConfig, cluster: Cluster, *, has_reward_model: bool
     return plan_layout(placement, engines, roles=roles, node_gpus=cluster.node_gpus)
 
 
-def _start_reward_model(places: _Places, model: RewardModel) -> WorkerGroup:
+def _start_reward_model(places: _Places, model: RewardModelPlan) -> WorkerGroup:
     """The ranks of the reward model, built: an engine beside it measures what memory is free."""
     settings = RoleSettings(
         model=model.source,
@@ -113,12 +113,12 @@ def _start_reward_model(places: _Places, model: RewardModel) -> WorkerGroup:
     return group
 
 
-def _reward_group(places: _Places, ranks: WorkerGroup | None, model: RewardModel) -> RewardGroup:
+def _reward_group(places: _Places, ranks: WorkerGroup | None, model: RewardModelPlan) -> RewardRole:
     assert ranks is not None
     default = BatchConfig()
     max_tokens = max(default.train_max_tokens_per_gpu, places.config.prompts.max_len)
     dealer = Dealer(len(ranks), BatchConfig(train_max_tokens_per_gpu=max_tokens), model.quadratic_cost)
-    return RewardGroup(ranks, dealer, takes_turns=False, statistics=model.statistics)
+    return RewardRole(ranks, dealer, takes_turns=False, statistics=model.statistics)
 
 
 def _start_engines(places: _Places, ranks: WorkerGroup | None) -> EngineGroup:

@@ -15,7 +15,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.classifiers import refuse_classifier
 from rlhf_cli.models.loading import load_config, load_tokenizer
 from rlhf_cli.models.reward_model import require_same_tokens
-from rlhf_cli.runs.offline.run import Items, Reference
+from rlhf_cli.runs.offline.run import Items, ReferenceHooks
 from rlhf_cli.runs.run_identity import model_identity
 from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers.offline import dpo, kto
@@ -80,7 +80,7 @@ def pair_reference(
     *,
     model: TrainedModel,
     deepspeed: DeepSpeedConfig,
-) -> tuple[Items, Reference]:
+) -> tuple[Items, ReferenceHooks]:
     """The pairs with the reference's log-probabilities, or the reference that is asked in every step."""
     infer: dpo.Infer | None = None
     moves: dict[str, Any] = {}
@@ -94,7 +94,7 @@ def pair_reference(
         infer = frozen.results(dpo.batch_logprobs)
         moves = _moves(frozen, settings)
     preparation = dpo.PairPreparation(objective, infer, gather_rows)
-    return items, Reference(prepare=preparation if preparation.is_needed else None, **moves)
+    return items, ReferenceHooks(prepare=preparation if preparation.is_needed else None, **moves)
 
 
 def _moves(frozen: FrozenReference, settings: ReferenceConfig) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def labelled_reference(
     *,
     model: TrainedModel,
     deepspeed: DeepSpeedConfig,
-) -> tuple[Items, Reference]:
+) -> tuple[Items, ReferenceHooks]:
     """The responses with the reference's log-probabilities, or the reference that is asked in every step."""
     reference = None
     if settings.precompute_ref_log_probs:
@@ -128,7 +128,7 @@ def labelled_reference(
         is_base = model.plan is not None and settings.ref_pretrain is None
         asked = base_results if is_base else FrozenReference(_source(settings, model), deepspeed).results
         reference = kto.LabelledReference(asked(kto.matched_logprobs), asked(kto.mismatched_logprobs))
-    return items, Reference(prepare=kto.KTOPreparation(objective, reference, gather_rows))
+    return items, ReferenceHooks(prepare=kto.KTOPreparation(objective, reference, gather_rows))
 
 
 class _Precomputed:

@@ -47,7 +47,7 @@ from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
-from rlhf_cli.trainers.offline.loop import Finished, Hooks, Objective, Prepare, Schedule, Share, train
+from rlhf_cli.trainers.offline.loop import Finished, Objective, OfflineHooks, Prepare, Schedule, Share, train
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceHooks:
     """What an objective compares the trained model with.
 
     `prepare` is called with the micro-batches of every step, `after_step` (engine, step) after every step; `save` and
@@ -72,10 +72,10 @@ class Reference:
     load: Callable[[Path], None] | None = None
 
 
-def no_reference(items: Items, share: Share) -> tuple[Items, Reference]:
+def no_reference(items: Items, share: Share) -> tuple[Items, ReferenceHooks]:
     """For objectives that compare with nothing."""
     del share
-    return items, Reference()
+    return items, ReferenceHooks()
 
 
 def offline_model(config: OfflineConfig) -> TrainedModel:
@@ -118,7 +118,7 @@ class OfflineTask:
     load: Callable[..., Any]  # `load_causal_lm` or `load_value_backbone`
     wrap: Callable[[Any], Any]  # Hugging Face model -> module that the objective calls
     # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
-    begin: Callable[[Items, Share], tuple[Items, Reference]] = no_reference
+    begin: Callable[[Items, Share], tuple[Items, ReferenceHooks]] = no_reference
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
     # What has to be equal for a checkpoint to be continued, besides what every command has; rank 0 calls it.
     identity: Callable[[], dict[str, Any]] = dict
@@ -166,7 +166,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
             settings = to_yaml(cast(BaseModel, config))
             prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
         resume_collector()
-        run = _Run(config, task, items, reference, share, paths, store, identity, hf_model, engine)
+        run = _OfflineRun(config, task, items, reference, share, paths, store, identity, hf_model, engine)
         with run.tracker(terminal.console, resume) if rank == 0 else SilentTracker() as tracker:
             finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
             if not finished.interrupted:
@@ -250,13 +250,13 @@ def total_steps(config: OfflineConfig, task: OfflineTask) -> int:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _OfflineRun:
     """Everything built, on one rank."""
 
     config: OfflineConfig
     task: OfflineTask
     items: Items
-    reference: Reference
+    reference: ReferenceHooks
     share: Share
     paths: RunDirectory
     store: CheckpointStore
@@ -296,7 +296,7 @@ class _Run:
                 max_skipped_steps=config.optim.max_skipped_steps,
                 stop_eval_loss=config.batch.stop_eval_loss,
             ),
-            hooks=Hooks(
+            hooks=OfflineHooks(
                 tracker,
                 lambda step: self.save_checkpoint(step, tracker.state()),
                 lambda: distributed.any_rank(stop()),

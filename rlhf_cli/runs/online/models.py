@@ -10,7 +10,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.classifiers import refuse_several_labels
 from rlhf_cli.models.loading import check_trainable
-from rlhf_cli.models.reward_model import RewardModel, find_reward_model, require_same_tokens
+from rlhf_cli.models.reward_model import RewardModelPlan, find_reward_model, require_same_tokens
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.trained_model import TrainedModel, trained_model
 
@@ -21,7 +21,7 @@ class OnlineModels:
 
     policy: TrainedModel
     critic: TrainedModel | None
-    reward: RewardModel | None
+    reward: RewardModelPlan | None
 
 
 def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:

@@ -72,7 +72,7 @@ from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
 
 @dataclass(frozen=True)
-class _Run:
+class _OnlineRun:
     """What is known before anything heavy starts."""
 
     config: OnlineConfig
@@ -144,13 +144,13 @@ def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _continued(run: _Run) -> _Run:
+def _continued(run: _OnlineRun) -> _OnlineRun:
     """The same run from its newest checkpoint on, or from the start where there is none yet."""
     checkpoint = run.config.checkpoint.model_copy(update={"load_checkpoint": True, "overwrite": False})
     return _check(run.config.model_copy(update={"checkpoint": checkpoint}), run.command, run.algorithm)
 
 
-def _attempt(run: _Run, stop: StopSignal) -> Finished:
+def _attempt(run: _OnlineRun, stop: StopSignal) -> Finished:
     """Start everything, train, save and end everything."""
     config = run.config
     with ExitStack() as stack:
@@ -183,7 +183,7 @@ def _attempt(run: _Run, stop: StopSignal) -> Finished:
     return finished
 
 
-def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
+def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineRun:
     """Everything that can be found wrong before the first process starts."""
     check_tracking(config.tracking)
     check_batches(config, algorithm)
@@ -213,7 +213,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _Run:
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
-    run = _Run(config, command, algorithm, backend, models, data, eval_data, paths, store, resume)
+    run = _OnlineRun(config, command, algorithm, backend, models, data, eval_data, paths, store, resume)
     iterations = run.total_iterations
     identity = online_identity(config, models, data, command=command, algorithm=algorithm, iterations=iterations)
     if resume is not None:
@@ -294,7 +294,7 @@ def check_filtering(config: OnlineConfig) -> None:
         )
 
 
-def _tracker(run: _Run, console: Console) -> Tracker:
+def _tracker(run: _OnlineRun, console: Console) -> Tracker:
     return Tracker(
         run.config.tracking,
         run.paths.root,
@@ -307,7 +307,7 @@ def _tracker(run: _Run, console: Console) -> Tracker:
     )
 
 
-def _reserve(run: _Run, stack: ExitStack) -> OnlineCluster:
+def _reserve(run: _OnlineRun, stack: ExitStack) -> OnlineCluster:
     config = run.config
     cluster = stack.enter_context(ray_cluster())
     layout = plan_layout(
@@ -318,7 +318,7 @@ def _reserve(run: _Run, stack: ExitStack) -> OnlineCluster:
     return OnlineCluster(cluster, reservation, run.paths.logs, run.backend)
 
 
-def _build(run: _Run, where: OnlineCluster) -> OnlineRoles:
+def _build(run: _OnlineRun, where: OnlineCluster) -> OnlineRoles:
     try:
         return OnlineRoles(run.config, where, run.models, total_steps=run.total_steps)
     except ProcessDied as death:
@@ -327,14 +327,14 @@ def _build(run: _Run, where: OnlineCluster) -> OnlineRoles:
         raise RunError(death.said) from death  # a checkpoint to go on from could only be that of an earlier run
 
 
-def _notices(run: _Run) -> list[str]:
+def _notices(run: _OnlineRun) -> list[str]:
     """Return lines about settings that mean nothing in this run, or something else than one might expect."""
     config = run.config
     idle = idle_settings(config, role_names(config, run.models))
     return [*idle, *truncation_notice(config.rollout), *reward_file_notice(run.resume, config.reward)]
 
 
-def _facts(run: _Run, where: OnlineCluster) -> dict[str, str]:
+def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:
     """What to say about the run at its start."""
     config, models, adapter = run.config, run.models, run.models.policy.plan
     reward_file = reward_file_notice(run.resume, config.reward)
@@ -355,7 +355,7 @@ def _facts(run: _Run, where: OnlineCluster) -> dict[str, str]:
 
 
 def _train(
-    run: _Run, started: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal
+    run: _OnlineRun, started: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal
 ) -> tuple[Finished, dict[str, str]]:
     """(how training ended, what to say about the best model)."""
     state = first_state(run.config.policy)

@@ -7,13 +7,13 @@ from typing import Any, Self
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
 from rlhf_cli.backends.roles.groups import (
-    ActorGroup,
+    ActorRole,
     BaseReference,
-    CriticGroup,
+    CriticRole,
     Dealer,
-    ReferenceGroup,
-    RewardGroup,
-    TrainedGroup,
+    ReferenceRole,
+    RewardRole,
+    TrainedRole,
 )
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.worker_group import WorkerGroup, start_engine, start_ranks
@@ -26,7 +26,7 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig
 from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.loading import quadratic_cost, resolve_model_path
-from rlhf_cli.models.reward_model import RewardModel
+from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.online.models import OnlineModels, role_names
 from rlhf_cli.runs.trained_model import TrainedModel
@@ -75,9 +75,9 @@ class OnlineRoles:
         if not models_wait:
             self.engines = self._start_engines()  # first, for they take longest
         groups = {role: self._start_ranks(role) for role in role_names(config, models)}
-        self.actor = ActorGroup(self._trained(groups["actor"], models.policy))
-        self.critic = CriticGroup(self._trained(groups["critic"], models.critic)) if models.critic else None
-        self.reference: ReferenceGroup | BaseReference | None = None
+        self.actor = ActorRole(self._trained(groups["actor"], models.policy))
+        self.critic = CriticRole(self._trained(groups["critic"], models.critic)) if models.critic else None
+        self.reference: ReferenceRole | BaseReference | None = None
         if config.policy.init_kl_coef > 0 and models.policy.plan is not None:
             self.reference = BaseReference(self.actor.trained)
         if "ref" in groups:
@@ -158,17 +158,17 @@ class OnlineRoles:
             ranks_per_engine=rollout.vllm_tensor_parallel_size,
         )
 
-    def _all_trained(self) -> dict[str, TrainedGroup]:
+    def _all_trained(self) -> dict[str, TrainedRole]:
         return {"actor": self.actor.trained} | ({"critic": self.critic.trained} if self.critic else {})
 
     @property
-    def _moving(self) -> ReferenceGroup | None:
+    def _moving(self) -> ReferenceRole | None:
         """The reference, if it moves."""
         moves = self._config.reference.ref_sync_steps > 0
-        return self.reference if moves and isinstance(self.reference, ReferenceGroup) else None
+        return self.reference if moves and isinstance(self.reference, ReferenceRole) else None
 
-    def _reference_group(self, group: WorkerGroup) -> ReferenceGroup:
-        return ReferenceGroup(
+    def _reference_group(self, group: WorkerGroup) -> ReferenceRole:
+        return ReferenceRole(
             group,
             self._dealer(group, "packer", self._models.policy),
             takes_turns=self._takes_turns,
@@ -176,8 +176,8 @@ class OnlineRoles:
             alpha=self._config.reference.ref_mixup_alpha,
         )
 
-    def _trained(self, group: WorkerGroup, model: TrainedModel) -> TrainedGroup:
-        return TrainedGroup(group, self._dealer(group, "role.packer", model), takes_turns=self._takes_turns)
+    def _trained(self, group: WorkerGroup, model: TrainedModel) -> TrainedRole:
+        return TrainedRole(group, self._dealer(group, "role.packer", model), takes_turns=self._takes_turns)
 
     def _dealer(self, group: WorkerGroup, packer: str, model: TrainedModel) -> Dealer:
         """Deals to the ranks, which pack with what is there under that name."""
@@ -187,9 +187,9 @@ class OnlineRoles:
 
         return Dealer(len(group), self._config.batch, quadratic_cost(model.architecture), do_share_prompts)
 
-    def _reward_group(self, group: WorkerGroup, model: RewardModel) -> RewardGroup:
+    def _reward_group(self, group: WorkerGroup, model: RewardModelPlan) -> RewardRole:
         dealer = Dealer(len(group), self._config.batch, model.quadratic_cost)
-        return RewardGroup(group, dealer, takes_turns=self._takes_turns, statistics=model.statistics)
+        return RewardRole(group, dealer, takes_turns=self._takes_turns, statistics=model.statistics)
 
     def _threads(self, role: str) -> int:
         """CPU threads of a process of the role."""
@@ -214,7 +214,7 @@ class OnlineRoles:
             adapter=source.plan if isinstance(source, TrainedModel) and role != "ref" else None,
         )
 
-    def _source(self, role: str) -> TrainedModel | RewardModel:
+    def _source(self, role: str) -> TrainedModel | RewardModelPlan:
         """The model of a role; the reference starts as the policy."""
         models = self._models
         source = {"critic": models.critic, "reward": models.reward}.get(role, models.policy)

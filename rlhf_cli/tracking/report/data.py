@@ -22,7 +22,7 @@ STEP = re.compile(rb'\{"step": (\d+)')
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class ReportRollouts:
     """A selection of samples.jsonl or eval_samples.jsonl that a page can hold; `file` is its name."""
 
     rows: list[dict[str, Any]]
@@ -42,8 +42,8 @@ class Stage:
     facts: dict[str, str]
     settings: dict[str, dict[str, Any]]  # group -> name -> value
     metrics: dict[int, dict[str, float]]
-    rollouts: Rollouts
-    evaluated: Rollouts
+    rollouts: ReportRollouts
+    evaluated: ReportRollouts
     summary: Summary
 
 
@@ -80,13 +80,13 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def read_rollouts(path: Path) -> Rollouts:
+def read_rollouts(path: Path) -> ReportRollouts:
     """Samples of steps spread over the whole run, the first of each; very long texts are cut.
 
     Goes through the file twice, so that memory does not grow with it.
     """
     if not path.exists():
-        return Rollouts([], 0, path.name)
+        return ReportRollouts([], 0, path.name)
     positions: dict[int, list[int]] = {}
     with path.open("rb") as lines:
         position = 0
@@ -100,7 +100,7 @@ def read_rollouts(path: Path) -> Rollouts:
         for start in (start for step in chosen for start in positions[step][:MAX_SAMPLES_PER_STEP]):
             lines.seek(start)
             rows.append({name: shorten(value, path.name) for name, value in json.loads(lines.readline()).items()})
-    return Rollouts(rows, sum(len(starts) for starts in positions.values()), path.name)
+    return ReportRollouts(rows, sum(len(starts) for starts in positions.values()), path.name)
 
 
 def spread(items: list[int], limit: int) -> list[int]:

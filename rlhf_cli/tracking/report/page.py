@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_cli.tracking.figures import Reading, duration, interval, number, prominent, scaled, title
 from rlhf_cli.tracking.report.charts import Series, line_chart, stacked_bars
-from rlhf_cli.tracking.report.data import Rollouts, Stage, non_finite_steps, points, read_stage
+from rlhf_cli.tracking.report.data import ReportRollouts, Stage, non_finite_steps, points, read_stage
 from rlhf_cli.tracking.report.script import SCRIPT
 from rlhf_cli.tracking.report.style import STYLE
 from rlhf_cli.version import __version__
@@ -259,7 +259,7 @@ def samples(stage: Stage) -> str:
     return browser("Rollouts", stage.rollouts, unit=stage.unit) + evaluated
 
 
-def browser(heading: str, rollouts: Rollouts, *, unit: str) -> str:
+def browser(heading: str, rollouts: ReportRollouts, *, unit: str) -> str:
     """Return the samples to look through, filtered by step, score and words; "" without any."""
     if not rollouts.rows:
         return ""

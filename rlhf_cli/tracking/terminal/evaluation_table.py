@@ -19,7 +19,7 @@ LAST = {"reward": "reward", "response_length": "tokens", "truncated": "cut", "in
 
 
 @dataclass(frozen=True)
-class Result:
+class EvaluatedModel:
     """What a model did on a data set; `num_samples` are the responses to each prompt."""
 
     pretrain: str
@@ -37,7 +37,7 @@ class Result:
         return {**named, "figures": figures, **self.evaluation.counts}
 
 
-def evaluation_table(results: Sequence[Result]) -> Table:
+def evaluation_table(results: Sequence[EvaluatedModel]) -> Table:
     """One row for each result: the values, and under those that tell how good a model is their 95 % intervals.
 
     What says nothing new is left out, and is in the JSON: pass@1 and maj@1 beside the mean, and a reward that is 1 for
@@ -75,7 +75,7 @@ def print_table(console: Console, table: Table) -> None:
     console.print(table)
 
 
-def _told(result: Result) -> dict[str, Figure]:
+def _told(result: EvaluatedModel) -> dict[str, Figure]:
     """The figures that are worth a column."""
     figures = result.evaluation.figures
     silent = {"pass@1", "maj@1"}

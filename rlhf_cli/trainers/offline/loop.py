@@ -100,7 +100,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Hooks:
+class OfflineHooks:
     """What the loop calls besides engine and objective."""
 
     tracker: StepTracker
@@ -129,7 +129,7 @@ def train(
     eval_data: ItemData | None,
     share: Share,
     schedule: Schedule,
-    hooks: Hooks,
+    hooks: OfflineHooks,
 ) -> Finished:
     """Train from `schedule.start_step` to the end, or until `hooks.should_stop` says so.
 
@@ -172,7 +172,9 @@ def train(
     return Finished(schedule.total_steps, interrupted=False, evaluated=evaluated)
 
 
-def evaluate(engine: Engine, objective: Objective, *, data: ItemData, share: Share, hooks: Hooks) -> dict[str, float]:
+def evaluate(
+    engine: Engine, objective: Objective, *, data: ItemData, share: Share, hooks: OfflineHooks
+) -> dict[str, float]:
     """The objective's metrics over all evaluation items, as one global mean; an `accuracy` with its 95 % interval.
 
     Packed a training batch at a time, so that memory does not grow with the number of items. The interval,

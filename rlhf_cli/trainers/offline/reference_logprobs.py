@@ -13,7 +13,7 @@ from rlhf_cli.trainers.offline.loop import ItemData, Share
 from rlhf_cli.trainers.offline.pairs import Gather, PairItems
 
 
-class Asked(Protocol):
+class ReferenceQuery(Protocol):
     """A model that is only asked."""
 
     def infer(self, batches: list[Any], forward: Callable[[torch.nn.Module, Any], torch.Tensor]) -> list[torch.Tensor]:
@@ -21,7 +21,7 @@ class Asked(Protocol):
 
 
 def all_results(
-    model: Asked,
+    model: ReferenceQuery,
     forward: Callable[[torch.nn.Module, Any], torch.Tensor],
     items: ItemData,
     *,

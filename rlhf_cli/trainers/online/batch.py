@@ -4,8 +4,7 @@ Pure functions over flat arrays; who computes log-probs and values is the loop's
 """
 
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_reward
 from rlhf_cli.algorithms.table import Algorithm, Experience, compute_advantages
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
-from rlhf_cli.data.packing.packs import Sequence
+from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
@@ -33,7 +32,7 @@ class Rollouts:
     `groups_B` is the number of each one's group, the responses to one prompt; `truncated_B` which were cut.
     """
 
-    sequences: list[Sequence]
+    sequences: list[TokenSequence]
     rollout_logprobs: list[np.ndarray]
     scores_B: torch.Tensor
     groups_B: torch.Tensor
@@ -65,14 +64,14 @@ class Rollouts:
         return ~self.truncated_B if policy.mask_truncated else torch.ones_like(self.truncated_B)
 
 
-def as_sequence(prompt_ids: list[int], response_ids: list[int]) -> Sequence:
+def as_sequence(prompt_ids: list[int], response_ids: list[int]) -> TokenSequence:
     """Prompt and response end to end; exactly the sampled tokens are trained on."""
     token_ids = np.array(prompt_ids + response_ids, dtype=np.int32)
-    return Sequence(token_ids, np.arange(len(token_ids)) >= len(prompt_ids))
+    return TokenSequence(token_ids, np.arange(len(token_ids)) >= len(prompt_ids))
 
 
 def scored_rollouts(
-    prompts: Seq[Prompt], generations: Seq[Generation], scores: Seq[Score], groups: Seq[int]
+    prompts: Sequence[Prompt], generations: Sequence[Generation], scores: Sequence[Score], groups: Sequence[int]
 ) -> Rollouts:
     """What can be learned from: responses whose score did not fail, in order.
 
@@ -112,13 +111,13 @@ class Evaluated:
     bootstrap_B: torch.Tensor | None
 
 
-def with_last_states(rollouts: Rollouts) -> list[Sequence]:
+def with_last_states(rollouts: Rollouts) -> list[TokenSequence]:
     """The sequences with one more target behind the cut ones, so that a critic also values the state they ended in.
 
     No state before a token sees it, so that the target may be any token.
     """
     return [
-        Sequence(np.append(s.token_ids, s.token_ids[-1]), np.append(s.loss_mask, True)) if cut else s
+        TokenSequence(np.append(s.token_ids, s.token_ids[-1]), np.append(s.loss_mask, True)) if cut else s
         for s, cut in zip(rollouts.sequences, rollouts.truncated_B.tolist(), strict=True)
     ]
 
@@ -224,12 +223,12 @@ MAX_SOURCES = 32
 """Sources whose metrics are told apart at most: a column of names that all differ is no source."""
 
 
-def rollout_metrics(generations: Seq[Generation], scores: Seq[Score]) -> dict[str, float]:
+def rollout_metrics(generations: Sequence[Generation], scores: Sequence[Score]) -> dict[str, float]:
     """Rewards, verdicts and lengths of an iteration's responses; failed rewards are not averaged in."""
     return rollout_rewards(scores) | length_metrics(generations)
 
 
-def rollout_rewards(scores: Seq[Score]) -> dict[str, float]:
+def rollout_rewards(scores: Sequence[Score]) -> dict[str, float]:
     """Rewards, verdicts and the metrics that rewards report besides; failed rewards are not averaged in."""
     values = [score.value for score in scores if score.value is not None]
     judged = [score.status for score in scores if score.status in ("correct", "wrong", "invalid")]
@@ -248,7 +247,7 @@ def rollout_rewards(scores: Seq[Score]) -> dict[str, float]:
     return metrics | {name: float(np.mean(part)) for name, part in parts.items()}
 
 
-def source_metrics(questions: Seq[ScoreRequest], scores: Seq[Score]) -> dict[str, float]:
+def source_metrics(questions: Sequence[ScoreRequest], scores: Sequence[Score]) -> dict[str, float]:
     """Rewards and verdicts by the source that rows name, if they name several, but not too many to look at."""
     found: dict[str, list[Score]] = {}
     for question, score in zip(questions, scores, strict=True):
@@ -264,7 +263,7 @@ def source_metrics(questions: Seq[ScoreRequest], scores: Seq[Score]) -> dict[str
     }
 
 
-def zero_std_metrics(scores: Seq[Score], groups: Seq[int]) -> dict[str, float]:
+def zero_std_metrics(scores: Sequence[Score], groups: Sequence[int]) -> dict[str, float]:
     """The share of groups whose scores are all equal, as TRL calls it; {} if there is no group of two scores.
 
     Args:
@@ -278,7 +277,7 @@ def zero_std_metrics(scores: Seq[Score], groups: Seq[int]) -> dict[str, float]:
     return {"frac_reward_zero_std": float(np.mean(compared))} if compared else {}
 
 
-def failure_metrics(scores: Seq[Score]) -> dict[str, float]:
+def failure_metrics(scores: Sequence[Score]) -> dict[str, float]:
     """The share of rewards that failed, and how many did in each way, of the ways in which some did."""
     counts = Counter(score.failure for score in scores if score.failure is not None)
     share = {"reward_failed": float(np.mean([score.status == "failed" for score in scores]))}
@@ -290,7 +289,7 @@ def greedy_metrics(greedy: Rollouts | None) -> dict[str, float]:
     return {} if greedy is None else {"greedy_reward": float(greedy.scores_B.mean())}
 
 
-def length_metrics(generations: Seq[Generation]) -> dict[str, float]:
+def length_metrics(generations: Sequence[Generation]) -> dict[str, float]:
     """Lengths of responses in tokens, and the share that was cut at the limit."""
     lengths = np.array([len(generation.token_ids) for generation in generations])
     return {
@@ -317,7 +316,11 @@ def whole_groups(num_prompts: int, num_samples: int) -> list[GroupPlace]:
 
 
 def score_requests(
-    prompts: Seq[Prompt], generations: Seq[Generation], decode: Callable[[Seq[int]], str], *, places: Seq[GroupPlace]
+    prompts: Sequence[Prompt],
+    generations: Sequence[Generation],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    places: Sequence[GroupPlace],
 ) -> list[ScoreRequest]:
     """What the rewards are asked about: texts of prompts and responses, special tokens left out of the response.
 
@@ -347,7 +350,9 @@ def score_requests(
     return requests
 
 
-def sample_rows(requests: Seq[ScoreRequest], generations: Seq[Generation], scores: Seq[Score]) -> list[dict[str, Any]]:
+def sample_rows(
+    requests: Sequence[ScoreRequest], generations: Sequence[Generation], scores: Sequence[Score]
+) -> list[dict[str, Any]]:
     """Rows for samples.jsonl."""
     return [
         {

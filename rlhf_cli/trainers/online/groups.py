@@ -17,7 +17,7 @@ Usefulness = Literal["useful", "too_hard", "too_easy", "alike", "failed"]
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """All responses to one prompt, lists by response; `place` is the prompt's in the order of the run."""
 
     place: int
@@ -33,7 +33,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Responses:
+class ScoredResponses:
     """Responses of several groups end to end; `groups` says which group each belongs to."""
 
     prompts: list[Prompt]
@@ -43,9 +43,9 @@ class Responses:
     groups: list[int]
 
 
-def flat(groups: Sequence[Group]) -> Responses:
+def flat(groups: Sequence[PromptGroup]) -> ScoredResponses:
     """The responses of all groups."""
-    return Responses(
+    return ScoredResponses(
         [group.prompt for group in groups for _ in group.scores],
         [generation for group in groups for generation in group.generations],
         [question for group in groups for question in group.questions],
@@ -75,7 +75,7 @@ def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Useful
     return "alike" if min(values) == max(values) else "useful"
 
 
-def longest_needed(groups: Iterable[Group | None], missing: int, config: DynamicSamplingConfig) -> int | None:
+def longest_needed(groups: Iterable[PromptGroup | None], missing: int, config: DynamicSamplingConfig) -> int | None:
     """Tokens of the longest response up to the group that makes the batch full; None as long as it is not.
 
     Args:
@@ -94,21 +94,21 @@ def longest_needed(groups: Iterable[Group | None], missing: int, config: Dynamic
 
 
 @dataclass(frozen=True)
-class Sorted:
+class RoundSplit:
     """A round of prompts: the groups for the batch, those for the next iteration, and prompts to ask once more.
 
     `judged` are the groups whose usefulness counted; those of `postponed` places were not looked at.
     """
 
-    accepted: list[Group]
-    surplus: list[Group]
+    accepted: list[PromptGroup]
+    surplus: list[PromptGroup]
     postponed: list[int]
-    judged: list[Group]
+    judged: list[PromptGroup]
 
 
 def sort_round(
-    places: Sequence[int], groups: Sequence[Group | None], *, missing: int, config: DynamicSamplingConfig
-) -> Sorted:
+    places: Sequence[int], groups: Sequence[PromptGroup | None], *, missing: int, config: DynamicSamplingConfig
+) -> RoundSplit:
     """What becomes of a round of which the batch needs `missing` groups.
 
     Useful groups are taken in the order of the prompts. Behind the one that makes the batch full, a group counts if
@@ -116,10 +116,10 @@ def sort_round(
     which a longer one, finished or not, could only be by chance. Such prompts are postponed.
     """
     longest = longest_needed(groups, missing, config)
-    accepted: list[Group] = []
-    surplus: list[Group] = []
+    accepted: list[PromptGroup] = []
+    surplus: list[PromptGroup] = []
     postponed: list[int] = []
-    judged: list[Group] = []
+    judged: list[PromptGroup] = []
     for place, group in zip(places, groups, strict=True):
         is_full = len(accepted) == missing
         if group is None or (is_full and longest is not None and group.longest > longest):
@@ -128,4 +128,4 @@ def sort_round(
         judged.append(group)
         if usefulness(group.scores, config) == "useful":
             (surplus if is_full else accepted).append(group)
-    return Sorted(accepted, surplus, postponed, judged)
+    return RoundSplit(accepted, surplus, postponed, judged)

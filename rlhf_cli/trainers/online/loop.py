@@ -41,7 +41,7 @@ from rlhf_cli.trainers.online.batch import (
     with_last_states,
     zero_std_metrics,
 )
-from rlhf_cli.trainers.online.groups import Responses, flat
+from rlhf_cli.trainers.online.groups import ScoredResponses, flat
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.rollout import Engines, Rollout, Scoring, mean_lengths, prompt_lengths
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
@@ -59,7 +59,7 @@ class Sleeper(Protocol):
 class Reference(Sleeper, Protocol):
     """The policy that the KL divergence is measured from."""
 
-    def logprobs(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]: ...
+    def logprobs(self, sequences: Sequence[packing.TokenSequence]) -> list[np.ndarray]: ...
 
 
 class MovingReference(Sleeper, Protocol):
@@ -72,7 +72,7 @@ class MovingReference(Sleeper, Protocol):
 class Actor(Sleeper, Protocol):
     """The policy in training."""
 
-    def logprobs(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]: ...
+    def logprobs(self, sequences: Sequence[packing.TokenSequence]) -> list[np.ndarray]: ...
 
     def sleep_optimizer(self) -> None:
         """Keep the weights alone on the accelerator."""
@@ -85,7 +85,7 @@ class Actor(Sleeper, Protocol):
 class Critic(Sleeper, Protocol):
     """The value model in training."""
 
-    def values(self, sequences: Sequence[packing.Sequence]) -> list[np.ndarray]: ...
+    def values(self, sequences: Sequence[packing.TokenSequence]) -> list[np.ndarray]: ...
 
     def update(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[dict[str, float]]: ...
 
@@ -93,7 +93,7 @@ class Critic(Sleeper, Protocol):
 class RewardModel(Sleeper, Protocol):
     """The frozen model that scores whole responses."""
 
-    def scores(self, sequences: Sequence[packing.Sequence]) -> list[float]: ...
+    def scores(self, sequences: Sequence[packing.TokenSequence]) -> list[float]: ...
 
 
 class RunTracker(Protocol):
@@ -199,7 +199,7 @@ class _Experience:
     """
 
     rollout: Rollout
-    sampled: Responses
+    sampled: ScoredResponses
     scores: list[Score]
     rollouts: Rollouts
     greedy: Rollouts | None
@@ -282,7 +282,7 @@ def _plan(settings: OnlineSettings, rollouts: Rollouts, *, iteration: int) -> Up
 
 
 def _scored(
-    settings: OnlineSettings, sampled: Responses, likeliest: Responses, *, iteration: int
+    settings: OnlineSettings, sampled: ScoredResponses, likeliest: ScoredResponses, *, iteration: int
 ) -> tuple[Rollouts, Rollouts | None]:
     """(those of the sampled responses that can be learned from, the greedy ones they are compared with).
 
@@ -304,7 +304,9 @@ def _scored(
     return rollouts, greedy if settings.algorithm.greedy else None
 
 
-def _with_model_scores(model: RewardModel, reward: OnlineRewardConfig, *responses: Responses) -> tuple[Responses, ...]:
+def _with_model_scores(
+    model: RewardModel, reward: OnlineRewardConfig, *responses: ScoredResponses
+) -> tuple[ScoredResponses, ...]:
     """The responses with the reward model's scores added; it reads up to the last token, also of cut ones."""
     pairs = [pair for found in responses for pair in zip(found.prompts, found.generations, strict=True)]
     with awake(model):

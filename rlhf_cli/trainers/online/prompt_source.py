@@ -8,9 +8,9 @@ from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.rollout import (
-    Asked,
+    AskedPrompt,
+    CarryOver,
     Engines,
-    Left,
     Rollout,
     Sampler,
     Scoring,
@@ -63,7 +63,7 @@ class RolloutSource:
             batch_size=self.settings.rollout.rollout_batch_size,
             num_places=self._num_places,
             ask=lambda place: self._asked(place, self._index(place), state),
-            left=Left(state.surplus, state.postponed, state.num_taken),
+            left=CarryOver(state.surplus, state.postponed, state.num_taken),
             max_failures=self.settings.reward.reward_max_failures,
             timer=timer,
         )
@@ -86,7 +86,7 @@ class RolloutSource:
             seed=self.settings.batch.seed,
         )
 
-    def _asked_once(self, state: LoopState) -> list[Asked]:
+    def _asked_once(self, state: LoopState) -> list[AskedPrompt]:
         size = self.settings.rollout.rollout_batch_size
         chosen = _batches(len(self.prompts), self.settings, batch_size=size)[state.iteration]
         first = (state.iteration + 1) * size
@@ -95,11 +95,11 @@ class RolloutSource:
     def _index(self, place: int) -> int:
         return int(_batches(len(self.prompts), self.settings, batch_size=1)[place][0])
 
-    def _asked(self, place: int, index: int, state: LoopState) -> Asked:
+    def _asked(self, place: int, index: int, state: LoopState) -> AskedPrompt:
         prompt = self.prompts[index]
         known = state.lengths.get(prompt.source, max(state.lengths.values(), default=0))
         own = state.prompt_lengths.get(prompt.source, {}).get(str(prompt.index), round(known))
-        return Asked(place, prompt, own)
+        return AskedPrompt(place, prompt, own)
 
     def _report_shortage(self, rollout: Rollout, state: LoopState) -> None:
         size, iteration = self.settings.rollout.rollout_batch_size, state.iteration + 1

@@ -18,7 +18,7 @@ from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.batch import GroupPlace, rollout_metrics, score_requests
-from rlhf_cli.trainers.online.groups import Group, flat, longest_needed, sort_round, usefulness
+from rlhf_cli.trainers.online.groups import PromptGroup, flat, longest_needed, sort_round, usefulness
 
 _LOOK_SECONDS = 0.1  # between looks at scores that may make the batch full
 
@@ -74,7 +74,7 @@ class Scoring(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedPrompt:
     """A prompt at its place in the order of the run; `expected_tokens` is a guess of its responses' length."""
 
     place: int
@@ -98,7 +98,7 @@ class Sampler:
 class Round:
     """One batch of prompts on its way through engines and scorer; a context manager."""
 
-    def __init__(self, sampler: Sampler, asked: Sequence[Asked]) -> None:
+    def __init__(self, sampler: Sampler, asked: Sequence[AskedPrompt]) -> None:
         self._sampler = sampler
         self._asked = asked
         self._requests = [
@@ -147,26 +147,26 @@ class Round:
         found = self._session.finish(is_all=is_all)
         self._scores |= {self._added[number]: score for number, score in found.items()}
 
-    def group(self, slot: int) -> Group | None:
+    def group(self, slot: int) -> PromptGroup | None:
         """The responses to the prompt of that number; None if one of them, or its score, is not there."""
         first = slot * self._sampler.num_samples
         return self._group(slot, range(first, first + self._sampler.num_samples))
 
-    def groups(self) -> list[Group | None]:
+    def groups(self) -> list[PromptGroup | None]:
         """The responses to all prompts."""
         return [self.group(slot) for slot in range(len(self._asked))]
 
-    def greedy_groups(self) -> list[Group]:
+    def greedy_groups(self) -> list[PromptGroup]:
         """The greedy response to each prompt, if they were asked for."""
         first = len(self._requests)
         numbers = range(len(self._asked)) if self._sampler.greedy else range(0)
         found = (self._group(slot, range(first + slot, first + slot + 1)) for slot in numbers)
         return [group for group in found if group is not None]
 
-    def _group(self, slot: int, numbers: range) -> Group | None:
+    def _group(self, slot: int, numbers: range) -> PromptGroup | None:
         if not all(number in self._scores for number in numbers):
             return None
-        return Group(
+        return PromptGroup(
             self._asked[slot].place,
             self._asked[slot].prompt,
             [self._generations[number] for number in numbers],
@@ -213,17 +213,17 @@ class Rollout:
     sampled.
     """
 
-    groups: list[Group]
-    greedy: list[Group]
-    filtered: list[Group]
+    groups: list[PromptGroup]
+    greedy: list[PromptGroup]
+    filtered: list[PromptGroup]
     num_carried: int
-    surplus: list[Group]
+    surplus: list[PromptGroup]
     postponed: list[int]
     num_taken: int
     metrics: dict[str, float]
 
 
-def sample_once(sampler: Sampler, asked: Sequence[Asked], timer: PhaseTimer) -> Rollout:
+def sample_once(sampler: Sampler, asked: Sequence[AskedPrompt], timer: PhaseTimer) -> Rollout:
     """Every prompt's group, whatever its scores are."""
     with Round(sampler, asked) as one:
         with timer("generate"):
@@ -237,10 +237,10 @@ def sample_once(sampler: Sampler, asked: Sequence[Asked], timer: PhaseTimer) -> 
 
 
 @dataclass(frozen=True)
-class Left:
+class CarryOver:
     """What earlier iterations left: groups to train on, prompts to ask again, and how many were taken altogether."""
 
-    surplus: Sequence[Group]
+    surplus: Sequence[PromptGroup]
     postponed: Sequence[int]
     num_taken: int
 
@@ -251,8 +251,8 @@ def sample_until_full(
     *,
     batch_size: int,
     num_places: int,
-    ask: Callable[[int], Asked],
-    left: Left,
+    ask: Callable[[int], AskedPrompt],
+    left: CarryOver,
     max_failures: float,
     timer: PhaseTimer,
 ) -> Rollout:
@@ -269,8 +269,8 @@ def sample_until_full(
     groups, surplus = list(left.surplus[:batch_size]), list(left.surplus[batch_size:])
     num_carried, num_rounds, num_asked = len(groups), 0, 0
     postponed, num_taken = list(left.postponed), left.num_taken
-    judged: list[Group] = []
-    filtered: list[Group] = []
+    judged: list[PromptGroup] = []
+    filtered: list[PromptGroup] = []
 
     def round_size() -> int:
         wanted = math.ceil((batch_size - len(groups)) * (1 + config.dynamic_oversample))
@@ -315,7 +315,7 @@ def _until_full(num_slots: int, missing: int, config: DynamicSamplingConfig) -> 
     return lambda one: longest_needed((one.group(slot) for slot in range(num_slots)), missing, config)
 
 
-def _filter_metrics(judged: Sequence[Group], config: DynamicSamplingConfig) -> dict[str, float]:
+def _filter_metrics(judged: Sequence[PromptGroup], config: DynamicSamplingConfig) -> dict[str, float]:
     """Shares of the judged groups by usefulness, and the metrics of all their responses."""
     if not judged:
         return {}
@@ -332,7 +332,7 @@ def request_seed(seed: int, place: int, sample: int, *, num_samples: int) -> int
     return scattered_seed(seed, place * num_samples + sample)
 
 
-def mean_lengths(groups: Sequence[Group]) -> dict[str, float]:
+def mean_lengths(groups: Sequence[PromptGroup]) -> dict[str, float]:
     """Mean response length in tokens by source of the prompts."""
     lengths: dict[str, list[int]] = {}
     for group in groups:
@@ -341,7 +341,7 @@ def mean_lengths(groups: Sequence[Group]) -> dict[str, float]:
     return {source: float(np.mean(found)) for source, found in lengths.items()}
 
 
-def prompt_lengths(known: Mapping[str, Mapping[str, int]], groups: Sequence[Group]) -> dict[str, dict[str, int]]:
+def prompt_lengths(known: Mapping[str, Mapping[str, int]], groups: Sequence[PromptGroup]) -> dict[str, dict[str, int]]:
     """What is known of each prompt's mean response length in tokens, by source and number of the row, with the groups'.
 
     Numbers are texts, as JSON has them.

@@ -13,7 +13,7 @@ from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
-from rlhf_cli.trainers.online.groups import Group
+from rlhf_cli.trainers.online.groups import PromptGroup
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class LoopState:
     prompt_lengths: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     num_taken: int = 0
     postponed: Sequence[int] = ()
-    surplus: Sequence[Group] = ()
+    surplus: Sequence[PromptGroup] = ()
 
     def plain(self) -> dict[str, Any]:
         """All but the groups, as it goes into JSON."""

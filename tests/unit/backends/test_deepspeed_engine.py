@@ -29,7 +29,7 @@ from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine, make_sched
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-from rlhf_cli.data.packing.packs import Sequence, pack
+from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.data.packing.samples import Sample, pack_samples
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_value_backbone
@@ -453,7 +453,7 @@ def test_inference_engines_agree_with_the_plain_model(tiny_model_dir, items, sta
 @pytest.mark.parametrize("stage", STAGES)
 def test_far_positions_are_told_apart_in_bf16_as_by_the_plain_model(tiny_llama_dir, stage):
     tokens = np.random.default_rng(2).integers(0, 40, 4000).astype(np.int32)
-    packs = [pack([Sequence(tokens, np.arange(4000) >= 3900)])]
+    packs = [pack([TokenSequence(tokens, np.arange(4000) >= 3900)])]
     hf_model, plain = load_policy(tiny_llama_dir, 0, dtype="bf16")
     expected = plain(packs[0])[0].detach()
     buffers = {name: buffer.clone() for name, buffer in hf_model.named_buffers()}
@@ -481,7 +481,7 @@ def test_an_idle_micro_batch_changes_nothing(tiny_model_dir, items):
 
 
 def test_a_sequence_longer_than_the_token_bound_is_named(items):
-    long = Sequence(np.zeros(40, np.int32), np.arange(40) > 0)
+    long = TokenSequence(np.zeros(40, np.int32), np.arange(40) > 0)
     with pytest.raises(UsageError, match="40 tokens does not fit into a micro-batch of 30"):
         Layout(max_tokens=30).share().micro_batches(Items([long]), np.arange(1))
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tiny_training import make_sequences
 
-from rlhf_cli.backends.roles.groups import Dealer, RewardGroup
+from rlhf_cli.backends.roles.groups import Dealer, RewardRole
 from rlhf_cli.backends.rollout.engine_group import balanced_shares
 from rlhf_cli.config.train import BatchConfig
-from rlhf_cli.data.packing.packs import Sequence
+from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.rollouts import GenerationRequest
 from rlhf_cli.models.reward_model import ScoreStatistics
@@ -29,7 +29,7 @@ class FakeGroup:
         assert method in self.METHODS
         return [self._rank(micro_batches) for (micro_batches,) in args_by_rank]
 
-    def _rank(self, micro_batches: list[list[Sequence]]) -> list[np.ndarray]:
+    def _rank(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         self.micro_batches.append([sum(len(sequence) for sequence in batch) for batch in micro_batches])
         return [
             np.concatenate([np.zeros(0), *(10.0 * s.token_ids[s.loss_mask] for s in batch)]) for batch in micro_batches
@@ -59,14 +59,14 @@ def test_results_come_back_to_their_sequences(num_ranks, max_tokens, max_sequenc
 def test_a_reward_model_reads_the_last_token_of_each_sequence(num_ranks, max_tokens, max_sequences):
     sequences, group = make_sequences(7), FakeGroup()
     deal = dealer(num_ranks, max_tokens, max_sequences)
-    reward = RewardGroup(group, deal, takes_turns=False, statistics=None)  # type: ignore[arg-type]
+    reward = RewardRole(group, deal, takes_turns=False, statistics=None)  # type: ignore[arg-type]
     assert reward.scores(sequences) == [10.0 * sequence.token_ids[-1] for sequence in sequences]
 
 
 def test_scores_are_normalised_by_the_statistics_of_the_model():
     sequences, deal = make_sequences(3), dealer(1, 1000, None)
     statistics = ScoreStatistics(mean=4.0, std=2.0)
-    reward = RewardGroup(FakeGroup(), deal, takes_turns=False, statistics=statistics)  # type: ignore[arg-type]
+    reward = RewardRole(FakeGroup(), deal, takes_turns=False, statistics=statistics)  # type: ignore[arg-type]
     assert reward.scores(sequences) == [(10.0 * sequence.token_ids[-1] - 4.0) / 2.0 for sequence in sequences]
 
 

@@ -13,7 +13,7 @@ from tiny_training import OPTIM, make_sequences
 from transformers import AutoModelForCausalLM
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.backends.roles.ranks import Actor, Critic, Reference, Reward, join_and_load
+from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, RewardRank, join_and_load
 from rlhf_cli.backends.roles.settings import ROLE_CLASSES, RoleSettings
 from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE, host_engine
 from rlhf_cli.backends.training import distributed
@@ -74,7 +74,7 @@ def test_a_role_reads_its_weights_onto_its_own_device(tiny_model_dir, stage, is_
     assert (asked["partition"] is not None) == is_partitioned
 
 
-def train(actor: Actor, steps: int = 1) -> None:
+def train(actor: ActorRank, steps: int = 1) -> None:
     """Change the weights, whatever for."""
     sequences = make_sequences(4)
     totals = StepTotals(sum(sequence.num_trained for sequence in sequences), len(sequences))
@@ -82,15 +82,15 @@ def train(actor: Actor, steps: int = 1) -> None:
         actor.role.train_step([pack(sequences)], bind(sft_objective, totals))  # type: ignore[list-item]
 
 
-def own_weights(actor: Actor) -> dict[str, torch.Tensor]:
+def own_weights(actor: ActorRank) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in actor.role.engine.named_weights(actor.role.hf_model)}
 
 
-def engine_weights(actor: Actor) -> dict[str, torch.Tensor]:
+def engine_weights(actor: ActorRank) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in actor.engine_weights()}
 
 
-def logprobs(actor: Actor, method: str = "logprobs") -> np.ndarray:
+def logprobs(actor: ActorRank, method: str = "logprobs") -> np.ndarray:
     return getattr(actor, method)([make_sequences(5)])[0]
 
 
@@ -100,7 +100,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_engines_get_what_merge_would_write_and_the_trainer_keeps_its_own_bit_for_bit(tiny_model_dir, tmp_path, stage):
-    actor = Actor(role_settings(tiny_model_dir, stage, lora_rank=4))
+    actor = ActorRank(role_settings(tiny_model_dir, stage, lora_rank=4))
     train(actor)
     before = own_weights(actor)
     pushed = engine_weights(actor)
@@ -119,7 +119,7 @@ def test_engines_get_what_merge_would_write_and_the_trainer_keeps_its_own_bit_fo
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_pushed_bf16_weights_are_rounded_once(tiny_model_dir, stage):
-    actor = Actor(role_settings(tiny_model_dir, stage, dtype="bf16", lora_rank=4))
+    actor = ActorRank(role_settings(tiny_model_dir, stage, dtype="bf16", lora_rank=4))
     train(actor)
     own, name = own_weights(actor), "model.layers.0.self_attn.q_proj"
     a_RI, b_OR = (own[f"{name}.{kind}.default.weight"].float() for kind in ("lora_A", "lora_B"))
@@ -131,7 +131,7 @@ def test_pushed_bf16_weights_are_rounded_once(tiny_model_dir, stage):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_reference_of_an_adapter_is_its_base_and_engines_say_what_the_trainer_says(tiny_model_dir, stage):
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    actor = Actor(role_settings(tiny_model_dir, stage, lora_rank=4))
+    actor = ActorRank(role_settings(tiny_model_dir, stage, lora_rank=4))
     untrained = logprobs(actor)
     assert logprobs(actor, "base_logprobs").tolist() == untrained.tolist()  # a new adapter changes nothing
     train(actor, steps=3)
@@ -144,7 +144,7 @@ def test_the_reference_of_an_adapter_is_its_base_and_engines_say_what_the_traine
 
 
 def test_without_an_adapter_the_engines_get_the_weights_as_they_are(tiny_model_dir):
-    actor = Actor(role_settings(tiny_model_dir, 2))
+    actor = ActorRank(role_settings(tiny_model_dir, 2))
     train(actor)
     assert equal(engine_weights(actor), own_weights(actor))
 
@@ -153,7 +153,7 @@ def test_without_an_adapter_the_engines_get_the_weights_as_they_are(tiny_model_d
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_engines_get_every_expert_of_a_mixture_by_its_name(tiny_moe_dir, tmp_path, stage, lora_rank):
     linear = ATTENTION if lora_rank else ["all-linear"]
-    actor = Actor(role_settings(tiny_moe_dir, stage, lora_rank=lora_rank, target_modules=linear))
+    actor = ActorRank(role_settings(tiny_moe_dir, stage, lora_rank=lora_rank, target_modules=linear))
     train(actor)
     actor.role.save_model(tmp_path / "saved")
     base = open_weights(folder_of(tiny_moe_dir))
@@ -171,31 +171,31 @@ def test_engines_get_every_expert_of_a_mixture_by_its_name(tiny_moe_dir, tmp_pat
 
 
 def test_engines_are_told_the_shapes_of_a_mixture_before_the_push(tiny_moe_dir):
-    actor = Actor(role_settings(tiny_moe_dir, 3))
+    actor = ActorRank(role_settings(tiny_moe_dir, 3))
     announced = [(spec.name, spec.shape, spec.dtype) for spec in tensor_specs(actor.role.hf_model)]
     assert announced == [(name, tuple(w.shape), w.dtype) for name, w in engine_weights(actor).items()]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_critic_trains_its_adapter_and_its_head_alone(tiny_model_dir, tmp_path, stage):
-    critic = Critic(role_settings(tiny_model_dir, stage, lora_rank=4))
+    critic = CriticRank(role_settings(tiny_model_dir, stage, lora_rank=4))
     trained = {name for name, p in critic.role.hf_model.named_parameters() if p.requires_grad}
     assert "score.weight" in trained
     assert all(".lora_" in name for name in trained - {"score.weight"})
     critic.role.save(tmp_path)
-    again = Critic(role_settings(tiny_model_dir, stage, lora_rank=4))
+    again = CriticRank(role_settings(tiny_model_dir, stage, lora_rank=4))
     again.role.load(tmp_path)
     assert np.array_equal(again.values([make_sequences(5)])[0], critic.values([make_sequences(5)])[0])
 
 
 @pytest.mark.parametrize(("stage", "lora_rank"), [(0, 0), (2, 0), (3, 0), (3, 4)])
 def test_the_average_follows_every_step_and_goes_on_from_a_checkpoint(tiny_model_dir, tmp_path, stage, lora_rank):
-    def averaged(actor: Actor) -> dict[str, torch.Tensor]:
+    def averaged(actor: ActorRank) -> dict[str, torch.Tensor]:
         assert actor.role._average is not None
         return dict(actor.role._average.weights())
 
     settings = role_settings(tiny_model_dir, stage, lora_rank=lora_rank, ema_beta=0.75)
-    actor = Actor(settings)
+    actor = ActorRank(settings)
     trained = {name for name, p in actor.role.hf_model.named_parameters() if p.requires_grad}
     expected = own_weights(actor)
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_the_average_follows_every_step_and_goes_on_from_a_checkpoint(tiny_model
     for name, weight in found.items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
     actor.role.save(tmp_path / "saved")
-    again = Actor(settings)
+    again = ActorRank(settings)
     again.role.load(tmp_path / "saved")
     train(actor)
     train(again)
@@ -220,7 +220,10 @@ def test_the_average_follows_every_step_and_goes_on_from_a_checkpoint(tiny_model
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_reference_moves_towards_the_actor_by_its_share(tiny_model_dir, tmp_path, stage):
-    actor, reference = Actor(role_settings(tiny_model_dir, stage)), Reference(role_settings(tiny_model_dir, stage))
+    actor, reference = (
+        ActorRank(role_settings(tiny_model_dir, stage)),
+        ReferenceRank(role_settings(tiny_model_dir, stage)),
+    )
     start = own_weights(actor)
     train(actor)
     for number in range(actor.num_buckets()):
@@ -229,14 +232,14 @@ def test_a_reference_moves_towards_the_actor_by_its_share(tiny_model_dir, tmp_pa
     moved = load_file(tmp_path / "reference.safetensors")
     for name, weight in own_weights(actor).items():
         torch.testing.assert_close(moved[name], 0.75 * start[name] + 0.25 * weight, rtol=0, atol=1e-6)
-    again = Reference(role_settings(tiny_model_dir, stage))
+    again = ReferenceRank(role_settings(tiny_model_dir, stage))
     again.load(tmp_path)
     assert np.array_equal(again.logprobs([make_sequences(5)])[0], reference.logprobs([make_sequences(5)])[0])
     assert not np.array_equal(reference.logprobs([make_sequences(5)])[0], logprobs(actor))
 
 
 def test_what_is_saved_of_an_adapter_is_an_adapter(tiny_model_dir, tmp_path: Path):
-    actor = Actor(role_settings(tiny_model_dir, 2, lora_rank=4))
+    actor = ActorRank(role_settings(tiny_model_dir, 2, lora_rank=4))
     actor.role.save_model(tmp_path / "model")
     assert {"adapter_config.json", WEIGHTS_FILE} <= {path.name for path in (tmp_path / "model").iterdir()}
     assert not (tmp_path / "model" / "config.json").exists()
@@ -244,9 +247,9 @@ def test_what_is_saved_of_an_adapter_is_an_adapter(tiny_model_dir, tmp_path: Pat
 
 def test_every_role_has_a_class_of_that_name():
     assert {role: resolve_name(name) for role, name in ROLE_CLASSES.items()} == {
-        "actor": Actor,
-        "critic": Critic,
-        "ref": Reference,
-        "reward": Reward,
+        "actor": ActorRank,
+        "critic": CriticRank,
+        "ref": ReferenceRank,
+        "reward": RewardRank,
     }
     assert resolve_name(HOST_ENGINE) is host_engine

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from rlhf_cli.algorithms.load_balance import balance_part, router_sums
-from rlhf_cli.data.packing.packs import Pack, Sequence, pack
+from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack
 from rlhf_cli.data.packing.shared_prompts import pack_groups
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models import shape_bucketing
@@ -83,7 +83,7 @@ def test_parts_of_micro_batches_add_up_to_the_loss_of_transformers():
     torch.testing.assert_close(total, load_balancing_loss_func(tuple(layers), 6, 2))
 
 
-def padded(sequences: list[Sequence]) -> dict[str, torch.Tensor]:
+def padded(sequences: list[TokenSequence]) -> dict[str, torch.Tensor]:
     ids = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for row, sequence in enumerate(sequences):
@@ -109,10 +109,10 @@ def test_the_loss_of_a_pack_is_that_of_transformers_on_the_padded_sequences(fami
 # Tokens that count
 
 
-def group() -> list[Sequence]:
+def group() -> list[TokenSequence]:
     prompt = [7, 8, 9]
     return [
-        Sequence(np.array([*prompt, *answer], dtype=np.int32), np.array([False] * 3 + [True] * len(answer)))
+        TokenSequence(np.array([*prompt, *answer], dtype=np.int32), np.array([False] * 3 + [True] * len(answer)))
         for answer in ([1, 2], [3], [4, 5, 6])
     ]
 

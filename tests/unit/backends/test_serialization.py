@@ -8,16 +8,16 @@ import pytest
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.backends.roles.serialization import MicroBatches, UpdateSteps
 from rlhf_cli.backends.roles.settings import UpdateStep
-from rlhf_cli.data.packing.packs import Sequence
+from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
 
 RNG = np.random.default_rng(0)
 
 
-def sequence(length: int) -> Sequence:
+def sequence(length: int) -> TokenSequence:
     mask = RNG.random(length) < 0.5
     mask[0] = False
-    return Sequence(RNG.integers(0, 1000, length).astype(np.int32), mask)
+    return TokenSequence(RNG.integers(0, 1000, length).astype(np.int32), mask)
 
 
 def sample(length: int) -> Sample:
@@ -30,7 +30,7 @@ def arrived(sent):
     return pickle.loads(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
 
 
-def assert_equal_sequences(found: Sequence, sent: Sequence) -> None:
+def assert_equal_sequences(found: TokenSequence, sent: TokenSequence) -> None:
     for name in ("token_ids", "loss_mask"):
         np.testing.assert_array_equal(getattr(found, name), getattr(sent, name), strict=True)
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from rlhf_cli import cli
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.errors import RunError, UsageError, first_line
 from rlhf_cli.version import __version__
 
@@ -24,7 +24,7 @@ def rlhf(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=REPOSITORY, timeout=60, check=False)
 
 
-class Output(Group):
+class Output(SettingsGroup):
     output: str = "."
     mood: str = "fine"
 

@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 import pytest
 from pydantic import BaseModel, Field, model_validator
 
-from rlhf_cli.config.base import Group
+from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import flags_of
 from rlhf_cli.options import build_config, from_yaml, read_yaml, to_yaml, typer_command
 
 
-class Paint(Group):
+class Paint(SettingsGroup):
     """Paint"""
 
     colour: str
@@ -25,7 +25,7 @@ class Paint(Group):
     """Grade."""
 
 
-class Tools(Group):
+class Tools(SettingsGroup):
     """Tools"""
 
     brushes: list[str] = []
@@ -248,7 +248,7 @@ def test_a_config_built_in_python_gives_the_messages_of_the_command_line():
 
 
 def test_a_name_declared_by_two_groups_is_refused():
-    class More(Group):
+    class More(SettingsGroup):
         coats: int = 1
 
     class Twice(BaseModel):
@@ -260,7 +260,7 @@ def test_a_name_declared_by_two_groups_is_refused():
 
 
 def test_a_group_cannot_take_the_name_of_a_flag_every_command_has():
-    class Reserved(Group):
+    class Reserved(SettingsGroup):
         config: str = ""
 
     class Config(BaseModel):
@@ -274,7 +274,7 @@ def test_a_launcher_may_add_local_rank():
     assert parse("--local_rank=3", "--colour", "red").paint.colour == "red"
 
 
-class Gift(Group):
+class Gift(SettingsGroup):
     """Gift"""
 
     to: str

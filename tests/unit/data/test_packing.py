@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_cli.data.packing.packs import Sequence, pack, plan_packs
+from rlhf_cli.data.packing.packs import TokenSequence, pack, plan_packs
 from rlhf_cli.errors import UsageError
 
 
-def sequence(tokens: list[int], trained: list[int]) -> Sequence:
+def sequence(tokens: list[int], trained: list[int]) -> TokenSequence:
     mask = np.zeros(len(tokens), dtype=bool)
     mask[trained] = True
-    return Sequence(np.array(tokens, dtype=np.int32), mask)
+    return TokenSequence(np.array(tokens, dtype=np.int32), mask)
 
 
 def test_pack_lays_sequences_end_to_end():

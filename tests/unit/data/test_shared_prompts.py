@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlhf_cli.backends.roles.groups import Dealer
 from rlhf_cli.config.commands.grpo import GRPOConfig
 from rlhf_cli.config.train import BatchConfig
-from rlhf_cli.data.packing.packs import Sequence, pack
+from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.packing.shared_prompts import pack_groups, plan_groups
 from rlhf_cli.models.attention.varlen import SelectTokens
@@ -19,10 +19,10 @@ from rlhf_cli.options import build_config
 from rlhf_cli.runs.online.start_roles import role_settings
 
 
-def sequence(prompt: list[int], response: list[int], trained: list[int] | None = None) -> Sequence:
+def sequence(prompt: list[int], response: list[int], trained: list[int] | None = None) -> TokenSequence:
     mask = np.zeros(len(prompt) + len(response), dtype=bool)
     mask[len(prompt) :] = True if trained is None else np.array(trained, dtype=bool)
-    return Sequence(np.array(prompt + response, dtype=np.int32), mask)
+    return TokenSequence(np.array(prompt + response, dtype=np.int32), mask)
 
 
 ONE, TWO = [1, 2, 3, 4], [1, 2, 9]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_cli.data.packing.packs import Sequence, pack
+from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention.table import (
     BACKENDS,
@@ -45,7 +45,7 @@ def sequences(lengths):
     for length in lengths:
         mask = generator.random(length) < 0.7
         mask[0] = False
-        yield Sequence(generator.integers(0, 40, length).astype(np.int32), mask)
+        yield TokenSequence(generator.integers(0, 40, length).astype(np.int32), mask)
 
 
 def build(name, attention):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rlhf_cli.data.packing.packs import Sequence, at_targets, pack
+from rlhf_cli.data.packing.packs import TokenSequence, at_targets, pack
 from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
 from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.last_mlp import LastMLP
@@ -40,7 +40,7 @@ def model(request):
 
 
 def one_sequence():
-    return pack([Sequence(np.arange(20, dtype=np.int32) * 7 % 60, np.arange(20) > 14)])
+    return pack([TokenSequence(np.arange(20, dtype=np.int32) * 7 % 60, np.arange(20) > 14)])
 
 
 def rows_of_layers(model):

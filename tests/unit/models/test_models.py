@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from rlhf_cli.config.model import LoraConfig, ModelConfig
-from rlhf_cli.data.packing.packs import Sequence, pack
+from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.errors import UsageError, one_line
 from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
 from rlhf_cli.models.host_memory import keep_freed_memory
@@ -74,7 +74,7 @@ def some_pack(lengths=(9, 1, 30)):
     for length in lengths:
         mask = generator.random(length) < 0.7
         mask[0] = False
-        sequences.append(Sequence(generator.integers(0, 250, length).astype(np.int32), mask))
+        sequences.append(TokenSequence(generator.integers(0, 250, length).astype(np.int32), mask))
     return pack(sequences)
 
 
@@ -181,7 +181,7 @@ def test_what_a_model_does_to_its_logits_is_done_here_too(build):
     model = build().eval()
     model.set_attn_implementation("eager")
     tokens = torch.arange(20) * 7 % 60
-    batch = pack([Sequence(tokens.numpy().astype(np.int32), np.arange(20) > 3)])
+    batch = pack([TokenSequence(tokens.numpy().astype(np.int32), np.arange(20) > 3)])
     logprobs, _ = PolicyModel(model)(batch)
     log_p = torch.log_softmax(model(input_ids=tokens[None]).logits[0], -1)
     expected = log_p[:-1].gather(-1, tokens[1:, None]).squeeze(-1)[3:]

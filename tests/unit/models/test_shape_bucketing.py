@@ -8,7 +8,7 @@ import torch
 from test_last_mlp import SHAPE
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
-from rlhf_cli.data.packing.packs import Sequence, at_targets, pack
+from rlhf_cli.data.packing.packs import TokenSequence, at_targets, pack
 from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
 from rlhf_cli.models import policy, shape_bucketing
 from rlhf_cli.models.attention.varlen import VARLEN
@@ -16,9 +16,9 @@ from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.shape_bucketing import LEAST_STEP, rounded, rounded_length
 
 
-def sequences(*lengths: int) -> list[Sequence]:
+def sequences(*lengths: int) -> list[TokenSequence]:
     rng = np.random.default_rng(0)
-    return [Sequence(rng.integers(0, 60, n).astype(np.int32), np.arange(n) >= n // 2) for n in lengths]
+    return [TokenSequence(rng.integers(0, 60, n).astype(np.int32), np.arange(n) >= n // 2) for n in lengths]
 
 
 def shared():
@@ -40,7 +40,7 @@ PACKS = {
     "as long as it has to be": lambda: pack(sequences(128)),
     "no filler, but more targets": same_first_token,
     "read at its targets": lambda: at_targets(pack(sequences(40, 21))),
-    "all but one token read": lambda: pack([Sequence(np.arange(60, dtype=np.int32), np.arange(60) > 0)]),
+    "all but one token read": lambda: pack([TokenSequence(np.arange(60, dtype=np.int32), np.arange(60) > 0)]),
     "no sequence": lambda: pack([]),
 }
 

@@ -22,7 +22,7 @@ from rlhf_cli.rewards.remote import client as remote
 from rlhf_cli.rewards.remote.call import SERVICE
 from rlhf_cli.rewards.remote.client import RemoteRewards, check_servers
 from rlhf_cli.rewards.scorer import Scorer
-from rlhf_cli.rewards.workers.pool import Outcome
+from rlhf_cli.rewards.workers.pool import ItemOutcome
 
 Answer = tuple[int, bytes, dict[str, str]]
 HANG_UP: Answer = (0, b"", {})
@@ -114,11 +114,11 @@ def requests(count: int) -> list[ScoreRequest]:
     return [request("x" * (n + 1), prompt="x" * n) for n in range(count)]
 
 
-def values(outcomes: list[Outcome]) -> list[float | None]:
+def values(outcomes: list[ItemOutcome]) -> list[float | None]:
     return [None if outcome.failure else outcome.value for outcome in outcomes]
 
 
-def reasons(outcomes: list[Outcome]) -> set[tuple[str, str]]:
+def reasons(outcomes: list[ItemOutcome]) -> set[tuple[str, str]]:
     return {(outcome.failure.kind, outcome.failure.reason) for outcome in outcomes if outcome.failure}
 
 

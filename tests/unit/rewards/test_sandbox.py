@@ -22,11 +22,11 @@ import pytest
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.sandbox import run as sandbox
-from rlhf_cli.rewards.sandbox.run import Launch, Limits, Outcome, run_program, sandboxed_request
+from rlhf_cli.rewards.sandbox.run import Launch, Limits, ProgramOutcome, run_program, sandboxed_request
 
 PROJECT = Path(__file__).parents[3]
 ALLOW_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)
-Run = Callable[..., Outcome]
+Run = Callable[..., ProgramOutcome]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,7 +41,7 @@ def _possible_here() -> None:
 def run(request: pytest.FixtureRequest) -> Run:
     """Runs a program that is expected to get as far as its last line, which prints `ran`, unless it is ended."""
 
-    def run(program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
+    def run(program: str, stdin: str = "", limits: Limits | None = None) -> ProgramOutcome:
         limits = limits or Limits(seconds=60.0)
         asked = sandboxed_request(program, stdin, limits)
         if request.param == "no filter":

@@ -18,10 +18,10 @@ from rlhf_cli.options import build_config
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers, pass_rate
 from rlhf_cli.rewards.records import Score, Status
 from rlhf_cli.runs.inference.evaluate import EvalRun, results_of, rows_with_pass_rate
-from rlhf_cli.runs.inference.model import AnsweringModel
+from rlhf_cli.runs.inference.model import InferenceModel
 from rlhf_cli.runs.inference.output_folder import Chunks
-from rlhf_cli.runs.inference.run import Examinee
-from rlhf_cli.tracking.terminal.evaluation_table import Result, evaluation_table, print_table
+from rlhf_cli.runs.inference.run import ModelUnderTest
+from rlhf_cli.tracking.terminal.evaluation_table import EvaluatedModel, evaluation_table, print_table
 
 NEEDED = {"pretrain": "a", "prompt_data": "p", "reward_funcs": "gsm8k"}
 
@@ -105,7 +105,7 @@ def test_several_data_sets_come_apart_and_together():
     assert list(by_source([("a", [RIGHT])])) == ["a"]
 
 
-def table(results: list[Result]) -> str:
+def table(results: list[EvaluatedModel]) -> str:
     console = Console(file=StringIO(), width=80)  # no terminal: lines are as long as they need to be
     print_table(console, evaluation_table(results))
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def table(results: list[Result]) -> str:
 def test_the_table_has_a_row_for_each_model_and_data_set_and_no_column_twice():
     prompts = [("data/gsm8k.jsonl", [RIGHT, WRONG])] * 5 + [("aime.json", [WRONG, SILENT])] * 3
     results = [
-        Result(model, source, 2, evaluate_answers(samples, ks=[1, 2]))
+        EvaluatedModel(model, source, 2, evaluate_answers(samples, ks=[1, 2]))
         for model in ("runs/a", "runs/b")
         for source, samples in by_source(prompts).items()
     ]
@@ -125,11 +125,11 @@ def test_the_table_has_a_row_for_each_model_and_data_set_and_no_column_twice():
         for model in ("runs/a", "runs/b")
         for row in (["all", "8", "31.2%"], ["gsm8k.jsonl", "5", "50.0%"], ["aime.json", "3", "0.0%"])
     ]
-    assert "failed" in table([Result("a", "b", 2, evaluate_answers([[RIGHT, FAILED]]))])
+    assert "failed" in table([EvaluatedModel("a", "b", 2, evaluate_answers([[RIGHT, FAILED]]))])
 
 
 def test_figures_are_kept_with_their_intervals():
-    written = Result("a", "b", 1, evaluate_answers([[RIGHT], [WRONG]])).as_json()
+    written = EvaluatedModel("a", "b", 1, evaluate_answers([[RIGHT], [WRONG]])).as_json()
     low, high = wilson_interval(0.5, 2)
     assert written["figures"]["accuracy"] == {"value": 0.5, "low": low, "high": high, "num_prompts": 2}
     assert json.loads(json.dumps(written)) == written
@@ -181,7 +181,9 @@ def run(rows: int | None, *names: str, size: int = 2) -> EvalRun:
     settings = config(pretrain=",".join(names), n_samples_per_prompt=2, temperature=1.0)
     chunks = Chunks(len(PROMPTS), size, 2)
     asked = [
-        Examinee(settings, "transformers", AnsweringModel(settings.model, None, None), DATA, None, chunks, 1 + 2 * i)
+        ModelUnderTest(
+            settings, "transformers", InferenceModel(settings.model, None, None), DATA, None, chunks, 1 + 2 * i
+        )
         for i in range(len(names))
     ]
     return EvalRun(settings, asked, {}, rows)

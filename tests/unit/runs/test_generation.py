@@ -16,7 +16,7 @@ from rlhf_cli.data.rollouts import Generation, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.records import Score
-from rlhf_cli.runs.inference.model import AnsweringModel
+from rlhf_cli.runs.inference.model import InferenceModel
 from rlhf_cli.runs.inference.output_folder import (
     WHOLE_MODEL,
     Chunks,
@@ -26,7 +26,14 @@ from rlhf_cli.runs.inference.output_folder import (
     prepare_folder,
     rows_done,
 )
-from rlhf_cli.runs.inference.run import Answering, Examinee, Hooks, answer_chunks, sampling_params, settings_identity
+from rlhf_cli.runs.inference.run import (
+    InferenceHooks,
+    InferenceRun,
+    ModelUnderTest,
+    answer_chunks,
+    sampling_params,
+    settings_identity,
+)
 
 IDENTITY = {"seed": 42, "temperature": 1.0}
 
@@ -171,11 +178,11 @@ class FakeRewardModel:
 def answer(tracker, *, begin=0, stop=lambda: False, size=3, scorer=None, reward_model=None, engines=None, **settings):
     chosen = config(rollout_batch_size=size, n_samples_per_prompt=2, **settings)
     made: Any = engines or FakeEngines()
-    answering = Answering(made, lambda ids: f"said {ids[0]}", scorer, reward_model)
-    asked = Examinee(
-        chosen, "transformers", AnsweringModel(chosen.model, None, None), DATA, None, Chunks(len(PROMPTS), size, 2)
+    answering = InferenceRun(made, lambda ids: f"said {ids[0]}", scorer, reward_model)
+    asked = ModelUnderTest(
+        chosen, "transformers", InferenceModel(chosen.model, None, None), DATA, None, Chunks(len(PROMPTS), size, 2)
     )
-    return answer_chunks(answering, asked, begin=begin, hooks=Hooks(tracker, stop))
+    return answer_chunks(answering, asked, begin=begin, hooks=InferenceHooks(tracker, stop))
 
 
 def test_every_response_is_a_row_that_says_where_it_comes_from():

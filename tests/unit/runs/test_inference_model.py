@@ -14,14 +14,14 @@ from rlhf_cli.config.commands.generate import GenerateConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config
-from rlhf_cli.runs.inference.model import find_answering_model
+from rlhf_cli.runs.inference.model import find_inference_model
 from rlhf_cli.runs.inference.run import examinee
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 def found(pretrain):
-    return find_answering_model(ModelSource(pretrain=str(pretrain)))
+    return find_inference_model(ModelSource(pretrain=str(pretrain)))
 
 
 def test_a_whole_model_is_loaded_from_where_it_is(tiny_model_dir, tmp_path):

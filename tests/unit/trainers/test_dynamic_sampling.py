@@ -16,7 +16,7 @@ from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.runs.online.saved_groups import load_surplus, save_surplus
 from rlhf_cli.trainers.offline.loop import Finished
-from rlhf_cli.trainers.online.groups import Group, longest_needed, sort_round, usefulness
+from rlhf_cli.trainers.online.groups import PromptGroup, longest_needed, sort_round, usefulness
 from rlhf_cli.trainers.online.prompt_source import planned_iterations
 from rlhf_cli.trainers.online.state import LoopState
 
@@ -53,14 +53,14 @@ def test_what_the_scores_of_a_group_say_of_its_prompt(scores, config, found):
     assert usefulness(scores, config) == found
 
 
-def group(place: int, *lengths: int, useful: bool = True) -> Group:
+def group(place: int, *lengths: int, useful: bool = True) -> PromptGroup:
     answers = [Generation([7] * length, [-0.5] * length, "stop", 0) for length in lengths]
     scores = [RIGHT, *[WRONG if useful else RIGHT] * (len(lengths) - 1)]
     questions = [
         ScoreRequest("q", "p", "r", "1", length, False, "g", sample, len(lengths))
         for sample, length in enumerate(lengths)
     ]
-    return Group(place, Prompt([1], "p", "1", "a.jsonl", place), answers, questions, scores)
+    return PromptGroup(place, Prompt([1], "p", "1", "a.jsonl", place), answers, questions, scores)
 
 
 def test_the_batch_is_full_at_the_group_that_completes_it_in_the_order_of_the_prompts():

@@ -11,7 +11,7 @@ from torch import nn
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.errors import RunError
-from rlhf_cli.trainers.offline.loop import Finished, Hooks, Schedule, Share, evaluate, train
+from rlhf_cli.trainers.offline.loop import Finished, OfflineHooks, Schedule, Share, evaluate, train
 
 NUM_ITEMS, BATCH, EPOCHS = 10, 4, 3
 STEPS = 9  # three an epoch, the last of which has two items
@@ -90,7 +90,7 @@ class Run:
             eval_data=FakeItems(eval_items) if eval_items else None,
             share=self.share,
             schedule=Schedule(start, total, save_steps=save, eval_steps=evaluate, max_skipped_steps=2),
-            hooks=Hooks(
+            hooks=OfflineHooks(
                 self.tracker,
                 lambda step: self.journal.append(f"save {step}"),
                 lambda: self.stop_after is not None and len(self.engine.steps) >= self.stop_after,
@@ -102,7 +102,7 @@ class Run:
         return [sorted(item for micro_batch in step for item in micro_batch) for step in self.engine.steps]
 
 
-NO_HOOKS = Hooks(FakeTracker([]), lambda step: None, lambda: False)
+NO_HOOKS = OfflineHooks(FakeTracker([]), lambda step: None, lambda: False)
 
 
 def saves(run: Run) -> list[int]:

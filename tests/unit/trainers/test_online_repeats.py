@@ -16,8 +16,8 @@ from online_settings import resolve
 from site_hooks import undocumented
 
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.backends.roles.groups import ActorGroup, CriticGroup, Dealer, ReferenceGroup, TrainedGroup
-from rlhf_cli.backends.roles.ranks import Actor, Critic, Reference
+from rlhf_cli.backends.roles.groups import ActorRole, CriticRole, Dealer, ReferenceRole, TrainedRole
+from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
@@ -52,7 +52,7 @@ class OneRank:
 class OneEngine:
     """The only rollout engine, which gets the actor's weights as a push."""
 
-    def __init__(self, pretrain: str, actor: Actor, folder: Path) -> None:
+    def __init__(self, pretrain: str, actor: ActorRank, folder: Path) -> None:
         self._engine = TransformersEngine(pretrain, EngineSettings(max_model_len=16, dtype="fp32"))
         self._actor = actor
         self._sender = WeightSender(ShmTransport(folders=(str(folder),)))
@@ -120,17 +120,17 @@ def train(config: OnlineConfig, row: str, folder: Path) -> tuple[list[Any], list
     """(metrics and samples of each iteration, the weights that came out)."""
     algorithm, settings, dealer = ALGORITHMS[row], role_settings(config, 1e-2), Dealer(1, config.batch, 0.0)
 
-    def trained(role: Any) -> TrainedGroup:
-        return TrainedGroup(OneRank(role), dealer, takes_turns=False)  # type: ignore[arg-type]
+    def trained(role: Any) -> TrainedRole:
+        return TrainedRole(OneRank(role), dealer, takes_turns=False)  # type: ignore[arg-type]
 
-    actor = Actor(settings)
+    actor = ActorRank(settings)
     engine, tracker = OneEngine(config.model.pretrain, actor, folder), FakeTracker()
     policy = trained(actor)
-    reference = OneRank(Reference(settings))
+    reference = OneRank(ReferenceRank(settings))
     roles = Roles(
-        ActorGroup(policy),
-        CriticGroup(trained(Critic(settings))) if algorithm.critic else None,
-        ReferenceGroup(reference, dealer, takes_turns=False, actor=policy, alpha=0.0),  # type: ignore[arg-type]
+        ActorRole(policy),
+        CriticRole(trained(CriticRank(settings))) if algorithm.critic else None,
+        ReferenceRole(reference, dealer, takes_turns=False, actor=policy, alpha=0.0),  # type: ignore[arg-type]
         None,
         engine,
         Scorer([], fails=lambda index: False),

@@ -14,12 +14,12 @@ from tiny_training import OPTIM, make_sequences
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli.algorithms.shaping import clip_scores, normalised_scores
-from rlhf_cli.backends.roles.ranks import Critic, Reward
+from rlhf_cli.backends.roles.ranks import CriticRank, RewardRank
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig
-from rlhf_cli.data.packing.packs import Sequence
+from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_reward_model, load_tokenizer
 from rlhf_cli.models.reward_model import ScoreStatistics, find_reward_model
@@ -86,7 +86,7 @@ def test_a_folder_without_a_score_head_gets_no_random_one(tiny_model_dir):
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_critic_that_starts_from_a_reward_model_keeps_its_head(reward_dir, stage):
-    critic = Critic(role_settings(reward_dir, stage))
+    critic = CriticRank(role_settings(reward_dir, stage))
     weights = dict(critic.role.engine.named_weights(critic.role.hf_model))
     assert weights["score.weight"].equal(load_file(reward_dir / "model.safetensors")["score.weight"])
 
@@ -115,12 +115,12 @@ def role_settings(folder: Path, stage: int) -> RoleSettings:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.usefixtures("group_of_one")
 def test_the_role_gives_the_score_of_transformers_for_each_sequence_alone(reward_dir, stage):
-    sequences = [Sequence(s.token_ids, np.arange(len(s)) == len(s) - 1) for s in make_sequences(7)]
+    sequences = [TokenSequence(s.token_ids, np.arange(len(s)) == len(s) - 1) for s in make_sequences(7)]
     plain = AutoModelForSequenceClassification.from_pretrained(reward_dir, dtype=torch.float32)
     with torch.no_grad():
         ids = [torch.from_numpy(sequence.token_ids.astype(np.int64))[None] for sequence in sequences]
         expected = [plain(input_ids=row).logits.item() for row in ids]
-    role = Reward(role_settings(reward_dir, stage))
+    role = RewardRank(role_settings(reward_dir, stage))
     role.sleep()
     role.wake()
     first, idle, second = role.scores([sequences[:4], [], sequences[4:]])

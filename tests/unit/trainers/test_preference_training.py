@@ -37,7 +37,7 @@ from rlhf_cli.config.commands.dpo import DPOConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import LOSS_DEFAULTS, PAIR_LOSSES, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig
-from rlhf_cli.data.packing.packs import Sequence, at_targets, only_end, pack
+from rlhf_cli.data.packing.packs import TokenSequence, at_targets, only_end, pack
 from rlhf_cli.data.packing.prefix_packing import Tree, pack_trees
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import flags_of
@@ -108,7 +108,7 @@ def logprob_of(model, prompt, branch):
     """Sum of the trained tokens' log-probabilities of one sequence alone."""
     tokens = np.concatenate([prompt, branch.token_ids])
     mask = np.concatenate([np.zeros(len(prompt), dtype=bool), branch.loss_mask])
-    return model(pack([Sequence(tokens, mask)]))[0].sum()
+    return model(pack([TokenSequence(tokens, mask)]))[0].sum()
 
 
 def test_dpo_loss_is_that_of_the_paper_by_hand(tiny_model_dir):
@@ -324,7 +324,7 @@ def test_a_saved_reward_model_scores_padded_batches_as_it_was_trained(tiny_model
     model.config.pad_token_id = tokenizer.pad_token_id
     texts = ["2+2=4<|im_end|>", "the sum of two and two is five<|im_end|>"]
     rows = [np.array(tokenizer(text).input_ids, dtype=np.int32) for text in texts]
-    ends = [only_end(Sequence(row, np.zeros(len(row), dtype=bool))) for row in rows]
+    ends = [only_end(TokenSequence(row, np.zeros(len(row), dtype=bool))) for row in rows]
     scores = ValueModel(model)(at_targets(pack(ends))).detach()
     save_hf(model, tokenizer, tmp_path / "reward")
 
