@@ -284,7 +284,7 @@ def test_choosing_among_tokens_gives_the_probabilities_of_vllm_s_own_operators(t
 FRESH = """
 import asyncio, json, os, sys, time
 from pathlib import Path
-sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent)]
+sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent / "helpers"), str(Path(sys.argv[2]).parent)]
 from test_vllm_engine import BATCHES, REQUESTS, SAMPLING, SETTINGS
 from rlhf_cli.backends.rollout.engine import EngineDead
 from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
