@@ -2,19 +2,16 @@
 
 import asyncio
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from forked import run_rlhf
+from forked import Command, run_rlhf, started_rlhf
 from safetensors.torch import load_file, save_file
 
+from rlhf_cli.backends.process.signals import INTERRUPTED, STOP_SIGNALS
 from rlhf_cli.config.data import PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs
@@ -26,24 +23,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PROMPTS, SAMPLES = 32, 4
 REWARD = "def reward_func(queries, prompts, labels):\n    return [float(len(query)) for query in queries]\n"
-
-
-def rlhf(*words: str, **options) -> subprocess.Popen:
-    """A started `rlhf` command; one thread each, so that sums are the same in every run."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "rlhf_cli", *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **options,
-    )
-
-
-def finish(process: subprocess.Popen, *, status: int = 0) -> str:
-    output, _ = process.communicate(timeout=400)
-    assert process.returncode == status, output
-    return output
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +76,19 @@ def uses(process: psutil.Process, folder: str) -> bool:
         return False
 
 
-def wait_for_rows(output: Path, process: subprocess.Popen, *, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
+CHUNK_ROWS = 2 * SAMPLES
+
+
+def num_rows(output: Path) -> int:
     samples = output / "samples.jsonl"
-    while not samples.exists() or samples.read_bytes().count(b"\n") < 2 * 2 * SAMPLES:
-        assert process.poll() is None, process.communicate()[0]
+    return samples.read_bytes().count(b"\n") if samples.exists() else 0
+
+
+def wait_for_rows(output: Path, command: Command, *, more: int = CHUNK_ROWS, seconds: float = 300) -> None:
+    """Wait until a command has written so many rows more than there are now."""
+    deadline, enough = time.monotonic() + seconds, num_rows(output) + more
+    while num_rows(output) < enough:
+        assert command.is_running(), command.printed()
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -134,10 +121,9 @@ def test_selected_pairs_are_preference_data(finished, inputs):
 def test_a_killed_generation_goes_on_to_the_same_rows(finished, inputs, tmp_path):
     output = tmp_path / "killed"
     words = generate_words(inputs, output, "--load_checkpoint")
-    process = rlhf(*words)
-    wait_for_rows(output, process)
-    process.kill()
-    process.communicate(timeout=60)
+    with started_rlhf(*words) as command:
+        wait_for_rows(output, command, more=2 * CHUNK_ROWS)
+        command.kill()
     assert_nothing_left(output)
     assert not (output / "selected.jsonl").exists()
     with (output / "samples.jsonl").open("a") as file:
@@ -148,25 +134,25 @@ def test_a_killed_generation_goes_on_to_the_same_rows(finished, inputs, tmp_path
         assert (output / name).read_bytes() == (finished / name).read_bytes()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_finishes_the_chunk_and_says_how_to_continue(finished, inputs, tmp_path, signum):
-    output = tmp_path / "interrupted"
-    words = generate_words(inputs, output)
-    process = rlhf(*words, start_new_session=True)
-    try:
-        wait_for_rows(output, process)
-        if signum == signal.SIGINT:
-            os.killpg(process.pid, signum)  # a terminal sends it to the whole group
-        else:
-            process.send_signal(signum)
-        printed = finish(process, status=130)
-    finally:
-        process.kill()
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory) -> Path:
+    """The folder of a generation that is stopped by one signal after another, and goes on each time."""
+    return tmp_path_factory.mktemp("interrupted") / "generate"
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS, ids=lambda signum: signum.name)
+def test_a_stop_finishes_the_chunk_and_tells_how_to_continue(finished, inputs, interrupted, signum):
+    before = num_rows(interrupted)
+    with started_rlhf(*generate_words(inputs, interrupted, "--load_checkpoint")) as command:
+        wait_for_rows(interrupted, command)
+        command.stop(signum)
+        printed = command.finish(status=INTERRUPTED)
     assert "--load_checkpoint" in printed
-    rows = (output / "samples.jsonl").read_text().splitlines()
-    assert len(rows) % (2 * SAMPLES) == 0
-    assert rows == (finished / "samples.jsonl").read_text().splitlines()[: len(rows)]
-    assert_nothing_left(output)
+    written, whole = ((folder / "samples.jsonl").read_bytes() for folder in (interrupted, finished))
+    assert num_rows(interrupted) > before
+    assert num_rows(interrupted) % CHUNK_ROWS == 0
+    assert whole.startswith(written)
+    assert_nothing_left(interrupted)
 
 
 def test_a_finished_generation_is_selected_from_again_without_engines(finished, inputs, tmp_path):
@@ -223,27 +209,37 @@ def test_a_reward_model_reads_the_sampled_tokens_to_the_last(inputs, tmp_path):
     assert len({row["score"] for row in rows}) > 1
 
 
-def test_an_evaluation_is_stopped_by_a_closed_terminal_counts_its_samples_and_is_not_repeated(inputs, tmp_path):
-    model, problems, _ = inputs
-    judge, output, rates = tmp_path / "judge.py", tmp_path / "eval", tmp_path / "rates.jsonl"
+@pytest.fixture(scope="module")
+def evaluation(inputs, tmp_path_factory) -> tuple[Path, list[str]]:
+    """The folder and the words of an evaluation that is stopped by one signal after another, and goes on each time."""
+    root = tmp_path_factory.mktemp("evaluation")
+    judge, output = root / "judge.py", root / "eval"
     judge.write_text(
         "def reward_func(queries, prompts, labels):\n    return [float(len(query) % 2 == 0) for query in queries]\n"
     )
     words = (
-        f"eval --pretrain {model} --prompt_data {problems} --reward_func {judge} --pass_score 1 --temperature 1 "
+        f"eval --pretrain {inputs[0]} --prompt_data {inputs[1]} --reward_func {judge} --pass_score 1 --temperature 1 "
         f"--n_samples_per_prompt {SAMPLES} --k 1,2 --rollout_backend transformers --max_len 64 --max_new_tokens 40 "
-        f"--rollout_batch_size 2 --output {output} --write_pass_rate {rates}"
-    ).split()
-    process = rlhf(*words, start_new_session=True)
-    try:
-        wait_for_rows(output, process)
-        os.killpg(process.pid, signal.SIGHUP)
-        assert "--load_checkpoint" in finish(process, status=130)
-    finally:
-        process.kill()
-    assert_nothing_left(output)
+        f"--rollout_batch_size 2 --output {output} --write_pass_rate {root / 'rates.jsonl'} --load_checkpoint"
+    )
+    return output, words.split()
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS, ids=lambda signum: signum.name)
+def test_an_evaluation_finishes_its_chunk_when_it_is_stopped(evaluation, signum):
+    output, words = evaluation
+    with started_rlhf(*words) as command:
+        wait_for_rows(output, command)
+        command.stop(signum)
+        assert "--load_checkpoint" in command.finish(status=INTERRUPTED)
+    assert num_rows(output) % CHUNK_ROWS == 0
     assert not (output / "eval.json").exists()
-    printed = run_rlhf(*words, "--load_checkpoint")
+    assert_nothing_left(output)
+
+
+def test_an_evaluation_that_was_stopped_counts_its_samples_and_is_not_repeated(inputs, evaluation):
+    output, words = evaluation
+    printed = run_rlhf(*words)
     assert_nothing_left(output)
     samples = rows_of(output / "samples.jsonl")
     (result,) = json.loads((output / "eval.json").read_text())["results"]
@@ -254,10 +250,10 @@ def test_an_evaluation_is_stopped_by_a_closed_terminal_counts_its_samples_and_is
     pairs = [1 - (4 - count) * (3 - count) / 12 for count in right]
     assert figures["pass@2"] == pytest.approx(sum(pairs) / len(pairs))
     assert f"{100 * figures['accuracy']:.1f}%" in printed
-    expected = [row | {"pass_rate": count / 4} for row, count in zip(rows_of(problems), right, strict=True)]
-    assert rows_of(rates) == expected
+    expected = [row | {"pass_rate": count / 4} for row, count in zip(rows_of(inputs[1]), right, strict=True)]
+    assert rows_of(output.parent / "rates.jsonl") == expected
 
     before = (output / "samples.jsonl").read_bytes()
-    again = run_rlhf(*words, "--load_checkpoint")
+    again = run_rlhf(*words)
     assert again.splitlines()[-4:] == printed.splitlines()[-4:]
     assert (output / "samples.jsonl").read_bytes() == before

@@ -6,16 +6,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
-from forked import run_rlhf
+from forked import Command, run_rlhf, started_rlhf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_cli.backends.process.signals import INTERRUPTED, STOP_SIGNALS
 from rlhf_cli.tracking.sinks import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -274,9 +275,11 @@ def test_two_ranks_and_two_engines_do_what_one_of_each_does(finished_run, tmp_pa
         assert responses[0][8 * (step - 1) : 8 * step] == responses[1][8 * (step - 1) : 8 * step]
 
 
-def endless_words(command: str, model: Path, problems: Path, output: Path) -> list[str]:
+def endless_words(
+    command: str, model: Path, problems: Path, output: Path, *, backend: str = "transformers"
+) -> list[str]:
     """A run that has to be stopped, and that saves only then."""
-    words = ppo_words(model, problems, output, backend="transformers", iterations=500, save_steps=-1)
+    words = ppo_words(model, problems, output, backend=backend, iterations=500, save_steps=-1)
     if command != "ppo":  # no critic, and no reference either: two processes less to start
         for name in ("--critic_learning_rate", "--kl_target"):
             place = words.index(name)
@@ -296,29 +299,62 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, model, problems):
         printed, _ = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130, printed
+    assert process.returncode == INTERRUPTED, printed
     assert_nothing_left(output)
 
 
-@pytest.mark.parametrize(
-    ("command", "end"), [("ppo", "Ctrl-C"), ("grpo", "the terminal is closed"), ("reinforce++", "timeout")]
-)
-def test_a_stopped_run_finishes_its_iteration_saves_and_leaves_no_process(tmp_path, model, problems, command, end):
-    output = tmp_path / "interrupted"
-    words = endless_words(command, model, problems, output)
-    under = ["timeout", "3600"] if end == "timeout" else []  # it passes SIGTERM on to its whole group
-    process = rlhf(*words, under=under, start_new_session=True)
-    try:
-        wait_for_an_iteration(output, process)
-        if end == "timeout":
-            process.terminate()
-        else:
-            os.killpg(process.pid, signal.SIGINT if end == "Ctrl-C" else signal.SIGHUP)
-        printed, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()  # else a failure of this test would leave 500 iterations running
-    assert process.returncode == 130, printed
+BACKENDS = {"ppo": "transformers", "grpo": "vllm"}
+"""The engine that runs while a run of each command is stopped."""
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a run of a command that is stopped by one signal after another, and goes on each time."""
+    root = tmp_path_factory.mktemp("interrupted")
+    return lambda command: root / command
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS, ids=lambda signum: signum.name)
+@pytest.mark.parametrize("command", BACKENDS)
+def test_a_stopped_run_finishes_its_iteration_saves_and_leaves_no_process(
+    interrupted, model, problems, command, signum
+):
+    output = interrupted(command)
+    words = endless_words(command, model, problems, output, backend=BACKENDS[command])
+    before = max(read_metrics(output), default=0)
+    with started_rlhf(*words, "--load_checkpoint") as running:
+        wait_until_step(before + 1, output, running)
+        engine = engine_process(output, BACKENDS[command])
+        running.stop(signum)
+        printed = running.finish(status=INTERRUPTED, seconds=240)
+    assert_stopped_after_a_step(output, printed)
+    assert not goes_on(engine)
+
+
+def wait_until_step(step: int, output: Path, running: Command, *, seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while max(read_metrics(output), default=0) < step:
+        assert running.is_running(), running.printed()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def assert_stopped_after_a_step(output: Path, printed: str) -> None:
     last = max(read_metrics(output))
     assert (output / "checkpoints" / f"step_{last:06d}" / "manifest.json").exists(), printed
     assert "--load_checkpoint" in printed
     assert_nothing_left(output)
+
+
+def test_a_run_that_timeout_ends_with_its_whole_group_saves(tmp_path, model, problems):
+    output = tmp_path / "timeout"
+    words = endless_words("reinforce++", model, problems, output)
+    process = rlhf(*words, under=["timeout", "3600"], start_new_session=True)
+    try:
+        wait_for_an_iteration(output, process)
+        process.terminate()
+        printed, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()  # else a failure of this test would leave 500 iterations running
+    assert process.returncode == INTERRUPTED, printed
+    assert_stopped_after_a_step(output, printed)

@@ -253,7 +253,7 @@ def finish(place: Place, name: str, *, launcher: str) -> None:
 @pytest.mark.parametrize(
     ("launcher", "press"),
     [("one process", lambda running: running.main.terminate()), ("num_processes", Running.press_ctrl_c)],
-    ids=["one process", "num_processes"],
+    ids=["one process SIGTERM", "num_processes SIGINT"],
 )
 def test_a_run_stopped_in_every_way_ends_as_one_never_stopped(place, finished, launcher, press):
     reference, name = finished(launcher), f"stopped_{launcher.replace(' ', '_')}"
@@ -292,7 +292,7 @@ def test_a_second_ctrl_c_ends_at_once(place, launcher):
         ("deepspeed", lambda running: running.main.terminate()),
         ("torchrun", Running.press_ctrl_c),
     ],
-    ids=["num_processes killed", "terminal closed", "deepspeed terminated", "torchrun interrupted"],
+    ids=["num_processes SIGKILL", "num_processes SIGHUP", "deepspeed SIGTERM", "torchrun SIGINT"],
 )
 def test_ranks_save_and_end_with_their_launcher(place, launcher, end):
     name = f"orphans_{launcher}_{len(place._started)}"

@@ -1,9 +1,11 @@
-"""`rlhf` commands that have to run to their end, forked from one process that has imported what they need.
+"""`rlhf` commands that are forked from one process that has imported what they need.
 
 A command imports torch, transformers and the program for five seconds before it does anything. Tests that look at what
-a command leaves need not wait for that each time. Tests of signals, kills and launchers start their own processes.
+a command leaves, or that stop it with a signal, need not wait for that each time. Tests of launchers and of a second
+Ctrl-C start their own processes.
 
-The server is this file as a program: it reads one request a line, forks, and answers with the exit status.
+The server is this file as a program: it reads one request a line, forks, and answers with the process id and, when the
+command has ended, with the exit status. One command runs at a time.
 """
 
 import functools
@@ -15,10 +17,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+import psutil
 
 IMPORTED = (
     "deepspeed",
@@ -41,24 +46,90 @@ def run_rlhf(*words: object, status: int = 0, environment: Mapping[str, str] | N
         status: the exit status that the command must have.
         environment: variables that the command has besides those of this process.
     """
+    with started_rlhf(*words, environment=environment, is_leader=False) as command:
+        return command.finish(status=status)
+
+
+@contextmanager
+def started_rlhf(
+    *words: object, environment: Mapping[str, str] | None = None, is_leader: bool = True
+) -> Iterator["Command"]:
+    """Start a command; if it has not ended when the block ends, kill it.
+
+    Args:
+        is_leader: the command leads a process group of its own, as a shell starts it in a terminal.
+    """
+    server = _server()
     with tempfile.TemporaryFile("w+") as output:
         request: dict[str, object] = {
             "words": [str(word) for word in words],
             "environment": os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(environment or {}),
             "output": f"/proc/{os.getpid()}/fd/{output.fileno()}",
+            "is_leader": is_leader,
         }
-        found = _answer(_server(), request)
-        output.seek(0)
-        printed = output.read()
-    assert found == status, printed
-    return printed
+        server.requests.write(json.dumps(request) + "\n")
+        server.requests.flush()
+        command = Command(int(server.answers.readline()), server.answers, output)
+        try:
+            yield command
+        finally:
+            command.kill()
+
+
+class Command:
+    """A started command."""
+
+    def __init__(self, pid: int, answers: IO[str], output: IO[str]) -> None:
+        self._pid = pid
+        self._answers = answers
+        self._output = output
+        self._status: int | None = None
+
+    def is_running(self) -> bool:
+        return psutil.pid_exists(self._pid)  # the server takes the exit status of a command at once
+
+    def printed(self) -> str:
+        """Return what the command has printed up to now on both outputs."""
+        self._output.seek(0)
+        return self._output.read()
+
+    def stop(self, signum: signal.Signals) -> None:
+        """Send a signal as its usual sender does: a terminal to the whole group, `kill` to the one process."""
+        if signum == signal.SIGTERM:
+            os.kill(self._pid, signum)
+        else:
+            os.killpg(self._pid, signum)
+
+    def finish(self, *, status: int = 0, seconds: float = SECONDS) -> str:
+        """Wait for the end of the command, which must have this exit status; return what the command has printed."""
+        found = self._wait(seconds)
+        assert found == status, self.printed()
+        return self.printed()
+
+    def kill(self) -> None:
+        """Kill the command if it runs."""
+        if self._status is None:
+            self._wait(0)
+
+    def _wait(self, seconds: float) -> int:
+        """Return the exit status of the command, which is killed after so many seconds."""
+        watch = threading.Timer(seconds, self._send_kill)
+        watch.start()
+        try:
+            self._status = int(self._answers.readline())
+        finally:
+            watch.cancel()
+        return self._status
+
+    def _send_kill(self) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(self._pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class Server:
     """The process that forks, and the pipes to it."""
 
-    pid: int
     requests: IO[str]
     answers: IO[str]
 
@@ -74,28 +145,14 @@ def _server() -> Server:
     starter.wait()
     assert starter.stdin is not None
     assert starter.stdout is not None
-    return Server(int(starter.stdout.readline()), starter.stdin, starter.stdout)
-
-
-def _answer(server: Server, request: dict[str, object]) -> int:
-    """Return the exit status of a command; kill the server, so that its pipe ends, if the command hangs."""
-    server.requests.write(json.dumps(request) + "\n")
-    server.requests.flush()
-    watch = threading.Timer(SECONDS, os.killpg, (server.pid, signal.SIGKILL))
-    watch.start()
-    try:
-        return int(server.answers.readline())
-    finally:
-        watch.cancel()
+    return Server(starter.stdin, starter.stdout)
 
 
 def serve() -> None:
     """Import everything, then fork for each request, one after the other."""
     if os.fork():
         os._exit(0)  # the process that started this one waits for it
-    os.setpgid(0, 0)
     answers = os.fdopen(os.dup(1), "w")
-    print(os.getpid(), file=answers, flush=True)
     os.dup2(2, 1)  # what an imported package prints is no answer
     sys.path.remove(str(Path(__file__).resolve().parent))
     for name in IMPORTED:
@@ -105,12 +162,15 @@ def serve() -> None:
         child = os.fork()
         if child == 0:
             _run(json.loads(line))
+        print(child, file=answers, flush=True)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
 
 
 def _run(request: dict) -> None:
     """Be the command: its words, environment and outputs, and no input."""
+    if request["is_leader"]:
+        os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(request["environment"])
     output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
