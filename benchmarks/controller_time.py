@@ -37,7 +37,8 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.models.scratch import train_tokenizer
 from rlhf_cli.tracking.tracker import Tracker
-from rlhf_cli.trainers.online.loop import OnlineHooks, Roles, train_online
+from rlhf_cli.trainers.online.interfaces import Roles
+from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
 from rlhf_cli.trainers.online.state import OnlineSettings, first_state
 
 LIMIT = 1.1  # power of the samples: small iterations scatter by some percent

@@ -18,7 +18,8 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.offline.loop import Finished
-from rlhf_cli.trainers.online.loop import OnlineHooks, Roles, train_online
+from rlhf_cli.trainers.online.interfaces import Roles
+from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
 
 NUM_PROMPTS, BATCH, SAMPLES_EACH = 6, 3, 2

@@ -36,8 +36,7 @@ from rlhf_cli.trainers.online.batch import (
     whole_groups,
 )
 from rlhf_cli.trainers.online.evaluation import score_responses
-from rlhf_cli.trainers.online.loop import RewardModel
-from rlhf_cli.trainers.online.rollout import Engines, Scoring
+from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
 
 
 @dataclass(frozen=True)

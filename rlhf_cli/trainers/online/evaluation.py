@@ -21,7 +21,8 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import is_due
 from rlhf_cli.trainers.online.batch import MAX_SOURCES, as_sequence, sample_rows, score_requests, whole_groups
-from rlhf_cli.trainers.online.loop import RewardModel, Roles, Scoring, awake, return_weights
+from rlhf_cli.trainers.online.interfaces import RewardModel, Roles, Scoring
+from rlhf_cli.trainers.online.loop import awake, return_weights
 
 EVALUATION = 0x6576616C  # "eval": tells the seeds of evaluations from those of training
 

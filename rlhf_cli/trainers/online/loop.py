@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from rlhf_cli.algorithms.kl import next_kl_coef
 from rlhf_cli.algorithms.objective import LossWeights, next_weights
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
-from rlhf_cli.data.packing import packs as packing
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.errors import ProcessDied, RunError
@@ -42,84 +40,16 @@ from rlhf_cli.trainers.online.batch import (
     zero_std_metrics,
 )
 from rlhf_cli.trainers.online.groups import ScoredResponses, flat
+from rlhf_cli.trainers.online.interfaces import (
+    RewardModel,
+    Roles,
+    RunTracker,
+    Sleeper,
+)
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
-from rlhf_cli.trainers.online.rollout import Engines, Rollout, Scoring, mean_lengths, prompt_lengths
+from rlhf_cli.trainers.online.rollout import Rollout, mean_lengths, prompt_lengths
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.update_plan import UpdatePlan, plan_updates
-
-
-class Sleeper(Protocol):
-    """Something that shares an accelerator and takes turns on it; a role with one to itself does nothing here."""
-
-    def wake(self) -> None: ...
-
-    def sleep(self) -> None: ...
-
-
-class Reference(Sleeper, Protocol):
-    """The policy that the KL divergence is measured from."""
-
-    def logprobs(self, sequences: Sequence[packing.TokenSequence]) -> list[np.ndarray]: ...
-
-
-class MovingReference(Sleeper, Protocol):
-    """The same where it follows the policy in training."""
-
-    def move(self) -> None:
-        """Go towards the actor, who must not be asked for anything meanwhile."""
-
-
-class Actor(Sleeper, Protocol):
-    """The policy in training."""
-
-    def logprobs(self, sequences: Sequence[packing.TokenSequence]) -> list[np.ndarray]: ...
-
-    def sleep_optimizer(self) -> None:
-        """Keep the weights alone on the accelerator."""
-
-    def update(
-        self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
-    ) -> list[dict[str, float]]: ...
-
-
-class Critic(Sleeper, Protocol):
-    """The value model in training."""
-
-    def values(self, sequences: Sequence[packing.TokenSequence]) -> list[np.ndarray]: ...
-
-    def update(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[dict[str, float]]: ...
-
-
-class RewardModel(Sleeper, Protocol):
-    """The frozen model that scores whole responses."""
-
-    def scores(self, sequences: Sequence[packing.TokenSequence]) -> list[float]: ...
-
-
-class RunTracker(Protocol):
-    """What the loop reports to."""
-
-    def log(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None: ...
-
-    def samples(self, step: int, rows: list[dict[str, Any]]) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    @property
-    def phase(self) -> Callable[[str | None], None]: ...
-
-
-@dataclass(frozen=True)
-class Roles:
-    """Everything heavy that takes part; `moving_reference` is the reference, where it moves."""
-
-    actor: Actor
-    critic: Critic | None
-    reference: Reference | None
-    reward_model: RewardModel | None
-    engines: Engines
-    scorer: Scoring
-    moving_reference: MovingReference | None = None
 
 
 @dataclass(frozen=True)

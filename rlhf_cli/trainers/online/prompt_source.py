@@ -7,16 +7,8 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.rollout import (
-    AskedPrompt,
-    CarryOver,
-    Engines,
-    Rollout,
-    Sampler,
-    Scoring,
-    sample_once,
-    sample_until_full,
-)
+from rlhf_cli.trainers.online.interfaces import Engines, Scoring
+from rlhf_cli.trainers.online.rollout import AskedPrompt, CarryOver, Rollout, Sampler, sample_once, sample_until_full
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 
 

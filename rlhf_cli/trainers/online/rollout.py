@@ -5,9 +5,8 @@ Leaves out which groups count (rl_groups) and what they are turned into (rl_batc
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
@@ -19,58 +18,9 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.batch import GroupPlace, rollout_metrics, score_requests
 from rlhf_cli.trainers.online.groups import PromptGroup, flat, longest_needed, sort_round, usefulness
+from rlhf_cli.trainers.online.interfaces import Engines, Scoring
 
 _LOOK_SECONDS = 0.1  # between looks at scores that may make the batch full
-
-
-class Engines(Protocol):
-    """All rollout engines."""
-
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]: ...
-
-    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
-        """Start a batch, whose responses are to be collected."""
-
-    @property
-    def is_generating(self) -> bool:
-        """Whether responses of the batch are still to come."""
-
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        """(number of the request, response) of what finished; waits for one, at most `timeout` seconds."""
-
-    def cut(self, max_tokens: int) -> None:
-        """Give up the responses of the batch that have, or get, more than so many tokens."""
-
-    def wake_cache(self) -> None:
-        """Be ready to generate, after the weights are there."""
-
-    def sleep(self) -> None: ...
-
-    def receive_weights(self, version: int) -> dict[str, float]:
-        """Take the actor's present weights; metrics of the transfer."""
-
-
-class ScoringSession(Protocol):
-    """Responses on their way through the scorer."""
-
-    def add(self, requests: Sequence[ScoreRequest]) -> range: ...
-
-    def ready(self) -> list[tuple[int, Score]]:
-        """(number of the response, score) of what is complete since the last call; never waits."""
-
-    def finish(self, *, is_all: bool = False) -> dict[int, Score]:
-        """All scores by number of the response; none of groups that stayed incomplete, where responses are compared.
-
-        RunError where these are all there are and too many failed.
-        """
-
-
-class Scoring(Protocol):
-    """What turns responses into scores."""
-
-    def session(self) -> AbstractContextManager[ScoringSession]: ...
-
-    def score(self, requests: list[ScoreRequest]) -> list[Score]: ...
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,138 @@
+"""What the online loop requires of the objects it is given: roles, engines, rewards and the tracker."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlhf_cli.algorithms.objective import LossWeights
+from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.data.packing.samples import Sample
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.rewards.records import Score, ScoreRequest
+
+
+class Sleeper(Protocol):
+    """Something that shares an accelerator and takes turns on it; a role with one to itself does nothing here."""
+
+    def wake(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+
+class Actor(Sleeper, Protocol):
+    """The policy in training."""
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
+
+    def sleep_optimizer(self) -> None:
+        """Keep the weights alone on the accelerator."""
+
+    def update(
+        self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
+    ) -> list[dict[str, float]]: ...
+
+
+class Critic(Sleeper, Protocol):
+    """The value model in training."""
+
+    def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
+
+    def update(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[dict[str, float]]: ...
+
+
+class Reference(Sleeper, Protocol):
+    """The policy that the KL divergence is measured from."""
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
+
+
+class MovingReference(Sleeper, Protocol):
+    """The same where it follows the policy in training."""
+
+    def move(self) -> None:
+        """Go towards the actor, who must not be asked for anything meanwhile."""
+
+
+class RewardModel(Sleeper, Protocol):
+    """The frozen model that scores whole responses."""
+
+    def scores(self, sequences: Sequence[TokenSequence]) -> list[float]: ...
+
+
+class Engines(Protocol):
+    """All rollout engines."""
+
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]: ...
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        """Start a batch, whose responses are to be collected."""
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether responses of the batch are still to come."""
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        """(number of the request, response) of what finished; waits for one, at most `timeout` seconds."""
+
+    def cut(self, max_tokens: int) -> None:
+        """Give up the responses of the batch that have, or get, more than so many tokens."""
+
+    def wake_cache(self) -> None:
+        """Be ready to generate, after the weights are there."""
+
+    def sleep(self) -> None: ...
+
+    def receive_weights(self, version: int) -> dict[str, float]:
+        """Take the actor's present weights; metrics of the transfer."""
+
+
+class ScoringSession(Protocol):
+    """Responses on their way through the scorer."""
+
+    def add(self, requests: Sequence[ScoreRequest]) -> range: ...
+
+    def ready(self) -> list[tuple[int, Score]]:
+        """(number of the response, score) of what is complete since the last call; never waits."""
+
+    def finish(self, *, is_all: bool = False) -> dict[int, Score]:
+        """All scores by number of the response; none of groups that stayed incomplete, where responses are compared.
+
+        RunError where these are all there are and too many failed.
+        """
+
+
+class Scoring(Protocol):
+    """What turns responses into scores."""
+
+    def session(self) -> AbstractContextManager[ScoringSession]: ...
+
+    def score(self, requests: list[ScoreRequest]) -> list[Score]: ...
+
+
+class RunTracker(Protocol):
+    """What the loop reports to."""
+
+    def log(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None: ...
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    @property
+    def phase(self) -> Callable[[str | None], None]: ...
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Everything heavy that takes part; `moving_reference` is the reference, where it moves."""
+
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    reward_model: RewardModel | None
+    engines: Engines
+    scorer: Scoring
+    moving_reference: MovingReference | None = None
