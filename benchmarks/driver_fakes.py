@@ -6,12 +6,14 @@ call: choosing who gets what, and making bytes of it.
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+from ray import cloudpickle
 
+from rlhf_cli.backends.roles.serialization import UpdateSteps
 from rlhf_cli.backends.rollout.engine_group import balanced_shares
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -42,17 +44,14 @@ class FakeRanks:
         self._elsewhere = elsewhere
         self._metrics = {"entropy": 1.0} | {f"moment/{name}": 1.0 for name in moments}
 
-    def start_each(self, method: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[bytes]:
-        """The answers of all ranks: metrics of optimizer steps, or a number for each trained token."""
-        for args in args_by_rank:
-            pickle.dumps(args, pickle.HIGHEST_PROTOCOL)
+    def all_each(self, call: Callable[..., Any], work: Sequence[Any]) -> list[Any]:
+        """Return the answers of all ranks: metrics of optimizer steps, or a number for each trained token."""
+        for share in work:
+            cloudpickle.dumps((call, share))
         with self._elsewhere:
-            answer = self._updated if method == "update" else _numbers
-            return [pickle.dumps(answer(work), pickle.HIGHEST_PROTOCOL) for work, *_ in args_by_rank]
-
-    def wait(self, calls: list[bytes]) -> list[Any]:
-        """The answers as objects."""
-        return [pickle.loads(call) for call in calls]
+            answer = self._updated if isinstance(work[0], UpdateSteps) else _numbers
+            answers = [pickle.dumps(answer(share), pickle.HIGHEST_PROTOCOL) for share in work]
+        return [pickle.loads(one) for one in answers]
 
     def _updated(self, steps: Sequence[Any]) -> list[dict[str, float]]:
         return [self._metrics] * len(steps)

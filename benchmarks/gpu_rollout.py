@@ -7,7 +7,7 @@ import asyncio
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from gpu_training import GIB, Row, Scale, make_model
 from transformers import GenerationConfig
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.engine_host import EngineHost
 from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
 from rlhf_cli.backends.weight_sync.transfer import WeightSender
-from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, TensorSpec, connect
+from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, HostCall, TensorSpec, connect
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 
 REQUESTS, PROMPT_TOKENS, NEW_TOKENS = (256, 1024), 64, 512
@@ -66,8 +67,8 @@ def _measured(run: Loop, engine: VllmEngine, model: torch.nn.Module) -> Iterator
     yield from (_generation(run, engine, count) for count in REQUESTS)
     specs = [TensorSpec(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters()]
 
-    def call(method: str, arguments: list[tuple[Any, ...]]) -> None:
-        run(getattr(engine, method)(*arguments[0]))
+    def call(function: HostCall, given: Sequence[Any]) -> None:
+        run(function(EngineHost(engine), given[0]))
 
     sender = WeightSender(connect("ipc", specs, client=EngineClient(call, num_engines=1), rank=0))
     for version in (1, 2):  # the first round sets things up

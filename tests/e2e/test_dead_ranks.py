@@ -44,9 +44,9 @@ def test_a_dead_rank_ends_a_call_that_others_are_still_at_with_its_name_and_log(
     logs = [tmp_path / f"{role}-{rank}.log" for rank in range(2)]
     workers = [ray.remote(RayWorker).options(num_cpus=0).remote(environment={}, log_file=log) for log in logs]
     ray.get([worker.build.remote({}, f"{__name__}:Rank") for worker in workers])
-    group = WorkerGroup(role, workers, tmp_path)
-    pids = group.all("pid")
-    computing = group.start("compute")
+    group: WorkerGroup[Rank] = WorkerGroup(role, workers, tmp_path)
+    pids = group.all(lambda rank: rank.pid())
+    computing = group.start(lambda rank: rank.compute())
     killed = time.monotonic()
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(ProcessDied) as caught:

@@ -5,6 +5,7 @@ The same facts with shared memory on a CPU are in e2e/test_vllm_engine.py.
 
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,8 +56,8 @@ def difference(model, generations) -> float:
 
 
 def ipc_sender(engine, model) -> WeightSender:
-    def call(method, arguments):
-        getattr(engine, method)(*arguments[0])
+    def call(function, given):
+        function(SimpleNamespace(engine=engine), given[0])
 
     client = EngineClient(call, num_engines=1)
     return WeightSender(connect("ipc", tensor_specs(model), client=client, rank=0))

@@ -301,7 +301,7 @@ def test_scaling_is_told_by_the_time_of_a_token():
 def test_padded_batches_keep_every_sequence_within_the_bound():
     gpu = load("gpu_training")
     lengths = [5, 90, 10, 40, 41, 3, 100]
-    sequences = [gpu.Tokens(np.full(n, n, np.int32), np.arange(n) >= 1) for n in lengths]
+    sequences = [gpu.TokenSequence(np.full(n, n, np.int32), np.arange(n) >= 1) for n in lengths]
     batches = gpu.padded_batches(sequences, max_tokens=120, by_length=True)
     assert [[len(s) for s in batch] for batch in batches] == [[3, 5, 10], [40, 41], [90], [100]]
     batches = gpu.padded_batches(sequences, max_tokens=200, by_length=False)

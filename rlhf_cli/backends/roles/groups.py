@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,12 +18,15 @@ from rlhf_cli.algorithms.objective import LossWeights, finish_policy_metrics, fi
 from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.backends.roles.serialization import MicroBatches, UpdateSteps
 from rlhf_cli.backends.roles.settings import UpdateStep
-from rlhf_cli.backends.roles.worker_group import WorkerGroup
+from rlhf_cli.backends.roles.worker_group import RankT, WorkerGroup
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence, only_end, plan_packs
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.packing.shared_prompts import plan_groups
 from rlhf_cli.models.reward_model import ScoreStatistics
+
+if TYPE_CHECKING:  # only the process of a rank imports DeepSpeed
+    from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, RewardRank, TrainedRank
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,17 @@ class Dealer:
                 shares[rank].append(UpdateStep([[chosen[i] for i in members] for members in bins], totals))
         return shares
 
-    def forward(self, group: WorkerGroup, method: str, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """Results of a forward method, float32 [trained tokens] for each sequence, in their order."""
+    def forward(
+        self,
+        group: WorkerGroup[RankT],
+        call: Callable[[RankT, MicroBatches], list[np.ndarray]],
+        sequences: Sequence[TokenSequence],
+    ) -> list[np.ndarray]:
+        """Return the results of a forward method, float32 [trained tokens] for each sequence, in their order."""
         plan = self.plan(sequences)
-        work = [(MicroBatches([sequences[i] for i in members] for members in bins),) for bins in plan]
+        work = [MicroBatches([sequences[i] for i in members] for members in bins) for bins in plan]
         results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
-        for bins, arrays in zip(plan, group.wait(group.start_each(method, work)), strict=True):
+        for bins, arrays in zip(plan, group.all_each(call, work), strict=True):
             for members, values_K in zip(bins, arrays, strict=True):
                 bounds = np.cumsum([sequences[i].num_trained for i in members])[:-1]
                 for i, values in zip(members, np.split(values_K, bounds) if members else [], strict=True):
@@ -84,10 +92,19 @@ class Dealer:
         return results
 
 
-class TrainedRole:
-    """All ranks of a role in training: what actor and critic share."""
+class HasTrainedRank(Protocol):
+    """A rank of a role in training: `ActorRank` or `CriticRank`."""
 
-    def __init__(self, group: WorkerGroup, dealer: Dealer, *, takes_turns: bool) -> None:
+    role: "TrainedRank"
+
+
+TrainedT = TypeVar("TrainedT", bound=HasTrainedRank)
+
+
+class TrainedRole(Generic[TrainedT]):
+    """All ranks of a role in training: the part that actor and critic share."""
+
+    def __init__(self, group: WorkerGroup[TrainedT], dealer: Dealer, *, takes_turns: bool) -> None:
         self.group = group
         self.dealer = dealer
         self._takes_turns = takes_turns
@@ -95,12 +112,12 @@ class TrainedRole:
     def wake(self) -> None:
         """Be ready to compute; does nothing for a role that never sleeps."""
         if self._takes_turns:
-            self.group.all("role.wake")
+            self.group.all(lambda rank: rank.role.wake())
 
     def sleep(self) -> None:
         """Leave the accelerators to others."""
         if self._takes_turns:
-            self.group.all("role.sleep")
+            self.group.all(lambda rank: rank.role.sleep())
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -112,78 +129,83 @@ class TrainedRole:
     def sleep_optimizer(self) -> None:
         """Keep the weights alone on the accelerators."""
         if self._takes_turns:
-            self.group.all("role.sleep_optimizer")
+            self.group.all(lambda rank: rank.role.sleep_optimizer())
 
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint, as an estimate."""
-        return int(self.group.all("role.checkpoint_bytes")[0])
+        return self.group.all(lambda rank: rank.role.checkpoint_bytes())[0]
 
     def save(self, directory: Path) -> None:
         """Write everything that shapes the future of this role."""
         directory.mkdir(parents=True, exist_ok=True)
         with self.awake():
-            self.group.all("role.save", directory)
+            self.group.all(lambda rank: rank.role.save(directory))
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote."""
         with self.awake():
-            self.group.all("role.load", directory)
+            self.group.all(lambda rank: rank.role.load(directory))
 
     def save_model(self, directory: Path) -> None:
         """Write the model in Hugging Face format."""
         with self.awake():
-            self.group.all("role.save_model", directory)
+            self.group.all(lambda rank: rank.role.save_model(directory))
 
     def save_average(self, directory: Path) -> None:
         """Write the moving average of the weights in Hugging Face format."""
         with self.awake():
-            self.group.all("role.save_average", directory)
-
-    def update(self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *given: Any) -> list[dict[str, float]]:
-        """Metrics of each optimizer step, over all ranks; `given` is the same for every rank."""
-        shares = self.dealer.steps(samples, steps)
-        return list(self.group.wait(self.group.start_each("update", [(share, *given) for share in shares]))[0])
+            self.group.all(lambda rank: rank.role.save_average(directory))
 
 
 class ActorRole:
     """The policy in training."""
 
-    def __init__(self, trained: TrainedRole) -> None:
+    def __init__(self, trained: TrainedRole["ActorRank"]) -> None:
         self.trained = trained
         self.wake, self.sleep, self.sleep_optimizer = trained.wake, trained.sleep, trained.sleep_optimizer
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Log-probs of each sequence's trained tokens, in nats."""
-        return self.trained.dealer.forward(self.trained.group, "logprobs", sequences)
+        return self.trained.dealer.forward(self.trained.group, lambda rank, work: rank.logprobs(work), sequences)
 
     def update(
         self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
     ) -> list[dict[str, float]]:
         """Metrics of each optimizer step."""
-        return [finish_policy_metrics(metrics) for metrics in self.trained.update(samples, steps, on_policy, weights)]
+        shares = self.trained.dealer.steps(samples, steps)
+        metrics = self.trained.group.all_each(lambda rank, share: rank.update(share, on_policy, weights), shares)
+        return [finish_policy_metrics(of_step) for of_step in metrics[0]]
 
 
 class CriticRole:
     """The value model in training."""
 
-    def __init__(self, trained: TrainedRole) -> None:
+    def __init__(self, trained: TrainedRole["CriticRank"]) -> None:
         self.trained = trained
         self.wake, self.sleep = trained.wake, trained.sleep
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Values of the states before each sequence's trained tokens."""
-        return self.trained.dealer.forward(self.trained.group, "values", sequences)
+        return self.trained.dealer.forward(self.trained.group, lambda rank, work: rank.values(work), sequences)
 
     def update(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
         """Metrics of each optimizer step."""
-        return [finish_value_metrics(metrics) for metrics in self.trained.update(samples, steps)]
+        shares = self.trained.dealer.steps(samples, steps)
+        metrics = self.trained.group.all_each(lambda rank, share: rank.update(share), shares)
+        return [finish_value_metrics(of_step) for of_step in metrics[0]]
 
 
 class ReferenceRole:
     """The policy that the KL divergence is measured from; it stays, or moves towards the actor."""
 
     def __init__(
-        self, group: WorkerGroup, dealer: Dealer, *, takes_turns: bool, actor: TrainedRole, alpha: float
+        self,
+        group: WorkerGroup["ReferenceRank"],
+        dealer: Dealer,
+        *,
+        takes_turns: bool,
+        actor: TrainedRole["ActorRank"],
+        alpha: float,
     ) -> None:
         self._group = group
         self._dealer = dealer
@@ -194,56 +216,63 @@ class ReferenceRole:
     def wake(self) -> None:
         """Be ready to compute; does nothing for a role that never sleeps."""
         if self._takes_turns:
-            self._group.all("wake")
+            self._group.all(lambda rank: rank.wake())
 
     def sleep(self) -> None:
         """Leave the accelerators to others."""
         if self._takes_turns:
-            self._group.all("sleep")
+            self._group.all(lambda rank: rank.sleep())
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Log-probs of each sequence's trained tokens, in nats."""
-        return self._dealer.forward(self._group, "logprobs", sequences)
+        return self._dealer.forward(self._group, lambda rank, work: rank.logprobs(work), sequences)
 
     def move(self) -> None:
         """Make the weights `alpha` of the actor's and the rest of their own; they travel in Ray's object store."""
+        actor, alpha = self._actor.group, self._alpha
         with self._actor.awake():
-            for number in range(self._actor.group.all("num_buckets")[0]):
-                bucket = self._actor.group.start("bucket", number)
-                self._actor.group.wait(bucket)
-                self._group.all("move", bucket[0], self._alpha)
+            for number in range(actor.all(lambda rank: rank.num_buckets())[0]):
+                bucket = actor.start_each(lambda rank, number: rank.bucket(number), [number] * len(actor))
+                actor.wait(bucket)
+                # Ray hands the weights of rank 0 to every rank of the reference: they do not pass through the driver.
+                self._group.all_each(lambda rank, weights: rank.move(weights, alpha), [bucket[0]] * len(self._group))
 
     def num_bytes(self) -> int:
         """Bytes that `save` writes."""
-        return int(self._group.all("num_bytes")[0])
+        return self._group.all(lambda rank: rank.num_bytes())[0]
 
     def save(self, directory: Path) -> None:
         """Write the weights as they have moved."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._group.all("save", directory)
+        self._group.all(lambda rank: rank.save(directory))
 
     def load(self, directory: Path) -> None:
         """Take the weights that `save` wrote."""
-        self._group.all("load", directory)
+        self._group.all(lambda rank: rank.load(directory))
 
 
 class BaseReference:
     """The model under the actor's adapter as what the KL divergence is measured from: there is no second copy of it."""
 
-    def __init__(self, actor: TrainedRole) -> None:
+    def __init__(self, actor: TrainedRole["ActorRank"]) -> None:
         self._actor = actor
         self.wake, self.sleep = actor.wake, actor.sleep
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Log-probs of each sequence's trained tokens, in nats."""
-        return self._actor.dealer.forward(self._actor.group, "base_logprobs", sequences)
+        return self._actor.dealer.forward(self._actor.group, lambda rank, work: rank.base_logprobs(work), sequences)
 
 
 class RewardRole:
     """The reward model, which scores whole responses."""
 
     def __init__(
-        self, group: WorkerGroup, dealer: Dealer, *, takes_turns: bool, statistics: ScoreStatistics | None
+        self,
+        group: WorkerGroup["RewardRank"],
+        dealer: Dealer,
+        *,
+        takes_turns: bool,
+        statistics: ScoreStatistics | None,
     ) -> None:
         self._group = group
         self._dealer = dealer
@@ -253,17 +282,19 @@ class RewardRole:
     def wake(self) -> None:
         """Be ready to compute; does nothing for a role that never sleeps."""
         if self._takes_turns:
-            self._group.all("wake")
+            self._group.all(lambda rank: rank.wake())
 
     def sleep(self) -> None:
         """Leave the accelerators to others."""
         if self._takes_turns:
-            self._group.all("sleep")
+            self._group.all(lambda rank: rank.sleep())
 
     def scores(self, sequences: Sequence[TokenSequence]) -> list[float]:
         """The score of each sequence, read at its last token; normalised where there are statistics."""
         ends = [only_end(sequence) for sequence in sequences]
-        scores_B = torch.from_numpy(np.concatenate(self._dealer.forward(self._group, "scores", ends)))
+        scores_B = torch.from_numpy(
+            np.concatenate(self._dealer.forward(self._group, lambda rank, work: rank.scores(work), ends))
+        )
         if self._statistics is not None:
             scores_B = normalised_scores(scores_B, mean=self._statistics.mean, std=self._statistics.std)
         return scores_B.tolist()

@@ -7,7 +7,7 @@ import asyncio
 import faulthandler
 import os
 import sys
-from operator import attrgetter
+from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -39,9 +39,9 @@ class RayWorker:
         os.environ |= environment
         self._target = _made(factory, *args)
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the object, or of an attribute of it ("role.save")."""
-        return attrgetter(method)(self._target)(*args)
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return `function(target, *args)` of the object that this worker holds."""
+        return function(self._target, *args)
 
 
 class AsyncRayWorker(RayWorker):
@@ -52,9 +52,9 @@ class AsyncRayWorker(RayWorker):
         os.environ |= environment
         self._target = await asyncio.to_thread(_made, factory, *args)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Await a coroutine method of the object."""
-        return await attrgetter(method)(self._target)(*args)
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Await `function(target, *args)`, a coroutine of the object that this worker holds."""
+        return await function(self._target, *args)
 
 
 def _made(factory: str, *args: Any) -> Any:

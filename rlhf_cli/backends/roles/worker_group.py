@@ -3,9 +3,9 @@
 Leaves out what a rank computes (roles), how work is dealt to ranks (online_roles) and where they sit (placement).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -21,8 +21,17 @@ DEATH_SECONDS = 5.0
 """How long after a rank's failure others are given to turn out dead: Ray takes about a second to notice."""
 
 
-class WorkerGroup:
-    """The workers of one role by rank."""
+RankT = TypeVar("RankT")
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+
+
+class WorkerGroup(Generic[RankT]):
+    """The workers of one role by rank, each of which holds an object of type `RankT`.
+
+    A call is a function of that object, usually a lambda, so that types are checked and a rename reaches it. Ray sends
+    the function with the values that it uses: a lambda must name `rank` and plain values, never `self`.
+    """
 
     def __init__(self, role: str, workers: list[Any], log_dir: Path) -> None:
         self.role = role
@@ -32,14 +41,13 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def start(self, method: str, *args: Any) -> list[Any]:
+    def start(self, call: Callable[[RankT], object]) -> list[Any]:
         """Begin the same call on every rank; `wait` for the results."""
-        return [worker.call.remote(method, *args) for worker in self._workers]
+        return [worker.call.remote(call) for worker in self._workers]
 
-    def start_each(self, method: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Begin a call with its own arguments on every rank."""
-        pairs = zip(self._workers, args_by_rank, strict=True)
-        return [worker.call.remote(method, *args) for worker, args in pairs]
+    def start_each(self, call: Callable[[RankT, Work], object], work: Sequence[Work]) -> list[Any]:
+        """Begin a call with its own work on every rank; `wait` for the results."""
+        return [worker.call.remote(call, share) for worker, share in zip(self._workers, work, strict=True)]
 
     def wait(self, calls: list[Any]) -> list[Any]:
         """Results of the calls by rank.
@@ -95,9 +103,13 @@ class WorkerGroup:
             for rank, worker in enumerate(self._workers)
         ]
 
-    def all(self, method: str, *args: Any) -> list[Any]:
-        """Results of the same call on every rank."""
-        return self.wait(self.start(method, *args))
+    def all(self, call: Callable[[RankT], Result]) -> list[Result]:
+        """Return the results of the same call on every rank."""
+        return self.wait(self.start(call))
+
+    def all_each(self, call: Callable[[RankT, Work], Result], work: Sequence[Work]) -> list[Result]:
+        """Return the results of a call with its own work on every rank."""
+        return self.wait(self.start_each(call, work))
 
     def log_file(self, rank: int) -> Path:
         """Where a rank's output goes."""
@@ -115,7 +127,9 @@ class WorkerGroup:
         return RunError(f"{self.role} rank {rank} failed ({reason}); the full trace is in {self.log_file(rank)}")
 
 
-def start_ranks(role: str, layout: Layout, reservation: Reservation, *, log_dir: Path, threads: int) -> WorkerGroup:
+def start_ranks(
+    role: str, layout: Layout, reservation: Reservation, *, log_dir: Path, threads: int
+) -> WorkerGroup[Any]:
     """Start the processes of a role without waiting for them; `build` makes the role in each.
 
     Args:

@@ -5,9 +5,9 @@ Leaves out the engines themselves (rollout_vllm, rollout_transformers) and how w
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -15,12 +15,19 @@ from ray.exceptions import RayActorError, RayTaskError
 from rlhf_cli.backends.roles.groups import TrainedRole
 from rlhf_cli.backends.roles.settings import EngineLink
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead, SyncBackend
+from rlhf_cli.backends.rollout.engine_host import EngineHost
 from rlhf_cli.backends.weight_sync.transfer import PushReport
-from rlhf_cli.backends.weight_sync.vllm_trainer import Rendezvous
+from rlhf_cli.backends.weight_sync.vllm_trainer import HostCall, Rendezvous
 from rlhf_cli.config.generate import SamplingConfig
 from rlhf_cli.config.online import EngineConfig, RolloutConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
+
+if TYPE_CHECKING:  # only the process of a rank imports DeepSpeed
+    from rlhf_cli.backends.roles.ranks import ActorRank
+
+Result = TypeVar("Result")
+EngineCall = Callable[[EngineHost], Awaitable[Result]]
 
 MAX_RESTARTS = 3
 """Engines started again in one run; more deaths have a cause that a restart does not cure."""
@@ -51,9 +58,10 @@ class CallWorkers:
 
     workers: list[Any]
 
-    def __call__(self, method: str, arguments: list[tuple[Any, ...]]) -> None:
-        pairs = zip(self.workers, arguments, strict=True)
-        _get_all([worker.call.remote(f"engine.{method}", *given) for worker, given in pairs])
+    def __call__(self, call: HostCall, given: Sequence[Any]) -> None:
+        """Call `call(host, value)` for every engine with its value, and wait."""
+        pairs = zip(self.workers, given, strict=True)
+        _get_all([worker.call.remote(call, value) for worker, value in pairs])
 
 
 @dataclass
@@ -95,7 +103,7 @@ class EngineGroup:
         ranks_per_engine: int,
     ) -> None:
         self._start = start
-        self._actor: TrainedRole | None = None
+        self._actor: TrainedRole[ActorRank] | None = None
         self._takes_turns = takes_turns
         self._sync_backend = sync_backend
         self._ranks_per_engine = ranks_per_engine
@@ -116,7 +124,7 @@ class EngineGroup:
             except RayActorError as error:
                 raise RunError(f"rollout engine {number} died while it was started ({_reason(error)})") from error
 
-    def connect(self, actor: TrainedRole) -> None:
+    def connect(self, actor: TrainedRole["ActorRank"]) -> None:
         """Take the weights of this actor from now on; to be called when actor and engines are built."""
         self._actor = actor
         link = EngineLink(
@@ -126,7 +134,7 @@ class EngineGroup:
             ranks_per_engine=self._ranks_per_engine,
             rendezvous=Rendezvous(*actor.group.address()),
         )
-        actor.group.all("connect_engines", link)
+        actor.group.all(lambda rank: rank.connect_engines(link))
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
         """One response per request, in their order."""
@@ -166,19 +174,20 @@ class EngineGroup:
                 continue
             found += batch.news(number, arrivals)
             if not arrivals.is_last:
-                batch.calls[self._workers[number].call.remote("engine.collect")] = number
+                batch.calls[self._call(number, lambda host: host.engine.collect())] = number
         return found
 
     def cut(self, max_tokens: int) -> None:
         """Give up the responses of the batch that have, or get, more than so many tokens; the others still come."""
         self._batch.max_tokens = max_tokens
         for number in self._batch.calls.values():
-            self._workers[number].call.remote("engine.cut", max_tokens)
+            self._call(number, lambda host: host.engine.cut(max_tokens))
 
     def _ask_for_share(self, number: int) -> None:
         batch = self._batch
         share = [batch.requests[i] for i in batch.shares[number]]
-        call = self._workers[number].call.remote("begin", share, batch.sampling, batch.max_tokens)
+        sampling, max_tokens = batch.sampling, batch.max_tokens
+        call = self._call(number, lambda host: host.begin(share, sampling, max_tokens))
         batch.calls[call] = number
 
     def _replace(self, number: int, error: Exception) -> None:
@@ -192,7 +201,7 @@ class EngineGroup:
                 self._push(self._version, [number])
         self._ask_for_share(number)
 
-    def _repeat_with(self, actor: TrainedRole, number: int, error: Exception) -> None:
+    def _repeat_with(self, actor: TrainedRole["ActorRank"], number: int, error: Exception) -> None:
         """Do the same when the push concerns all engines: all of them stop, and repeat what they had not finished.
 
         A push by nccl or ipc needs every engine; on shared GPUs the actor needs the memory of their caches.
@@ -200,10 +209,12 @@ class EngineGroup:
         unfinished = [number, *self._batch.calls.values()]
         died = {number: error} | self._stop()
         if self._takes_turns:
-            self._each([other for other in range(len(self._workers)) if other not in died], "engine.sleep")
+            self._each(
+                [other for other in range(len(self._workers)) if other not in died], lambda host: host.engine.sleep()
+            )
         self._restart(died)
         if self._takes_turns:
-            self._each(died, "engine.sleep")
+            self._each(died, lambda host: host.engine.sleep())
         with actor.awake():
             actor.sleep_optimizer()
             self.receive_weights(self._version)
@@ -215,12 +226,12 @@ class EngineGroup:
         """Make all engines give up what they are at; return the engines that died meanwhile."""
         running, self._batch.calls = self._batch.calls, {}
         for number in running.values():
-            self._workers[number].call.remote("engine.cut", 0)
+            self._call(number, lambda host: host.engine.cut(0))
         died: dict[int, Exception] = {}
         for call, number in running.items():
             try:
                 while not ray.get(call).is_last:
-                    call = self._workers[number].call.remote("engine.collect")
+                    call = self._call(number, lambda host: host.engine.collect())
             except (RayActorError, RayTaskError) as error:
                 died[number] = error
         return died
@@ -228,19 +239,19 @@ class EngineGroup:
     def wake_cache(self) -> None:
         """Be ready to generate."""
         if self._takes_turns:
-            self._all("engine.wake", ["kv_cache"])
+            self._all(lambda host: host.engine.wake(["kv_cache"]))
 
     def sleep(self) -> None:
         """Leave the accelerators to others."""
         if self._takes_turns:
-            self._all("engine.sleep")
+            self._all(lambda host: host.engine.sleep())
 
     def receive_weights(self, version: int) -> dict[str, float]:
         """Take the actor's present weights; metrics of the transfer. Engines that died meanwhile are started again."""
         self._revive()
         begin = time.perf_counter()
         if self._takes_turns:
-            self._all("engine.wake", ["weights"])
+            self._all(lambda host: host.engine.wake(["weights"]))
         report = self._push(version, list(range(len(self._workers))))
         self._version = version
         return {
@@ -250,11 +261,11 @@ class EngineGroup:
 
     def checksums(self) -> list[int]:
         """Checksum of the last push as it arrived in each worker of each engine."""
-        return [checksum for found in self._all("engine.weight_checksum") for checksum in found]
+        return [checksum for found in self._all(lambda host: host.engine.weight_checksum()) for checksum in found]
 
     def shutdown(self) -> None:
         """End all engines and their processes."""
-        ending = [worker.call.remote("engine.shutdown") for worker in self._workers]
+        ending = [self._call(number, lambda host: host.engine.shutdown()) for number in range(len(self._workers))]
         for worker, call in zip(self._workers, ending, strict=True):
             try:
                 ray.get(call, timeout=30)
@@ -263,17 +274,17 @@ class EngineGroup:
 
     def _push(self, version: int, numbers: list[int]) -> PushReport:
         assert self._actor is not None, "there is no actor to take weights from"
-        report: PushReport = self._actor.group.all("push_weights", version)[0]
-        if report.manifest is not None:  # else the engines have taken part in the push already
-            calls = [self._workers[number].call.remote("take_push", report.manifest, version) for number in numbers]
+        report = self._actor.group.all(lambda rank: rank.push_weights(version))[0]
+        manifest = report.manifest
+        if manifest is not None:  # else the engines have taken part in the push already
             try:
-                _get_all(calls)
+                self._each(numbers, lambda host: host.take_push(manifest, version))
             finally:
-                self._actor.group.all("discard_push")  # shared memory is memory
+                self._actor.group.all(lambda rank: rank.discard_push())  # shared memory is memory
         return report
 
     def _revive(self) -> None:
-        checks = [worker.call.remote("engine.check_alive") for worker in self._workers]
+        checks = [self._call(number, lambda host: host.engine.check_alive()) for number in range(len(self._workers))]
         died: dict[int, Exception] = {}
         for number, check in enumerate(checks):
             try:
@@ -308,11 +319,15 @@ class EngineGroup:
                 f"rollout engine {number} died and could not be started again ({_reason(again)})"
             ) from again
 
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        return self._each(range(len(self._workers)), method, *args)
+    def _all(self, call: EngineCall[Result]) -> list[Result]:
+        return self._each(range(len(self._workers)), call)
 
-    def _each(self, numbers: Iterable[int], method: str, *args: Any) -> list[Any]:
-        return _get_all([self._workers[number].call.remote(method, *args) for number in numbers])
+    def _each(self, numbers: Iterable[int], call: EngineCall[Result]) -> list[Result]:
+        return _get_all([self._call(number, call) for number in numbers])
+
+    def _call(self, number: int, call: EngineCall[object]) -> Any:
+        """Begin a call of the host of an engine; the function must name plain values only, as Ray sends it."""
+        return self._workers[number].call.remote(call)
 
 
 def _reason(error: Exception) -> str:

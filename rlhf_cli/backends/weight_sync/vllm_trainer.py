@@ -4,9 +4,9 @@ vLLM's engine drives the inference side through a client with four blocking meth
 several engines at once, however they are reached. Leaves out shared memory (weight_transfer_shm) and Ray.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -15,10 +15,14 @@ from rlhf_cli.errors import RunError
 from rlhf_cli.models.checkpoint_names import persistent_buffers, shapes_in_checkpoint
 from rlhf_cli.models.merging import parameters_without_adapter
 
+if TYPE_CHECKING:
+    from rlhf_cli.backends.rollout.engine_host import EngineHost
+
 _BUFFER_BYTES = 256 << 20
 
-CallEngines = Callable[[str, list[tuple[Any, ...]]], None]
-"""call(method, arguments of each engine): calls the method of all engines at once and waits for all of them."""
+HostCall = Callable[["EngineHost", Any], Awaitable[object]]
+CallEngines = Callable[[HostCall, Sequence[Any]], None]
+"""Calls a function of every engine's host with a value of its own, and waits for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +67,20 @@ class EngineClient:
             info = dict(init_info)
             if "rank_offset" in info:
                 info["rank_offset"] += index * self._ranks_per_engine
-            infos.append((info,))
-        self._call("init_weight_transfer", infos)
+            infos.append(info)
+        self._call(lambda host, info: host.engine.init_weight_transfer(info), infos)
 
     def start_weight_update(self) -> None:
         """Opens the update on all engines."""
-        self._call("start_weight_update", [()] * self._num_engines)
+        self._call(lambda host, _: host.engine.start_weight_update(), [None] * self._num_engines)
 
     def update_weights(self, update_info: Any) -> None:
         """Lets all engines receive; returns when all have."""
-        self._call("update_weights", [(update_info,)] * self._num_engines)
+        self._call(lambda host, info: host.engine.update_weights(info), [update_info] * self._num_engines)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Closes the update on all engines under the version of this push."""
-        self._call("finish_weight_update", [(self.version,)] * self._num_engines)
+        self._call(lambda host, version: host.engine.finish_weight_update(version), [self.version] * self._num_engines)
 
 
 class PushSource:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat, describe, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
@@ -22,6 +22,9 @@ from rlhf_cli.config.online import PlacementConfig, RolloutConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 from rlhf_cli.models.reward_model import RewardModelPlan
+
+if TYPE_CHECKING:  # only the process of a rank imports DeepSpeed
+    from rlhf_cli.backends.roles.ranks import RewardRank
 
 REWARD = "reward"
 
@@ -93,7 +96,7 @@ def _layout(config: InferenceConfig, cluster: Cluster, *, has_reward_model: bool
     return plan_layout(placement, engines, roles=roles, node_gpus=cluster.node_gpus)
 
 
-def _start_reward_model(places: _Places, model: RewardModelPlan) -> WorkerGroup:
+def _start_reward_model(places: _Places, model: RewardModelPlan) -> WorkerGroup["RewardRank"]:
     """The ranks of the reward model, built: an engine beside it measures what memory is free."""
     settings = RoleSettings(
         model=model.source,
@@ -113,7 +116,7 @@ def _start_reward_model(places: _Places, model: RewardModelPlan) -> WorkerGroup:
     return group
 
 
-def _reward_group(places: _Places, ranks: WorkerGroup | None, model: RewardModelPlan) -> RewardRole:
+def _reward_group(places: _Places, ranks: WorkerGroup["RewardRank"] | None, model: RewardModelPlan) -> RewardRole:
     assert ranks is not None
     default = BatchConfig()
     max_tokens = max(default.train_max_tokens_per_gpu, places.config.prompts.max_len)
@@ -121,7 +124,7 @@ def _reward_group(places: _Places, ranks: WorkerGroup | None, model: RewardModel
     return RewardRole(ranks, dealer, takes_turns=False, statistics=model.statistics)
 
 
-def _start_engines(places: _Places, ranks: WorkerGroup | None) -> EngineGroup:
+def _start_engines(places: _Places, ranks: WorkerGroup["RewardRank"] | None) -> EngineGroup:
     config, sampling = places.config, places.config.sampling
     settings = EngineSettings(
         max_model_len=config.prompts.max_len,
@@ -157,7 +160,7 @@ def _start_engines(places: _Places, ranks: WorkerGroup | None) -> EngineGroup:
     )
 
 
-def _engine_environment(places: _Places, seat: Seat, ranks: WorkerGroup | None) -> dict[str, str]:
+def _engine_environment(places: _Places, seat: Seat, ranks: WorkerGroup["RewardRank"] | None) -> dict[str, str]:
     """Which GPUs an engine over several shared ones uses: those of the reward model's ranks that sit there."""
     if ranks is None or not (places.cluster.has_gpus and seat.shared and len(seat.gpus) > 1):
         return {}

@@ -1,5 +1,6 @@
 """Builds the roles of an online command on the cluster and keeps them together: start, save, load, end."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -14,9 +15,10 @@ from rlhf_cli.backends.roles.groups import (
     ReferenceRole,
     RewardRole,
     TrainedRole,
+    TrainedT,
 )
 from rlhf_cli.backends.roles.settings import RoleSettings
-from rlhf_cli.backends.roles.worker_group import WorkerGroup, start_engine, start_ranks
+from rlhf_cli.backends.roles.worker_group import RankT, WorkerGroup, start_engine, start_ranks
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
 from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE
@@ -132,7 +134,7 @@ class OnlineRoles:
     def __exit__(self, *error: object) -> None:
         self.engines.shutdown()
 
-    def _build_models(self, groups: dict[str, WorkerGroup]) -> None:
+    def _build_models(self, groups: dict[str, WorkerGroup[Any]]) -> None:
         """Build all models; one after the other if they take turns on GPUs, because each fills a GPU at first."""
         sleepers = {"actor": self.actor, "critic": self.critic, "ref": self.reference, "reward": self.reward_model}
         one_by_one = self._takes_turns and self._where.cluster.has_gpus
@@ -146,7 +148,7 @@ class OnlineRoles:
                 assert sleeper is not None
                 sleeper.sleep()
 
-    def _begin_building(self, group: WorkerGroup) -> list[Any]:
+    def _begin_building(self, group: WorkerGroup[Any]) -> list[Any]:
         return group.build(self._settings(group.role), local_size=self._where.layout.local_size(group.role))
 
     def _start_engines(self) -> EngineGroup:
@@ -159,7 +161,7 @@ class OnlineRoles:
             ranks_per_engine=rollout.vllm_tensor_parallel_size,
         )
 
-    def _all_trained(self) -> dict[str, TrainedRole]:
+    def _all_trained(self) -> dict[str, TrainedRole[Any]]:
         return {"actor": self.actor.trained} | ({"critic": self.critic.trained} if self.critic else {})
 
     @property
@@ -168,27 +170,30 @@ class OnlineRoles:
         moves = self._config.reference.ref_sync_steps > 0
         return self.reference if moves and isinstance(self.reference, ReferenceRole) else None
 
-    def _reference_group(self, group: WorkerGroup) -> ReferenceRole:
+    def _reference_group(self, group: WorkerGroup[Any]) -> ReferenceRole:
         return ReferenceRole(
             group,
-            self._dealer(group, "packer", self._models.policy),
+            self._dealer(group, lambda rank: rank.packer.shares_prompts(), self._models.policy),
             takes_turns=self._takes_turns,
             actor=self.actor.trained,
             alpha=self._config.reference.ref_mixup_alpha,
         )
 
-    def _trained(self, group: WorkerGroup, model: TrainedModel) -> TrainedRole:
-        return TrainedRole(group, self._dealer(group, "role.packer", model), takes_turns=self._takes_turns)
+    def _trained(self, group: WorkerGroup[TrainedT], model: TrainedModel) -> TrainedRole[TrainedT]:
+        return TrainedRole(
+            group,
+            self._dealer(group, lambda rank: rank.role.packer.shares_prompts(), model),
+            takes_turns=self._takes_turns,
+        )
 
-    def _dealer(self, group: WorkerGroup, packer: str, model: TrainedModel) -> Dealer:
-        """Deals to the ranks, which pack with what is there under that name."""
+    def _dealer(
+        self, group: WorkerGroup[RankT], shares_prompts: Callable[[RankT], bool], model: TrainedModel
+    ) -> Dealer:
+        """Return the dealer of a group; `shares_prompts` asks a rank whether it computes a common prompt once."""
+        cost = quadratic_cost(model.architecture)
+        return Dealer(len(group), self._config.batch, cost, lambda: group.all(shares_prompts)[0])
 
-        def do_share_prompts() -> bool:
-            return bool(group.all(f"{packer}.shares_prompts")[0])
-
-        return Dealer(len(group), self._config.batch, quadratic_cost(model.architecture), do_share_prompts)
-
-    def _reward_group(self, group: WorkerGroup, model: RewardModelPlan) -> RewardRole:
+    def _reward_group(self, group: WorkerGroup[Any], model: RewardModelPlan) -> RewardRole:
         dealer = Dealer(len(group), self._config.batch, model.quadratic_cost)
         return RewardRole(group, dealer, takes_turns=self._takes_turns, statistics=model.statistics)
 
@@ -196,7 +201,7 @@ class OnlineRoles:
         """CPU threads of a process of the role."""
         return self._where.cluster.threads(len(self._where.layout.of(role)))
 
-    def _start_ranks(self, role: str) -> WorkerGroup:
+    def _start_ranks(self, role: str) -> WorkerGroup[Any]:
         where = self._where
         return start_ranks(role, where.layout, where.reservation, log_dir=where.log_dir, threads=self._threads(role))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
+from remote_calls import recorded
 
 from rlhf_cli.backends.rollout import engine_group
 from rlhf_cli.backends.rollout.engine import Arrivals
@@ -60,11 +61,13 @@ class FakeWorker:
         self.done = 0
         self.call = SimpleNamespace(remote=self._remote)
 
-    def _remote(self, method, *args):
-        def do():
-            return getattr(self, method.removeprefix("engine."))(*args) if self.alive else HAS_DIED
+    def _remote(self, call):
+        method, args = recorded(call)
 
-        return FakeCall(do, waits=method == "engine.collect")
+        def do():
+            return getattr(self, method)(*args) if self.alive else HAS_DIED
+
+        return FakeCall(do, waits=method == "collect")
 
     def begin(self, share, sampling, max_tokens):
         assert not self.asleep
@@ -118,7 +121,8 @@ class FakeActor:
     def sleep_optimizer(self):
         pass
 
-    def _all(self, method, *args):
+    def _all(self, call):
+        method, args = recorded(call)
         if method == "connect_engines":
             self.links += 1
             assert self.backend == "shm" or all(worker.alive for worker in self.workers.values()), "one is dead"

@@ -1,9 +1,11 @@
 """How batches are dealt to ranks and engines, and put together again: no layout changes who gets which sample."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from remote_calls import recorded
 from tiny_training import make_sequences
 
 from rlhf_cli.backends.roles.groups import Dealer, RewardRole
@@ -25,18 +27,15 @@ class FakeGroup:
     def __init__(self) -> None:
         self.micro_batches: list[list[int]] = []
 
-    def start_each(self, method: str, args_by_rank: list[tuple[Any, ...]]) -> list[Any]:
-        assert method in self.METHODS
-        return [self._rank(micro_batches) for (micro_batches,) in args_by_rank]
+    def all_each(self, call: Callable[..., Any], work: list[Any]) -> list[Any]:
+        assert recorded(call, None)[0] in self.METHODS
+        return [self._rank(micro_batches) for micro_batches in work]
 
     def _rank(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         self.micro_batches.append([sum(len(sequence) for sequence in batch) for batch in micro_batches])
         return [
             np.concatenate([np.zeros(0), *(10.0 * s.token_ids[s.loss_mask] for s in batch)]) for batch in micro_batches
         ]
-
-    def wait(self, calls: list[Any]) -> list[Any]:
-        return calls
 
 
 def dealer(num_ranks: int, max_tokens: int, max_sequences: int | None) -> Dealer:
@@ -47,7 +46,11 @@ def dealer(num_ranks: int, max_tokens: int, max_sequences: int | None) -> Dealer
 @pytest.mark.parametrize(("num_ranks", "max_tokens", "max_sequences"), LAYOUTS)
 def test_results_come_back_to_their_sequences(num_ranks, max_tokens, max_sequences):
     sequences, group = make_sequences(7), FakeGroup()
-    results = dealer(num_ranks, max_tokens, max_sequences).forward(group, "logprobs", sequences)  # type: ignore[arg-type]
+    results = dealer(num_ranks, max_tokens, max_sequences).forward(
+        group,  # type: ignore[arg-type]
+        lambda rank, work: rank.logprobs(work),
+        sequences,
+    )
     for sequence, result in zip(sequences, results, strict=True):
         assert result.tolist() == (10.0 * sequence.token_ids[sequence.loss_mask]).tolist()
     assert len(group.micro_batches) == num_ranks

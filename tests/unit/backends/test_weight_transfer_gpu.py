@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from remote_calls import recorded
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.vllm_engine import sampled_logprobs
@@ -88,8 +89,9 @@ class Calls:
     def __init__(self):
         self.made = []
 
-    def __call__(self, method, arguments):
-        self.made.append((method, arguments))
+    def __call__(self, call, given):
+        found = [recorded(call, value) for value in given]
+        self.made.append((found[0][0], [arguments for _, arguments in found]))
 
 
 def test_workers_of_several_engines_get_consecutive_ranks():

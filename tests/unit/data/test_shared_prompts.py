@@ -141,17 +141,14 @@ def test_log_probabilities_and_gradients_are_those_of_repeated_prompts():
 class Ranks:
     """Ranks that answer every trained token with its id, as `FrozenEngine.infer` does with packs."""
 
-    def start_each(self, method, args_by_rank):
-        return [[pack_groups(batch).targets_K.numpy() for batch in batches] for (batches,) in args_by_rank]
-
-    def wait(self, calls):
-        return calls
+    def all_each(self, call, work):
+        return [[pack_groups(batch).targets_K.numpy() for batch in batches] for batches in work]
 
 
 @pytest.mark.parametrize(("num_ranks", "max_tokens"), [(1, 100), (2, 12), (3, 7)])
 def test_results_of_shared_packs_come_back_to_their_sequences(num_ranks, max_tokens):
     dealer = Dealer(num_ranks, BatchConfig(train_max_tokens_per_gpu=max_tokens), 0.01, lambda: True)
-    results = dealer.forward(Ranks(), "logprobs", SCATTERED)  # type: ignore[arg-type]
+    results = dealer.forward(Ranks(), lambda rank, work: rank.logprobs(work), SCATTERED)  # type: ignore[arg-type]
     for asked, found in zip(SCATTERED, results, strict=True):
         assert found.tolist() == asked.token_ids[asked.loss_mask].tolist()
 

@@ -4,8 +4,7 @@ Leaves out Ray: the ranks and the rollout engine are called where they are. Ever
 """
 
 import asyncio
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +42,8 @@ class OneRank:
     def __init__(self, target: Any) -> None:
         self.target = target
 
-    def start_each(self, method: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [attrgetter(method)(self.target)(*args) for args in args_by_rank]
-
-    def wait(self, calls: list[Any]) -> list[Any]:
-        return calls
+    def all_each(self, call: Callable[..., Any], work: Sequence[Any]) -> list[Any]:
+        return [call(self.target, share) for share in work]
 
 
 class OneEngine:
