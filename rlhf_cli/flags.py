@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from rlhf_cli.config.plugins import FORMS, Plugin
+
 RESERVED = {"config", "local_rank", "help"}  # flags every command has besides its settings
 
 
@@ -41,7 +43,12 @@ class Flag(NamedTuple):
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        return get_args(self.annotation) if self._is(Literal) else ()
+        return get_args(self.annotation) if self._is(Literal) else self.plugin.names if self.plugin else ()
+
+    @property
+    def plugin(self) -> Plugin | None:
+        """The names and the form of others' code, if the setting takes such code."""
+        return next((limit for limit in self.limits if isinstance(limit, Plugin)), None)
 
     @property
     def is_list(self) -> bool:
@@ -107,7 +114,11 @@ def expected(flag: Flag) -> str:
     """What a value of this flag must be, in words: 'an integer > 0', 'bf16 or fp32', '2 numbers'."""
     if flag.choices:
         *most, last = map(str, flag.choices)
-        return f"{', '.join(most)} or {last}" if most else last
+        listed = f"{', '.join(most)} or {last}" if most else last
+        several = ", separated by commas" if flag.is_list else ""
+        return f"{listed}, or {FORMS}{several}" if flag.plugin else listed
+    if flag.plugin:
+        return FORMS
     if flag.takes > 1:
         return f"{flag.takes} {_TYPE_NAMES[get_args(flag.annotation)[0]][1]}"
     if flag.is_list:

@@ -23,6 +23,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, config_class, describe, expected, flags_of, shown
 from rlhf_cli.foreign import Translation, translate, translate_settings
@@ -97,6 +98,7 @@ def from_config(run: Callable[[Any], None]) -> Callable[..., None]:
             problems=[*words.problems, *(f"{problem} (in {config})" for problem in lines.problems)],
         )
         _print_notes(ctx.command.name, [*words.notes, *lines.notes])
+        require_plugins(resolved)
         run(resolved)
 
     parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]

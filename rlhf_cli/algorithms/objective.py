@@ -6,6 +6,7 @@ models, engines or ranks.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, aggregate, maxi
 from rlhf_cli.algorithms.entropy import EntropyState, next_entropy_state
 from rlhf_cli.algorithms.importance_correction import correction_weights, correlation, mismatch
 from rlhf_cli.algorithms.kl import kl_estimate
-from rlhf_cli.algorithms.policy_loss import TokenLoss, cispo, gspo, log_ratio, ppo_clip, reinforce, sapo
+from rlhf_cli.algorithms.policy_loss import TOKEN_METRICS, TokenLoss, cispo, gspo, log_ratio, ppo_clip, reinforce, sapo
 from rlhf_cli.algorithms.value_loss import clipped_value_loss, explained_variance
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.plugins import load_target
+from rlhf_cli.config.policy import POLICY_LOSSES, ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.errors import RunError
 
 # Metrics under this prefix are moments, which the finish_ functions turn into a figure once they are complete.
 MOMENT = "moment/"
@@ -66,7 +69,7 @@ def policy_objective(
         return aggregate(values_K, columns.cu, totals, kind=settings.loss_agg, max_new_tokens=max_new_tokens)
 
     anchor_K = logprobs_K.detach() if columns.old_K is None else columns.old_K
-    loss_K, flags = POLICY_LOSSES[settings.policy_loss](logprobs_K, anchor_K, columns, settings)
+    loss_K, flags = _token_loss(logprobs_K, anchor_K, columns, settings)
     weight_K, corrected_K = correction_weights(
         anchor_K,
         columns.rollout_K,
@@ -92,32 +95,57 @@ def policy_objective(
     return loss, metrics
 
 
-def _clip(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+def clip_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    """Return the loss `clip` of each token by the settings, and its metrics."""
     low, high = settings.clip_range
     return ppo_clip(
         logprobs_K, anchor_K, columns.advantages_K, eps_low=low, eps_high=high, dual_clip=settings.dual_clip
     )
 
 
-def _gspo(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+def gspo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    """Return the loss `gspo` of each token by the settings, and its metrics."""
     low, high = settings.clip_range
     return gspo(logprobs_K, anchor_K, columns.advantages_K, columns.cu, eps_low=low, eps_high=high)
 
 
-def _cispo(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+def cispo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    """Return the loss `cispo` of each token by the settings, and its metrics."""
     return cispo(logprobs_K, anchor_K, columns.advantages_K, cap=settings.cispo_eps_high)
 
 
-def _sapo(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+def sapo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    """Return the loss `sapo` of each token by the settings, and its metrics."""
     positive, negative = settings.sapo_tau
     return sapo(logprobs_K, anchor_K, columns.advantages_K, tau_positive=positive, tau_negative=negative)
 
 
-def _reinforce(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, _: PolicyConfig) -> TokenLoss:
+def reinforce_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, _: PolicyConfig) -> TokenLoss:
+    """Return the loss `reinforce` of each token by the settings, and its metrics."""
     return reinforce(logprobs_K, anchor_K, columns.advantages_K)
 
 
-POLICY_LOSSES = {"clip": _clip, "gspo": _gspo, "cispo": _cispo, "sapo": _sapo, "reinforce": _reinforce}
+def _token_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
+    """Return what the loss of the settings returns. Raise RunError if a loss of others returns something else."""
+    name = settings.policy_loss
+    found = load_target(POLICY_LOSSES[name].function if name in POLICY_LOSSES else name)(
+        logprobs_K, anchor_K, columns, settings
+    )
+    if name not in POLICY_LOSSES and (fault := _fault_of_token_loss(found, logprobs_K.shape)):
+        raise RunError(f"--policy_loss {name} {fault}")
+    loss_K, flags = found
+    return loss_K, flags
+
+
+def _fault_of_token_loss(found: Any, shape: torch.Size) -> str | None:
+    """Return why a result of others' code is no loss of each token with its metrics, None if it is one."""
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        return "has to return two values: the loss of each token, and a dict of metrics"
+    loss_K, flags = found
+    if not isinstance(loss_K, Tensor) or loss_K.shape != shape:
+        return f"has to return a loss of shape {tuple(shape)}, one value for each token"
+    missing = [key for key in TOKEN_METRICS if key not in flags]
+    return f"returns no metric {missing[0]!r}; a loss without bounds returns unclipped(ratio_K)" if missing else None
 
 
 def next_weights(weights: LossWeights, metrics: Mapping[str, float], *, settings: PolicyConfig) -> LossWeights:

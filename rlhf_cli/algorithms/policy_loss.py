@@ -13,6 +13,8 @@ from rlhf_cli.algorithms.ragged import segment_ids, segment_mean
 
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
 
+TOKEN_METRICS = ("ratio", "clip_low", "clip_high", "clip_dual")
+
 
 def log_ratio(logprobs_K: Tensor, old_K: Tensor) -> Tensor:
     """`logprobs - old`, limited to +-20 so that its exponential stays finite."""
@@ -54,7 +56,7 @@ def cispo(logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, *, cap: float
     """`-sg(min(r, cap)) A logprobs` (arXiv 2506.13585, eq. 4): a large ratio is bounded, and no token loses its
     gradient. `clip_high` tells where the ratio was bounded."""
     ratio_K = torch.exp(log_ratio(logprobs_K, old_K)).detach()
-    metrics = _unclipped(ratio_K) | {"clip_high": (ratio_K > cap).float()}
+    metrics = unclipped(ratio_K) | {"clip_high": (ratio_K > cap).float()}
     return -ratio_K.clamp(max=cap) * advantages_K * logprobs_K, metrics
 
 
@@ -67,12 +69,12 @@ def sapo(
     """
     ratio_K = torch.exp(log_ratio(logprobs_K, old_K))
     tau_K = torch.where(advantages_K > 0, tau_positive, tau_negative)
-    return -4.0 / tau_K * torch.sigmoid(tau_K * (ratio_K - 1.0)) * advantages_K, _unclipped(ratio_K.detach())
+    return -4.0 / tau_K * torch.sigmoid(tau_K * (ratio_K - 1.0)) * advantages_K, unclipped(ratio_K.detach())
 
 
 def reinforce(logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor) -> TokenLoss:
     """`-A logprobs`, whatever the ratio to the anchor is."""
-    return -advantages_K * logprobs_K, _unclipped(torch.exp(log_ratio(logprobs_K, old_K)).detach())
+    return -advantages_K * logprobs_K, unclipped(torch.exp(log_ratio(logprobs_K, old_K)).detach())
 
 
 def _clipped(
@@ -94,5 +96,6 @@ def _clipped(
     return -surrogate_K, metrics
 
 
-def _unclipped(ratio_K: Tensor) -> dict[str, Tensor]:
+def unclipped(ratio_K: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of a loss whose gradient no bound holds back."""
     return {"ratio": ratio_K, **{name: torch.zeros_like(ratio_K) for name in ("clip_low", "clip_high", "clip_dual")}}

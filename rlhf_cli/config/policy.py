@@ -1,26 +1,49 @@
 """The objective of online training: what all algorithms have, and what some have besides."""
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.plugins import Plugin, is_target
 
-# Losses that read a setting; it has to be left at its default under others.
-READ_BY = {
-    "eps_clip": ("clip", "gspo"),
-    "eps_clip_low_high": ("clip", "gspo"),
-    "dual_clip": ("clip",),
-    "cispo_eps_high": ("cispo",),
-    "sapo_tau": ("sapo",),
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossRow:
+    """A policy loss: its function as `module:name`, and which of the settings that only some losses read it reads."""
+
+    function: str
+    reads: tuple[str, ...] = ()
+
+
+def _own(name: str, *reads: str) -> PolicyLossRow:
+    return PolicyLossRow(f"rlhf_cli.algorithms.objective:{name}", reads)
+
+
+POLICY_LOSSES = {
+    "clip": _own("clip_loss", "eps_clip", "eps_clip_low_high", "dual_clip"),
+    "gspo": _own("gspo_loss", "eps_clip", "eps_clip_low_high"),
+    "cispo": _own("cispo_loss", "cispo_eps_high"),
+    "sapo": _own("sapo_loss", "sapo_tau"),
+    "reinforce": _own("reinforce_loss"),
 }
+
+READ_BY = {
+    setting: tuple(name for name, row in POLICY_LOSSES.items() if setting in row.reads)
+    for setting in ("eps_clip", "eps_clip_low_high", "dual_clip", "cispo_eps_high", "sapo_tau")
+}
+"""Losses that read a setting; it has to be left at its default under other losses of the table."""
 
 
 class PolicyConfig(SettingsGroup):
     """Policy objective"""
 
-    policy_loss: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"
-    """PPO's clip, GSPO (sequence ratios; sets its own eps_clip_low_high and loss_agg), CISPO, SAPO, or no ratio."""
+    policy_loss: Annotated[str, Plugin(tuple(POLICY_LOSSES), ("logprobs_K", "anchor_K", "columns", "settings"))] = (
+        "clip"
+    )
+    """PPO's clip, GSPO (sequence ratios; sets its own eps_clip_low_high and loss_agg), CISPO, SAPO, or no ratio; or a
+    function of your own."""
     loss_agg: Literal["token_mean", "seq_mean", "seq_sum_norm"] = "token_mean"
     """Mean over the tokens of a step, mean over its responses, or sum over responses x max_new_tokens (Dr. GRPO)."""
     eps_clip: float = Field(0.2, gt=0)
@@ -85,7 +108,8 @@ class PolicyConfig(SettingsGroup):
     @model_validator(mode="after")
     def _what_is_given_is_read(self) -> "PolicyConfig":
         for name, losses in READ_BY.items():
-            if self.policy_loss not in losses and self.changed(name):
+            is_read = self.policy_loss in losses or is_target(self.policy_loss)  # others' code may read any setting
+            if not is_read and self.changed(name):
                 raise ValueError(f"{name} is read by policy_loss {' and '.join(losses)}, not by {self.policy_loss}")
         if self.kl_target is None and self.changed("kl_horizon"):
             raise ValueError("kl_horizon is about an adaptive coefficient: give --kl_target")

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_cli.config.online import EngineConfig
+from rlhf_cli.config.plugins import is_target
 from rlhf_cli.config.policy import READ_BY
 from rlhf_cli.config.preference import LOSS_DEFAULTS
 
@@ -53,7 +54,11 @@ def defaults_of_preset(given: Mapping[str, Any]) -> dict[str, Any]:
         defaults["overlong_buffer_len"] = _share_of_response(given)
     loss = given.get("policy_loss")
     if loss is not None:
-        read = {name: value for name, value in defaults.items() if loss in READ_BY.get(name, (loss,))}
+        read = {
+            name: value
+            for name, value in defaults.items()
+            if loss in READ_BY.get(name, (loss,)) or is_target(str(loss))
+        }
         defaults = read | defaults_of_loss(given)
     return _without_rivals(defaults, given)
 

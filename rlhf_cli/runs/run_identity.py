@@ -6,6 +6,7 @@ Each setting and each hash has an entry of its own, whose name is read in the re
 from typing import Any
 
 from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.plugins import without_folder
 from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.identity import configuration_fingerprint, template_fingerprint, tokenizer_fingerprint
 from rlhf_cli.models.loading import weights_of
@@ -41,4 +42,5 @@ def tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
 
 def objective_identity(group: SettingsGroup, *, besides: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Return the settings of a group that belong to the objective, as JSON, without those of `besides`."""
-    return group.model_dump(mode="json", exclude=NOT_OF_THE_OBJECTIVE | besides)
+    settings = group.model_dump(mode="json", exclude=NOT_OF_THE_OBJECTIVE | besides)
+    return {name: without_folder(value) for name, value in settings.items()}

@@ -19,6 +19,7 @@ from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, seed_ev
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.environment import resume_collector
@@ -33,6 +34,7 @@ from rlhf_cli.models.loading import (
 from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.conclusion import conclude
+from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.run_directory import (
     RunDirectory,
     begin_log,
@@ -166,7 +168,8 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
             settings = to_yaml(cast(BaseModel, config))
             prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
         resume_collector()
-        run = _OfflineRun(config, task, items, reference, share, paths, store, identity, hf_model, engine)
+        files = contents_of_plugins(cast(BaseModel, config))
+        run = _OfflineRun(config, task, items, reference, share, paths, store, identity, hf_model, engine, files)
         with run.tracker(terminal.console, resume) if rank == 0 else SilentTracker() as tracker:
             finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
             if not finished.interrupted:
@@ -263,6 +266,7 @@ class _OfflineRun:
     identity: dict[str, Any]
     hf_model: Any
     engine: DeepSpeedEngine
+    plugin_files: dict[str, str]
 
     def tracker(self, console: Any, resume: Checkpoint | None) -> Tracker:
         tracker = Tracker(
@@ -278,6 +282,8 @@ class _OfflineRun:
         model, on_gpu = self.task.model, distributed.device().type == "cuda"
         notes = attention_note(model.attention, model.architecture, on_gpu=on_gpu) | dtype_note(self.config.model)
         tracker.start({"Model": said, "Data": self.task.summary, **notes})
+        for line in plugin_notice(resume, self.plugin_files):
+            tracker.message(line)
         return tracker
 
     def train(self, tracker: Any, stop: StopSignal, *, start_step: int) -> Finished:
@@ -313,7 +319,7 @@ class _OfflineRun:
             failure: RunError | None = None
             if rank == 0:
                 needed = self.engine.checkpoint_bytes()
-                state = {"identity": self.identity, "tracker": tracker_state}
+                state = {"identity": self.identity, PLUGIN_FILES: self.plugin_files, "tracker": tracker_state}
                 try:
                     stack.enter_context(self.store.writing(step, state, needed_bytes=needed))
                 except RunError as error:

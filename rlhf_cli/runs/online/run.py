@@ -20,6 +20,7 @@ from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
 from rlhf_cli.backends.weight_sync.transfer import check_sync_backend
 from rlhf_cli.config.commands.online import FilteringConfig, OnlineConfig
 from rlhf_cli.config.online import DynamicSamplingConfig
+from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenizing.decoding import text_of
@@ -52,6 +53,7 @@ from rlhf_cli.runs.online.restarts import with_restarts
 from rlhf_cli.runs.online.saved_groups import load_surplus, save_surplus
 from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
 from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
+from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
 from rlhf_cli.runs.run_directory import (
@@ -331,7 +333,8 @@ def _notices(run: _OnlineRun) -> list[str]:
     """Return lines about settings that mean nothing in this run, or something else than one might expect."""
     config = run.config
     idle = idle_settings(config, role_names(config, run.models))
-    return [*idle, *truncation_notice(config.rollout), *reward_file_notice(run.resume, config.reward)]
+    files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, contents_of_plugins(config))]
+    return [*idle, *truncation_notice(config.rollout), *files]
 
 
 def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:
@@ -366,7 +369,7 @@ def _train(
     def decode(token_ids: Sequence[int]) -> str:
         return text_of(run.tokenizer, token_ids, skip_special_tokens=True)
 
-    reward_file = reward_file_hash(run.config.reward)
+    reward_file, plugin_files = reward_file_hash(run.config.reward), contents_of_plugins(run.config)
     task = evaluation_task(run.config, run.eval_data, decode, total_iterations=run.total_iterations)
     evaluator = make_evaluator(task, started, scorer, tracker, paths=run.paths, resume=run.resume)
 
@@ -374,6 +377,7 @@ def _train(
         saved = {
             "identity": run.identity,
             REWARD_FILE: reward_file,
+            PLUGIN_FILES: plugin_files,
             "loop": state.plain(),
             "evaluation": evaluator.state.plain(),
             "tracker": tracker.state(),

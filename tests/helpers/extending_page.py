@@ -1,0 +1,16 @@
+"""Files of code that docs/extending.md shows, written out as the page says."""
+
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+BLOCK = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def page_file(folder: Path, name: str) -> Path:
+    """Write the page's code block that begins with the name of the file; return the path of the file."""
+    blocks = dict(BLOCK.findall(PAGE.read_text()))
+    path = folder / name
+    path.write_text(blocks[name])
+    assert f"{name}:" in PAGE.read_text(), f"the page shows no setting with {name}"
+    return path
