@@ -36,8 +36,8 @@ from rlhf_cli.config.model import ModelConfig, ModelSource, TokenizerSource
 from rlhf_cli.errors import UsageError, one_line
 from rlhf_cli.models.attention.table import attention_needs, resolve_attention
 from rlhf_cli.models.classifiers import refuse_classifier
+from rlhf_cli.models.compat import has_bf16_products
 from rlhf_cli.models.fused import fuse, is_installed, uses_fused_kernels
-from rlhf_cli.models.shape_bucketing import has_bf16_products
 from rlhf_cli.models.weight_files import fingerprint, folder_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

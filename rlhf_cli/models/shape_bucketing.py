@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from rlhf_cli.models.compat import has_bf16_products
 from rlhf_cli.models.packs import PackLike
 
 LEAST_STEP = 64
@@ -21,11 +22,6 @@ def rounded_length(length: int) -> int:
     """The least length that is not below this one of those that are used; 0 for 0."""
     step = max(LEAST_STEP, 1 << max(length.bit_length() - 7, 0))
     return -(-length // step) * step
-
-
-def has_bf16_products() -> bool:
-    """Whether oneDNN multiplies in bfloat16 on this processor; else PyTorch does, slowly and without compiling."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def rounded(pack: PackLike, dtype: torch.dtype) -> PackLike:

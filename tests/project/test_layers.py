@@ -1,6 +1,7 @@
 """Modules import downwards only. A new module goes into the row it belongs to."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -104,6 +105,21 @@ def test_a_circle_of_imports_is_found_inside_functions_too():
     )
     with pytest.raises(CycleError):
         list(TopologicalSorter(graph).static_order())
+
+
+PRIVATE = re.compile(
+    r"\b(?:torch|transformers|vllm|ray|deepspeed|peft|datasets)(?:\.\w+)*\._(?!_)\w+"
+    r"|config\._attn_\w+|import _(?!_)\w+"
+)
+
+
+def private_uses(source: str) -> list[str]:
+    """Return the private names of libraries that a module uses, whatever it imports them for."""
+    return PRIVATE.findall(source)
+
+
+def test_private_functions_of_libraries_are_used_in_one_module():
+    assert {name for name, source in sources() if private_uses(source)} == {"models/compat.py"}
 
 
 def test_algorithms_import_torch_and_nothing_else():

@@ -64,9 +64,9 @@ def check_attention(folder: Path) -> str:
 
     from rlhf_cli.config.model import ModelConfig
     from rlhf_cli.data.packing.packs import pack
+    from rlhf_cli.models.compat import attention_name, has_bf16_products
     from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
-    from rlhf_cli.models.shape_bucketing import has_bf16_products
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = tiny_model(folder)
@@ -80,7 +80,7 @@ def check_attention(folder: Path) -> str:
     difference = (found - exact).abs().max().item()
     if not difference < _TOLERANCE[device]:
         raise AssertionError(f"log-probs of packed sequences differ from single ones by {difference:.2g} nats")
-    kernel = model.config._attn_implementation
+    kernel = attention_name(model.config)
     speed = (
         "" if device == "cuda" or has_bf16_products() else "; bf16 is slow on this processor: use --param_dtype fp32"
     )

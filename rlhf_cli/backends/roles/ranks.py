@@ -51,6 +51,7 @@ from rlhf_cli.models.adapters import (
 )
 from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint, persistent_buffers
+from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.loading import (
     load_causal_lm,
     load_reward_model,
@@ -74,7 +75,7 @@ class Packer:
     """How a rank packs the sequences of a micro-batch: with a prompt once for neighbours that share it, or in full."""
 
     def __init__(self, settings: RoleSettings, hf_model: Any) -> None:
-        self._shares_prompts = settings.share_prompts and hf_model.config._attn_implementation == VARLEN
+        self._shares_prompts = settings.share_prompts and attention_name(hf_model.config) == VARLEN
 
     def shares_prompts(self) -> bool:
         """Whether neighbours that share a prompt have it once."""

@@ -23,6 +23,7 @@ from rlhf_cli.backends.weight_sync.transfer import weights_checksum
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint, copy_from_checkpoint, shapes_in_checkpoint
+from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.loading import placed_on
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -48,7 +49,7 @@ class TransformersEngine:
             trust_remote_code=settings.trust_remote_code,
             **placed_on(self._device),
         )
-        if self._device.type == "cpu" and model.config._attn_implementation == "sdpa":
+        if self._device.type == "cpu" and attention_name(model.config) == "sdpa":
             model.set_attn_implementation(GROUPED_DECODE)
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._version = 0

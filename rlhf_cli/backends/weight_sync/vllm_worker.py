@@ -30,6 +30,7 @@ from rlhf_cli.backends.rollout.processes import end_with_owner
 from rlhf_cli.backends.weight_sync.shm import read_verified_push
 from rlhf_cli.backends.weight_sync.transfer import checkpoint_shapes, optional_tensors
 from rlhf_cli.backends.weight_sync.vllm_checksum import Reconnecting, Watching
+from rlhf_cli.models.compat import prepare_amx
 
 ENGINE_NAMES = {"shm": "rlhf_shm", "nccl": "rlhf_nccl", "ipc": "rlhf_ipc"}
 
@@ -124,12 +125,6 @@ WeightTransferEngineFactory.register_engine(ENGINE_NAMES["nccl"], WatchedNcclEng
 WeightTransferEngineFactory.register_engine(ENGINE_NAMES["ipc"], WatchedIpcEngine)
 
 
-def _ask_for_amx() -> None:
-    """On a processor with AMX, bf16 attention dies on short prompts until the kernel was asked for it."""
-    if torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
-
-
 def _names_are_checked(record: logging.LogRecord) -> bool:
     """Return False for vLLM's warning about layers without weights in a push, such as rotary tables and tied heads.
 
@@ -138,7 +133,7 @@ def _names_are_checked(record: logging.LogRecord) -> bool:
     return "Failed to load weights" not in record.msg
 
 
-_ask_for_amx()
+prepare_amx()
 end_with_owner()
 logging.getLogger(layerwise.__name__).addFilter(_names_are_checked)
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_cli.data.formats.conversations import Message, ToolCall
 from rlhf_cli.data.reading.columns import REASONING_KEYS
 from rlhf_cli.data.templates.message_forms import MESSAGE_FORMS, MessageForm
 from rlhf_cli.data.templates.turn_spans import Span, missing_call
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.compat import compiled_template
 
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TRIAL = (
@@ -168,7 +169,7 @@ class TemplateText:
 
     def _text(self, variables: dict[str, Any]) -> str:
         """What transformers renders, in a quarter of the time: jinja's `render` goes through all globals every time."""
-        template = _compile_jinja_template(self._template)  # kept by transformers; vLLM renders with it too
+        template = compiled_template(self._template)
         environment = template.environment
         context = environment.context_class(environment, {**self._globals, **variables}, template.name, template.blocks)
         return "".join(template.root_render_func(context))
@@ -176,7 +177,7 @@ class TemplateText:
     @cached_property
     def _globals(self) -> dict[str, Any]:
         """What every template may use."""
-        return dict(_compile_jinja_template(self._template).globals)
+        return dict(compiled_template(self._template).globals)
 
 
 def _flaws_of_call(text: str) -> tuple[bool, bool, int]:

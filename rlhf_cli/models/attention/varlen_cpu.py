@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rlhf_cli.models.attention.kernel import NAMES, Operands, VarlenKernel, varlen_kernel
+from rlhf_cli.models.compat import softmax_backward
 
 BLOCK = 128
 """Query rows per block: scores of 8 heads and a few hundred keys then stay in a core's cache."""
@@ -191,7 +192,7 @@ def _attend_backward(
     wide = _wide(query_BRD.dtype)
     probabilities = _probabilities(query_BRD, key_BTD, mask, scale=scale)
     grad_probabilities = torch.bmm(grad_BRD.to(wide), value_BTD.to(wide).transpose(1, 2))
-    grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, wide).mul_(scale)
+    grad_scores = softmax_backward(grad_probabilities, probabilities).mul_(scale)
     grad_scores = grad_scores.to(query_BRD.dtype)
     return (
         torch.bmm(grad_scores, key_BTD),
