@@ -12,8 +12,8 @@ NLL of the chosen responses as an extra term, which is a mean over tokens and th
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch.nn.functional import logsigmoid
 
 from rlhf_cli.algorithms.aggregation import Metrics
 from rlhf_cli.algorithms.reward_model import reward_metrics
+from rlhf_cli.config.plugins import is_target, load_target
+from rlhf_cli.config.preference import PAIR_LOSSES, StepConstant
+from rlhf_cli.errors import RunError
 
 # Stands for a label smoothing of 0 in exo_pair, whose target must not be one-hot; EXO's author gave TRL this value.
 EXO_LABEL_SMOOTHING = 1e-3
@@ -87,7 +90,7 @@ class PreferenceLoss:
     function: PreferenceFunction
     settings: frozenset[str]
     needs_reference: bool = True
-    step_constant: Literal["aot_partner", "bco_delta"] | None = None
+    step_constant: StepConstant | None = None
 
 
 def log_ratios(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
@@ -236,37 +239,38 @@ def orpo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     return -chosen_B - settings.orpo_lambda * logsigmoid(log_odds_ratio_B)
 
 
-_BETA = frozenset({"beta"})
-_SMOOTHED = frozenset({"beta", "label_smoothing"})
+@cache
+def preference_loss(name: str) -> PreferenceLoss:
+    """Return the loss of a name of the table, or of others' code. Raise ValueError for another name.
 
-PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
-    row.name: row
-    for row in (
-        PreferenceLoss("sigmoid", sigmoid_loss, _SMOOTHED),
-        PreferenceLoss("ipo", ipo_loss, _BETA),
-        PreferenceLoss("hinge", hinge_loss, _BETA),
-        PreferenceLoss("robust", robust_loss, _SMOOTHED),
-        PreferenceLoss("sppo_hard", sppo_hard_loss, _BETA),
-        PreferenceLoss("nca_pair", nca_pair_loss, _BETA),
-        PreferenceLoss("exo_pair", exo_pair_loss, _SMOOTHED),
-        PreferenceLoss("apo_zero", apo_zero_loss, _BETA),
-        PreferenceLoss("apo_down", apo_down_loss, _BETA),
-        PreferenceLoss("bco_pair", bco_pair_loss, _BETA, step_constant="bco_delta"),
-        PreferenceLoss("aot", aot_loss, _SMOOTHED, step_constant="aot_partner"),
-        PreferenceLoss("discopop", discopop_loss, _BETA | {"discopop_tau"}),
-        PreferenceLoss("sigmoid_norm", sigmoid_norm_loss, _SMOOTHED),
-        PreferenceLoss("simpo", simpo_loss, _BETA | {"simpo_gamma"}, needs_reference=False),
-        PreferenceLoss("orpo", orpo_loss, frozenset({"orpo_lambda"}), needs_reference=False),
-    )
-}
+    A function of others reads all settings and gets the reference's log-probs; a `PreferenceLoss` states its needs.
+    """
+    row = PAIR_LOSSES.get(name)
+    if row is not None:
+        return PreferenceLoss(name, load_target(row.function), row.settings, row.needs_reference, row.step_constant)
+    if not is_target(name):
+        raise ValueError(f"the preference loss must be one of {', '.join(PAIR_LOSSES)}, not {name!r}")
+    found = load_target(name)
+    if isinstance(found, PreferenceLoss):
+        return replace(found, name=name, function=_checked(name, found.function))
+    return PreferenceLoss(name, _checked(name, found), frozenset(field.name for field in fields(PreferenceSettings)))
 
 
 def preference_losses(names: Sequence[str]) -> list[PreferenceLoss]:
-    """The rows of these names, in order. ValueError for a name that the table does not have."""
-    for name in names:
-        if name not in PREFERENCE_LOSSES:
-            raise ValueError(f"the preference loss must be one of {', '.join(PREFERENCE_LOSSES)}, not {name!r}")
-    return [PREFERENCE_LOSSES[name] for name in names]
+    """Return the losses of these names, in order. Raise ValueError for an unknown name."""
+    return [preference_loss(name) for name in names]
+
+
+def _checked(name: str, function: PreferenceFunction) -> PreferenceFunction:
+    """Return a function of others that raises RunError for a result that is not one value for each pair."""
+
+    def loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
+        found_B = function(pairs, settings)
+        if not isinstance(found_B, Tensor) or found_B.shape != pairs.chosen_logprobs.shape:
+            raise RunError(f"--loss {name} has to return a tensor with one loss for each of the pairs")
+        return found_B
+
+    return loss
 
 
 def mixed_loss(

@@ -1,30 +1,54 @@
 """Losses on preferences, and the reference that they compare with."""
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.model import MovingReferenceConfig
+from rlhf_cli.config.plugins import Plugin
 
-PAIR_LOSSES = (
-    "sigmoid",
-    "ipo",
-    "hinge",
-    "robust",
-    "sppo_hard",
-    "nca_pair",
-    "exo_pair",
-    "apo_zero",
-    "apo_down",
-    "bco_pair",
-    "aot",
-    "discopop",
-    "sigmoid_norm",
-    "simpo",
-    "orpo",
-)
-"""Names of the rows of `PREFERENCE_LOSSES` (algorithms/preference.py)."""
+StepConstant = Literal["aot_partner", "bco_delta"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairLossRow:
+    """A loss on pairs: its function as `module:name`, the settings that it reads, and which values it needs besides.
+
+    `step_constant`: the field of `PairLogprobs` (algorithms/preference.py) that must be there.
+    """
+
+    function: str
+    settings: frozenset[str]
+    needs_reference: bool = True
+    step_constant: StepConstant | None = None
+
+
+def _own(
+    name: str, *settings: str, needs_reference: bool = True, step_constant: StepConstant | None = None
+) -> PairLossRow:
+    return PairLossRow(f"rlhf_cli.algorithms.preference:{name}", frozenset(settings), needs_reference, step_constant)
+
+
+PAIR_LOSSES: dict[str, PairLossRow] = {
+    "sigmoid": _own("sigmoid_loss", "beta", "label_smoothing"),
+    "ipo": _own("ipo_loss", "beta"),
+    "hinge": _own("hinge_loss", "beta"),
+    "robust": _own("robust_loss", "beta", "label_smoothing"),
+    "sppo_hard": _own("sppo_hard_loss", "beta"),
+    "nca_pair": _own("nca_pair_loss", "beta"),
+    "exo_pair": _own("exo_pair_loss", "beta", "label_smoothing"),
+    "apo_zero": _own("apo_zero_loss", "beta"),
+    "apo_down": _own("apo_down_loss", "beta"),
+    "bco_pair": _own("bco_pair_loss", "beta", step_constant="bco_delta"),
+    "aot": _own("aot_loss", "beta", "label_smoothing", step_constant="aot_partner"),
+    "discopop": _own("discopop_loss", "beta", "discopop_tau"),
+    "sigmoid_norm": _own("sigmoid_norm_loss", "beta", "label_smoothing"),
+    "simpo": _own("simpo_loss", "beta", "simpo_gamma", needs_reference=False),
+    "orpo": _own("orpo_loss", "orpo_lambda", needs_reference=False),
+}
+"""The losses on pairs by name."""
 
 LOSS_DEFAULTS: dict[str, dict[str, float]] = {
     "simpo": {"beta": 2.0, "simpo_gamma": 1.0},  # arXiv 2405.14734, of Llama 3 8B
@@ -64,9 +88,10 @@ class RewardLossConfig(PromptSharing):
 class PairLossConfig(PromptSharing):
     """Loss"""
 
-    loss: list[str] = ["sigmoid"]
-    """Losses on pairs, several added up: sigmoid (DPO; cDPO with label_smoothing), ipo, hinge, robust, sppo_hard,
-    nca_pair, exo_pair, apo_zero, apo_down, bco_pair, aot, discopop, sigmoid_norm, simpo, orpo."""
+    loss: Annotated[list[str], Plugin(tuple(PAIR_LOSSES), ("pairs", "settings"), records=("PreferenceLoss",))] = [
+        "sigmoid"
+    ]
+    """Losses on pairs, several added up; sigmoid is DPO, and cDPO with label_smoothing."""
     loss_weights: list[float] = []
     """Weight of each of several losses; 1 by default."""
     beta: float = Field(0.1, gt=0)
@@ -87,9 +112,6 @@ class PairLossConfig(PromptSharing):
     def _known_losses(self) -> "PairLossConfig":
         if not self.loss:
             raise ValueError(f"loss names none of {', '.join(PAIR_LOSSES)}")
-        for name in self.loss:
-            if name not in PAIR_LOSSES:
-                raise ValueError(f"loss {name!r} is unknown; there are {', '.join(PAIR_LOSSES)}")
         if self.loss_weights and len(self.loss_weights) != len(self.loss):
             raise ValueError(f"loss_weights has {len(self.loss_weights)} weights for {len(self.loss)} losses")
         if any(weight <= 0 for weight in self.loss_weights):

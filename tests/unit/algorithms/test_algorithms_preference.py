@@ -10,16 +10,17 @@ from torch.nn.functional import logsigmoid
 
 from rlhf_cli.algorithms.aggregation import combine_metrics
 from rlhf_cli.algorithms.preference import (
-    PREFERENCE_LOSSES,
     PairLogprobs,
     PreferenceSettings,
     aot_partners,
     implicit_rewards,
     mixed_loss,
+    preference_loss,
     preference_losses,
     preference_metrics,
 )
 from rlhf_cli.algorithms.reward_model import pair_mean
+from rlhf_cli.config.preference import PAIR_LOSSES
 
 LN2, LN3 = math.log(2), math.log(3)
 DELTA = 0.3  # of bco_pair, where a test does not measure it
@@ -104,7 +105,7 @@ HAND_PAIR = PairLogprobs(
 )
 def test_losses_by_hand(name, settings, constants, loss) -> None:
     pairs = replace(HAND_PAIR, **constants)
-    found_B = PREFERENCE_LOSSES[name].function(pairs, PreferenceSettings(**{"beta": 1.0} | settings))
+    found_B = preference_loss(name).function(pairs, PreferenceSettings(**{"beta": 1.0} | settings))
     assert found_B.tolist() == pytest.approx([loss], abs=1e-6)
 
 
@@ -146,10 +147,10 @@ def slow_loss(name: str, c: float, r: float, ref_c: float, ref_r: float, len_c: 
     }[name]()
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_losses_and_gradients_equal_the_printed_formulas(name) -> None:
     pairs, chosen, rejected = leaves(make_pairs())
-    loss_B = PREFERENCE_LOSSES[name].function(pairs, SLOW_SETTINGS)
+    loss_B = preference_loss(name).function(pairs, SLOW_SETTINGS)
     by_chosen_B, by_rejected_B = gradients(loss_B.sum(), chosen, rejected)
     assert pairs.aot_partner is not None
     columns = (chosen, rejected, *references(pairs), pairs.chosen_lengths, pairs.rejected_lengths, pairs.aot_partner)
@@ -176,12 +177,12 @@ def extreme_pairs() -> PairLogprobs:
     return replace(pairs, aot_partner=aot_partners(pairs), bco_delta=0.0)
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 @pytest.mark.parametrize("beta", [0.1, 2.0])
 def test_extreme_log_ratios_give_a_finite_loss_and_gradient(name, beta) -> None:
     for settings in (PreferenceSettings(beta=beta), PreferenceSettings(beta=beta, label_smoothing=0.1)):
         pairs, chosen, rejected = leaves(extreme_pairs())
-        loss_B = PREFERENCE_LOSSES[name].function(pairs, settings)
+        loss_B = preference_loss(name).function(pairs, settings)
         assert loss_B.isfinite().all()
         for gradient_B in gradients(loss_B.sum(), chosen, rejected):
             assert gradient_B.isfinite().all()
@@ -191,16 +192,16 @@ def test_discopop_keeps_its_value_where_its_exponential_alone_is_infinite() -> N
     # x = 0.1 * -1500 = -150, exp(150) overflows float32; the blend s(-3000) leaves -log s(-150) = 150.
     pairs, chosen, rejected = leaves(make_pairs(1, dtype=torch.float32))
     pairs = replace(pairs, ref_chosen_logprobs=chosen.detach() + 1500, ref_rejected_logprobs=rejected.detach())
-    loss_B = PREFERENCE_LOSSES["discopop"].function(pairs, PreferenceSettings())
+    loss_B = preference_loss("discopop").function(pairs, PreferenceSettings())
     assert loss_B.item() == pytest.approx(150.0)
     by_chosen_B, by_rejected_B = gradients(loss_B.sum(), chosen, rejected)
     assert (by_chosen_B.item(), by_rejected_B.item()) == pytest.approx((-0.1, 0.1))
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_cutting_the_step_changes_neither_loss_nor_gradient(name) -> None:
     pairs, chosen, rejected = leaves(make_pairs(11))
-    function = PREFERENCE_LOSSES[name].function
+    function = preference_loss(name).function
     whole = function(pairs, SLOW_SETTINGS).mean()
     pieces = [slice(0, 1), slice(1, 1), slice(1, 7), slice(7, 11)]
     parts = torch.stack([pair_mean(function(sliced(pairs, piece), SLOW_SETTINGS), 11) for piece in pieces])
@@ -222,7 +223,7 @@ def test_aot_pair_by_pair_has_the_value_and_gradient_of_the_sorted_form(label_sm
 
     separate = torch.zeros((), dtype=torch.float64)
     for i in range(17):
-        separate = separate + pair_mean(PREFERENCE_LOSSES["aot"].function(sliced(pairs, slice(i, i + 1)), settings), 17)
+        separate = separate + pair_mean(preference_loss("aot").function(sliced(pairs, slice(i, i + 1)), settings), 17)
     assert separate.item() == pytest.approx(coupled.item(), rel=1e-12)
     for a, b in zip(gradients(coupled, chosen, rejected), gradients(separate, chosen, rejected), strict=True):
         assert torch.allclose(a, b, rtol=1e-12)
@@ -248,7 +249,7 @@ def test_aot_partners_depend_on_the_whole_step_and_carry_no_gradient() -> None:
 
 def test_no_gradient_flows_through_bco_delta() -> None:
     pairs, chosen, rejected = leaves(make_pairs(5))
-    function = PREFERENCE_LOSSES["bco_pair"].function
+    function = preference_loss("bco_pair").function
     with_graph = replace(pairs, bco_delta=chosen.mean())
     constant = replace(pairs, bco_delta=chosen.mean().item())
     found = gradients(function(with_graph, SLOW_SETTINGS).sum(), chosen, rejected)
@@ -257,31 +258,31 @@ def test_no_gradient_flows_through_bco_delta() -> None:
 
 
 def test_losses_without_a_reference_are_named_and_do_not_look_at_one() -> None:
-    free = {name for name, row in PREFERENCE_LOSSES.items() if not row.needs_reference}
+    free = {name for name, row in PAIR_LOSSES.items() if not row.needs_reference}
     assert free == {"simpo", "orpo"}
     pairs = make_pairs()
     without = replace(pairs, ref_chosen_logprobs=None, ref_rejected_logprobs=None)
     for name in free:
-        function = PREFERENCE_LOSSES[name].function
+        function = preference_loss(name).function
         assert torch.equal(function(pairs, SLOW_SETTINGS), function(without, SLOW_SETTINGS))
 
 
-@pytest.mark.parametrize("name", [name for name, row in PREFERENCE_LOSSES.items() if row.needs_reference])
+@pytest.mark.parametrize("name", [name for name, row in PAIR_LOSSES.items() if row.needs_reference])
 def test_a_loss_that_needs_a_reference_depends_on_both_log_probs(name) -> None:
     pairs = make_pairs()
     ref_chosen, ref_rejected = references(pairs)
     moved_chosen = replace(pairs, ref_chosen_logprobs=ref_chosen + 1.0)
     moved_rejected = replace(pairs, ref_rejected_logprobs=ref_rejected + 1.0)
-    function = PREFERENCE_LOSSES[name].function
+    function = preference_loss(name).function
     for moved in (moved_chosen, moved_rejected):
         partners = aot_partners(moved)
         loss_B = function(replace(moved, aot_partner=partners), SLOW_SETTINGS)
         assert not torch.allclose(function(pairs, SLOW_SETTINGS), loss_B)
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_what_a_row_says_it_needs_is_what_it_fails_without(name) -> None:
-    row, pairs = PREFERENCE_LOSSES[name], make_pairs()
+    row, pairs = preference_loss(name), make_pairs()
     for constant in ("aot_partner", "bco_delta"):
         without = replace(pairs, **{constant: None})
         if row.step_constant == constant:
@@ -291,9 +292,9 @@ def test_what_a_row_says_it_needs_is_what_it_fails_without(name) -> None:
             assert torch.equal(row.function(without, SLOW_SETTINGS), row.function(pairs, SLOW_SETTINGS))
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_a_row_names_exactly_the_settings_that_change_its_loss(name) -> None:
-    row, pairs = PREFERENCE_LOSSES[name], make_pairs()
+    row, pairs = preference_loss(name), make_pairs()
     other = PreferenceSettings(beta=0.4, label_smoothing=0.3, simpo_gamma=0.9, discopop_tau=0.2, orpo_lambda=0.8)
     names = {field.name for field in fields(PreferenceSettings)}
     before_B = row.function(pairs, SLOW_SETTINGS)
@@ -328,9 +329,9 @@ def test_robust_loss_of_noisy_labels_is_the_dpo_loss_of_clean_ones_in_the_mean()
         pairs.chosen_lengths,
     )
     settings = PreferenceSettings(label_smoothing=0.2)
-    robust = PREFERENCE_LOSSES["robust"].function
+    robust = preference_loss("robust").function
     noisy_B = 0.8 * robust(pairs, settings) + 0.2 * robust(swapped, settings)
-    assert torch.allclose(noisy_B, PREFERENCE_LOSSES["sigmoid"].function(pairs, PreferenceSettings()))
+    assert torch.allclose(noisy_B, preference_loss("sigmoid").function(pairs, PreferenceSettings()))
 
 
 def test_a_mix_is_the_weighted_sum_in_value_and_gradient() -> None:
@@ -338,7 +339,7 @@ def test_a_mix_is_the_weighted_sum_in_value_and_gradient() -> None:
     names, weights = ["sigmoid", "bco_pair", "simpo"], [0.8, 0.2, 1.5]
     mixed_B = mixed_loss(names, weights, pairs, SLOW_SETTINGS)
     by_hand_B = sum(
-        weight * PREFERENCE_LOSSES[name].function(pairs, SLOW_SETTINGS)
+        weight * preference_loss(name).function(pairs, SLOW_SETTINGS)
         for name, weight in zip(names, weights, strict=True)
     )
     assert isinstance(by_hand_B, Tensor)

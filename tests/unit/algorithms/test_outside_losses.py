@@ -5,12 +5,17 @@ import torch
 from extending_page import page_file
 from online_settings import resolve
 
+from rlhf_cli import cli
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.objective import LossWeights, PolicyColumns, policy_objective
+from rlhf_cli.algorithms.preference import PairLogprobs, PreferenceSettings, mixed_loss
 from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.config.policy import PolicyConfig
-from rlhf_cli.errors import RunError
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.flags import config_class
+from rlhf_cli.options import build_config
+from rlhf_cli.runs.offline.dpo import make_objective
 
 
 def loss_of(policy_loss: str, **settings):
@@ -55,3 +60,52 @@ def test_a_result_of_another_form_is_refused(result, reason, tmp_path) -> None:
     path.write_text(f"def f(logprobs_K, anchor_K, columns, settings): return {result}\n")
     with pytest.raises(RunError, match=reason):
         loss_of(f"{path}:f")
+
+
+def pairs_of(*, with_reference: bool) -> PairLogprobs:
+    chosen, rejected = torch.tensor([-4.0, -6.0]), torch.tensor([-9.0, -8.0])
+    ref_chosen, ref_rejected = torch.tensor([-5.0, -6.0]), torch.tensor([-6.0, -8.0])
+    return PairLogprobs(
+        chosen_logprobs=chosen,
+        rejected_logprobs=rejected,
+        ref_chosen_logprobs=ref_chosen if with_reference else None,
+        ref_rejected_logprobs=ref_rejected if with_reference else None,
+        chosen_lengths=torch.tensor([2.0, 3.0]),
+        rejected_lengths=torch.tensor([3.0, 2.0]),
+    )
+
+
+def dpo_config(loss: str, **given):
+    cls = config_class(cli.command_function(cli.COMMANDS["dpo"]))
+    return build_config(cls, {"pretrain": "x", "dataset": "x", "output": "x", "loss": loss, **given})
+
+
+def test_the_page_s_loss_on_pairs_is_added_to_the_table_s(tmp_path) -> None:
+    path = page_file(tmp_path, "squared_lead.py")
+    config = dpo_config(f"hinge,{path}:squared_lead", loss_weights="1,0.5", beta="0.25")
+    require_plugins(config)
+    objective = make_objective(config.preference)
+    assert objective.needs_reference
+    pairs = pairs_of(with_reference=True)  # leads d = 1 + 3 and 0 + 0, a quarter of them 1 and 0
+    found_B = mixed_loss(objective.names, objective.weights, pairs, objective.settings)
+    assert found_B.tolist() == [0.0 + 0.5 * 0.0, 1.0 + 0.5 * 1.0]
+
+
+def test_the_page_s_loss_without_a_reference_reads_no_setting(tmp_path) -> None:
+    path = page_file(tmp_path, "squared_lead.py")
+    objective = make_objective(dpo_config(f"{path}:without_reference").preference)
+    assert not objective.needs_reference
+    found_B = mixed_loss(objective.names, objective.weights, pairs_of(with_reference=False), objective.settings)
+    assert found_B.tolist() == [-3.0 + 2.0, -4.0 + 2.0]
+    with pytest.raises(UsageError, match=r"beta 0.3 changes nothing in loss"):
+        make_objective(dpo_config(f"{path}:without_reference", beta="0.3").preference)
+
+
+def test_a_loss_on_pairs_of_another_form_is_refused(tmp_path) -> None:
+    (tmp_path / "own.py").write_text("def f(pairs, settings): return 3.0\ndef g(pairs): return 3.0\n")
+    with pytest.raises(RunError, match="one loss for each of the pairs"):
+        mixed_loss([f"{tmp_path}/own.py:f"], [1.0], pairs_of(with_reference=True), PreferenceSettings())
+    with pytest.raises(UsageError, match="g has to take 2 arguments: pairs, settings"):
+        require_plugins(dpo_config(f"{tmp_path}/own.py:g"))
+    with pytest.raises(UsageError, match=r"--loss dpo: must be sigmoid, ipo, .* or orpo, or code as file.py:NAME"):
+        dpo_config("dpo")

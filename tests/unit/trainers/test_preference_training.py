@@ -29,13 +29,13 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.algorithms.preference import PREFERENCE_LOSSES
+from rlhf_cli.algorithms.preference import preference_loss
 from rlhf_cli.algorithms.ragged import segment_sum
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.frozen_reference import kept_columns
 from rlhf_cli.config.commands.dpo import DPOConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.preference import LOSS_DEFAULTS, PAIR_LOSSES, ReferenceConfig
+from rlhf_cli.config.preference import LOSS_DEFAULTS, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import TokenSequence, at_targets, only_end, pack
 from rlhf_cli.data.packing.prefix_packing import Tree, pack_trees
@@ -360,10 +360,9 @@ def test_reward_metrics_are_mean_and_spread_of_all_scores(tiny_model_dir):
     assert metrics["loss"] == pytest.approx(-logsigmoid(scores[0::2] - scores[1::2]).mean().item(), rel=1e-5)
 
 
-def test_settings_name_every_loss_of_the_table():
-    assert list(PREFERENCE_LOSSES) == list(PAIR_LOSSES)
+def test_every_loss_with_defaults_of_its_own_reads_those_settings():
     for name, defaults in LOSS_DEFAULTS.items():
-        assert defaults.keys() <= PREFERENCE_LOSSES[name].settings
+        assert defaults.keys() <= preference_loss(name).settings
 
 
 @pytest.mark.parametrize(
