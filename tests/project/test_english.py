@@ -1,0 +1,123 @@
+"""Four constructs that make prose hard to read stay rare in docstrings, comments and pages.
+
+`BOUNDS` is a ratchet in occurrences per 1,000 words. Lower a bound after a rewrite, down to 1; never raise one.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONSTRUCTS = {
+    "noun clause": re.compile(
+        r"\bwhat\s+(?:is|was|are|has|a|the|it|they|this|to|of|one|each|others|there|nobody|comes|came|happened)\b", re.I
+    ),
+    "conditional place": re.compile(
+        r"\bwhere\s+(?:it|they|there|that|this|these|such|one|a|the|no|none|nobody|some|several|both)\b", re.I
+    ),
+    "speaking code": re.compile(r"\b(?:say|says|said|tell|tells|told)\b", re.I),
+    "pronoun with genitive": re.compile(r"\bthose\s+(?:of|that|which|who)\b|\bthat\s+of\b", re.I),
+}
+WIDEST = 1.0
+BOUNDS: dict[str, tuple[float, float, float, float]] = {
+    "rlhf_cli/*.py": (9.8, 2.7, 6.5, 1.0),
+    "rlhf_cli/algorithms": (2.2, 5.8, 1.6, 1.8),
+    "rlhf_cli/backends": (3.7, 3.7, 1.8, 1.4),
+    "rlhf_cli/commands": (5.3, 1.0, 1.0, 2.0),
+    "rlhf_cli/config": (6.2, 5.5, 2.3, 1.0),
+    "rlhf_cli/data": (7.3, 6.3, 3.6, 1.7),
+    "rlhf_cli/models": (5.3, 4.1, 2.8, 1.8),
+    "rlhf_cli/rewards": (8.4, 7.5, 5.4, 1.7),
+    "rlhf_cli/runs": (9.7, 10.1, 4.5, 2.2),
+    "rlhf_cli/tracking": (9.5, 7.6, 3.8, 1.9),
+    "rlhf_cli/trainers": (8.3, 6.8, 3.6, 3.8),
+    "benchmarks": (7.0, 3.7, 1.0, 2.0),
+    "tests": (7.9, 1.9, 2.6, 1.0),
+    "pages": (2.3, 1.0, 1.0, 1.0),
+}
+
+
+def python_prose(source: str) -> str:
+    """Return the docstrings, field docs and comments of Python code; other strings are left out."""
+    texts = [
+        node.value.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return "\n\n".join(texts + [token.string for token in tokens if token.type == tokenize.COMMENT])
+
+
+def page_prose(source: str) -> str:
+    """Return a Markdown page without its code blocks and inline code."""
+    return re.sub(r"```.*?```|`[^`\n]*`", "", source, flags=re.DOTALL)
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """Compute the occurrences of each construct in 1,000 words."""
+    num_words = max(len(text.split()), 1)
+    return tuple(1000 * len(pattern.findall(text)) / num_words for pattern in CONSTRUCTS.values())
+
+
+def parts() -> dict[str, list[Path]]:
+    """Return the files of each part of the tree; a part is what `BOUNDS` names."""
+    package = ROOT / "rlhf_cli"
+    folders = [folder for folder in sorted(package.iterdir()) if folder.is_dir() and any(folder.rglob("*.py"))]
+    return {
+        "rlhf_cli/*.py": sorted(package.glob("*.py")),
+        **{f"rlhf_cli/{folder.name}": sorted(folder.rglob("*.py")) for folder in folders},
+        "benchmarks": sorted((ROOT / "benchmarks").rglob("*.py")),
+        # This file quotes the constructs.
+        "tests": [path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)],
+        "pages": [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))],
+    }
+
+
+def prose(paths: list[Path]) -> str:
+    """Return the prose of files, one text."""
+    texts = [(path.suffix, path.read_text(encoding="utf-8")) for path in paths]
+    return "\n\n".join(page_prose(text) if suffix == ".md" else python_prose(text) for suffix, text in texts)
+
+
+@pytest.mark.parametrize("part", sorted(parts()))
+def test_prose_of_a_part_stays_within_its_bounds(part: str) -> None:
+    bounds = BOUNDS.get(part, (WIDEST,) * len(CONSTRUCTS))
+    found = dict(zip(CONSTRUCTS, zip(rates(prose(parts()[part])), bounds, strict=True), strict=True))
+    too_many = {name: f"{rate:.2f} > {bound}" for name, (rate, bound) in found.items() if rate > bound}
+    assert not too_many, f"{part}: occurrences in 1,000 words; patterns are in CONSTRUCTS: {too_many}"
+
+
+def test_every_bound_names_a_part_and_is_wider_than_the_default() -> None:
+    assert set(BOUNDS) <= set(parts())
+    assert all(max(bounds) > WIDEST and min(bounds) >= WIDEST for bounds in BOUNDS.values())
+
+
+@pytest.mark.parametrize(
+    ("sentence", "expected"),
+    [
+        ("Return what the server sent.", (1, 0, 0, 0)),
+        ("What is left\nover: what\nit needs.", (2, 0, 0, 0)),
+        ("None where there is no value, zero where none counts.", (0, 2, 0, 0)),
+        ("The folder where checkpoints lie; what prompts need.", (0, 0, 0, 0)),
+        ("The message says why; nobody told it to tell.", (0, 0, 3, 0)),
+        ("Long storytelling sayings.", (0, 0, 0, 0)),
+        ("Weights like those of the policy, at a rate like that of the critic.", (0, 0, 0, 2)),
+        ("Those weights that move.", (0, 0, 0, 0)),
+    ],
+)
+def test_constructs_are_counted_in_sentences(sentence: str, expected: tuple[int, ...]) -> None:
+    num_words = len(sentence.split())
+    assert rates(sentence) == pytest.approx([1000 * count / num_words for count in expected])
+
+
+def test_only_docstrings_field_docs_and_comments_of_code_are_prose() -> None:
+    source = '"""Module."""\n\nlimit = 3  # tokens\n"""Field."""\nmessage = "what is it"\n'
+    assert python_prose(source).split() == ["Module.", "Field.", "#", "tokens"]
+
+
+def test_code_in_a_page_is_not_prose() -> None:
+    assert page_prose("Run `what is` now:\n```sh\ntell those of\n```\nDone.").split() == ["Run", "now:", "Done."]
