@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, config_class, describe, expected, flags_of, shown
-from rlhf_cli.foreign import Translation, translate, translate_settings
+from rlhf_cli.foreign.translation import Translation, translate, translate_settings
 from rlhf_cli.help_page import HelpPageCommand
 
 C = TypeVar("C", bound=BaseModel)

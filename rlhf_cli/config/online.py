@@ -192,8 +192,8 @@ class ActorCriticBatchConfig(OnlineBatchConfig):
 
     critic_update_steps: int | None = Field(None, gt=0)
     """Optimizer steps of even size into which the critic cuts each pass over the responses; by default the actor's."""
-    freezing_actor_steps: int = Field(0, ge=0)
-    """Iterations at the start in which the critic is trained alone; the engines keep their weights."""
+    freezing_actor_steps: int = Field(0, ge=-1)
+    """Iterations at the start in which the critic is trained alone and the engines keep their weights; -1 is 0."""
 
 
 class ActorOptimConfig(OptimConfig):

@@ -95,7 +95,8 @@ OPENRLHF_PPO = (
     "--rollout_batch_size 4 --n_samples_per_prompt 2 --max_epochs 1 --prompt_max_len 32 --max_samples 8 "
     "--generate_max_len 6 --zero_stage 3 --bf16 --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 "
     "--init_kl_coef 0.01 --input_key prompt --label_key answer --apply_chat_template "
-    "--gradient_checkpointing --packing_samples --enforce_eager --vllm_enable_sleep --deepspeed_enable_sleep"
+    "--gradient_checkpointing --packing_samples --enforce_eager --vllm_enable_sleep --deepspeed_enable_sleep "
+    "--save_hf_ckpt"
 )
 """The flags of OpenRLHF's README, with one process a role and sizes of a tiny model."""
 

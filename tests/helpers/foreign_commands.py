@@ -25,11 +25,26 @@ PPO = (
     "--rollout_batch_size 1024 --max_epochs 1 --prompt_max_len 1024 --max_samples 100000 --generate_max_len 1024 "
     "--zero_stage 3 --bf16 --actor_learning_rate 5e-7 --init_kl_coef 0.01 --prompt_data owner/prompts "
     "--input_key context_messages --apply_chat_template --gradient_checkpointing --packing_samples "
-    "--vllm_sync_backend nccl --enforce_eager --vllm_enable_sleep --deepspeed_enable_sleep"
+    "--vllm_sync_backend nccl --enforce_eager --vllm_enable_sleep --deepspeed_enable_sleep --save_hf_ckpt"
 )
 CRITIC = "--critic_num_nodes 1 --critic_num_gpus_per_node 8 --critic_learning_rate 9e-6"
 JUDGED = "--reward_pretrain owner/rm --reward_num_nodes 1 --reward_num_gpus_per_node 8 --normalize_reward"
 FILE = "--remote_rm_url ./reward_func.py --label_key answer"
+
+SECTIONS = (
+    "--ref.num_nodes 1 --ref.num_gpus_per_node 8 --actor.num_nodes 1 --actor.num_gpus_per_node 8 --vllm.num_engines 4 "
+    "--vllm.tensor_parallel_size 2 --train.colocate_all --vllm.gpu_memory_utilization 0.5 "
+    "--actor.model_name_or_path owner/model --ckpt.output_dir ./out/policy --ckpt.path ./out/ckpt --ckpt.save_hf "
+    "--train.batch_size 128 --rollout.batch_size 1024 --train.dynamic_batch_enable --train.max_epochs 1 "
+    "--prompt_max_len 1024 --data.max_samples 100000 --generate_max_len 1024 --ds.zero_stage 3 --ds.param_dtype bf16 "
+    "--actor.adam.lr 5e-7 --algo.kl.init_coef 0.01 --data.prompt_dataset owner/prompts --data.input_key messages "
+    "--data.apply_chat_template --actor.gradient_checkpointing_enable --ds.packing_samples --vllm.sync_backend nccl "
+    "--vllm.enforce_eager --vllm.enable_sleep --ds.enable_sleep --reward.remote_url ./reward_func.py"
+)
+SECTIONS_PPO = (
+    "--critic.num_nodes 1 --critic.num_gpus_per_node 8 --critic.adam.lr 9e-6 --rollout.n_samples_per_prompt 1 "
+    "--reward.model_name_or_path owner/rm --reward.num_nodes 1 --reward.num_gpus_per_node 8 --reward.normalize_enable"
+)
 
 COMMAND_LINES = {
     # OpenRLHF: the four commands of its README, then variants of its scripts.
@@ -51,6 +66,25 @@ COMMAND_LINES = {
     f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --gamma 0.9": "refused: this command compares whole responses",
     f"grpo {PPO} {FILE} {CRITIC} --n_samples_per_prompt 8": "parses: --critic_num_nodes 1",
     f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --freezing_actor_steps -1": "parses: --freezing_actor_steps -1",
+    f"ppo {PPO} {CRITIC} {FILE} --freezing_actor_steps -1": "parses",
+    f"ppo {SECTIONS} {SECTIONS_PPO}": "parses: names have no sections here: --ref.num_nodes is --ref_num_nodes",
+    f"ppo {SECTIONS} {SECTIONS_PPO} --actor.optim muon": "refused: the optimizer is AdamW",
+    f"ppo {SECTIONS} {SECTIONS_PPO} --train.async_enable": "refused: training beside generation",
+    f"ppo {SECTIONS} {SECTIONS_PPO} --critic.lr_scheduler constant": "refused: actor and critic share --lr_scheduler",
+    f"grpo {SECTIONS} --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 --actor.eps_clip 0.2": "parses",
+    "sft --model.model_name_or_path m --data.dataset d --ckpt.output_dir out --train.batch_size 8 --adam.lr 5e-6 "
+    "--data.multiturn --ds.packing_samples --ds.zero_stage 2 --logger.wandb.key s3cret": "parses: WANDB_API_KEY",
+    "rm --model.model_name_or_path m --data.dataset d --ckpt.output_dir out --model.loss_type logexp": "parses",
+    f"ppo {PPO} {CRITIC} {FILE} --no_advantage_std_norm": "refused: --preset dr_grpo",
+    f"ppo {PPO} {CRITIC} {FILE} --disable_ds_ckpt": "refused: --save_steps -1",
+    f"ppo {PPO} {CRITIC} {FILE} --full_determinism": "refused: --seed fixes the run",
+    f"ppo {PPO} {CRITIC} {FILE} --image_key images": "refused: images are not there yet",
+    f"ppo {PPO} {CRITIC} {FILE} --vllm_enable_is_correction --use_icepop": "parses: --rollout_correction token_mask",
+    "merge --model_path base --lora_path adapter --output_path whole --param_dtype bf16": "parses: --lora_path adapter is --model",
+    "generate --eval_task generate_vllm --pretrain m --dataset d --output_path out.jsonl --post_processor rs --best_of_n 4 "
+    "--reward_pretrain rm": "parses: --select best | --n_samples_per_prompt 4",
+    "generate --eval_task rm --pretrain m --dataset d --output_path out.jsonl": "refused: rlhf generate scores if",
+    "serve-rm --reward_pretrain rm --batch_size 16": "refused: give --max_tokens_per_gpu",
     f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 1 --ds_tensor_parallel_size 1": "parses: --ring_attn_size 1",
     f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 2": "refused: --ring_attn_size: several ranks for one sequence",
     f"ppo {PPO} {CRITIC} {FILE} --ds_tensor_parallel_size 4": "refused: --zero_stage 3 partitions weights",
@@ -86,6 +120,18 @@ COMMAND_LINES = {
     "--repetition_penalty 1.0": "parses: not needed here: --repetition_penalty 1.0",
     "grpo --pretrain m --prompt_data d --output o --repetition_penalty 1.1": (
         "refused: --repetition_penalty: training takes no penalty | rlhf generate"
+    ),
+    "grpo --pretrain m --prompt_data d --output o --reward_funcs math --n_samples_per_prompt 8 --learning_rate 1e-6 "
+    "--warmup_ratio 0.1 --lr_scheduler_type cosine --lora_r 16 --torch_dtype bfloat16": (
+        "parses: --actor_learning_rate 1e-6 | --lr_warmup_ratio 0.1 | --lora_rank 16 | --param_dtype bf16"
+    ),
+    "grpo --pretrain m --prompt_data d --output o --num_iterations 1 --epsilon 0.2 --loss_type dapo --scale_rewards true "
+    "--use_vllm true --vllm_mode colocate --report_to wandb --max_steps 100": (
+        "refused: give --max_epochs | give --eps_clip | --policy_loss | --preset dr_grpo | --rollout_backend vllm | "
+        "--colocate_all_models | --use_wandb | --max_iterations"
+    ),
+    "sft --pretrain m --dataset d --output o --packing true --assistant_only_loss true --use_peft --lora_r 8": (
+        "refused: give --lora_rank"
     ),
     # EasyR1 and verl: sections and dots.
     "grpo data.train_files=d worker.actor.model.model_path=m": "refused: settings are given as --NAME VALUE",

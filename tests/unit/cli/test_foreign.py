@@ -6,13 +6,16 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import foreign_commands
 import pytest
 from foreign_commands import COMMAND_LINES
 
 from rlhf_cli import cli
 from rlhf_cli.errors import UsageError
-from rlhf_cli.flags import config_class, flags_of
-from rlhf_cli.foreign import WANDB_KEY, translate, translate_settings
+from rlhf_cli.flags import RESERVED, config_class, flags_of
+from rlhf_cli.foreign.openrlhf import FLAT_NAMES
+from rlhf_cli.foreign.table import OF_COMMAND, TABLE
+from rlhf_cli.foreign.translation import WANDB_KEY, translate, translate_settings
 from rlhf_cli.options import typer_command
 
 
@@ -117,6 +120,28 @@ def test_a_command_of_another_tool_is_named_as_it_is_called_here(name, here, cap
 
 def test_every_refusal_and_note_names_a_setting_that_exists():
     names = {flag for entry in cli.COMMANDS.values() for flag in flags_of(config_class(cli.command_function(entry)))}
-    text = (Path(cli.__file__).parent / "foreign.py").read_text()
+    text = "".join(path.read_text() for path in (Path(cli.__file__).parent / "foreign").glob("*.py"))
     offered = set(re.findall(r"(?:give|is|are|--)\s?--([a-z_0-9]+)", text)) - {"name"}
     assert offered <= names | {"remote_rm_url", "reward_func"}
+
+
+OPENRLHF_FLAGS = (Path(foreign_commands.__file__).parent / "openrlhf_flags.txt").read_text().splitlines()[1:]
+OWN_COMMANDS = {"ppo_ray": "ppo", "batch_inference": "generate", "serve_rm": "serve-rm", "lora_combiner": "merge"}
+
+
+def unnamed(flags: list[str], command: str) -> list[str]:
+    """Return the flags that are no setting of the command and that no table names."""
+    known = set(flags_of(config_class(cli.command_function(cli.COMMANDS[command]))))
+    named = known | RESERVED | TABLE.keys() | OF_COMMAND.get(command, {}).keys()
+    return [flag for flag in flags if FLAT_NAMES.get(flag, flag) not in named]
+
+
+@pytest.mark.parametrize("line", OPENRLHF_FLAGS, ids=[line.partition(":")[0] for line in OPENRLHF_FLAGS])
+def test_every_flag_of_openrlhf_is_a_setting_or_named(line):
+    name, _, flags = line.partition(": ")
+    command = OWN_COMMANDS.get(name, name)
+    assert unnamed(flags.split(), command) == []
+
+
+def test_a_flag_that_nothing_names_is_found():
+    assert unnamed(["pretrain", "no_such_flag", "actor.no_such"], "ppo") == ["no_such_flag", "actor.no_such"]

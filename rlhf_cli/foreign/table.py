@@ -1,12 +1,11 @@
-"""Words of other tools' commands and settings: accepted, rewritten with a note, or refused with their replacement.
+"""The words of other tools: what each of them means here.
 
-Words in, words and notes out. A word that the command itself knows is never looked up here.
+A meaning is settings of this program, nothing, or a refusal that names the replacement. A word that the command itself
+has as a setting is never looked up.
 """
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 CRITIC_COMMANDS = ("ppo",)
 
@@ -41,22 +40,6 @@ class Foreign:
     meaning: Meaning
 
 
-@dataclass(slots=True)
-class Translation:
-    """Words that this program knows, with notes about the others."""
-
-    words: list[str] = field(default_factory=list)
-    not_needed: list[str] = field(default_factory=list)
-    rewritten: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def notes(self) -> list[str]:
-        """Lines for the start of the run."""
-        listed = [f"not needed here: {', '.join(self.not_needed)}"] if self.not_needed else []
-        return [*listed, *self.rewritten]
-
-
 def _not_needed(values: list[str], call: Call) -> None:
     return None
 
@@ -70,6 +53,16 @@ def _only(*allowed: float, instead: str) -> Meaning:
         except (ValueError, IndexError):
             fits = False
         if not fits:
+            raise Refused(instead)
+
+    return meaning
+
+
+def _one_of(*allowed: str, instead: str) -> Meaning:
+    """Return the meaning of a word that has nothing to do at these values, and no counterpart at others."""
+
+    def meaning(values: list[str], call: Call) -> None:
+        if values[:1] and values[0] not in allowed:
             raise Refused(instead)
 
     return meaning
@@ -147,10 +140,12 @@ CORRECTIONS = {"tis": "token_clip", "icepop": "token_mask", "seq-mask-tis": "seq
 SWITCHES_NOT_NEEDED = (
     "packing_samples", "use_dynamic_batch", "multiturn", "actor_init_on_gpu", "perf", "compute_fp32_loss",
     "disable_fast_tokenizer", "gradient_checkpointing_use_reentrant", "vllm_sync_with_ray", "flash_attn",
+    "save_hf_ckpt", "save_value_network",
 )  # fmt: skip
-"""Switches whose work this program does always or by itself."""
+"""Switches whose work this program does always or by itself; `rlhf merge` makes a model of any checkpoint."""
 VALUES_NOT_NEEDED = ("micro_rollout_batch_size", "rollout_max_tokens_per_gpu", "ptx_coef", "dataloader_num_workers")
 """Settings with a value that this program finds by itself, or has no use for."""
+MUON_WORDS = ("muon_lr", "muon_momentum", "muon_ns_steps")
 CRITIC_WORDS = ("critic_pretrain", "critic_learning_rate", "critic_num_nodes", "critic_num_gpus_per_node", "value_clip")
 
 FLAT = "settings are flat here, without sections: docs/coming-from.md lists the names"
@@ -160,6 +155,102 @@ PENALTY = (
     "and rlhf eval have the setting, and --reward_funcs repetition_penalty punishes repetition while training"
 )
 
+NO_IMAGES = "images are not there yet"
+NO_ASYNC = "training beside generation is not there yet"
+SHARED = "actor and critic share --lr_scheduler, --lr_warmup_ratio, --min_lr_ratio, --max_norm and --l2"
+SHARED_WORDS = (
+    "optim",
+    "adam_betas",
+    "adam_eps",
+    "l2",
+    "lr_scheduler",
+    "lr_warmup_ratio",
+    "min_lr_ratio",
+    "max_norm",
+)
+FROZEN = (
+    "--ref_zero_stage 3 and --reward_zero_stage 3 partition frozen weights; --deepspeed_enable_sleep moves them away"
+)
+
+OPENRLHF = {
+    "no_advantage_std_norm": Foreign(0, _refused("rlhf grpo --preset dr_grpo divides by no deviation")),
+    "disable_ds_ckpt": Foreign(0, _refused("--save_steps -1 writes no checkpoint; the model is saved at the end")),
+    "use_ds_universal_ckpt": Foreign(0, _refused("a checkpoint is continued with the same ranks and ZeRO stage")),
+    "full_determinism": Foreign(0, _refused("--seed fixes the run; deterministic GPU kernels are not there yet")),
+    "deepcompile": Foreign(0, _refused("give --compile_model")),
+    "ref_offload": Foreign(0, _refused(FROZEN)),
+    "ref_reward_offload": Foreign(0, _refused(FROZEN)),
+    "value_head_prefix": Foreign(1, _one_of("score", instead="the head is named score, as transformers names it")),
+    "max_ckpt_mem": Foreign(1, _only(1e8, instead="give --max_ckpt_num")),
+    "use_ms": Foreign(0, _refused("models and data come from folders or the Hugging Face Hub")),
+    "image_key": Foreign(1, _refused(NO_IMAGES)),
+    "freeze_visual_encoder": Foreign(0, _refused(NO_IMAGES)),
+    "async_queue_size": Foreign(1, _refused(NO_ASYNC)),
+    "partial_rollout": Foreign(0, _refused(NO_ASYNC)),
+    "vllm_generate_batch_size": Foreign(1, _refused("--dynamic_oversample asks for more prompts than are trained on")),
+    "vllm_enable_is_correction": Foreign(0, _not_needed),
+    "use_icepop": Foreign(0, _as({"rollout_correction": ["token_mask"]})),
+    "load_in_4bit": Foreign(0, _refused("4-bit weights are for sft, rm, dpo and kto")),
+    "optim": Foreign(1, _one_of("adam", instead="the optimizer is AdamW")),
+    "adam_eps": Foreign(1, _only(1e-8, instead="AdamW's eps is 1e-8")),
+    "experts_implementation": Foreign(1, _not_needed),
+    **{name: Foreign(1, _not_needed) for name in MUON_WORDS},
+    **{name: Foreign(0, _not_needed) for name in ("muon_nesterov", "muon_no_nesterov")},
+    **{f"critic_{name}": Foreign(None, _refused(SHARED)) for name in SHARED_WORDS},
+}
+"""Words of OpenRLHF that need more than a name."""
+
+TRL = {
+    "num_iterations": Foreign(1, _refused("give --max_epochs, the passes over an iteration's responses")),
+    "epsilon": Foreign(1, _refused("give --eps_clip")),
+    "epsilon_high": Foreign(1, _refused("give --eps_clip_low_high LOW HIGH")),
+    "loss_type": Foreign(1, _refused("give --loss, or --policy_loss and --loss_agg for commands that sample")),
+    "scale_rewards": Foreign(None, _refused("rlhf grpo divides by the std, --preset dr_grpo does not")),
+    "use_vllm": Foreign(None, _refused("give --rollout_backend vllm; it is the default if vLLM is installed")),
+    "vllm_mode": Foreign(1, _refused("engines on the GPUs of training are --colocate_all_models")),
+    "warmup_ratio": Foreign(1, _renamed("lr_warmup_ratio")),
+    "lr_scheduler_type": Foreign(1, _renamed("lr_scheduler")),
+    "weight_decay": Foreign(1, _renamed("l2")),
+    "report_to": Foreign(None, _refused("give --use_wandb or --use_tensorboard")),
+    "use_peft": Foreign(None, _refused("give --lora_rank; a rank above 0 trains an adapter")),
+    "lora_r": Foreign(1, _renamed("lora_rank")),
+    "lora_target_modules": Foreign(None, lambda values, call: {"target_modules": [",".join(values)]}),
+    "max_steps": Foreign(1, _refused("give --max_iterations")),
+    "torch_dtype": Foreign(1, _mapped("param_dtype", {"bfloat16": "bf16", "float32": "fp32"})),
+    "dtype": Foreign(1, _mapped("param_dtype", {"bfloat16": "bf16", "float32": "fp32"})),
+    "packing": Foreign(None, _not_needed),
+    "assistant_only_loss": Foreign(None, _not_needed),
+    "learning_rate": Foreign(1, _renamed("actor_learning_rate")),
+}
+"""Words of TRL that need more than a name."""
+
+OF_COMMAND: dict[str, dict[str, Foreign]] = {
+    "merge": {
+        "model_path": Foreign(1, _renamed("base")),
+        "lora_path": Foreign(1, _renamed("model")),
+        "output_path": Foreign(1, _renamed("output")),
+        "is_rm": Foreign(0, _not_needed),
+    },
+    "generate": {
+        "eval_task": Foreign(
+            1, _one_of("generate", "generate_vllm", instead="rlhf generate scores if it has a reward")
+        ),
+        "dataset": Foreign(1, _renamed("prompt_data")),
+        "dataset_probs": Foreign(1, _renamed("prompt_data_probs")),
+        "output_path": Foreign(1, _renamed("output")),
+        "post_processor": Foreign(1, _mapped("select", {"rs": "best"})),
+        "best_of_n": Foreign(1, _renamed("n_samples_per_prompt")),
+        "tp_size": Foreign(1, _renamed("vllm_tensor_parallel_size")),
+        "zero_stage": Foreign(1, _not_needed),
+        "greedy_sampling": Foreign(0, _as({"temperature": ["0"]})),
+    },
+    "serve-rm": {
+        "batch_size": Foreign(1, _refused("give --max_tokens_per_gpu, the tokens of a pack")),
+        "attn_implementation": Foreign(1, _not_needed),
+    },
+}
+"""Words that mean something else, or anything at all, in one command only."""
+
 TABLE: dict[str, Foreign] = {
     **{name: Foreign(0, _not_needed) for name in SWITCHES_NOT_NEEDED},
     **{name: Foreign(1, _not_needed) for name in VALUES_NOT_NEEDED},
@@ -168,7 +259,7 @@ TABLE: dict[str, Foreign] = {
     "ring_attn_size": Foreign(1, _only(1, instead="several ranks for one sequence are not there yet; drop it")),
     "ring_head_stride": Foreign(1, _only(1, instead="several ranks for one sequence are not there yet; drop it")),
     "ds_tensor_parallel_size": Foreign(1, _only(1, instead="trainers use ZeRO: --zero_stage 3 partitions weights")),
-    "max_images_per_prompt": Foreign(1, _only(0, instead="images are not there yet")),
+    "max_images_per_prompt": Foreign(1, _only(0, instead=NO_IMAGES)),
     "gamma": Foreign(1, _only(1, instead="this command compares whole responses; rlhf ppo discounts")),
     "lambd": Foreign(1, _only(1, instead="this command has no critic; rlhf ppo has --lambd")),
     "freezing_actor_steps": Foreign(1, _only(-1, 0, instead="this command has no critic to warm up; rlhf ppo has one")),
@@ -195,8 +286,10 @@ TABLE: dict[str, Foreign] = {
     "max_seq_length": Foreign(1, _refused("give --max_len")),
     "max_length": Foreign(1, _refused("give --max_len")),
     "beta": Foreign(1, _refused("the weight of the KL divergence is --init_kl_coef")),
+    **OPENRLHF,
+    **TRL,
     "agent_func_path": Foreign(1, _refused("episodes of several turns are not there yet")),
-    "async_train": Foreign(0, _refused("training beside generation is not there yet")),
+    "async_train": Foreign(0, _refused(NO_ASYNC)),
     "pretrain_data": Foreign(1, _refused("a second loss on pre-training data is not there")),
     **{
         section: Foreign(None, _refused(FLAT))
@@ -209,6 +302,8 @@ COMMANDS = {
     "train_rm": "rm",
     "train_dpo": "dpo",
     "train_kto": "kto",
+    "train_kd": "sft on a teacher's responses, which rlhf generate writes; there is no distillation yet",
+    "train_prm": "rm; there are no rewards of steps yet",
     "train_ppo": "ppo",
     "train_ppo_ray": "ppo, reinforce++, grpo, rloo or remax",
     "lora_combiner": "merge",
@@ -221,153 +316,3 @@ COMMANDS = {
     "chat": "generate; there is no chat",
 }
 """Commands of other tools, with their names here."""
-
-
-def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -> Translation:
-    """Replace the foreign flags among a command's words.
-
-    Args:
-        known: flags of the command itself, each with the number of values that it takes.
-    """
-    call, done = Call(command, _values_by_flag(words)), Translation()
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, inline = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        foreign = _foreign(name, known) if word.startswith("--") else None
-        if foreign is not None:
-            _apply(name, foreign, [inline] if equals else _take(rest, foreign.takes), call, done)
-        elif not (word.startswith("--") and not equals and name in OWN_FORMS and OWN_FORMS[name](rest, done)):
-            done.words.append(word)
-    _model_without_output(done, known)
-    _template_without_chat(done, known)
-    return done
-
-
-def translate_settings(
-    values: Mapping[str, Any], *, command: str, known: Mapping[str, int]
-) -> tuple[dict[str, Any], Translation]:
-    """Replace the foreign names among the settings of a YAML file."""
-    listed = {name: _listed(value) for name, value in values.items()}
-    call, own = Call(command, listed), {}
-    done = Translation()
-    for name, value in values.items():
-        foreign = _foreign(name, known)
-        if name == "use_wandb" and isinstance(value, str) and value.lower() not in ("true", "false", "null"):
-            _wandb_key([value], done)
-        elif foreign is None:
-            own[name] = value
-        elif value is not False:  # a switch of another tool that is off
-            _apply(name, foreign, [] if value is True else listed[name], call, done)
-    for name, words in _values_by_flag(done.words).items():
-        own.setdefault(name, words[0] if len(words) == 1 else words or True)
-    return own, done
-
-
-def _listed(value: Any) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
-
-
-def _foreign(name: str, known: Mapping[str, int]) -> Foreign | None:
-    section = name.partition(".")[0]
-    return None if name in known or name.removeprefix("no_") in known else TABLE.get(name) or TABLE.get(section)
-
-
-def _take(rest: list[str], count: int | None) -> list[str]:
-    """Take the values of a flag off the words that follow it."""
-    values: list[str] = []
-    while rest and not rest[0].startswith("--") and (count is None or len(values) < count):
-        values.append(rest.pop(0))
-    return values
-
-
-def _apply(name: str, foreign: Foreign, values: list[str], call: Call, done: Translation) -> None:
-    written = " ".join([f"--{name}", *values])
-    try:
-        settings = foreign.meaning(values, call)
-    except Refused as refusal:
-        done.problems.append(f"--{name}: {refusal}")
-        return
-    if settings is None:
-        done.not_needed.append(written)
-        return
-    words = [word for setting, own in settings.items() for word in (f"--{setting}", *own)]
-    done.words += words
-    done.rewritten.append(f"{written} is {' '.join(words)} here")
-
-
-WANDB_KEY = "WANDB_API_KEY"
-
-
-def _wandb_key(rest: list[str], done: Translation) -> bool:
-    """Put a key of W&B into the environment alone: command lines are shown and kept."""
-    if not rest or rest[0].startswith("-"):
-        return False
-    os.environ[WANDB_KEY] = rest.pop(0)
-    done.rewritten.append(f"the key after --use_wandb is taken as {WANDB_KEY}; export it instead of writing it down")
-    done.words.append("--use_wandb")
-    return True
-
-
-def _tensorboard_folder(rest: list[str], done: Translation) -> bool:
-    if not rest or rest[0].startswith("-"):
-        return False
-    done.rewritten.append(f"TensorBoard's files go to the output, not to {rest.pop(0)}")
-    done.words.append("--use_tensorboard")
-    return True
-
-
-def _modules(rest: list[str], done: Translation) -> bool:
-    done.words += ["--target_modules", ",".join(_take(rest, None))]
-    return True
-
-
-def _reward_file(rest: list[str], done: Translation) -> bool:
-    if not rest or not rest[0].endswith(".py"):
-        return False
-    file = rest.pop(0)
-    done.rewritten.append(f"--remote_rm_url {file} is --reward_func {file} here")
-    done.words += ["--reward_func", file]
-    return True
-
-
-OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
-    "use_wandb": _wandb_key,
-    "use_tensorboard": _tensorboard_folder,
-    "target_modules": _modules,
-    "remote_rm_url": _reward_file,
-}
-"""Flags of this program that have another form elsewhere: each takes that form off the words, or leaves them."""
-
-
-def _values_by_flag(words: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    values: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            name, equals, inline = word.removeprefix("--").partition("=")
-            values = found.setdefault(name.replace("-", "_"), [])
-            values += [inline] if equals else []
-        else:
-            values.append(word)
-    return found
-
-
-def _model_without_output(done: Translation, known: Mapping[str, int]) -> None:
-    """Give a run that names its model alone, as OpenRLHF's, a folder beside the model for its other files."""
-    given = _values_by_flag(done.words)
-    if {"output", "save_path"} <= known.keys() and "output" not in given and "config" not in given:
-        path = next(iter(given.get("save_path", [])), None)
-        if path:
-            done.words += ["--output", f"{path.rstrip('/')}_run"]
-            done.rewritten.append(f"the model goes to {path}, all other files of the run to {path.rstrip('/')}_run")
-
-
-def _template_without_chat(done: Translation, known: Mapping[str, int]) -> None:
-    """OpenRLHF uses a chat template only on request; an `input_template` alone means plain text."""
-    given = _values_by_flag(done.words).keys()
-    decided = given & {"apply_chat_template", "no_apply_chat_template", "config"}
-    if "apply_chat_template" in known and "input_template" in given and not decided:
-        done.words.append("--no_apply_chat_template")
-        done.rewritten.append("--input_template takes the place of the chat template: --no_apply_chat_template")

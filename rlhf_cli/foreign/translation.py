@@ -1,0 +1,193 @@
+"""Replace the words of other tools' commands: accepted, rewritten with a note, or refused with their replacement."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_cli.foreign.openrlhf import FLAT_NAMES
+from rlhf_cli.foreign.table import OF_COMMAND, TABLE, Call, Foreign, Refused
+
+
+@dataclass(slots=True)
+class Translation:
+    """Words that this program knows, with notes about the others."""
+
+    words: list[str] = field(default_factory=list)
+    not_needed: list[str] = field(default_factory=list)
+    rewritten: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the start of the run."""
+        listed = [f"not needed here: {', '.join(self.not_needed)}"] if self.not_needed else []
+        return [*listed, *self.rewritten]
+
+
+def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -> Translation:
+    """Replace the foreign flags among a command's words.
+
+    Args:
+        known: flags of the command itself, each with the number of values that it takes.
+    """
+    done = Translation()
+    rest = _without_sections(words, done)
+    call = Call(command, _values_by_flag(rest))
+    while rest:
+        word = rest.pop(0)
+        name, equals, inline = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        foreign = _foreign(name, known, command) if word.startswith("--") else None
+        if foreign is not None:
+            _apply(name, foreign, [inline] if equals else _take(rest, foreign.takes), call, done)
+        elif not (word.startswith("--") and not equals and name in OWN_FORMS and OWN_FORMS[name](rest, done)):
+            done.words.append(word)
+    _model_without_output(done, known)
+    _template_without_chat(done, known)
+    return done
+
+
+def translate_settings(
+    values: Mapping[str, Any], *, command: str, known: Mapping[str, int]
+) -> tuple[dict[str, Any], Translation]:
+    """Replace the foreign names among the settings of a YAML file."""
+    listed = {name: _listed(value) for name, value in values.items()}
+    call, own = Call(command, listed), {}
+    done = Translation()
+    for name, value in values.items():
+        foreign = _foreign(name, known, command)
+        if name == "use_wandb" and isinstance(value, str) and value.lower() not in ("true", "false", "null"):
+            _wandb_key([value], done)
+        elif foreign is None:
+            own[name] = value
+        elif value is not False:  # a switch of another tool that is off
+            _apply(name, foreign, [] if value is True else listed[name], call, done)
+    for name, words in _values_by_flag(done.words).items():
+        own.setdefault(name, words[0] if len(words) == 1 else words or True)
+    return own, done
+
+
+def _listed(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+
+
+def _foreign(name: str, known: Mapping[str, int], command: str) -> Foreign | None:
+    if name in known or name.removeprefix("no_") in known:
+        return None
+    return OF_COMMAND.get(command, {}).get(name) or TABLE.get(name) or TABLE.get(name.partition(".")[0])
+
+
+def _without_sections(words: Sequence[str], done: Translation) -> list[str]:
+    """Replace OpenRLHF's flags with sections, `--actor.adam.lr`, by its earlier names, which are mostly ours."""
+    flat: list[str] = []
+    replaced: dict[str, str] = {}
+    for word in words:
+        name, equals, inline = word.removeprefix("--").partition("=")
+        own = FLAT_NAMES.get(name.replace("-", "_")) if word.startswith("--") else None
+        if own is not None:
+            replaced[name] = own
+        flat.append(word if own is None else f"--{own}{equals}{inline}")
+    if replaced:
+        pairs = ", ".join(f"--{name} is --{own}" for name, own in replaced.items())
+        done.rewritten.append(f"names have no sections here: {pairs}")
+    return flat
+
+
+def _take(rest: list[str], count: int | None) -> list[str]:
+    """Take the values of a flag off the words that follow it."""
+    values: list[str] = []
+    while rest and not rest[0].startswith("--") and (count is None or len(values) < count):
+        values.append(rest.pop(0))
+    return values
+
+
+def _apply(name: str, foreign: Foreign, values: list[str], call: Call, done: Translation) -> None:
+    written = " ".join([f"--{name}", *values])
+    try:
+        settings = foreign.meaning(values, call)
+    except Refused as refusal:
+        done.problems.append(f"--{name}: {refusal}")
+        return
+    if settings is None:
+        done.not_needed.append(written)
+        return
+    words = [word for setting, own in settings.items() for word in (f"--{setting}", *own)]
+    done.words += words
+    done.rewritten.append(f"{written} is {' '.join(words)} here")
+
+
+WANDB_KEY = "WANDB_API_KEY"
+
+
+def _wandb_key(rest: list[str], done: Translation) -> bool:
+    """Put a key of W&B into the environment alone: command lines are shown and kept."""
+    if not rest or rest[0].startswith("-"):
+        return False
+    os.environ[WANDB_KEY] = rest.pop(0)
+    done.rewritten.append(f"the key after --use_wandb is taken as {WANDB_KEY}; export it instead of writing it down")
+    done.words.append("--use_wandb")
+    return True
+
+
+def _tensorboard_folder(rest: list[str], done: Translation) -> bool:
+    if not rest or rest[0].startswith("-"):
+        return False
+    done.rewritten.append(f"TensorBoard's files go to the output, not to {rest.pop(0)}")
+    done.words.append("--use_tensorboard")
+    return True
+
+
+def _modules(rest: list[str], done: Translation) -> bool:
+    done.words += ["--target_modules", ",".join(_take(rest, None))]
+    return True
+
+
+def _reward_file(rest: list[str], done: Translation) -> bool:
+    if not rest or not rest[0].endswith(".py"):
+        return False
+    file = rest.pop(0)
+    done.rewritten.append(f"--remote_rm_url {file} is --reward_func {file} here")
+    done.words += ["--reward_func", file]
+    return True
+
+
+OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
+    "use_wandb": _wandb_key,
+    "use_tensorboard": _tensorboard_folder,
+    "target_modules": _modules,
+    "remote_rm_url": _reward_file,
+}
+"""Flags of this program that have another form elsewhere: each takes that form off the words, or leaves them."""
+
+
+def _values_by_flag(words: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, inline = word.removeprefix("--").partition("=")
+            values = found.setdefault(name.replace("-", "_"), [])
+            values += [inline] if equals else []
+        else:
+            values.append(word)
+    return found
+
+
+def _model_without_output(done: Translation, known: Mapping[str, int]) -> None:
+    """Give a run that names its model alone, as OpenRLHF's, a folder beside the model for its other files."""
+    given = _values_by_flag(done.words)
+    if {"output", "save_path"} <= known.keys() and "output" not in given and "config" not in given:
+        path = next(iter(given.get("save_path", [])), None)
+        if path:
+            done.words += ["--output", f"{path.rstrip('/')}_run"]
+            done.rewritten.append(f"the model goes to {path}, all other files of the run to {path.rstrip('/')}_run")
+
+
+def _template_without_chat(done: Translation, known: Mapping[str, int]) -> None:
+    """OpenRLHF uses a chat template only on request; an `input_template` alone means plain text."""
+    given = _values_by_flag(done.words).keys()
+    decided = given & {"apply_chat_template", "no_apply_chat_template", "config"}
+    if "apply_chat_template" in known and "input_template" in given and not decided:
+        done.words.append("--no_apply_chat_template")
+        done.rewritten.append("--input_template takes the place of the chat template: --no_apply_chat_template")
