@@ -1,14 +1,28 @@
 """What is read, and how rows become conversations."""
 
 import json
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import JsonObject, SettingsGroup
+from rlhf_cli.config.plugins import Plugin, is_target
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"})
 """Variables of a chat template that rendering sets by itself."""
+
+SEQUENCE_FORMATS = ("auto", "prompt_response", "messages", "sharegpt", "text")
+PAIR_FORMATS = ("auto", "explicit_prompt", "shared_prompt")
+LABELLED_FORMATS = ("auto", "unpaired", "preference")
+PROMPT_FORMATS = ("auto", "prompt", "messages", "sharegpt")
+"""Names of the formats of each kind of data; a function of others makes rows that are read as by auto."""
+
+PARAMETERS_OF_FORMAT = ("row",)
+
+
+def known_format(data_format: str) -> str:
+    """Return the name of the format in which rows are read; rows that a function of others made are read by auto."""
+    return "auto" if is_target(data_format) else data_format
 
 
 class TextConfig(SettingsGroup):
@@ -69,7 +83,7 @@ class OfflineDataConfig(TextConfig):
 class DataConfig(OfflineDataConfig):
     """Data"""
 
-    data_format: Literal["auto", "prompt_response", "messages", "sharegpt", "text"] = "auto"
+    data_format: Annotated[str, Plugin(SEQUENCE_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """How rows are read; auto decides by the columns."""
     output_key: str | None = None
     """Column with the response; found by its name if not given."""
@@ -78,7 +92,7 @@ class DataConfig(OfflineDataConfig):
 
     @model_validator(mode="after")
     def _output_key_is_read(self) -> "DataConfig":
-        if self.output_key is not None and self.data_format not in ("auto", "prompt_response"):
+        if self.output_key is not None and known_format(self.data_format) not in ("auto", "prompt_response"):
             raise ValueError(
                 f"output_key {self.output_key!r} names the response of data_format prompt_response, and rows are read "
                 f"as {self.data_format}: leave one of them out"
@@ -98,7 +112,7 @@ class SidesConfig(OfflineDataConfig):
 class PreferenceDataConfig(SidesConfig):
     """Data"""
 
-    data_format: Literal["auto", "explicit_prompt", "shared_prompt"] = "auto"
+    data_format: Annotated[str, Plugin(PAIR_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """Where a pair's prompt is: in its own column, or what both sides begin with; auto decides by the columns."""
 
     @model_validator(mode="after")
@@ -118,7 +132,7 @@ KEYS_OF_LABELLED = {"unpaired": ("output_key", "label_key"), "preference": ("cho
 class LabelledDataConfig(SidesConfig):
     """Data"""
 
-    data_format: Literal["auto", "unpaired", "preference"] = "auto"
+    data_format: Annotated[str, Plugin(LABELLED_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """How rows are read; auto decides by the columns. A pair counts as a desirable and an undesirable response."""
     output_key: str | None = None
     """Column with the response; found by its name if not given."""
@@ -128,7 +142,8 @@ class LabelledDataConfig(SidesConfig):
     @model_validator(mode="after")
     def _keys_are_of_one_format(self) -> "LabelledDataConfig":
         given = {form: [key for key in keys if getattr(self, key)] for form, keys in KEYS_OF_LABELLED.items()}
-        read = "unpaired" if self.data_format == "auto" and given["unpaired"] else self.data_format
+        read = known_format(self.data_format)
+        read = "unpaired" if read == "auto" and given["unpaired"] else read
         for form, keys in given.items():
             if keys and read not in ("auto", form):
                 because = f"by {given[read][0]}" if given[read] else f"by data_format {read}"
@@ -148,7 +163,7 @@ class PromptConfig(TextConfig):
     """Share of each of several prompt sets in the mixture, separated by commas; all rows of all if not given."""
     prompt_split: str = "train"
     """Split read where the name gives none."""
-    data_format: Literal["auto", "prompt", "messages", "sharegpt"] = "auto"
+    data_format: Annotated[str, Plugin(PROMPT_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """How prompts are read: text in a column for it, or messages; auto decides by the columns, then row by row."""
     label_key: str | None = None
     """Column with the ground truth; found by its name if not given."""

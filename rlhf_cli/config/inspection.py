@@ -3,12 +3,20 @@
 That none of theirs is missing here, and that defaults are the same, is tested.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rlhf_cli.config.base import SettingsGroup
-from rlhf_cli.config.data import SidesConfig
+from rlhf_cli.config.data import (
+    LABELLED_FORMATS,
+    PAIR_FORMATS,
+    PARAMETERS_OF_FORMAT,
+    PROMPT_FORMATS,
+    SEQUENCE_FORMATS,
+    SidesConfig,
+)
+from rlhf_cli.config.plugins import Plugin
 
 
 class ShowConfig(SettingsGroup):
@@ -22,24 +30,13 @@ class ShowConfig(SettingsGroup):
     """Seed of the order in which mixed data sets are read, as of the command."""
 
 
-DataFormat = Literal[
-    "auto",
-    "prompt_response",
-    "messages",
-    "sharegpt",
-    "text",
-    "explicit_prompt",
-    "shared_prompt",
-    "unpaired",
-    "preference",
-    "prompt",
-]
+ALL_FORMATS = tuple(dict.fromkeys((*SEQUENCE_FORMATS, *PAIR_FORMATS, *LABELLED_FORMATS, *PROMPT_FORMATS)))
 
 
 class ShownDataConfig(SidesConfig):
     """Data"""
 
-    data_format: DataFormat = "auto"
+    data_format: Annotated[str, Plugin(ALL_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """How rows are read; auto decides by the columns. prompt_response to text are of sft, explicit_prompt and
     shared_prompt of rm and dpo, unpaired and preference of kto, prompt, messages and sharegpt of ppo."""
     output_key: str | None = None

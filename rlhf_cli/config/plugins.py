@@ -151,8 +151,14 @@ def _module_of_file(path: Path) -> Any:
 
 def contents_of_plugins(config: BaseModel) -> dict[str, str]:
     """Return a hash of each file of others' code, by the setting that names the file."""
-    files = [(target.setting, Path(target.text.rpartition(":")[0])) for target in targets_of(config)]
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:32] for name, path in files if path.is_file()}
+    return {target.setting: contents_of(target.text) for target in targets_of(config)}
+
+
+def contents_of(text: str) -> str:
+    """Return a hash of the file with the code that a target names, "" if there is no such file."""
+    place = text.rpartition(":")[0]
+    path = place if is_file(text) else getattr(importlib.import_module(place), "__file__", None)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32] if path and Path(path).is_file() else ""
 
 
 def without_folder(value: Any) -> Any:

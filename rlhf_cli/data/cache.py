@@ -25,6 +25,7 @@ import tokenizers
 import transformers
 
 from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.config.plugins import contents_of
 from rlhf_cli.data.reading.sources import Rows
 from rlhf_cli.data.store import StoredTable, TableWriter
 from rlhf_cli.environment import user_cache
@@ -77,6 +78,8 @@ def kept_path(config: OfflineDataConfig, tokenizer: Any, rows: Rows, *, kind: st
 def _key(config: OfflineDataConfig, tokenizer: Any, rows: Rows, kind: str, formats: list[str]) -> str:
     settings = {name: value for name, value in config.model_dump(mode="json").items() if name not in NOT_KEYED}
     contents = [[table.checksum() for table in source.tables if table.checksum] for source in rows.sources]
+    code = {source.format_code for source in rows.sources if source.format_code is not None}
+    contents.append([contents_of(text) for text in sorted(code)])
     versions = [FORMAT, pa.__version__, tokenizers.__version__, transformers.__version__, _code_checksum()]
     tokens = [tokenizer_fingerprint(tokenizer), tokenizer.chat_template]
     said = json.dumps([kind, formats, settings, contents, versions, *tokens], sort_keys=True)

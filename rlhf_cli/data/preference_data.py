@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import LabelledDataConfig, OfflineDataConfig, PreferenceDataConfig
+from rlhf_cli.config.data import LabelledDataConfig, OfflineDataConfig, PreferenceDataConfig, known_format
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.formats.conversations import Conversation, Document, Labelled, Message, Preference
 from rlhf_cli.data.formats.preference import PairColumns, choose_labelled_format, choose_pair_format
@@ -159,9 +159,8 @@ def load_pairs(
     """
     rows = _rows(config, dataset, split, seed)
     wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key)
-    formats = {
-        source.name: choose_pair_format(source, wanted, data_format=config.data_format) for source in rows.sources
-    }
+    data_format = known_format(config.data_format)
+    formats = {source.name: choose_pair_format(source, wanted, data_format=data_format) for source in rows.sources}
     forms = [formats[source.name].columns for source in rows.sources]
     report = DataReport("pairs", read_sources(rows, forms), rows=len(rows))
 
@@ -203,9 +202,8 @@ def load_labelled(
     """
     rows = _rows(config, dataset, split, seed)
     wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key, config.output_key, config.label_key)
-    formats = {
-        source.name: choose_labelled_format(source, wanted, data_format=config.data_format) for source in rows.sources
-    }
+    data_format = known_format(config.data_format)
+    formats = {source.name: choose_labelled_format(source, wanted, data_format=data_format) for source in rows.sources}
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
     report = DataReport("responses", read_sources(rows, forms), rows=len(rows))
 
@@ -232,9 +230,16 @@ def load_labelled(
     )
 
 
-def _rows(config: OfflineDataConfig, dataset: str, split: str, seed: int) -> Rows:
+def _rows(config: PreferenceDataConfig | LabelledDataConfig, dataset: str, split: str, seed: int) -> Rows:
     probs = config.dataset_probs if dataset == config.dataset else None
-    return load_rows(dataset, split=split, probs=probs, seed=seed, max_samples=config.max_samples)
+    return load_rows(
+        dataset,
+        split=split,
+        probs=probs,
+        seed=seed,
+        max_samples=config.max_samples,
+        data_format=config.data_format,
+    )
 
 
 def _tried(encoder: Encoder, config: OfflineDataConfig, report: DataReport) -> Encoder:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.data import PromptConfig, known_format
 from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
 from rlhf_cli.config.scoring import ScoringConfig
 from rlhf_cli.data.formats.conversations import Conversation
@@ -141,11 +141,13 @@ def load_prompts(
         probs=config.prompt_data_probs,
         seed=seed,
         max_samples=config.max_samples,
+        data_format=config.data_format,
     )
     wanted = Columns(config.input_key, label_key=config.label_key)
     judges = Judges.of(reward)
+    data_format = known_format(config.data_format)
     formats = {
-        source.name: choose_prompt_format(source, wanted, data_format=config.data_format, verifiers=judges.verifiers)
+        source.name: choose_prompt_format(source, wanted, data_format=data_format, verifiers=judges.verifiers)
         for source in rows.sources
     }
     report = PromptReport(read_sources(rows, [formats[source.name].columns for source in rows.sources]), len(rows))

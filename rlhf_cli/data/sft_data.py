@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import DataConfig
+from rlhf_cli.config.data import DataConfig, known_format
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.formats.conversations import Conversation, Document
 from rlhf_cli.data.formats.table import choose_format
@@ -85,9 +85,17 @@ def load_sft_sequences(
     Raises UsageError naming file and line of a row that cannot be used, or where no sequence is left.
     """
     probs = config.dataset_probs if dataset == config.dataset else None
-    rows = load_rows(dataset, split=split, probs=probs, seed=seed, max_samples=config.max_samples)
+    rows = load_rows(
+        dataset,
+        split=split,
+        probs=probs,
+        seed=seed,
+        max_samples=config.max_samples,
+        data_format=config.data_format,
+    )
     wanted = Columns(config.input_key, config.output_key)
-    formats = {source.name: choose_format(source, wanted, data_format=config.data_format) for source in rows.sources}
+    data_format = known_format(config.data_format)
+    formats = {source.name: choose_format(source, wanted, data_format=data_format) for source in rows.sources}
     encoder = Encoder(config, tokenizer)
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
     report = DataReport("sequences", read_sources(rows, forms), rows=len(rows))

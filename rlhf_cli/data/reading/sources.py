@@ -7,17 +7,18 @@ nothing is fetched for them.
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
+from rlhf_cli.config.plugins import is_target, load_target
 from rlhf_cli.data.formats.dialogues import row_of_numbered
 from rlhf_cli.data.reading.files import Table, kind_of_file, read_file
 from rlhf_cli.data.sampling import SEED_MASK
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import UsageError, one_line
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 OTHER_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval"}
@@ -78,6 +79,8 @@ class Source:
 
     name: str
     tables: tuple[Table, ...]
+    format_code: str | None = None
+    """Code of others that makes another row of each row, as `file.py:NAME` or `module:NAME`."""
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -93,7 +96,8 @@ class Source:
     def row(self, index: int) -> Row:
         """Row number `index`, from 0. Raises UsageError naming the line if it cannot be parsed."""
         table, position = self._find(index)
-        return Row(table.read(position), self, index)
+        row = Row(table.read(position), self, index)
+        return row if self.format_code is None else _made_by(self.format_code, row)
 
     def where(self, index: int) -> str:
         """File and line of a row, for messages."""
@@ -106,6 +110,17 @@ class Source:
         for index in range(min(COLUMN_ROWS, len(self))):
             names.update(dict.fromkeys(self.row(index)))
         return list(names)
+
+
+def _made_by(code: str, row: Row) -> Row:
+    """Return the row that code of others makes of a row. Raise RowFault if the code fails or makes no row."""
+    try:
+        made = load_target(code)(dict(row))
+    except Exception as error:
+        raise row.error(f"--data_format {code} raises {type(error).__name__}: {one_line(error)}") from error
+    if not isinstance(made, dict):
+        raise row.error(f"--data_format {code} has to return a dict, not {type(made).__name__}")
+    return Row(made, row.source, row.index)
 
 
 @dataclass(frozen=True)
@@ -141,6 +156,7 @@ def load_rows(
     seed: int,
     max_samples: int | None = None,
     hub: Callable[[str, str], Table] | None = None,
+    data_format: str = "auto",
 ) -> Rows:
     """Rows of the data sets named in `spec`, separated by commas.
 
@@ -148,13 +164,14 @@ def load_rows(
     `split`. Without `probs`, the rows of one source follow those of the one before. With `probs` ('0.3,0.7') the
     largest mixture is made in which no row is used twice: each source has exactly its share (to the nearest row),
     drawn and ordered at random from `seed`. At most `max_samples` rows are taken. `hub(name, split)` reads a
-    data set of the Hub.
+    data set of the Hub. If `data_format` is code of others, each row is the row that the code makes of the row read.
 
     Raises UsageError naming what is missing, empty or malformed; rows are parsed, and checked, as they are read.
     """
     names = _names(spec)
     shares = _parsed_probs(probs, names)
-    sources = tuple(_load_source(name, split, hub or _read_hub) for name in names)
+    code = data_format if is_target(data_format) else None
+    sources = tuple(replace(_load_source(name, split, hub or _read_hub), format_code=code) for name in names)
     if shares is None:
         source_N = np.repeat(np.arange(len(sources)), [len(source) for source in sources])
         index_N = np.concatenate([np.arange(len(source)) for source in sources])

@@ -230,9 +230,9 @@ def test_settings_of_other_commands_are_refused_by_name():
     ).data
     with pytest.raises(UsageError, match=r"^--output_key, --pretrain_mode: rlhf dpo has no such setting$"):
         settings_of("dpo", given)
-    with pytest.raises(UsageError, match=r"^--data_format text: must be auto, unpaired or preference$"):
+    with pytest.raises(UsageError, match=r"^--data_format text: must be auto, unpaired or preference, or "):
         settings_of("kto", ShownDataConfig(dataset="d", data_format="text"))
-    with pytest.raises(UsageError, match=r"^--data_format text: must be auto, explicit_prompt or shared_prompt$"):
+    with pytest.raises(UsageError, match=r"^--data_format text: must be auto, explicit_prompt or shared_prompt, or "):
         settings_of("dpo", ShownDataConfig(dataset="d", data_format="text"))
     assert settings_of("ppo", ShownDataConfig(dataset="d", dataset_split="test")) == PromptConfig(
         prompt_data="d", prompt_split="test"
