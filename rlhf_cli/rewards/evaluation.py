@@ -1,6 +1,6 @@
-"""What judged responses say about a model: accuracy, pass@k, maj@k, rewards and lengths, with intervals.
+"""Evaluation figures of a model from judged responses: accuracy, pass@k, maj@k, rewards and lengths, with intervals.
 
-Prompts are what is drawn at random: each gives one value, its mean over its samples, and intervals are over prompts.
+Prompts are the random sample: each gives one value, its mean over its samples, and intervals are over prompts.
 Responses whose reward failed are counted and left out of everything that a reward decides. The formulas are in
 algorithms/answer_statistics.py.
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from rlhf_cli.algorithms.answer_statistics import majority_at_k, mean_interval, pass_at_k, share_interval
 from rlhf_cli.rewards.records import Score, Status
 
-QUALITY = ("accuracy", "pass@", "maj@", "reward")  # what figures begin with that say how good responses are
+QUALITY = ("accuracy", "pass@", "maj@", "reward")  # how the names of quality figures begin
 VERDICTS: tuple[Status, ...] = ("correct", "wrong", "invalid")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One judged response. `length` is in tokens; `truncated` says that it was cut at the limit."""
+    """One judged response. `length` is in tokens; `truncated` marks a response that was cut at the limit."""
 
     score: Score
     length: int
@@ -30,7 +30,7 @@ Prompts = Sequence[Sequence[Answer]]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A mean over `num_prompts` prompts and its 95 % interval, None where none can be told."""
+    """A mean over `num_prompts` prompts and its 95 % interval, None if no interval can be computed."""
 
     value: float
     interval: tuple[float, float] | None
@@ -59,9 +59,9 @@ def evaluate_answers(prompts: Prompts, *, ks: Sequence[int] = (), pass_score: fl
     """The figures of these prompts.
 
     `accuracy` is avg@n, the share of right samples; `pass@k` and `maj@k` for each of `ks` are over the prompts that
-    have k judged samples; `reward` is the mean score, `truncated` and `response_length` count failed ones too. What is
-    right is the verifier's verdict, or a score of `pass_score` and more; without either only rewards and lengths are
-    told.
+    have k judged samples; `reward` is the mean score, `truncated` and `response_length` count failed ones too. A
+    response is right by the verifier's verdict, or with a score of at least `pass_score`; without either, only rewards
+    and lengths are computed.
     """
     scored = [[answer.score for answer in samples if answer.score.value is not None] for samples in prompts]
     figures = _figures_of_verdicts([samples for samples in scored if samples], ks, pass_score)
@@ -85,13 +85,14 @@ def evaluate_answers(prompts: Prompts, *, ks: Sequence[int] = (), pass_score: fl
 
 
 def pass_rate(samples: Sequence[Answer], *, pass_score: float | None = None) -> float | None:
-    """Share of a prompt's judged samples that are right; None where none was judged."""
+    """Share of a prompt's judged samples that are right; None if none was judged."""
     correct = [is_right for answer in samples if (is_right := _is_right(answer.score, pass_score)) is not None]
     return _mean(correct) if correct else None
 
 
 def by_source(prompts: Iterable[tuple[str, Sequence[Answer]]]) -> dict[str, list[Sequence[Answer]]]:
-    """The samples of each prompt by the data set it is from; where there are several, all of them come first."""
+    """The samples of each prompt by the data set it is from; with several data sets, all prompts together come
+    first."""
     found: dict[str, list[Sequence[Answer]]] = {}
     for source, samples in prompts:
         found.setdefault(source, []).append(samples)
@@ -104,7 +105,7 @@ ALL = "all"
 
 
 def _figures_of_verdicts(prompts: list[list[Score]], ks: Sequence[int], pass_score: float | None) -> dict[str, Figure]:
-    """Accuracy, pass@k and maj@k, and the share of responses without an answer; none where nobody judged."""
+    """Accuracy, pass@k and maj@k, and the share of responses without an answer; empty if nothing was judged."""
     judged: list[list[tuple[Score, bool]]] = []
     for samples in prompts:
         pairs = [(score, is_right) for score in samples if (is_right := _is_right(score, pass_score)) is not None]
@@ -126,7 +127,7 @@ def _figures_of_verdicts(prompts: list[list[Score]], ks: Sequence[int], pass_sco
 
 
 def _is_right(score: Score, pass_score: float | None) -> bool | None:
-    """Whether the response is right; None where nobody could tell."""
+    """Return whether the response is right; None if that is unknown."""
     if score.value is None:
         return None
     if pass_score is not None:
@@ -135,7 +136,7 @@ def _is_right(score: Score, pass_score: float | None) -> bool | None:
 
 
 def _means(values: Mapping[str, tuple[list[float], bool]]) -> dict[str, Figure]:
-    """The mean of each list that is not empty, as a share where that is said."""
+    """Compute the mean of each list that is not empty, as a share if its flag is True."""
     interval: dict[bool, Callable[[Sequence[float]], tuple[float, float] | None]] = {
         True: share_interval,
         False: mean_interval,

@@ -1,6 +1,6 @@
 """Calls of the user's reward file, each about the responses to one prompt, beside whatever the caller does.
 
-Leaves out what runs in a worker (user_file.py) and when a prompt's responses are all there (session.py).
+The worker's side is workers/user_file.py; session.py waits until a prompt's responses are complete.
 """
 
 import json
@@ -17,7 +17,7 @@ from rlhf_cli.rewards.workers.user_forms import UserBatch
 
 @dataclass(eq=False)
 class _Call:
-    """Some responses by their numbers, what the file is given of them, and what it has said of each so far."""
+    """One call of the file: the responses' numbers, the arguments, and the parts received so far."""
 
     numbers: Sequence[int]
     batch: UserBatch
@@ -32,7 +32,7 @@ NO_ROW = '{"prompt": "", "columns": {}}'
 
 
 def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: Sequence[str]) -> UserBatch:
-    """What the file is given of these responses; of what may be large, only what it needs.
+    """Return the file's arguments for these responses; large columns only if the file needs them.
 
     Without `decode`, a text with special tokens is the same as without.
     """
@@ -58,7 +58,7 @@ def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: 
 class FileFeed:
     """One round of calls; a context manager.
 
-    Where a call fails, or values of it do, the file is asked about all its responses again, `retries` times at most,
+    If a call or some of its values fail, the file is called again with all its responses, at most `retries` times,
     unless it took too long; values that were good are kept.
     """
 
@@ -104,7 +104,7 @@ class FileFeed:
         self._feed.add([call.batch])
 
     def _advance(self) -> None:
-        """Take what calls have brought, and begin again with those that failed."""
+        """Take what calls have brought, and repeat the calls that failed."""
         for item, outcome in self._feed.ready():
             call = self._calls[item]
             self.failures += [outcome.failure] if outcome.failure is not None else []

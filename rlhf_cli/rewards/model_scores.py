@@ -1,6 +1,6 @@
-"""A reward model's scores beside those of verifiers and files: added with a weight, and failed where they are none.
+"""A reward model's scores, added with a weight to the scores of verifiers and files.
 
-Leaves out the model itself, which is a role of its own (backends.roles).
+The model itself is a role of its own (backends/roles).
 """
 
 import math
@@ -21,9 +21,9 @@ def weights_of_all_parts(reward: ModelScoringConfig) -> dict[str, float]:
 
 
 def with_model_scores(scores: Sequence[Score], values: Sequence[float], *, weight: float) -> list[Score]:
-    """The scores with `weight` times the reward model's values on top; the verdict stays that of the other rewards.
+    """Add `weight` times the reward model's values to the scores; verdicts do not change.
 
-    What has failed stays failed, and a value that is not finite is a failure.
+    A failed score stays failed, and a value that is not finite is a failure.
     """
     return [_joined(score, float(value), weight) for score, value in zip(scores, values, strict=True)]
 

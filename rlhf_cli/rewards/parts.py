@@ -1,4 +1,4 @@
-"""What one reward says of one response, and how the parts of a response become its score."""
+"""The parts of a response's score, one for each reward, and their sum."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from rlhf_cli.rewards.records import FailureKind, Score, Status
 from rlhf_cli.rewards.workers.pool import ItemOutcome
 
 FILE_PART = "reward_func"  # name of the reward file's part of a score
-REMOTE_PART = "remote_rm"  # name of the part that reward servers say
+REMOTE_PART = "remote_rm"  # name of the reward servers' part of a score
 
 VERDICT_VALUES: dict[Status, float] = {"correct": 1.0, "wrong": 0.0, "invalid": 0.0}
 
@@ -21,9 +21,9 @@ _TRACE_LINES = 12  # of a user's traceback kept with a failed score
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one reward said of one response; `value` is None and `failure` its kind exactly where it failed.
+    """One reward's result for one response; if it failed, `value` is None and `failure` the kind.
 
-    `filter` and `metrics` are those of a score.
+    `filter` and `metrics` are as in `Score`.
     """
 
     value: float | None
@@ -36,7 +36,7 @@ class Part:
 
 
 def worker_part(call: RewardCall, outcome: ItemOutcome) -> Part:
-    """The part of a reward that a worker was asked for."""
+    """Return a reward's part from a worker's outcome."""
     if outcome.failure is not None:
         return Part(None, "failed", f"{call.name} {outcome.failure.reason}", failure=outcome.failure.kind)
     if call.row.kind == "text":
@@ -48,19 +48,19 @@ def worker_part(call: RewardCall, outcome: ItemOutcome) -> Part:
 
 
 def judged_part(call: RewardCall, value: float, verdict: Part | None) -> Part:
-    """The part of a reward of length; it failed where it goes by a verdict and that failed."""
+    """Return the part of a length reward; it fails if it needs a verdict and the verdict failed."""
     if call.row.needs_verdict and verdict is not None and verdict.value is None:
         return Part(None, "failed", verdict.detail, failure=verdict.failure)
     return Part(value, "scored", "")
 
 
 def is_correct(verdict: Part | None) -> bool | None:
-    """Whether an answer is right; None without a verifier."""
+    """Return whether an answer is right; None without a verifier."""
     return None if verdict is None else verdict.status == "correct"
 
 
 def file_parts(outcome: ItemOutcome, num_responses: int) -> list[Part]:
-    """The parts of all responses from one answer of the reward file."""
+    """Return the parts of all responses from one answer of the reward file."""
     failure = outcome.failure
     if failure is not None:
         trace = "\n".join(failure.trace.splitlines()[:_TRACE_LINES])
@@ -77,16 +77,16 @@ def _file_part(result: dict[str, Any]) -> Part:
 
 
 def remote_part(outcome: ItemOutcome) -> Part:
-    """The part of the reward servers, from one of them."""
+    """Return the reward servers' part from one server's outcome."""
     if outcome.failure is not None:
         return Part(None, "failed", f"{REMOTE_PART} {outcome.failure.reason}", failure=outcome.failure.kind)
     return Part(outcome.value, "scored", "")
 
 
 def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
-    """One score of all parts. Its verdict is that of the first verifier, if there is one.
+    """Return the score of all parts. The first verifier, if any, gives the verdict.
 
-    Without any part, where a reward model alone is asked, it is 0.
+    Without any part, when a reward model alone scores, the value is 0.
     """
     if not parts:
         return Score(0.0, "scored")
@@ -104,7 +104,7 @@ def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
 
 
 def _filter(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float | None:
-    """The sum that dynamic filtering looks at, None where no reward says anything of it."""
+    """Return the sum for dynamic filtering, None if no reward gives a filter value."""
     if all(part.filter is None for part in parts.values()):
         return None
     return sum(
@@ -115,7 +115,7 @@ def _filter(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float | 
 def stop_if_too_many_failed(scores: Sequence[Score], limit: float, *, num_to_come: int = 0) -> None:
     """Raise RunError, with the most frequent reason, if more than this share of the scores failed.
 
-    Where more scores are to come, it is raised as soon as they could not bring the share down to the limit.
+    If more scores are to come, raise as soon as they cannot bring the share down to the limit.
     """
     failed = [score.detail.partition("\n")[0] for score in scores if score.value is None]
     if len(failed) > limit * (len(scores) + num_to_come):

@@ -1,4 +1,4 @@
-"""What a reward is asked and what it answers."""
+"""Requests to rewards and their scores."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,13 +14,13 @@ process or connection that ended, no connection, a file that cannot be loaded, a
 class ScoreRequest:
     """One response to score.
 
-    `query` is prompt and response together; `label` the prompt's ground truth, if any; `num_tokens` counts what was
-    sampled, the end-of-sequence token included; `truncated` says that the response was cut at the limit; responses of
-    the same `group` are the samples of one prompt, which makes two groups where it is asked twice: `sample` says which
-    of them this is, `group_size` how many there will be.
+    `query` is prompt and response together; `label` the prompt's ground truth, if any; `num_tokens` counts the sampled
+    tokens, including the end of sequence; `truncated` marks a response that was cut at the limit; responses of the same
+    `group` are the samples of one prompt (a prompt that is sampled twice makes two groups): `sample` is the index in
+    the group, `group_size` the number of samples.
 
-    `source` is what the row calls the data set it is from; `row` is JSON of what reward files get of it: `prompt` and
-    `columns`; `token_ids` are those that were sampled.
+    `source` is the row's name of its data set; `row` is JSON for reward files with `prompt` and `columns`; `token_ids`
+    are the sampled tokens.
     """
 
     query: str
@@ -41,12 +41,12 @@ class ScoreRequest:
 class Score:
     """The score of one response, not clipped.
 
-    `value` is None exactly where the status is "failed": the reward broke or ran out of time, which is not a score of
-    0. "correct", "wrong" and "invalid" (no answer to judge) come from a verifier, "scored" from a file alone.
-    `detail` is the answer found, or why the reward failed; `parts` the unweighted value of each reward by its name.
-    `answer` is what a verifier found in a form in which equal answers are equal texts, None where there is none: the
-    key of a majority vote. `failure` is the kind of the failure where the status is "failed". `filter` is what dynamic
-    filtering looks at, None where it is the value; `metrics` are numbers that rewards report besides, by name.
+    `value` is None exactly if the status is "failed": the reward broke or ran out of time, which is not a score of 0.
+    "correct", "wrong" and "invalid" (no answer to judge) come from a verifier, "scored" from a file alone. `detail` is
+    the answer found, or why the reward failed; `parts` the unweighted value of each reward by its name. `answer` is the
+    verifier's normalized answer (equal answers are equal texts), None if there is none: the key of a majority vote.
+    `failure` is the kind of failure if the status is "failed". `filter` is the number for dynamic filtering, None if
+    that is `value`; `metrics` are numbers that rewards report besides, by name.
     """
 
     value: float | None
@@ -60,4 +60,4 @@ class Score:
 
 
 class BadResult(Exception):
-    """A reward answered, but not what it should; the message says what, as the end of a sentence about it."""
+    """A reward gave an invalid answer; the message completes a sentence about the reward."""

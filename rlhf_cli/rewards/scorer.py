@@ -45,7 +45,7 @@ TRL_HINT = "; completions are texts if the prompt of a row is text, and lists of
 
 MAX_LISTED = 5  # sources without a verifier that a message names
 
-# Worker processes at most where the settings do not say how many.
+# Worker processes at most if the settings give no number.
 DEFAULT_MAX_WORKERS = 4
 
 
@@ -126,9 +126,9 @@ class Scorer:
                 )
 
     def try_file(self, requests: Sequence[ScoreRequest]) -> str:
-        """Call the reward file about made-up responses; what to warn of, "" if nothing is wrong.
+        """Call the reward file about made-up responses; return a warning, "" if nothing is wrong.
 
-        Raises UsageError for what is wrong with any response: results of another form, arguments that are not there.
+        Raises UsageError for a fault of any response: results of another form, arguments that are not there.
         An exception that may come from the made-up text is a warning.
         """
         if self._file is None:
@@ -176,7 +176,7 @@ def _settings(config: RequestScoringConfig, call: RewardCall) -> dict[str, Any]:
 
 
 def _prepare_code(config: RequestScoringConfig) -> None:
-    """See that programs can be run, and say it loudly where nothing guards this machine from them."""
+    """Check that programs can be run, and warn if nothing guards this machine from them."""
     if config.code_unsandboxed:
         logger.warning(
             "WARNING: --code_unsandboxed: programs that the model writes run as this user, WITHOUT A SANDBOX. "

@@ -50,8 +50,8 @@ class ScoringSession:
 
     Workers and servers begin with a response when it is added, whatever the caller does meanwhile; which responses come
     to a server in one request depends on when they are added. The reward file and rewards that compare the responses to
-    a prompt get them all, in the order of their samples, as soon as the last one is there: what these say does not
-    depend on which was finished first. Of a group that stays incomplete they are not asked, and it gets no scores.
+    a prompt get them all, in the order of their samples, as soon as the last one is there: their values do not depend
+    on which was finished first. Of a group that stays incomplete they are not asked, and it gets no scores.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ScoringSession:
         if self._remote is not None:
             self._remote.add(requests)
         if self._file is not None:
-            self._collect_from_file(self._file)  # what it failed with is asked again from here on
+            self._collect_from_file(self._file)  # from here on, failed calls are repeated
             for group in dict.fromkeys(map(self._group, numbers)):
                 if group.is_complete:
                     self._ask_file(self._file, group)
@@ -129,7 +129,7 @@ class ScoringSession:
     def finish(self, *, is_all: bool = False) -> dict[int, Score]:
         """Wait for all scores, failed ones too; by number of the response.
 
-        Where they are all there are (`is_all`), RunError as soon as more than the share that may fail are sure to.
+        If no more responses will be added (`is_all`), raises RunError as soon as more than the allowed share must fail.
         """
         try:
             for feed in (self._feed, self._file):
@@ -148,7 +148,7 @@ class ScoringSession:
         return self._scores
 
     def _item(self, request: ScoreRequest, place: int) -> list[Any]:
-        """What a worker is told: of a text reward the response as it reads behind its prompt's last tag."""
+        """Return a worker's item; a text reward gets the response with the tag that its prompt ends with."""
         row = self._of_workers[place].row
         opened = row.kind == "text" and request.prompt.rstrip().endswith(_OPENED)
         item = [place, (_OPENED if opened else "") + request.response, request.label]
@@ -195,7 +195,7 @@ class ScoringSession:
         return None if self._verifier is None else self._parts[number][self._verifier]
 
     def _judge(self, number: int) -> None:
-        """Add the parts that go by lengths of responses and by what the workers found, all of which is there."""
+        """Add the parts that go by lengths of responses and by the workers' results, which are complete."""
         verdict = self._verdict(number)
         for call, function in self._of_length:
             value = function(self._requests[number], is_correct(verdict))

@@ -31,7 +31,6 @@ BOUNDS: dict[str, tuple[float, float, float, float]] = {
     "rlhf_cli/config": (6.2, 5.5, 2.3, 1.0),
     "rlhf_cli/data": (7.3, 6.3, 3.6, 1.7),
     "rlhf_cli/models": (5.3, 4.1, 2.8, 1.8),
-    "rlhf_cli/rewards": (8.4, 7.5, 5.4, 1.7),
     "rlhf_cli/runs": (9.7, 10.1, 4.5, 2.2),
     "rlhf_cli/tracking": (9.5, 7.6, 3.8, 1.9),
     "rlhf_cli/trainers": (8.3, 6.8, 3.6, 3.8),

@@ -6,7 +6,7 @@ from rlhf_cli.errors import UsageError
 
 
 def api_key(variable: str) -> str | None:
-    """The key in an environment variable, None where it is not set. UsageError for one that no header can carry."""
+    """Return the key in an environment variable, None if it is not set. UsageError for one that no header can carry."""
     key = os.environ.get(variable, "")
     if not key:
         return None

@@ -1,9 +1,9 @@
-"""One call of a reward server over HTTP: what is sent, and what the answers mean.
+"""One call of a reward server over HTTP: the request, and the meaning of the answers.
 
-The wire format is OpenRLHF's: POST `{"query": [...], "prompts": [...], "labels": [...]}`, answered by
-`{"rewards": [...]}` with one finite number for each query. Other keys are ignored but for `details`, with which
-`rlhf serve-rm` says why a reward is null. Neither numbers of tokens nor whether a response was cut are sent. Leaves out
-which server is asked and how often (remote.py).
+The wire format is OpenRLHF's: POST `{"query": [...], "prompts": [...], "labels": [...]}`, answered by `{"rewards":
+[...]}` with one finite number for each query. Other keys are ignored but for `details`, in which `rlhf serve-rm`
+explains why a reward is null. Neither numbers of tokens nor whether a response was cut are sent. The choice of the
+server and retries are in client.py.
 """
 
 import json
@@ -19,14 +19,14 @@ from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
 from rlhf_cli.rewards.workers.user_results import UserResult, checked
 
 SERVICE = "rlhf serve-rm"
-"""What our own server says it is, at `/health`."""
+"""The name that our own server reports at `/health`."""
 HEALTH = "health"
 
 MAX_ANSWER_BYTES = 1 << 20
 """Largest answer that is read, beside ANSWER_BYTES_EACH for each reward: a broken server must not fill the memory."""
 ANSWER_BYTES_EACH = 4096
 PROBE_SECONDS = 5.0
-MAX_DETAIL = 200  # characters of what a server says about a failure
+MAX_DETAIL = 200  # characters of a server's message about a failure
 BUSY = {429, 503}
 UNFIT = {413, 422}
 NO_SERVER_BEHIND = {502, 503, 504}
@@ -35,7 +35,7 @@ NO_SERVER_BEHIND = {502, 503, 504}
 class CallFailed(Exception):
     """No reward came back: `failure.reason` ends a sentence about the server.
 
-    `counts` tells whether it may be the batch that is to blame: not where no connection was made.
+    `counts` is whether the batch itself may be the cause: False if no connection was made.
     """
 
     def __init__(self, kind: FailureKind, reason: str, *, counts: bool = True) -> None:
@@ -67,7 +67,7 @@ async def post_batch(
 ) -> list[ItemOutcome]:
     """The outcome of each request of a batch.
 
-    Raises CallFailed, ServerBusy or UnfitBatch where the server has none for the batch.
+    Raises CallFailed, ServerBusy or UnfitBatch if the server has no rewards for the batch.
     """
     body = {
         "query": [request.query for request in requests],
@@ -108,7 +108,7 @@ def _broken(error: aiohttp.ClientError) -> CallFailed:
 
 
 def _refusal(response: aiohttp.ClientResponse, said: bytes) -> Exception:
-    """What a status other than 200 means."""
+    """Return the error for a status other than 200."""
     reason = f"answered with status {response.status}{_detail(said)}"
     if response.status in BUSY:
         return ServerBusy(_seconds(response.headers.get("Retry-After")))
@@ -126,14 +126,14 @@ def _parsed(said: bytes) -> Any:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """How long to wait: what the server asks for within a tenth of a second and ten seconds, else one second."""
+    """How long to wait: the server's wish, bounded by a tenth of a second and ten seconds, else one second."""
     with suppress(ValueError, TypeError):
         return min(max(0.1, float(retry_after or 1.0)), 10.0)
     return 1.0
 
 
 def _detail(said: bytes) -> str:
-    """`: what the server says` in one line."""
+    """`: the server's message` in one line."""
     text = said[: 4 * MAX_DETAIL].decode(errors="replace")
     with suppress(ValueError, TypeError, KeyError):
         text = str(_parsed(said)["detail"])
@@ -142,7 +142,7 @@ def _detail(said: bytes) -> str:
 
 
 def outcomes_of(said: bytes, expected: int) -> list[ItemOutcome]:
-    """The outcomes in an answer. Raises CallFailed where it is not `{"rewards": [...]}` with as many as expected."""
+    """The outcomes in an answer. Raises CallFailed unless it is `{"rewards": [...]}` with as many as expected."""
     try:
         answer = _parsed(said)
     except ValueError:

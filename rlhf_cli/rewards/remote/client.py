@@ -1,8 +1,8 @@
 """Rewards from one or several HTTP servers, asked in the background.
 
 Responses wait in one line and each server takes batches from it as fast as it answers. A server whose call failed is
-left out until it answers a probe again; what it was asked goes to another one. Runs an event loop in a thread of its
-own. Leaves out what travels (remote_call.py) and how scores are added up (scorer.py).
+left out until it answers a probe again; its requests go to another server. Runs an event loop in a thread of its
+own. The wire format is in call.py; scorer.py adds up the scores.
 """
 
 import asyncio
@@ -67,9 +67,9 @@ class RemoteRewards:
     """The reward servers of a run; a context manager that owns the thread that asks them.
 
     `timeout` are the seconds a call may take. A response is asked about again `retries` times after a call with it
-    failed, by another server where there is one. Where no server could be reached for `timeout` seconds, all that
-    wait fail. `tell` is called, in a thread of its own, with a sentence about a server that goes or comes back; it is
-    in the log besides.
+    failed, by another server if there is one. If no server could be reached for `timeout` seconds, all waiting
+    responses fail. `tell` is called, in a thread of its own, with a sentence about a server that goes or comes back; it
+    is in the log besides.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class RemoteRewards:
     def _try_again(
         self, server: _Server, batch: Sequence[_Item], failures: Sequence[Failure], *, counts: bool = True
     ) -> None:
-        """Put items back at the head of the line, or fail those that were tried often enough."""
+        """Put items back at the head of the line, or fail the items that were tried often enough."""
         again = []
         for item, failure in zip(batch, failures, strict=True):
             item.tries += counts
@@ -291,7 +291,7 @@ class RemoteRewards:
                 self._tell(sentence)
 
     def _give_up(self) -> None:
-        """No server has been there for long: fail what waits, and what comes until one is there again."""
+        """No server has been there for long: fail waiting and new items until a server is there again."""
         self._is_given_up = True
         waiting, self._waiting = list(self._waiting), deque()
         self._fail_all(waiting)
@@ -304,7 +304,7 @@ class RemoteRewards:
 
 
 class RemoteFeed:
-    """One round of responses for the servers, like that of a pool's workers; a context manager.
+    """One round of responses for the servers, like a pool's feed for its workers; a context manager.
 
     Ended before all is done, what waits is not asked about any more.
     """
@@ -345,7 +345,7 @@ def _naming(server: _Server, failure: Failure) -> Failure:
 
 
 def check_servers(urls: Sequence[str], *, key: str | None, timeout: float) -> None:
-    """Raise UsageError, naming those that do not, unless every server answers."""
+    """Raise UsageError, naming the silent servers, unless every server answers."""
 
     async def failures() -> list[BaseException | None]:
         async with reward_session(key) as session:

@@ -1,4 +1,4 @@
-"""The seccomp filter of the sandbox: what a Python program may ask of the kernel, as a BPF program.
+"""The seccomp filter of the sandbox: the system calls that a Python program may make, as a BPF program.
 
 Everything that is not listed does not exist for the program (ENOSYS, which C libraries and Python take as an old
 kernel and work around). Not listed, among others: processes, namespaces, mounts, ptrace, other processes' memory,
@@ -12,7 +12,7 @@ Pure: the bytes are installed by sandbox_kernel.install_filter.
 import errno
 import struct
 
-# Name, number on x86_64, number on aarch64 (None where it has no such call), from the kernel's unistd_64.h and
+# Name, number on x86_64, number on aarch64 (None if it has no such call), from the kernel's unistd_64.h and
 # asm-generic/unistd.h.
 ALLOWED = """
     read 0 63, write 1 64, close 3 57, open 2 -, openat 257 56, lseek 8 62, dup 32 23, dup2 33 -, dup3 292 24,
@@ -46,8 +46,8 @@ _NEW_NAMESPACES = 0x7E020000  # all CLONE_NEW* flags of clone
 # Calls that are allowed with certain values of one argument: numbers, the argument's index, the bits of it that are
 # looked at, the values they may have. Else EPERM.
 ALLOWED_WITH = (
-    # Threads, no processes: with one process its limits are those of the whole program. clone3, whose flags lie in
-    # memory where no filter can read them, does not exist, and C libraries fall back to clone.
+    # Threads, no processes: with one process its limits hold for the whole program. clone3, whose flags lie in
+    # memory that no filter can read, does not exist, and C libraries fall back to clone.
     ("clone 56 220", 0, _THREAD | _NEW_NAMESPACES, (_THREAD,)),
     ("prlimit64 302 261", 0, 0xFFFFFFFF, (0,)),  # its own limits only
     ("socketpair 53 199", 0, 0xFFFFFFFF, (1,)),  # AF_UNIX, with which asyncio wakes itself
@@ -59,7 +59,7 @@ COLUMN = {"x86_64": 1, "aarch64": 2}
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000
 
-# BPF instructions (linux/bpf_common.h) and what a filter answers (linux/seccomp.h).
+# BPF instructions (linux/bpf_common.h) and a filter's return values (linux/seccomp.h).
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 

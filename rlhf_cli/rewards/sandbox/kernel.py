@@ -1,6 +1,6 @@
 """The system calls of Linux that the sandbox is made of and Python has no function for. Each raises OSError, named.
 
-Leaves out what to do with them (sandbox_launcher). Imports little: it is loaded anew for every program that is run.
+launcher.py uses them. Imports little: it is loaded anew for every program that is run.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare(namespaces: int) -> None:
-    """Move this process to new namespaces (its children, where it is the one of process ids)."""
+    """Move this process to new namespaces (for the namespace of process ids, its children)."""
     _check("unshare", _libc.unshare(namespaces))
 
 
@@ -52,7 +52,7 @@ def bind(source: str, target: str, attributes: int) -> None:
 
 
 def set_attributes(target: str, attributes: int, *, flags: int = 0) -> None:
-    """Add attributes to those of a mount."""
+    """Add attributes to a mount."""
     mount_attr = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # to set, to clear, propagation, user namespace
     size = ctypes.c_size_t(ctypes.sizeof(mount_attr))
     status = _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(target), flags, mount_attr, size)
@@ -60,7 +60,7 @@ def set_attributes(target: str, attributes: int, *, flags: int = 0) -> None:
 
 
 def detach(target: str) -> None:
-    """Take a mount away from its place; where it is shown besides, it stays."""
+    """Take a mount away from its place; it stays at its other places."""
     _check("umount", _libc.umount2(os.fsencode(target), _MNT_DETACH), target)
 
 
@@ -73,7 +73,8 @@ def change_root(folder: str) -> None:
 
 
 def die_with_parent(signal: int) -> None:
-    """Get a signal when the thread that started this process is gone. Does nothing where there is no such thing."""
+    """Get a signal when the thread that started this process is gone. Does nothing if the kernel has no such
+    request."""
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal)
 

@@ -7,7 +7,7 @@ Started by sandbox.run_program in a bare interpreter of its own, so that it may 
     program    limited, without capabilities, behind the seccomp filter; executes Python anew
 
 Protocol: the request is standard input; the descriptors of a control pipe, whose end asks for the program's end, and
-of a status pipe are arguments. On the latter come `{"error": ...}`, where the sandbox could not be made, or from the
+of a status pipe are arguments. On the latter come `{"error": ...}` if the sandbox could not be made, or from the
 one that waits for the program `{"status": wait status, "seconds": ...}` or `{"ended": "time", "seconds": ...}`. All
 are dicts written by marshal, since both sides are the same interpreter. Standard output and error are the program's.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SCRATCH = "/box"
 PROGRAM = f"{SCRATCH}/program.py"
-STDIN = "/dev/stdin"  # a file with what the program reads, so that it can be opened by this name as well
+STDIN = "/dev/stdin"  # a file with the program's input, so that it can be opened by this name as well
 
 # The new root is mounted here before it becomes the root: a folder every machine has, and nothing else is needed of.
 _MOUNT_POINT = "/proc"
@@ -79,7 +79,7 @@ def _run(request: "dict[str, Any]", control: int, status: int) -> None:
         os.waitpid(child, 0)
         _report(status, ended=ended, seconds=seconds)
     elif not request["sandboxed"]:
-        _kill_group(child)  # what it left running
+        _kill_group(child)  # processes that it left running
         _report(status, status=ended, seconds=seconds)
 
 
@@ -191,7 +191,7 @@ def _enter_as_root(other: int) -> None:
 
 
 def _other_id() -> int | None:
-    """A user of this machine who is not root, `nobody` where there is one; None if there is nobody else."""
+    """Return a user of this machine who is not root, `nobody` if it exists; None if there is nobody else."""
     with open("/proc/self/uid_map") as lines:
         ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
     last = max(first + count - 1 for first, count in ranges)
@@ -199,7 +199,7 @@ def _other_id() -> int | None:
 
 
 def _ask_kernel_to_take_this_first() -> None:
-    """Where the machine runs out of memory, no other process is to die for this one."""
+    """If the machine runs out of memory, the kernel must kill this process first, not another one."""
     _write("/proc/self/oom_score_adj", "1000")
 
 
@@ -233,7 +233,7 @@ def _init(request: "dict[str, Any]", alive: tuple[int, int], status: int) -> Non
 
 
 def _make_root(request: "dict[str, Any]") -> None:
-    """A root in memory with the interpreter, its libraries, scratch folders and what the program reads."""
+    """A root in memory with the interpreter, its libraries, scratch folders and the program's input files."""
     sealed_folder = _SEALED | kernel.MOUNT_ATTR_NODEV
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     _mount_memory(_MOUNT_POINT, size=_ROOT_SIZE)
@@ -254,7 +254,7 @@ def _make_root(request: "dict[str, Any]") -> None:
 
 
 def _make_scratch(request: "dict[str, Any]") -> None:
-    """All that can be written: folders that share one bounded piece of memory, the program and what it reads."""
+    """All that can be written: folders that share one bounded piece of memory, the program and its input files."""
     scratch = f"{_MOUNT_POINT}/scratch"
     os.mkdir(scratch)
     texts = {name: request[name].encode() for name in ("program", "stdin")}

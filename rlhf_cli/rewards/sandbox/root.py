@@ -1,4 +1,4 @@
-"""What of this machine a program in the sandbox sees: the interpreter, its standard library, shared libraries.
+"""The part of this machine that a program in the sandbox sees: the interpreter, its standard library, shared libraries.
 
 Computed once in the process that asks for programs to be run; sandbox_launcher makes it. Left out are installed
 packages: they are the user's, and hundreds of megabytes of them would be open to any program.

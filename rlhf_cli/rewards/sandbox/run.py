@@ -1,4 +1,4 @@
-"""Running untrusted Python programs: what may be asked, what comes back, whether this machine can do it.
+"""Running untrusted Python programs: requests, results, and a check of this machine.
 
 Every program is run by a launcher process of its own (launcher.py), started by executing an interpreter, never by
 forking this process. The guards are listed in docs/sandbox.md.
@@ -48,12 +48,12 @@ Ended = Literal["finished", "raised", "time", "memory", "output", "killed"]
 
 
 class SandboxError(RuntimeError):
-    """The sandbox could not be made or broke: nothing is known about the program. The message says why."""
+    """The sandbox could not be made or broke: nothing is known about the program. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use. Its processes are threads of one process: it cannot start others."""
+    """Limits of a program. Its processes are threads of one process: it cannot start others."""
 
     seconds: float = 5.0
     """On the clock, from its start; of processor time, over all threads, 2 to 3 more."""
@@ -74,7 +74,7 @@ class ProgramOutcome:
     """How a program ended.
 
     `ended`: "finished" with exit code 0, "raised" with another one, by its limit of "time", "memory" or "output", or
-    "killed" by `signal`. `exit_code` and `signal` are None where they do not apply; `seconds` are on the clock.
+    "killed" by `signal`. `exit_code` and `signal` are None if they do not apply; `seconds` are on the clock.
     Output that is no UTF-8 has replacement characters; past the limit it is cut.
     """
 
@@ -89,7 +89,7 @@ class ProgramOutcome:
 def run_program(
     program: str, stdin: str = "", *, limits: Limits | None = None, sandboxed: bool = True
 ) -> ProgramOutcome:
-    """Run Python source as a program of its own and say how it ended; nothing of it is left when this returns.
+    """Run Python source as a program of its own and return how it ended; nothing of it is left when this returns.
 
     Without `sandboxed` it runs as this user on this machine, with limits and a killed process group alone.
 
@@ -105,7 +105,7 @@ def run_program(
 
 
 def sandboxed_request(program: str, stdin: str, limits: Limits) -> dict[str, Any]:
-    """What the launcher is asked to do."""
+    """Return the launcher's request."""
     return _request(program, stdin, limits) | {"sandboxed": True, "filter": _filter()} | asdict(root_plan())
 
 
@@ -116,7 +116,7 @@ def _request(program: str, stdin: str, limits: Limits) -> dict[str, Any]:
 def require_sandbox(*, sandboxed: bool = True) -> None:
     """See that programs can be run here, by running one that looks around.
 
-    Raises UsageError where they cannot, which says why and what can be done.
+    Raises UsageError, with the reason and a remedy, if they cannot.
     """
     problem = _problem() if sandboxed else _unsandboxed_problem()
     if problem is None:
@@ -156,7 +156,7 @@ def _unsandboxed_problem() -> str | None:
 
 _PROBE_PROCESSES = 16
 
-# Sees that what guards this machine is really there; an assertion that fails is told to the person at the terminal.
+# Sees that what guards this machine is really there; the terminal reports an assertion that fails.
 _PROBE = f"""
 import os, socket, threading
 assert os.getuid() != 0 and os.getpid() == 2, "it is not in namespaces of its own"
@@ -201,7 +201,7 @@ class Launch:
         self._is_over_output = False
 
     def outcome(self) -> ProgramOutcome:
-        """What came of the program. Raises SandboxError."""
+        """Return the program's result. Raises SandboxError."""
         with tempfile.TemporaryFile() as file:
             marshal.dump(self._request, file)
             file.seek(0)
@@ -216,7 +216,7 @@ class Launch:
         return self._told(lines)
 
     def _reports(self) -> dict[str, Any]:
-        """What launcher and init said, together."""
+        """Return the messages of launcher and init, together."""
         said: dict[str, Any] = {}
         stream = io.BytesIO(self._status)
         while stream.tell() < len(self._status):
@@ -246,7 +246,7 @@ class Launch:
                 process.kill()
 
     def _read(self, into: dict[int, bytearray], status: int, hold: "_End") -> None:
-        """Collect what comes until the launcher has closed the status pipe, then what is left."""
+        """Collect output until the launcher has closed the status pipe, then the rest."""
         deadline = time.monotonic() + self._limits.seconds + _GRACE
         with selectors.DefaultSelector() as selector:
             for number in into:
@@ -268,7 +268,7 @@ class Launch:
                 pass
 
     def _take(self, number: int, collected: bytearray) -> bool:
-        """Read once; False at the end, or where there is nothing to be read."""
+        """Read once; return False at the end, or if there is nothing to read."""
         try:
             data = os.read(number, _CHUNK)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The HTTP side of `rlhf serve-rm`: who may ask, how much at once, and what is answered.
+"""The HTTP side of `rlhf serve-rm`: authentication, limits and answers.
 
 Wire format: remote_call.py. Every refusal is a status and `{"detail": one sentence}`. Leaves out what scores.
 """
@@ -47,7 +47,7 @@ class _Question(BaseModel):
 
 
 def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str) -> FastAPI:
-    """The application: `POST /get_reward` for those who show the key, `GET /health` for everybody."""
+    """The application: `POST /get_reward` for clients with the key, `GET /health` for everybody."""
     batcher = Batcher(score, max_waiting=config.max_queue, max_together=TEXTS_TOGETHER)
 
     @asynccontextmanager
@@ -118,14 +118,14 @@ def _questions(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
         if len(text) > config.max_chars:
             said = f"text {number} of query has {len(text):,} characters, more than {config.max_chars:,} (--max_chars)"
             raise HTTPException(422, said)
-    group = uuid4().hex  # what comes in one request may be compared
+    group = uuid4().hex  # the texts of one request may be compared
     return [
         ScoreRequest(
             query,
             prompt,
             query.removeprefix(prompt),
             label,
-            num_tokens=0,  # the wire says nothing of tokens and cuts; no reward that is served goes by them
+            num_tokens=0,  # the wire format has no tokens and cuts; no reward that is served goes by them
             truncated=False,
             group=group,
             sample=number,
@@ -151,7 +151,7 @@ async def _scores(batcher: Batcher, requests: list[ScoreRequest], request: Reque
 
 
 def _answer(scores: list[Score]) -> dict[str, Any]:
-    """A failed reward is null, and its detail says why."""
+    """A failed reward is null, and its detail is the reason."""
     details = ["" if score.value is not None else score.detail.partition("\n")[0] for score in scores]
     return {"rewards": [score.value for score in scores], "details": details}
 
@@ -164,7 +164,7 @@ def is_loopback(host: str) -> bool:
 
 
 class StoppableServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to this program: it ends, answering what it has begun, when `stop()`."""
+    """A uvicorn server that leaves signals to this program: it answers open requests and ends after `stop()`."""
 
     def __init__(
         self,

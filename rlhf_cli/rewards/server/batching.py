@@ -1,6 +1,6 @@
 """Requests that come at the same time, scored together: a bounded queue in front of something that scores.
 
-Leaves out HTTP (serving.py) and what scores.
+HTTP is in app.py.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Batcher:
     ) -> list[Score]:
         """The score of each response.
 
-        Raises QueueFull, Abandoned where the asker is gone by its turn, or what scoring raised.
+        Raises QueueFull, Abandoned if the client is gone by its turn, or the error of scoring.
         """
         if self.num_waiting + len(requests) > self._max_waiting:
             raise QueueFull
@@ -57,7 +57,7 @@ class Batcher:
         return await job.result
 
     async def run(self) -> None:
-        """Score what comes, for good."""
+        """Score incoming requests until the process ends."""
         while True:
             await self._news.wait()
             self._news.clear()

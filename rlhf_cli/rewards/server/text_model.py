@@ -1,6 +1,6 @@
 """A reward model that reads texts with its own tokenizer, packed, in this process.
 
-Leaves out reward models on token ids, which are a role of the online commands (backends.roles).
+Reward models on token ids are a role of the online commands (backends/roles).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from rlhf_cli.models.reward_model import RewardModelPlan
 
 
 class TextRewardModel:
-    """Owns a reward model on this process's GPU, or in its memory where there is none.
+    """Owns a reward model on this process's GPU, or on the CPU if there is none.
 
     A text of more than `max_len` tokens has no score. `max_tokens` bounds a packed forward pass.
     """
@@ -36,9 +36,9 @@ class TextRewardModel:
     def scores(self, texts: Sequence[str]) -> list[float | str]:
         """The score of each text, read at its end, or why it has none.
 
-        A text gets the tokenizer's beginning of text and end of sequence where it lacks them: a reward model learned
+        A text gets the tokenizer's beginning of text and end of sequence if it lacks them: a reward model learned
         to read its score there, and responses come as texts without it. A response that was cut gets one too, unlike
-        in the reward role: its text alone does not tell.
+        in the reward role: its text alone does not show it.
         """
         ids = [self._ended(prompt) for prompt in self._tokeniser.prompts(list(texts), plain=True)]
         problems = [self._problem(row) for row in ids]

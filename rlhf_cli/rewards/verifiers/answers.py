@@ -1,4 +1,4 @@
-r"""Where a response says its answer: the last balanced `\boxed{}` or the last `<answer>..</answer>`."""
+r"""The place of a response's answer: the last balanced `\boxed{}` or the last `<answer>..</answer>`."""
 
 import re
 

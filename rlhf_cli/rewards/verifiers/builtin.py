@@ -16,10 +16,10 @@ _LEADING_WORDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier found: the answer in `detail`, or why there is none (invalid) or no judgement (failed).
+    """A verifier's result: the answer in `detail`, or why there is none (invalid) or no judgement (failed).
 
-    `answer` is the answer in a form in which equal ones are equal texts, None where there is none. `value` is the
-    reward where it is not simply 1 for correct and 0 for wrong and invalid: the share of tests that passed, say.
+    `answer` is the answer in a form in which equal ones are equal texts, None if there is none. `value` is the
+    reward if it is not simply 1 for correct and 0 for wrong and invalid, for example the share of tests that passed.
     """
 
     status: Literal["correct", "wrong", "invalid", "failed"]

@@ -1,7 +1,7 @@
 """The code reward: the answer's last block of Python against the tests of the label, in the sandbox.
 
 Its value is the share of tests passed. Output is compared line by line and word by word, values by equality; numbers
-are not rounded. What a test expects of a program or a function stays outside the sandbox.
+are not rounded. The expected results of tests stay outside the sandbox.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _SLACK = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CodeLimits:
-    """What the code of one answer may use: seconds for each test and for all of them, megabytes of memory."""
+    """Limits for the code of one answer: seconds for each test and for all of them, megabytes of memory."""
 
     timeout: float
     memory_mb: int
@@ -47,7 +47,7 @@ def code(
 def grade(response: str, label: str | None, *, limits: CodeLimits, sandboxed: bool) -> Verdict:
     """The verdict on an answer, whose value is the share of tests that it passes.
 
-    correct where it passes all, wrong where it does not, invalid where there is no block of code; failed, where the
+    correct if it passes all, wrong if it does not, invalid without a block of code; failed if the
     label has no tests or the sandbox broke. Tests that are not over within the seconds of all are not passed.
     """
     if label is None:
@@ -71,7 +71,7 @@ def grade(response: str, label: str | None, *, limits: CodeLimits, sandboxed: bo
 
 
 def last_code_block(text: str) -> str | None:
-    """Content of the last closed ``` block that says it is Python, else of the last that says nothing; else None."""
+    """Content of the last closed ``` block that is marked as Python, else of the last unmarked block; else None."""
     found: dict[bool, str] = {}
     fence, tag, lines = "", "", list[str]()
     for line in text.splitlines(keepends=True):
@@ -143,7 +143,7 @@ class _Grading:
         return outcome is not None and outcome.ended == "finished" and same_output(outcome.stdout, expected)
 
     def _results(self, request: dict[str, Any], count: int) -> list[Any]:
-        """What the harness says of each test; None where it says nothing. A test that ends it is not tried again."""
+        """Return the harness's report on each test; None if it has none. A test that ends it is not tried again."""
         results: list[Any] = [None] * count
         first = 0
         while first < count:
@@ -161,7 +161,7 @@ class _Grading:
         return results
 
     def _run(self, program: str, stdin: str, *, seconds: float) -> ProgramOutcome | None:
-        """How a program ended; None where there is no time left to run it."""
+        """How a program ended; None if there is no time left to run it."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             self.trouble = self.trouble or f"{self._limits.total_seconds:g} s were not enough for all of them"

@@ -3,7 +3,7 @@
 Executed there as its own main program, so it imports nothing of this package. It reads JSON from standard input: the
 answer's code, `tests` and which of them to begin with. For every test that ends it prints a line, the given word and
 JSON `[number, result]` behind it: the value of a function as JSON text, `true` for an assertion that holds, else null.
-What the tests' values should be is not known here, so an answer cannot look it up; assertions have to be.
+The expected values of tests are not known here, so an answer cannot look it up; assertions have to be.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ def main() -> None:
     """Load the answer, then run its tests. The number -1 stands for the loading."""
     request = json.load(sys.stdin)
     if os.access("/dev/stdin", os.W_OK) and os.path.isfile("/dev/stdin"):
-        os.truncate("/dev/stdin", 0)  # the answer is not to read what it is tested with
+        os.truncate("/dev/stdin", 0)  # the answer must not read its tests
     report = _Report(request["word"])
     names = {"__name__": "answer", "__builtins__": __builtins__}
     _limit(request["seconds"])
-    with contextlib.suppress(SystemExit):  # many a program ends so; what it defined is there
+    with contextlib.suppress(SystemExit):  # many a program ends so; its definitions are there
         exec(compile(request["code"], "answer.py", "exec"), names)
     if "function" in request:
         _call(request, names, report)

@@ -1,7 +1,7 @@
 """Labels of programming tasks: the tests in them, in the formats that data sets have.
 
-A label is text: JSON of `{"inputs": [...], "outputs": [...]}`, where a program reads an input and prints the output;
-the same with `"fn_name"`, where a function gets arguments and returns a value; a JSON list of pieces of Python that
+A label is text: JSON of `{"inputs": [...], "outputs": [...]}`, for a program that reads an input and prints the output;
+the same with `"fn_name"`, for a function of arguments that returns a value; a JSON list of pieces of Python that
 assert something; or Python itself, of which every statement that asserts is a test. Labels of Skywork-OR1 are such
 pieces under `"assert_case"`, or a function `check` under `"test_code"` with its argument under `"entry_point"`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StdinTests:
-    """What a program reads and what it has to print, test by test."""
+    """A program's input and expected output, test by test."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -76,7 +76,7 @@ def _of_pairs(content: dict[str, Any]) -> Tests:
 
 
 def _text(value: Any) -> str:
-    """What a program reads or prints: text, or a list of its lines."""
+    """Return a program's input or output: text, or a list of its lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
@@ -110,7 +110,7 @@ def _of_pieces(pieces: list[str]) -> AssertTests:
 
 
 def _of_text(text: str) -> AssertTests:
-    """Tests are the top-level assertions; where there are none, the last statement is one (`check(candidate)`)."""
+    """Tests are the top-level assertions; without any, the last statement is one (`check(candidate)`)."""
     statements = _parsed(text).body
     if not statements:
         raise ValueError("has no tests: it is empty")

@@ -1,7 +1,7 @@
 r"""The verifier `math`: answers that are numbers, formulas, tuples, sets, intervals or equations.
 
-Numbers are compared by numbers.py, lists part by part, equations by their sides, units with each other; only what is
-left, two formulas, goes to math-verify. It parses LaTeX with a grammar and never evaluates code; its limits of time are
+Numbers are compared by numbers.py, lists part by part, equations by their sides, units with each other; only two
+formulas that remain go to math-verify. It parses LaTeX with a grammar and never evaluates code; its limits of time are
 off, because they are signals: what takes too long is killed with the worker.
 """
 
@@ -91,7 +91,7 @@ def same_answer(one: str, other: str) -> bool:
 
 
 class _List(NamedTuple):
-    """An answer as its parts between commas; brackets are empty where there are none around all of it."""
+    """An answer as its parts between commas; brackets are empty if none enclose all of it."""
 
     opening: str
     parts: list[str]
@@ -141,7 +141,8 @@ def _label_answer(label: str) -> str:
 
 
 def _core(text: str) -> str:
-    """What of an `<answer>` is compared: all of it, or in a sentence its last formula, else its last number."""
+    """Return the part of an `<answer>` that is compared: all of it, or in a sentence its last formula, else its last
+    number."""
     if parse_number(text) is not None or _SENTENCE.search(text) is None:
         return text
     formulas = _IN_SENTENCE.findall(text[-MAX_FORMULA_LENGTH:])
@@ -212,7 +213,7 @@ def _tokens(text: str) -> Iterator[tuple[re.Match[str], int]]:
 
 
 def _around(text: str) -> tuple[str, str]:
-    """The brackets around all of a text, empty where there are none."""
+    """The brackets around all of a text, empty if there are none."""
     opening = next((bracket for bracket in ("(", "[", r"\{") if text.startswith(bracket)), "")
     closing = next((bracket for bracket in (r"\}", ")", "]") if text.endswith(bracket)), "")
     if not opening or not closing:
@@ -224,7 +225,7 @@ def _around(text: str) -> tuple[str, str]:
 
 
 def _without_names(one: str, other: str) -> tuple[str, str]:
-    """Two answers without `x =` before them, where both have the same name or one has none."""
+    """Two answers without `x =` before them, if both have the same name or one has none."""
     (name, value), (other_name, other_value) = _assigned(one), _assigned(other)
     if name == other_name or (not (name and other_name) and not _EQUALS.search(value + other_value)):
         return value, other_value
@@ -232,7 +233,7 @@ def _without_names(one: str, other: str) -> tuple[str, str]:
 
 
 def _assigned(text: str) -> tuple[str, str]:
-    """(the symbol on the left of an equation, its right side); an empty symbol where it is none."""
+    """(the symbol on the left of an equation, its right side); an empty symbol if it is none."""
     name, *values = _EQUALS.split(text)
     if len(values) == 1 and _SYMBOL.fullmatch(name.strip()):
         return name.strip(), values[0].strip()

@@ -1,7 +1,7 @@
 """Plain numbers in text, compared as numbers.
 
 Knows signs, thousands separators, decimals, simple fractions, percent, currency signs and a unit behind the number.
-Leaves out everything that needs algebra. Text of a model is matched, never evaluated, and every step is linear in its
+Algebra is in mathematics.py. Text of a model is matched, never evaluated, and every step is linear in its
 length.
 """
 
@@ -80,7 +80,7 @@ def last_number(text: str) -> str | None:
 def same_number(one: Number, other: Number) -> bool:
     """Whether two numbers are equal.
 
-    Units are compared where both have one. A percentage equals the bare number before the sign as well as the
+    Units are compared if both have one. A percentage equals the bare number before the sign as well as the
     hundredth part of it, because labels are written both ways; two percentages are compared as written.
     """
     if one.unit and other.unit and one.unit != other.unit:
@@ -92,7 +92,7 @@ def same_number(one: Number, other: Number) -> bool:
 
 
 def _clean(text: str) -> str:
-    """The text without typesetting around and inside numbers; empty where it is too long to be one."""
+    """The text without typesetting around and inside numbers; empty if it is too long to be one."""
     text = text.strip()
     if len(text) > MAX_NUMBER_LENGTH:
         return ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_cli.config.rewards import RewardCall, RewardRow
 
-# Bytes of address space a worker may take. Algebra on what a model wrote can ask for any amount within its limit of
+# Bytes of address space a worker may take. Algebra on a model's formula can request any amount within its limit of
 # time; this makes it an error of that one item.
 WORKER_MEMORY = 4 << 30
 

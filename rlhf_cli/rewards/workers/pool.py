@@ -1,8 +1,8 @@
 """Killable worker processes that answer items, each within a limit of time.
 
 An item that hangs costs its worker, not the run: the process group is killed and a new worker takes over with the item
-after it. Items may arrive bit by bit while their owner does something else (`Feed`). What is computed is the workers'
-business (worker.py), how one is started and killed is in process.py.
+after it. Items may arrive bit by bit while their owner does something else (`Feed`). worker.py computes the results;
+process.py starts and kills workers.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ DEATH_CHECK = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no value: `reason` ends a sentence about what was run, `trace` is the worker's traceback, if any."""
+    """Why there is no value: `reason` ends a sentence about the task, `trace` is the worker's traceback, if any."""
 
     kind: FailureKind
     reason: str
@@ -40,7 +40,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ItemOutcome:
-    """What came of one item: a value (JSON) or a failure."""
+    """The outcome of one item: a value (JSON) or a failure."""
 
     value: Any = None
     failure: Failure | None = None
@@ -67,7 +67,7 @@ class WorkerPool:
         self._loader, self._argument = loader, argument
         self.limit, self.num_workers, self.chunk_size, self.retries = limit, num_workers, chunk_size, retries
         self.workers: list[WorkerProcess] = []
-        self.about: Any = None  # what the loaded task says about itself
+        self.about: Any = None  # the loaded task's description of itself
         self._feed: Feed | None = None
 
     def __enter__(self) -> Self:
@@ -159,7 +159,7 @@ class Feed:
             return [(number, self._outcomes[number]) for number in unseen]
 
     def wait(self) -> None:
-        """Wait for an outcome that `ready` has not given yet; returns at once where there is none to come."""
+        """Wait for an outcome that `ready` has not given yet; returns at once if there is none to come."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._defect is not None or self._unseen or len(self._outcomes) == self._num_items
@@ -203,7 +203,7 @@ class Feed:
                     arrived, self._arrived = self._arrived, []
                 self._desk.put(arrived)
                 self._report(self._desk.work(self._bell))
-        except BaseException as defect:  # of this program: told to the owner, who waits in another thread
+        except BaseException as defect:  # of this program: passed to the owner, who waits in another thread
             with self._changed:
                 self._defect = defect
                 self._changed.notify_all()
@@ -253,7 +253,7 @@ class _Desk:
         return self._load_failure
 
     def abandon(self) -> None:
-        """Kill the workers that owe answers; those that are still loading may go on."""
+        """Kill the workers that owe answers; workers that are still loading may go on."""
         for worker in [worker for worker in self._pool.workers if worker.chunk]:
             self._pool.remove(worker)
 
@@ -294,7 +294,7 @@ class _Desk:
                 self._lose(worker, Failure("timeout", self._lateness(worker)))
 
     def _patience(self, busy: Sequence[WorkerProcess]) -> float | None:
-        """Seconds until the workers must be looked at; None if only the bell can tell of something."""
+        """Seconds until the workers must be looked at; None if only the bell can announce something."""
         if not busy:
             return None
         left = min(self._deadline(worker) for worker in busy) - time.monotonic()
@@ -331,7 +331,7 @@ class _Desk:
         self._outcomes.append((number, outcome))
 
     def _lose(self, worker: WorkerProcess, failure: Failure) -> None:
-        """Kill a worker. What it was at takes the blame, items after that wait again; a task that cannot be loaded
+        """Kill a worker. Its current item takes the blame, items after that wait again; a task that cannot be loaded
         fails all that wait, since the next worker would fare no better, unless others have loaded it: they go on."""
         self._pool.remove(worker)
         if worker.is_loaded:
@@ -342,7 +342,7 @@ class _Desk:
                 self._conclude(number, ItemOutcome(failure=failure))
             return
         others = sum(other.is_loaded for other in self._pool.workers)
-        if others:  # there is no room for one more, say: each may hold a model of its own
+        if others:  # for example, there is no room for one more: each may hold a model of its own
             logger.warning("a further reward worker %s: %d go on without it", failure.reason, others)
             self._pool.num_workers = len(self._pool.workers)
             return

@@ -62,7 +62,7 @@ class WorkerProcess:
         self.chunk: dict[int, int] = {}  # items it was given and has not answered, by their place in the list
         self.works_together = False  # whether at all of them; else at the first
         self.is_loaded = False
-        self.since = time.monotonic()  # when it began what it is doing
+        self.since = time.monotonic()  # when its current item began
         self.send(task, limit=LOAD_LIMIT)
 
     @property
@@ -78,7 +78,7 @@ class WorkerProcess:
         self.socket.setblocking(False)
 
     def receive(self) -> list[Any] | None:
-        """Answers that have arrived; None if the worker is gone and has nothing more to say."""
+        """Answers that have arrived; None if the worker is gone and all its messages are read."""
         try:
             data = self.socket.recv(_RECEIVE_SIZE)
         except BlockingIOError:

@@ -1,7 +1,7 @@
 """A user's Python file with a reward function, inside a worker process.
 
 The function may be async, an object that can be called, or a class whose instances can be. It is called with the
-responses to one prompt; user_forms.py has the signatures, user_results.py what it may return. Runs in the worker only:
+responses to one prompt; user_forms.py has the signatures, user_results.py the return values. Runs in the worker only:
 nothing of the file is imported into the trainer. Several workers may run the same file, each with its own instance.
 """
 
@@ -18,14 +18,14 @@ from rlhf_cli.rewards.workers.user_forms import OWN_FORM, Log, UserBatch, call, 
 from rlhf_cli.rewards.workers.user_results import UserResult, checked
 
 FUNCTIONS = ("reward_func", "compute_score")
-"""Names of the function in a file where none is given: this program's and OpenRLHF's, then verl's and EasyR1's."""
+"""Names of the function in a file if none is given: this program's and OpenRLHF's, then verl's and EasyR1's."""
 
 
 def load(argument: dict[str, Any]) -> Callable[[UserBatch], Any]:
     """The handler of a worker: a result for each response, from a function called `name` of the file at `path`.
 
-    `args` are parameters of the function. Where the function is async, what the handler returns has to be awaited. The
-    handler's `about` names the function's form, and what has to be sent that may be large.
+    `args` are parameters of the function. If the function is async, the handler's result has to be awaited. The
+    handler's `about` names the function's form, and the large columns that have to be sent.
 
     Raises:
         BadResult: the file has no usable function; the message ends the sentence "reward.py ...".

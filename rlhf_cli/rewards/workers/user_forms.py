@@ -201,7 +201,7 @@ def call(
 ) -> Any:
     """Return the function's result: a list if the form is called once for each response.
 
-    Raises BadResult where it needs something that neither the rows nor `args` have.
+    Raises BadResult if it needs something that neither the rows nor `args` have.
     """
     given = signature.form.arguments(batch, log)
     lists = {name: value for name, value in given.items() if signature.takes_all or name in signature.names}

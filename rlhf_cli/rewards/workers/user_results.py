@@ -14,9 +14,9 @@ VALUE_KEYS = ("overall", "reward", "score")
 
 
 class UserResult(TypedDict):
-    """The reward of one response: a value, or the problem with what was returned, which may be of the wrong type.
+    """The reward of one response: a value, or the problem with the returned object, which may be of the wrong type.
 
-    `filter` is what dynamic filtering looks at, None where it is the value.
+    `filter` is the number for dynamic filtering, None if it is the value.
     """
 
     value: float | None

@@ -7,7 +7,7 @@ Started by pool.py in an interpreter of its own, so it inherits no threads and n
 imports nothing heavy itself. Limits of time are the pool's business: a worker may hang.
 
 Protocol: one JSON value per line over a socket. In: `[loader, argument]`, then lists of items. Out: one answer to the
-loader, whose value is what the task says `about` itself, and one to each item as soon as it is there: `{"value": ...}`
+loader, whose value is the task's `about`, and one to each item as soon as it is there: `{"value": ...}`
 or `{"kind": ..., "reason": ..., "trace": ...}`, that to an item with its `place` in the list; `{"together": true}`
 before items are worked on together.
 """
@@ -54,12 +54,12 @@ def serve(channel: socket.socket) -> None:
 
 
 class _Answers:
-    """Sends what came of the items of a list."""
+    """Sends the outcomes of a list's items."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._runner: Any = None
-        self._awaited: list[tuple[int, Any]] = []  # place and what has to be awaited
+        self._awaited: list[tuple[int, Any]] = []  # place and result to await
 
     def give(self, place: int, attempt: "_Attempt") -> None:
         """Send it, or keep it if it has to be awaited."""
@@ -70,7 +70,7 @@ class _Answers:
             self._send(place, failure, value)
 
     def await_all(self) -> None:
-        """Await what was kept, all at once, and send each as soon as it is there."""
+        """Await the kept results, all at once, and send each as soon as it is there."""
         if not self._awaited:
             return
         import asyncio  # 40 ms that a plain function does not need
@@ -101,9 +101,9 @@ def _send(channel: socket.socket, reply: dict[str, Any]) -> None:
 def die_with_parent(lifeline_fd: int, parent: int) -> None:
     """End this process and its children when the parent is gone, however it ended and whatever runs here.
 
-    The lifeline is the reading end of a pipe nobody writes to. When the last writer is gone the kernel sends SIGKILL
-    to the process group, which also works while code holds the interpreter lock for good (a hopeless regular
-    expression, say). PR_SET_PDEATHSIG would not do: it fires when the parent's *thread* that started us ends. A thread
+    The lifeline is the reading end of a pipe nobody writes to. When the last writer is gone the kernel sends SIGKILL to
+    the process group, which also works while code holds the interpreter lock for good (for example a hopeless regular
+    expression). PR_SET_PDEATHSIG would not do: it fires when the parent's *thread* that started us ends. A thread
     covers systems without that signal, and a writing end that was inherited by someone else.
     """
     with contextlib.suppress(ImportError, AttributeError, OSError):  # F_SETSIG is Linux's own
@@ -132,7 +132,7 @@ def _load(loader: str, argument: Any) -> Callable[[Any], Any]:
 
 
 _Attempt = tuple[dict[str, Any], Any]
-"""(failure or nothing, what a function returned)."""
+"""(failure or nothing, the function's result)."""
 
 
 def _attempt(function: Callable[..., Any], *arguments: Any) -> _Attempt:
@@ -143,7 +143,7 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> _Attempt:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """What to answer; sys.exit() in a reward is a failure of that reward as well."""
+    """Return the answer; sys.exit() in a reward is a failure of that reward as well."""
     if isinstance(error, BadResult):
         return {"kind": "bad_result", "reason": str(error), "trace": ""}
     return {"kind": "raised", "reason": describe_error(error), "trace": _own_trace(error)}
