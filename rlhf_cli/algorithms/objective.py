@@ -97,21 +97,31 @@ def policy_objective(
 
 def clip_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
     """Return the loss `clip` of each token by the settings, and its metrics."""
-    low, high = settings.clip_range
     return ppo_clip(
-        logprobs_K, anchor_K, columns.advantages_K, eps_low=low, eps_high=high, dual_clip=settings.dual_clip
+        logprobs_K,
+        anchor_K,
+        columns.advantages_K,
+        eps_clip_low=settings.eps_clip_low,
+        eps_clip_high=settings.eps_clip_high,
+        dual_clip=settings.dual_clip,
     )
 
 
 def gspo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
     """Return the loss `gspo` of each token by the settings, and its metrics."""
-    low, high = settings.clip_range
-    return gspo(logprobs_K, anchor_K, columns.advantages_K, columns.cu, eps_low=low, eps_high=high)
+    return gspo(
+        logprobs_K,
+        anchor_K,
+        columns.advantages_K,
+        columns.cu,
+        eps_clip_low=settings.eps_clip_low,
+        eps_clip_high=settings.eps_clip_high,
+    )
 
 
 def cispo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
     """Return the loss `cispo` of each token by the settings, and its metrics."""
-    return cispo(logprobs_K, anchor_K, columns.advantages_K, cap=settings.cispo_eps_high)
+    return cispo(logprobs_K, anchor_K, columns.advantages_K, cispo_eps_high=settings.cispo_eps_high)
 
 
 def sapo_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:

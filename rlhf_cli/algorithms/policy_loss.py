@@ -26,21 +26,22 @@ def ppo_clip(
     old_K: Tensor,
     advantages_K: Tensor,
     *,
-    eps_low: float,
-    eps_high: float,
+    eps_clip_low: float,
+    eps_clip_high: float,
     dual_clip: float | None = None,
 ) -> TokenLoss:
-    """Clipped surrogate `-min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)` per token, `r = exp(logprobs - old)`.
+    """Return the clipped surrogate `-min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A)` per token.
 
-    arXiv 1707.06347, eq. 7; eps_high above eps_low is clip-higher (2503.14476). With `dual_clip` c, where A < 0:
-    `-max(min(...), c A)` (1912.09729), which bounds the loss of a token whose ratio exploded.
+    `r = exp(logprobs - old)`: arXiv 1707.06347, eq. 7. `eps_clip_high` above `eps_clip_low`: clip-higher (2503.14476).
+    With `dual_clip` c, tokens of A < 0 have `-max(min(...), c A)` (1912.09729), which bounds the loss of a token whose
+    ratio exploded.
     """
     ratio_K = torch.exp(log_ratio(logprobs_K, old_K))
-    return _clipped(ratio_K, advantages_K, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip)
+    return _clipped(ratio_K, advantages_K, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high, dual_clip=dual_clip)
 
 
 def gspo(
-    logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, cu: Tensor, *, eps_low: float, eps_high: float
+    logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, cu: Tensor, *, eps_clip_low: float, eps_clip_high: float
 ) -> TokenLoss:
     """The clipped surrogate with the sequence's ratio `s = exp(mean_t(logprobs - old))` at each of its tokens.
 
@@ -49,15 +50,17 @@ def gspo(
     """
     log_s_B = segment_mean((logprobs_K - old_K).detach(), cu).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio_K = log_s_B.exp()[segment_ids(cu)] * torch.exp(logprobs_K - logprobs_K.detach())
-    return _clipped(ratio_K, advantages_K, eps_low=eps_low, eps_high=eps_high, dual_clip=None)
+    return _clipped(ratio_K, advantages_K, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high, dual_clip=None)
 
 
-def cispo(logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, *, cap: float) -> TokenLoss:
-    """`-sg(min(r, cap)) A logprobs` (arXiv 2506.13585, eq. 4): a large ratio is bounded, and no token loses its
-    gradient. `clip_high` tells where the ratio was bounded."""
+def cispo(logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, *, cispo_eps_high: float) -> TokenLoss:
+    """Return `-sg(min(r, cispo_eps_high)) A logprobs` (arXiv 2506.13585, eq. 4).
+
+    A large ratio is bounded, and no token loses its gradient. `clip_high` marks the bounded ratios.
+    """
     ratio_K = torch.exp(log_ratio(logprobs_K, old_K)).detach()
-    metrics = unclipped(ratio_K) | {"clip_high": (ratio_K > cap).float()}
-    return -ratio_K.clamp(max=cap) * advantages_K * logprobs_K, metrics
+    metrics = unclipped(ratio_K) | {"clip_high": (ratio_K > cispo_eps_high).float()}
+    return -ratio_K.clamp(max=cispo_eps_high) * advantages_K * logprobs_K, metrics
 
 
 def sapo(
@@ -78,9 +81,11 @@ def reinforce(logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor) -> TokenL
 
 
 def _clipped(
-    ratio_K: Tensor, advantages_K: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None
+    ratio_K: Tensor, advantages_K: Tensor, *, eps_clip_low: float, eps_clip_high: float, dual_clip: float | None
 ) -> TokenLoss:
-    surrogate_K = torch.minimum(ratio_K * advantages_K, ratio_K.clamp(1.0 - eps_low, 1.0 + eps_high) * advantages_K)
+    surrogate_K = torch.minimum(
+        ratio_K * advantages_K, ratio_K.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high) * advantages_K
+    )
     negative_K = advantages_K < 0
     dual_K = torch.zeros_like(negative_K)
     if dual_clip is not None:
@@ -89,8 +94,8 @@ def _clipped(
         surrogate_K = torch.where(dual_K, bound_K, surrogate_K)
     metrics = {
         "ratio": ratio_K.detach(),
-        "clip_low": (negative_K & (ratio_K < 1.0 - eps_low)).float(),
-        "clip_high": ((advantages_K > 0) & (ratio_K > 1.0 + eps_high)).float(),
+        "clip_low": (negative_K & (ratio_K < 1.0 - eps_clip_low)).float(),
+        "clip_high": ((advantages_K > 0) & (ratio_K > 1.0 + eps_clip_high)).float(),
         "clip_dual": dual_K.float(),
     }
     return -surrogate_K, metrics

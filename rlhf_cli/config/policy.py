@@ -84,9 +84,14 @@ class PolicyConfig(SettingsGroup):
     """Largest ratio under token_clip."""
 
     @property
-    def clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 the ratio may go."""
-        return self.eps_clip_low_high or (self.eps_clip, self.eps_clip)
+    def eps_clip_low(self) -> float:
+        """How far below 1 the ratio is clipped."""
+        return self.eps_clip if self.eps_clip_low_high is None else self.eps_clip_low_high[0]
+
+    @property
+    def eps_clip_high(self) -> float:
+        """How far above 1 the ratio is clipped."""
+        return self.eps_clip if self.eps_clip_low_high is None else self.eps_clip_low_high[1]
 
     @property
     def has_kl_loss(self) -> bool:
@@ -95,7 +100,7 @@ class PolicyConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _ranges_hold_a_ratio_of_one(self) -> "PolicyConfig":
-        low, high = self.clip_range
+        low, high = self.eps_clip_low, self.eps_clip_high
         if not (0 < low <= 1 and high > 0):
             raise ValueError(f"clip of {low:g} below and {high:g} above 1: need 0 < below <= 1 and above > 0")
         low, high = self.rollout_correction_range

@@ -28,7 +28,7 @@ from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 def clip_loss_of_ratio(ratio: float, advantage: float, **kwargs) -> tuple[float, float]:
     """Loss of one token and its derivative by the log-prob."""
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
-    settings = {"eps_low": 0.2, "eps_high": 0.3} | kwargs
+    settings = {"eps_clip_low": 0.2, "eps_clip_high": 0.3} | kwargs
     loss_K, _ = ppo_clip(logprob, torch.zeros(1), torch.tensor([advantage]), **settings)
     loss_K.sum().backward()
     assert logprob.grad is not None
@@ -62,7 +62,9 @@ def test_dual_clip_bounds_negative_advantages_only(ratio, advantage, loss, gradi
 def test_clip_flags_say_which_tokens_have_no_gradient() -> None:
     logprobs_K = torch.tensor([1.5, 1.5, 0.5, 0.5, 9.0, 1.0]).log().requires_grad_()
     advantages_K = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
-    loss_K, flags = ppo_clip(logprobs_K, torch.zeros(6), advantages_K, eps_low=0.2, eps_high=0.2, dual_clip=3.0)
+    loss_K, flags = ppo_clip(
+        logprobs_K, torch.zeros(6), advantages_K, eps_clip_low=0.2, eps_clip_high=0.2, dual_clip=3.0
+    )
     loss_K.sum().backward()
     assert flags["clip_high"].tolist() == [1, 0, 0, 0, 0, 0]
     assert flags["clip_low"].tolist() == [0, 0, 0, 1, 0, 0]
@@ -73,7 +75,9 @@ def test_clip_flags_say_which_tokens_have_no_gradient() -> None:
 
 
 def test_an_exploded_ratio_stays_finite() -> None:
-    loss_K, _ = ppo_clip(torch.tensor([0.0]), torch.tensor([-200.0]), torch.tensor([-1.0]), eps_low=0.2, eps_high=0.2)
+    loss_K, _ = ppo_clip(
+        torch.tensor([0.0]), torch.tensor([-200.0]), torch.tensor([-1.0]), eps_clip_low=0.2, eps_clip_high=0.2
+    )
     assert float(loss_K) == pytest.approx(math.exp(20), rel=1e-4)
 
 

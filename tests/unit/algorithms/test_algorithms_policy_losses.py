@@ -23,7 +23,7 @@ def loss_and_gradient(loss, ratios: list[float], advantages: list[float], *more,
 def test_gspo_weighs_and_clips_whole_sequences() -> None:
     # Geometric means: sqrt(4 * 1) = 2 in the first sequence, cbrt(.5 * 2 * 1) = 1 in the last.
     loss_K, gradient_K, metrics = loss_and_gradient(
-        gspo, [4.0, 1.0, 0.5, 2.0, 1.0], [1.0, -1.0, 3.0, 3.0, 3.0], CU, eps_low=0.1, eps_high=0.2
+        gspo, [4.0, 1.0, 0.5, 2.0, 1.0], [1.0, -1.0, 3.0, 3.0, 3.0], CU, eps_clip_low=0.1, eps_clip_high=0.2
     )
     torch.testing.assert_close(metrics["ratio"], torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0]))
     torch.testing.assert_close(loss_K, torch.tensor([-1.2, 2.0, -3.0, -3.0, -3.0]))
@@ -36,7 +36,7 @@ def test_the_token_form_of_gspo_has_the_gradient_of_the_sequence_form() -> None:
     old_K, advantage_B = torch.tensor([-1.0, -2.0, -0.5, -1.5, -3.0]), torch.tensor([0.7, 0.0, -1.3])
     token_K, sequence_K = (torch.tensor([-1.1, -1.8, -0.6, -1.4, -2.9], requires_grad=True) for _ in range(2))
     advantages_K = advantage_B[torch.tensor([0, 0, 2, 2, 2])]
-    loss_K, _ = gspo(token_K, old_K, advantages_K, CU, eps_low=0.9, eps_high=9.0)
+    loss_K, _ = gspo(token_K, old_K, advantages_K, CU, eps_clip_low=0.9, eps_clip_high=9.0)
     totals = StepTotals(num_tokens=5, num_sequences=3)
     aggregate(loss_K, CU, totals, kind="seq_mean", max_new_tokens=9).backward()
     whole = sum(
@@ -50,7 +50,9 @@ def test_the_token_form_of_gspo_has_the_gradient_of_the_sequence_form() -> None:
 
 
 def test_cispo_bounds_the_ratio_and_keeps_every_gradient() -> None:
-    loss_K, gradient_K, metrics = loss_and_gradient(cispo, [0.5, 2.0, 8.0, 8.0], [1.0, 1.0, 1.0, -1.0], cap=5.0)
+    loss_K, gradient_K, metrics = loss_and_gradient(
+        cispo, [0.5, 2.0, 8.0, 8.0], [1.0, 1.0, 1.0, -1.0], cispo_eps_high=5.0
+    )
     torch.testing.assert_close(gradient_K, torch.tensor([-0.5, -2.0, -5.0, 5.0]))
     torch.testing.assert_close(loss_K, gradient_K * torch.tensor([0.5, 2.0, 8.0, 8.0]).log())
     assert metrics["clip_high"].tolist() == [0, 0, 1, 1]
@@ -74,8 +76,8 @@ def test_reinforce_weighs_log_probs_with_advantages_alone() -> None:
 @pytest.mark.parametrize(
     ("loss", "more", "settings"),
     [
-        (gspo, (CU,), {"eps_low": 3e-4, "eps_high": 4e-4}),
-        (cispo, (), {"cap": 5.0}),
+        (gspo, (CU,), {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4}),
+        (cispo, (), {"cispo_eps_high": 5.0}),
         (sapo, (), {"tau_positive": 1.0, "tau_negative": 1.05}),
         (reinforce, (), {}),
     ],
