@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_cli.backends.process.output_lock import output_lock
+from rlhf_cli.backends.process.output_lock import model_lock, output_lock
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
@@ -119,6 +119,8 @@ def held_output(settings: CheckpointConfig) -> Iterator[None]:
         stack.enter_context(output_lock(paths.root))
         if not paths.checkpoints.resolve().is_relative_to(paths.root.resolve()):
             stack.enter_context(output_lock(paths.checkpoints, flag="--ckpt_path"))
+        if not paths.model.resolve().is_relative_to(paths.root.resolve()):
+            stack.enter_context(model_lock(paths.model, flag="--save_path"))
         check_run_directory(settings)
         yield
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from rlhf_cli.errors import UsageError
 
@@ -31,12 +32,28 @@ def output_lock(folder: Path, *, flag: str = "--output") -> Iterator[None]:
     """
     is_new = _make(folder, flag)
     try:
-        with _held(folder, flag):
+        with _held(folder / LOCK_FILE, folder, flag=flag):
             yield
     except UsageError:
         if is_new:
             _remove_empty(folder)
         raise
+
+
+@contextmanager
+def model_lock(folder: Path, *, flag: str) -> Iterator[None]:
+    """Hold a folder that is replaced as a whole, by a lock beside it; its parent is made if it is missing.
+
+    Args:
+        flag: the setting that names the folder.
+
+    Raises:
+        UsageError: another run holds the folder, or its parent cannot be made.
+    """
+    folder = folder.resolve()  # names of one folder share a lock
+    _make(folder.parent, flag)
+    with _held(folder.with_name(f".{folder.name}{LOCK_FILE}"), folder, flag=flag):
+        yield
 
 
 @contextmanager
@@ -86,12 +103,12 @@ def _make(folder: Path, flag: str) -> bool:
 
 
 @contextmanager
-def _held(folder: Path, flag: str) -> Iterator[None]:
-    with (folder / LOCK_FILE).open("a+", encoding="utf-8") as file:
+def _held(lock: Path, folder: Path, *, flag: str) -> Iterator[None]:
+    with _opened(lock, flag) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"{flag} {folder} is in use by another run ({_holder(folder)})") from None
+            raise UsageError(f"{flag} {folder} is in use by another run ({_holder(lock)})") from None
         except OSError as error:  # some network file systems know no locks
             logger.warning("%s cannot be locked (%s): do not start two runs with this %s", folder, error.strerror, flag)
         file.truncate(0)
@@ -100,10 +117,18 @@ def _held(folder: Path, flag: str) -> Iterator[None]:
         yield
 
 
-def _holder(folder: Path) -> str:
+def _opened(lock: Path, flag: str) -> IO[str]:
+    """Open the file of the lock. Raise UsageError if its folder cannot be written to."""
+    try:
+        return lock.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{flag}: {lock} cannot be written: {(error.strerror or str(error)).lower()}") from None
+
+
+def _holder(lock: Path) -> str:
     """Return who wrote the lock file, for people."""
     try:
-        holder = json.loads((folder / LOCK_FILE).read_text(encoding="utf-8"))
+        holder = json.loads(lock.read_text(encoding="utf-8"))
         return f"process {holder['pid']} on {holder['host']}"
     except (OSError, ValueError, KeyError):  # it is being written at this moment
         return "its process is not known"

@@ -75,10 +75,6 @@ class CheckpointStore:
         """Where the checkpoint of a step is, or will be."""
         return self._root / f"step_{step:06d}"
 
-    def aside(self) -> Path:
-        """Where a checkpoint is while it is being written."""
-        return self._root / ASIDE
-
     def check_space(self, needed_bytes: int) -> None:
         """Raise RunError if the disk has no room for a checkpoint of this size."""
         free = self._free_bytes(self._root)
@@ -106,7 +102,7 @@ class CheckpointStore:
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
             raise self._failure(step, error) from error
         except BaseException:
-            shutil.rmtree(self.aside(), ignore_errors=True)
+            self._remove_left_over()
             raise
         for old in self.steps()[: -self._max_num]:
             try:
@@ -118,23 +114,30 @@ class CheckpointStore:
         """Remove every checkpoint, and nothing else that may be in the folder."""
         for step in self.steps():
             self._drop(self.path(step))
-        shutil.rmtree(self.aside(), ignore_errors=True)
+        self._remove_left_over()
 
     def _begin(self, step: int, needed_bytes: int) -> Path:
-        for left_over in (self.aside(), *self._root.glob(f"{REMOVED}*")):
-            shutil.rmtree(left_over, ignore_errors=True)
+        """Return a new folder with a name of its own: a rank that outlived a killed run may write into an older one."""
+        self._remove_left_over()
+        aside = self._root / f"{ASIDE}-{uuid4().hex[:8]}"
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self.check_space(needed_bytes)
-            self.aside().mkdir()
+            aside.mkdir()
         except OSError as error:
             raise self._failure(step, error) from error
-        return self.aside()
+        return aside
+
+    def _remove_left_over(self) -> None:
+        """Remove what is half written or half removed; the run holds the folder, so no other run is at work in it."""
+        for pattern in (f"{ASIDE}*", f"{REMOVED}*"):
+            for left_over in self._root.glob(pattern):
+                shutil.rmtree(left_over, ignore_errors=True)
 
     def _failure(self, step: int, error: Exception) -> RunError:
         """What to tell about a checkpoint that could not be written, of which nothing stays."""
         free = f"{_size(self._free_bytes(self._root))} were free in" if self._root.is_dir() else "there is no"
-        shutil.rmtree(self.aside(), ignore_errors=True)
+        self._remove_left_over()
         return RunError(
             f"the checkpoint of step {step} could not be written: {error} ({free} {self._root}; {self._intact()})"
         )

@@ -314,22 +314,24 @@ class _OfflineRun:
 
     def save_checkpoint(self, step: int, tracker_state: dict[str, Any]) -> None:
         """Write the checkpoint of a step; every rank calls it, rank 0 makes the folder and publishes it."""
-        rank, _ = distributed_env.rank_and_world_size()
         with ExitStack() as stack:
-            failure: RunError | None = None
-            if rank == 0:
-                needed = self.engine.checkpoint_bytes()
-                state = {"identity": self.identity, PLUGIN_FILES: self.plugin_files, "tracker": tracker_state}
-                try:
-                    stack.enter_context(self.store.writing(step, state, needed_bytes=needed))
-                except RunError as error:
-                    failure = error
-            if distributed.any_rank(failure is not None):
-                raise failure or SystemExit(1)  # rank 0 says why
-            self._save_own_part(step, rank)
+            failures: list[RunError] = []
 
-    def _save_own_part(self, step: int, rank: int) -> None:
-        folder = self.store.aside() / "model"
+            def begin() -> Path | None:
+                state = {"identity": self.identity, PLUGIN_FILES: self.plugin_files, "tracker": tracker_state}
+                needed = self.engine.checkpoint_bytes()
+                try:
+                    return stack.enter_context(self.store.writing(step, state, needed_bytes=needed))
+                except RunError as error:
+                    failures.append(error)
+                    return None
+
+            aside = distributed.by_first_rank(begin)
+            if aside is None:
+                raise failures[0] if failures else SystemExit(1)  # rank 0 gives the reason
+            self._save_own_part(aside / "model", step)
+
+    def _save_own_part(self, folder: Path, step: int) -> None:
         try:
             folder.mkdir(exist_ok=True)
             self.engine.save(folder)
@@ -337,6 +339,7 @@ class _OfflineRun:
             if self.reference.save is not None:
                 self.reference.save(folder)
         except (OSError, RuntimeError) as error:
+            rank, _ = distributed_env.rank_and_world_size()
             if rank == 0:
                 raise  # the store makes a sentence of it and removes what was written
             raise RunError(f"rank {rank} could not write its part of the checkpoint of step {step}: {error}") from error

@@ -104,7 +104,7 @@ def test_a_state_that_json_cannot_hold_leaves_everything_as_it_was(store, tmp_pa
 
 def test_what_a_kill_left_half_written_is_ignored_and_then_removed(store, tmp_path):
     write(store, 1)
-    for leftover in (".writing", ".removing-0a1b2c3d"):
+    for leftover in (".writing", ".writing-0a1b2c3d", ".removing-0a1b2c3d"):
         (tmp_path / "checkpoints" / leftover / "actor").mkdir(parents=True)
         (tmp_path / "checkpoints" / leftover / "actor" / "half").write_bytes(b"half")
     (tmp_path / "checkpoints" / "step_000007").mkdir()  # no manifest: not complete
@@ -115,6 +115,19 @@ def test_what_a_kill_left_half_written_is_ignored_and_then_removed(store, tmp_pa
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert left == {"step_000001", "step_000002", "step_000007"}
     assert not (store.path(2) / "actor" / "half").exists()
+
+
+def test_a_rank_that_outlived_a_killed_run_writes_into_no_later_checkpoint(store, tmp_path):
+    with pytest.raises(KeyboardInterrupt), store.writing(1, {}, needed_bytes=0) as killed:
+        raise KeyboardInterrupt
+    with store.writing(1, {}, needed_bytes=0) as folder:
+        assert folder != killed
+        assert folder.parent == killed.parent
+        killed.mkdir()
+        (killed / "model.bin").write_bytes(b"of the killed run")
+    assert not (store.path(1) / "model.bin").exists()
+    write(store, 2)
+    assert not killed.exists()
 
 
 def test_a_step_written_again_replaces_the_first(store):

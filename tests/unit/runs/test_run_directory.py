@@ -276,6 +276,36 @@ def test_two_runs_with_the_same_folder_of_checkpoints_are_refused(tmp_path):
         pass
 
 
+def test_two_runs_that_save_their_model_in_the_same_place_are_refused(tmp_path):
+    shared = tmp_path / "published" / "model"
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "published")
+    with held_output(settings(tmp_path / "a", save_path=str(shared))):
+        for other in (shared, link / "model"):
+            with (
+                pytest.raises(UsageError, match=r"^--save_path .*model is in use by another run"),
+                held_output(settings(tmp_path / "b", save_path=str(other))),
+            ):
+                pass
+        with held_output(settings(tmp_path / "c", save_path=str(tmp_path / "c" / "inside"))):
+            assert names(tmp_path / "c") == {".lock"}
+        with whole_folder(shared) as written:  # the lock is not replaced with the folder
+            (written / "config.json").write_text("{}")
+        with pytest.raises(UsageError, match="in use"), held_output(settings(tmp_path / "b", save_path=str(shared))):
+            pass
+    assert names(shared) == {"config.json"}
+    with held_output(settings(tmp_path / "b", save_path=str(shared), overwrite=True)):
+        pass
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_named_at_the_start(tmp_path):
+    with (
+        pytest.raises(UsageError, match=r"^--save_path: /proc/\.model\.lock cannot be written: "),
+        held_output(settings(tmp_path, save_path="/proc/model")),
+    ):
+        pass
+
+
 def test_a_folder_that_is_made_as_a_whole_is_held_meanwhile_and_a_failure_leaves_nothing(tmp_path):
     folder = tmp_path / "model"
 
