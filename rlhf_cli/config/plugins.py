@@ -27,12 +27,14 @@ FORMS = "file.py:NAME or module:NAME"
 class Plugin:
     """The names of a table, and the form that code of others must have.
 
-    `parameters`: names of the arguments of a function, in order; `records`: types of objects that may be given instead.
+    `parameters`: names of the arguments of a function, in order; `records`: types of objects that may be given instead;
+    `methods`: names that a class must have.
     """
 
     names: tuple[str, ...]
     parameters: tuple[str, ...]
     records: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the schema of the annotated type with the check of the name after it."""
@@ -56,6 +58,8 @@ class Plugin:
             return None
         if not callable(found):
             return f"is {found!r}, which cannot be called"
+        if missing := [name for name in self.methods if inspect.isclass(found) and not hasattr(found, name)]:
+            return f"has no method {missing[0]}; it needs {', '.join(self.methods)}"
         try:
             inspect.signature(found).bind(*self.parameters)
         except TypeError:

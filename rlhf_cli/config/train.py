@@ -1,10 +1,11 @@
 """Optimisation, distribution, checkpoints and tracking."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.plugins import Plugin
 
 
 class BatchConfig(SettingsGroup):
@@ -154,6 +155,10 @@ class TrackingConfig(SettingsGroup):
     """Write TensorBoard events to <output>/tensorboard."""
     use_wandb: bool = False
     """Log to Weights & Biases (extra `wandb`, key in WANDB_API_KEY)."""
+    tracker: Annotated[
+        str | None, Plugin((), ("run_directory", "settings", "resume_step"), methods=("log", "close"))
+    ] = None
+    """Class of your own that gets the metrics of each step as well."""
     wandb_project: str = "rlhf-cli"
     """Weights & Biases project."""
     wandb_org: str | None = None

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from rlhf_cli.config.plugins import load_target
 from rlhf_cli.config.train import TrackingConfig
 from rlhf_cli.tracking import memory
 from rlhf_cli.tracking.figures import Reading, duration, interval, number, prominent, scaled, title
@@ -92,9 +93,12 @@ class Tracker:
     def _add_sinks(self, config: TrackingConfig, saved: Mapping[str, Any]) -> None:
         if config.use_tensorboard:
             self._sinks.append(TensorBoardSink(self._output, resume_step=self._resume_step))
+        settings_file = self._output / SETTINGS_FILE
+        settings = yaml.safe_load(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+        if config.tracker is not None:
+            own: MetricSink = load_target(config.tracker)(self._output, settings, self._resume_step)
+            self._sinks.append(own)
         if config.use_wandb:
-            settings_file = self._output / SETTINGS_FILE
-            settings = yaml.safe_load(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
             run_id = saved.get("wandb_run_id")
             self._wandb = WandbSink(import_wandb(), config, output=self._output, settings=settings, run_id=run_id)
             self._sinks.append(self._wandb)

@@ -73,6 +73,7 @@ SAMPLES = {
     "reward_by_source": '{"mine": "math"}',
     "chat_template_kwargs": '{"enable_thinking": false}',
     "reward_func_args": '{"weight": 0.5}',
+    "tracker": "operator:add",
     "vllm_args": '{"max_num_seqs": 7}',
     "remote_rm_url": "http://10.0.0.5:5000/get_reward,https://grader/get_reward",
     "reward_funcs": "gsm8k,exact",

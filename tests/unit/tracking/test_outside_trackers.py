@@ -1,0 +1,63 @@
+"""Trackers of others: the page's example gets what a run reports, and a class without the methods is refused."""
+
+import io
+
+import pytest
+from extending_page import page_file
+from online_settings import resolve
+from rich.console import Console
+
+from rlhf_cli.config.plugins import require_plugins
+from rlhf_cli.errors import UsageError
+from rlhf_cli.tracking.tracker import Tracker
+
+
+def run_steps(config, output, *, steps, resume_step=None) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with Tracker(config, output, command="ppo", total_steps=3, console=console, resume_step=resume_step) as tracker:
+        for step in steps:
+            tracker.log(step, {"reward": step / 4}, {"train": 0.1})
+        tracker.close()
+
+
+def test_the_page_s_tracker_writes_the_course_of_a_run_that_is_continued(tmp_path) -> None:
+    path = page_file(tmp_path, "csv_tracker.py")
+    config = resolve("rloo", tracker=f"{path}:CsvTracker", use_tensorboard=False)
+    require_plugins(config)
+    run_steps(config.tracking, tmp_path / "run", steps=(1, 2))
+    run_steps(config.tracking, tmp_path / "run", steps=(3,), resume_step=2)
+    assert (tmp_path / "run" / "course.csv").read_text().split() == ["1,reward,0.25", "2,reward,0.5", "3,reward,0.75"]
+
+
+def test_a_tracker_gets_the_settings_of_the_run(tmp_path) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Own:\n"
+        "    def __init__(self, folder, settings, step): (folder / 'seen').write_text(str(settings['seed']))\n"
+        "    def log(self, step, metrics): pass\n"
+        "    def close(self): pass\n"
+    )
+    config = resolve("rloo", tracker=f"{tmp_path}/own.py:Own", use_tensorboard=False)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("seed: 7\n")
+    run_steps(config.tracking, run, steps=())
+    assert (run / "seen").read_text() == "7"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (
+            "class Own:\n    def __init__(self, folder, settings, step): pass",
+            "Own has no method log; it needs log, close",
+        ),
+        (
+            "class Own:\n    def log(self): pass\n    def close(self): pass",
+            "Own has to take 3 arguments: run_directory",
+        ),
+    ],
+)
+def test_a_class_of_another_form_is_refused(code, reason, tmp_path) -> None:
+    (tmp_path / "own.py").write_text(code)
+    with pytest.raises(UsageError, match=reason):
+        require_plugins(resolve("rloo", tracker=f"{tmp_path}/own.py:Own"))
