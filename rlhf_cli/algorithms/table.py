@@ -6,7 +6,7 @@ divergence counts and what the loss is are settings.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor
 from rlhf_cli.algorithms.advantages import at_every_token, gae, returns_to_go, whiten
 from rlhf_cli.algorithms.groups import best_over_second, group_normalised, less_group_mean, less_mean_of_others
 from rlhf_cli.algorithms.ragged import segment_ids, segment_sum
+from rlhf_cli.config.plugins import load_target, without_folder
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, ReinforcePolicyConfig
+from rlhf_cli.errors import RunError, UsageError
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,35 @@ class Algorithm:
     whiten: bool = False
     greedy: bool = False
     rewards_apart: bool = False
+
+
+def algorithm_by_code(code: str, row: Algorithm) -> Algorithm:
+    """Return the algorithm of others' code; a function has the needs of the command's own row.
+
+    Raises UsageError if the code needs a critic and the command has none, or the reverse.
+    """
+    found, name = load_target(code), without_folder(code)
+    own = found if isinstance(found, Algorithm) else replace(row, advantages=found)
+    if own.critic != row.critic:
+        has = "trains a critic" if row.critic else "has no critic"
+        raise UsageError(f"--advantage_estimator {code}: this command {has}, and critic is {own.critic} in the row")
+    return replace(own, name=name, advantages=_checked(name, own))
+
+
+def _checked(name: str, algorithm: Algorithm) -> AdvantageFunction:
+    """Return a function of others that may leave the returns away, and whose results are checked by shape."""
+
+    def advantages(experience: Experience, settings: Any) -> tuple[Tensor, Tensor | None]:
+        found = algorithm.advantages(experience, settings)
+        advantages_N, returns_N = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        shape = experience.rewards_N.shape
+        for what, values_N in {"advantages": advantages_N, "returns": returns_N}.items():
+            is_needed = what == "advantages" or algorithm.critic
+            if is_needed and (not isinstance(values_N, Tensor) or values_N.shape != shape):
+                raise RunError(f"--advantage_estimator {name} has to return {what} of shape {tuple(shape)}")
+        return advantages_N, returns_N if algorithm.critic else None
+
+    return advantages
 
 
 def compute_advantages(algorithm: Algorithm, experience: Experience, *, settings: Any) -> tuple[Tensor, Tensor | None]:

@@ -44,6 +44,8 @@ class PolicyConfig(SettingsGroup):
     )
     """PPO's clip, GSPO (sequence ratios; sets its own eps_clip_low_high and loss_agg), CISPO, SAPO, or no ratio; or a
     function of your own."""
+    advantage_estimator: Annotated[str | None, Plugin((), ("experience", "settings"), records=("Algorithm",))] = None
+    """Function of your own that computes advantages, or a row of the table of algorithms; by default the command's."""
     loss_agg: Literal["token_mean", "seq_mean", "seq_sum_norm"] = "token_mean"
     """Mean over the tokens of a step, mean over its responses, or sum over responses x max_new_tokens (Dr. GRPO)."""
     eps_clip: float = Field(0.2, gt=0)

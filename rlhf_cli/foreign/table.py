@@ -7,6 +7,8 @@ has as a setting is never looked up.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rlhf_cli.config.plugins import is_target
+
 CRITIC_COMMANDS = ("ppo",)
 
 
@@ -101,6 +103,9 @@ def _prompt_max_len(values: list[str], call: Call) -> Settings:
     return {"max_len": [str(int(values[0]) + int(response))]}
 
 
+OWN_AND_FOREIGN = ("advantage_estimator",)
+"""Flags that take code here, and names in other tools."""
+
 ESTIMATORS: dict[str, tuple[str, Settings, str]] = {
     "gae": ("ppo", {}, "rlhf ppo"),
     "reinforce": ("reinforce++", {}, "rlhf reinforce++"),
@@ -114,6 +119,8 @@ ESTIMATORS: dict[str, tuple[str, Settings, str]] = {
 def _estimator(values: list[str], call: Call) -> Settings | None:
     """The estimator is the command here; a value that agrees with the command is accepted."""
     value = values[0] if values else ""
+    if is_target(value):
+        return {"advantage_estimator": values}
     if value not in ESTIMATORS:
         raise Refused("the estimator is the command: rlhf ppo, reinforce++, grpo, rloo or remax")
     command, settings, instead = ESTIMATORS[value]

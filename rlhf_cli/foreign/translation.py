@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_cli.foreign.openrlhf import FLAT_NAMES
-from rlhf_cli.foreign.table import OF_COMMAND, TABLE, Call, Foreign, Refused
+from rlhf_cli.foreign.table import OF_COMMAND, OWN_AND_FOREIGN, TABLE, Call, Foreign, Refused
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ def translate_settings(
             _wandb_key([value], done)
         elif foreign is None:
             own[name] = value
-        elif value is not False:  # a switch of another tool that is off
+        elif value is not False and value is not None:  # a switch of another tool that is off, or nothing
             _apply(name, foreign, [] if value is True else listed[name], call, done)
     for name, words in _values_by_flag(done.words).items():
         own.setdefault(name, words[0] if len(words) == 1 else words or True)
@@ -73,7 +73,8 @@ def _listed(value: Any) -> list[str]:
 
 
 def _foreign(name: str, known: Mapping[str, int], command: str) -> Foreign | None:
-    if name in known or name.removeprefix("no_") in known:
+    is_own = name in known or name.removeprefix("no_") in known
+    if is_own and name not in OWN_AND_FOREIGN:
         return None
     return OF_COMMAND.get(command, {}).get(name) or TABLE.get(name) or TABLE.get(name.partition(".")[0])
 
@@ -114,7 +115,8 @@ def _apply(name: str, foreign: Foreign, values: list[str], call: Call, done: Tra
         return
     words = [word for setting, own in settings.items() for word in (f"--{setting}", *own)]
     done.words += words
-    done.rewritten.append(f"{written} is {' '.join(words)} here")
+    if " ".join(words) != written:
+        done.rewritten.append(f"{written} is {' '.join(words)} here")
 
 
 WANDB_KEY = "WANDB_API_KEY"

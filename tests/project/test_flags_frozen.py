@@ -65,6 +65,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 # Samples where the type alone does not give a valid one.
 SAMPLES = {
+    "advantage_estimator": "math:hypot",
     "best_metric_key": "eval/reward",
     "input_template": "User: {}",
     "k": "1,4",

@@ -58,7 +58,7 @@ def online_identity(
         "train_batch_size": config.batch.train_batch_size,
         **config.optim.kept(),
         "aux_loss_coef": config.optim.aux_loss_coef,
-        **objective_identity(config.policy),
+        **objective_identity(config.policy, besides=frozenset({"advantage_estimator"})),  # the algorithm has its name
         **_rewards(config.reward),
         **config.reference.model_dump(mode="json"),
         **_filtering(config),

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
+from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm, algorithm_by_code
 from rlhf_cli.backends.cluster.placement import check_layout, describe, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Reservation, ray_cluster
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
@@ -129,7 +129,9 @@ def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
         algorithm: the row of the table of algorithms.
     """
     with held_output(config.checkpoint):
-        first, stop = _check(config, command, ALGORITHMS[algorithm]), StopSignal()
+        row, code = ALGORITHMS[algorithm], config.policy.advantage_estimator
+        row = row if code is None else algorithm_by_code(code, row)
+        first, stop = _check(config, command, row), StopSignal()
         begin_logs(first.paths, keep=first.resume is not None)
 
         def attempt(continues: bool) -> Finished:

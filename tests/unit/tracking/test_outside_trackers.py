@@ -49,11 +49,11 @@ def test_a_tracker_gets_the_settings_of_the_run(tmp_path) -> None:
     [
         (
             "class Own:\n    def __init__(self, folder, settings, step): pass",
-            "Own has no method log; it needs log, close",
+            "Own has no method log; it needs log",
         ),
         (
             "class Own:\n    def log(self): pass\n    def close(self): pass",
-            "Own has to take 3 arguments: run_directory",
+            "Own has to take 3 arguments: run_",
         ),
     ],
 )

@@ -1,0 +1,74 @@
+"""Advantage estimators of others: the page's examples compute advantages, and results of another form are refused."""
+
+import pytest
+import torch
+from extending_page import page_file
+from online_settings import resolve
+
+from rlhf_cli.algorithms.table import ALGORITHMS, Experience, algorithm_by_code, compute_advantages
+from rlhf_cli.config.plugins import require_plugins
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.foreign.translation import translate, translate_settings
+
+# Five responses of one token but the second, which has two; three answer the first prompt.
+EXPERIENCE = Experience(
+    rewards_N=torch.tensor([1.0, 0.0, 5.0, 2.0, 4.0, 8.0]),
+    parts=(),
+    values_N=None,
+    bootstrap_B=None,
+    cu=torch.tensor([0, 1, 3, 4, 5, 6]),
+    groups_B=torch.tensor([0, 0, 0, 1, 1]),
+    trained_B=torch.ones(5, dtype=torch.bool),
+    greedy_B=None,
+)
+LESS_MEDIAN = torch.tensor([-1.0, 3.0, 3.0, 0.0, -2.0, 2.0])  # medians 2 and 6
+
+
+def test_the_page_s_estimator_has_the_needs_of_the_command(tmp_path) -> None:
+    path = page_file(tmp_path, "median_baseline.py")
+    config = resolve("rloo", advantage_estimator=f"{path}:less_median")
+    require_plugins(config)
+    algorithm = algorithm_by_code(config.policy.advantage_estimator, ALGORITHMS["rloo"])
+    assert (algorithm.name, algorithm.min_group, algorithm.whiten) == ("median_baseline.py:less_median", 2, False)
+    advantages_N, returns_N = compute_advantages(algorithm, EXPERIENCE, settings=config.policy)
+    torch.testing.assert_close(advantages_N, LESS_MEDIAN)
+    assert returns_N is None
+
+
+def test_the_page_s_row_states_its_needs(tmp_path) -> None:
+    path = page_file(tmp_path, "median_baseline.py")
+    config = resolve("grpo", advantage_estimator=f"{path}:whitened")
+    require_plugins(config)
+    algorithm = algorithm_by_code(config.policy.advantage_estimator, ALGORITHMS["grpo"])
+    assert algorithm.min_group == 3
+    advantages_N, _ = compute_advantages(algorithm, EXPERIENCE, settings=config.policy)
+    assert advantages_N.mean().item() == pytest.approx(0, abs=1e-6)
+    with pytest.raises(UsageError, match="this command trains a critic, and critic is False"):
+        algorithm_by_code(config.policy.advantage_estimator, ALGORITHMS["ppo"])
+
+
+@pytest.mark.parametrize(
+    ("row", "result", "reason"),
+    [
+        ("rloo", "experience.rewards_B", r"own.py:f has to return advantages of shape \(6,\)"),
+        ("rloo", "3.0", "has to return advantages"),
+        ("ppo", "experience.rewards_N", "has to return returns"),
+    ],
+)
+def test_a_result_of_another_form_is_refused(row, result, reason, tmp_path) -> None:
+    (tmp_path / "own.py").write_text(f"def f(experience, settings): return {result}\n")
+    algorithm = algorithm_by_code(f"{tmp_path}/own.py:f", ALGORITHMS[row])
+    with pytest.raises(RunError, match=reason):
+        algorithm.advantages(EXPERIENCE, None)
+
+
+def test_names_of_another_tool_s_estimators_are_still_understood() -> None:
+    known = {"advantage_estimator": 1, "preset": 1}
+    done = translate(["--advantage_estimator", "dr_grpo"], command="grpo", known=known)
+    assert done.words == ["--preset", "dr_grpo"]
+    assert translate(["--advantage_estimator", "rloo"], command="grpo", known=known).problems
+    done = translate(["--advantage_estimator", "own.py:f"], command="grpo", known=known)
+    assert (done.words, done.notes) == (["--advantage_estimator", "own.py:f"], [])
+    own, done = translate_settings({"advantage_estimator": "own.py:f"}, command="grpo", known=known)
+    assert (own, done.notes) == ({"advantage_estimator": "own.py:f"}, [])
+    assert translate_settings({"advantage_estimator": None}, command="grpo", known=known)[0] == {}
