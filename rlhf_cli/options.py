@@ -87,7 +87,8 @@ def from_config(run: Callable[[Any], None]) -> Callable[..., None]:
         words = ctx.meta.get(TRANSLATED) or Translation()
         known = {flag.name: flag.takes for flag in flags.values()}
         read = {} if config is None else read_yaml(config)
-        written, lines = translate_settings(read, command=ctx.command.name or "", known=known)
+        typed = {name: value for name, value in named.items() if value is not None}
+        written, lines = translate_settings(read, command=ctx.command.name or "", known=known, typed=typed)
         resolved = _resolve(
             config_cls,
             flags,

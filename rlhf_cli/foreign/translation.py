@@ -43,29 +43,48 @@ def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -
             _apply(name, foreign, [inline] if equals else _take(rest, foreign.takes), call, done)
         elif not (word.startswith("--") and not equals and name in OWN_FORMS and OWN_FORMS[name](rest, done)):
             done.words.append(word)
-    _model_without_output(done, known)
-    _template_without_chat(done, known)
+    given = _values_by_flag(done.words)
+    _model_without_output(given, done, known)
+    _template_without_chat(given, done, known)
     return done
 
 
 def translate_settings(
-    values: Mapping[str, Any], *, command: str, known: Mapping[str, int]
+    values: Mapping[str, Any], *, command: str, known: Mapping[str, int], typed: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], Translation]:
-    """Replace the foreign names among the settings of a YAML file."""
+    """Replace the foreign names and forms among the settings of a YAML file.
+
+    Args:
+        typed: settings that the command line gives, which go before the file's.
+    """
     listed = {name: _listed(value) for name, value in values.items()}
     call, own = Call(command, listed), {}
     done = Translation()
     for name, value in values.items():
         foreign = _foreign(name, known, command)
-        if name == "use_wandb" and isinstance(value, str) and value.lower() not in ("true", "false", "null"):
-            _wandb_key([value], done)
-        elif foreign is None:
+        if _takes_own_form(name, value, done):
+            continue
+        if foreign is None:
             own[name] = value
         elif value is not False and value is not None:  # a switch of another tool that is off, or nothing
             _apply(name, foreign, [] if value is True else listed[name], call, done)
+    given = {name: _listed(value) for name, value in own.items() if value is not None}
+    given |= _values_by_flag(done.words) | {name: _listed(value) for name, value in (typed or {}).items()}
+    _model_without_output(given, done, known)
+    _template_without_chat(given, done, known)
     for name, words in _values_by_flag(done.words).items():
-        own.setdefault(name, words[0] if len(words) == 1 else words or True)
+        if name not in known and name.removeprefix("no_") in known:
+            own.setdefault(name.removeprefix("no_"), False)
+        else:
+            own.setdefault(name, words[0] if len(words) == 1 else words or True)
     return own, done
+
+
+def _takes_own_form(name: str, value: Any, done: Translation) -> bool:
+    """Translate a text that a setting has in another tool's files; a quoted true, false or null is none."""
+    if name not in OWN_FORMS or not isinstance(value, str) or value.lower() in ("true", "false", "null"):
+        return False
+    return OWN_FORMS[name]([value], done)
 
 
 def _listed(value: Any) -> list[str]:
@@ -176,9 +195,8 @@ def _values_by_flag(words: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _model_without_output(done: Translation, known: Mapping[str, int]) -> None:
+def _model_without_output(given: Mapping[str, list[str]], done: Translation, known: Mapping[str, int]) -> None:
     """Give a run that names its model alone, as OpenRLHF's, a folder beside the model for its other files."""
-    given = _values_by_flag(done.words)
     if {"output", "save_path"} <= known.keys() and "output" not in given and "config" not in given:
         path = next(iter(given.get("save_path", [])), None)
         if path:
@@ -186,10 +204,9 @@ def _model_without_output(done: Translation, known: Mapping[str, int]) -> None:
             done.rewritten.append(f"the model goes to {path}, all other files of the run to {path.rstrip('/')}_run")
 
 
-def _template_without_chat(done: Translation, known: Mapping[str, int]) -> None:
-    """OpenRLHF uses a chat template only on request; an `input_template` alone means plain text."""
-    given = _values_by_flag(done.words).keys()
-    decided = given & {"apply_chat_template", "no_apply_chat_template", "config"}
+def _template_without_chat(given: Mapping[str, list[str]], done: Translation, known: Mapping[str, int]) -> None:
+    """Switch the chat template off for an `input_template` alone: OpenRLHF uses a chat template only on request."""
+    decided = given.keys() & {"apply_chat_template", "no_apply_chat_template", "config"}
     if "apply_chat_template" in known and "input_template" in given and not decided:
         done.words.append("--no_apply_chat_template")
         done.rewritten.append("--input_template takes the place of the chat template: --no_apply_chat_template")

@@ -103,6 +103,30 @@ def test_settings_of_a_file_are_translated_as_flags_are():
     ]
 
 
+def test_a_file_may_have_the_forms_that_a_command_line_may_have(capsys, tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        "pretrain: m\nprompt_data: d\nremote_rm_url: ./score.py\nuse_tensorboard: ./tb\nsave_path: out/model/\n"
+        "input_template: 'User: {}'\n"
+    )
+    config, notes = parsed(f"ppo --config {file}", capsys)
+    assert config.reward.reward_func == "./score.py"
+    assert config.tracking.use_tensorboard
+    assert config.checkpoint.output == "out/model_run"
+    assert "--no_apply_chat_template" in notes
+    assert not config.prompts.apply_chat_template
+    config, notes = parsed(f"ppo --config {file} --output mine --no_apply_chat_template", capsys)
+    assert (config.checkpoint.output, config.prompts.apply_chat_template) == ("mine", False)
+    assert "out/model_run" not in notes + repr(config)
+    assert "takes the place" not in notes
+
+
+def test_a_setting_without_a_value_in_a_file_is_not_given():
+    known = {"output": 1, "save_path": 1, "input_template": 1, "apply_chat_template": 0, "use_tensorboard": 0}
+    values = {"save_path": None, "input_template": None, "use_tensorboard": "true"}
+    assert translate_settings(values, command="sft", known=known)[0] == values
+
+
 def test_a_flag_of_the_command_itself_is_never_taken_for_a_foreign_one():
     ppo = {flag.name: flag.takes for flag in flags_of(config_class(cli.command_function(cli.COMMANDS["ppo"]))).values()}
     words = ["--gamma", "0.9", "--lambd", "0.95", "--critic_learning_rate", "1e-6", "--freezing_actor_steps", "3"]
