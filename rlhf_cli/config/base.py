@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
 
 OUTPUTS = ("output", "save_path", "ckpt_path", "write_pass_rate")
-"""Settings of any group that name what is written."""
+"""Settings of any group that name output paths."""
 
 
 def _object_text(value: Any) -> str:
@@ -39,6 +39,6 @@ class SettingsGroup(BaseModel):
         return path if path is None else os.path.expanduser(path)
 
     def changed(self, *names: str) -> str | None:
-        """The first of these settings that is not what it is by default."""
+        """Return the first of these settings that differs from its default."""
         fields = type(self).model_fields
         return next((name for name in names if getattr(self, name) != fields[name].default), None)

@@ -1,4 +1,4 @@
-"""What is read, and how rows become conversations."""
+"""Data sources, and how rows become conversations."""
 
 import json
 from typing import Annotated, Literal
@@ -65,15 +65,15 @@ class OfflineDataConfig(TextConfig):
     dataset_probs: str | None = None
     """Share of each of several data sets in the mixture, separated by commas: 0.3,0.7; all rows of all if not given."""
     dataset_split: str = "train"
-    """Split read where the name gives none."""
+    """Split to read if the name gives none."""
     eval_dataset: str | None = None
     """Data to evaluate on."""
     eval_split: str = "train"
-    """Split of the evaluation data read where the name gives none."""
+    """Split of the evaluation data to read if the name gives none."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """What to do with rows longer than max_len; the number of them is always reported."""
+    """Treatment of rows longer than max_len; the number of them is always reported."""
     invalid_rows: Literal["error", "drop"] = "error"
-    """What to do with rows that cannot be used; the number of dropped ones is always reported."""
+    """Treatment of rows that cannot be used; the number of dropped ones is always reported."""
     max_samples: int = Field(100_000_000, gt=0)
     """Rows read at most."""
     data_cache: str = "auto"
@@ -137,7 +137,7 @@ class LabelledDataConfig(SidesConfig):
     output_key: str | None = None
     """Column with the response; found by its name if not given."""
     label_key: str | None = None
-    """Column that says whether the response is desirable; found by its name if not given."""
+    """Column that marks desirable responses; found by its name if not given."""
 
     @model_validator(mode="after")
     def _keys_are_of_one_format(self) -> "LabelledDataConfig":
@@ -162,7 +162,7 @@ class PromptConfig(TextConfig):
     prompt_data_probs: str | None = None
     """Share of each of several prompt sets in the mixture, separated by commas; all rows of all if not given."""
     prompt_split: str = "train"
-    """Split read where the name gives none."""
+    """Split to read if the name gives none."""
     data_format: Annotated[str, Plugin(PROMPT_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """How prompts are read: text in a column for it, or messages; auto decides by the columns, then row by row."""
     label_key: str | None = None
@@ -172,7 +172,7 @@ class PromptConfig(TextConfig):
     prompt_template: str | None = None
     """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (for base models)."""
     overlong_prompts: Literal["drop", "error"] = "drop"
-    """What to do with prompts that leave no room for max_new_tokens; the number is always reported."""
+    """Treatment of prompts that leave no room for max_new_tokens; the number is always reported."""
     max_samples: int = Field(100_000_000, gt=0)
     """Rows read at most."""
 

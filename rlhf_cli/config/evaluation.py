@@ -1,4 +1,4 @@
-"""Evaluation: which models, how responses count, where the figures go; and evaluation during online training."""
+"""Evaluation: which models, how responses count, the place of the figures; and evaluation during online training."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class StatisticsConfig(SettingsGroup):
     """Statistics"""
 
     k: list[int] = []
-    """pass@k and maj@k for these numbers of samples; by default for n_samples_per_prompt where that is more than 1."""
+    """pass@k and maj@k for these numbers of samples; by default for n_samples_per_prompt if it is above 1."""
     pass_score: float | None = None
     """A response counts as right from this score on; by default by the first verifier of reward_funcs."""
 
@@ -88,7 +88,7 @@ class EvaluationConfig(SettingsGroup):
     eval_dataset: str | None = None
     """Prompts to evaluate on, read like prompt_data; several data sets also count apart."""
     eval_split: str = "train"
-    """Split of the evaluation data read where the name gives none."""
+    """Split of the evaluation data to read if the name gives none."""
     eval_max_samples: int = Field(100_000_000, gt=0)
     """Rows of eval_dataset read at most."""
     eval_steps: int = Field(-1, ge=-1)

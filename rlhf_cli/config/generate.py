@@ -23,7 +23,7 @@ class SamplingConfig(EngineConfig):
     """Sampling"""
 
     rollout_batch_size: int = Field(1024, gt=0)
-    """Prompts answered, scored and written together: the bound on memory, and what a kill costs at most."""
+    """Prompts answered, scored and written together: the bound on memory, and on the work lost by a kill."""
     n_samples_per_prompt: int = Field(1, gt=0)
     """Responses sampled for each prompt."""
     temperature: float = Field(1.0, ge=0, le=HIGHEST_TEMPERATURE)
@@ -56,7 +56,7 @@ class RewardPlacementConfig(SettingsGroup):
     """Placement"""
 
     reward_num_gpus_per_node: int = Field(1, gt=0)
-    """Reward model ranks: GPUs, or processes where there is none."""
+    """Reward model ranks: GPUs, or processes without a GPU."""
     colocate_all_models: bool = False
     """Reward model and engines share the same GPUs; what vllm_gpu_memory_utilization leaves is the reward model's."""
 
@@ -82,9 +82,9 @@ class AnswersOutputConfig(SettingsGroup):
     seed: int = Field(42, ge=0, lt=2**32)
     """Seed of the sampled responses, and of the order in which mixed prompt sets are read."""
     load_checkpoint: bool = False
-    """Continue behind the responses that are there; starts fresh where there is nothing to continue."""
+    """Continue behind the responses that are there; starts fresh if there is nothing to continue."""
     overwrite: bool = False
-    """Replace what is in the folder from an earlier time."""
+    """Replace the folder's contents from an earlier time."""
 
     @model_validator(mode="after")
     def _continue_or_replace(self) -> "AnswersOutputConfig":
@@ -101,7 +101,7 @@ class GenerateOutputConfig(AnswersOutputConfig):
 
 
 class InferenceConfig(Protocol):
-    """What the settings of every command have that lets a model answer prompts."""
+    """The settings that every command that answers prompts has."""
 
     @property
     def model(self) -> ModelSource: ...

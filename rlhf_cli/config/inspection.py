@@ -42,13 +42,13 @@ class ShownDataConfig(SidesConfig):
     output_key: str | None = None
     """Column with the response (sft, kto); found by its name if not given."""
     label_key: str | None = None
-    """Column that says whether the response is desirable (kto), or with the ground truth (ppo)."""
+    """Column that marks desirable responses (kto), or with the ground truth (ppo)."""
     pretrain_mode: bool = False
     """Train on every token, not only on the assistant's (sft)."""
     prompt_template: str | None = None
     """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (ppo)."""
     overlong_prompts: Literal["drop", "error"] = "drop"
-    """What to do with prompts that leave no room for max_new_tokens (ppo)."""
+    """Treatment of prompts that leave no room for max_new_tokens (ppo)."""
     pass_rate_range: tuple[float, float] | None = None
     """Use only prompts whose column pass_rate is in this range, both ends included (ppo)."""
     max_new_tokens: int = Field(1024, gt=0)

@@ -14,7 +14,7 @@ class EngineConfig(SettingsGroup):
     """Engine"""
 
     rollout_backend: Literal["auto", "vllm", "transformers"] = "auto"
-    """Engine that generates; auto takes vLLM where it is installed."""
+    """Engine that generates; auto takes vLLM if it is installed."""
     max_new_tokens: int = Field(1024, gt=0)
     """Tokens generated per response at most."""
     stop: list[str] = []
@@ -92,7 +92,7 @@ class DynamicSamplingConfig(SettingsGroup):
     dynamic_filtering_reward_range: tuple[float, float] | None = None
     """Replace prompts whose mean score is not between these two instead."""
     dynamic_oversample: float = Field(0.5, ge=0)
-    """Prompts asked beyond those that are missing, as a share of them; what is not needed is given up or kept."""
+    """Extra prompts to sample, as a share of the missing prompts; surplus is dropped or kept."""
     dynamic_max_rounds: int = Field(8, gt=0)
     """Rounds of prompts per iteration; after them it trains on the groups there are."""
 
@@ -115,7 +115,7 @@ class PlacementConfig(SettingsGroup):
     actor_num_nodes: int = Field(1, gt=0)
     """Nodes of the actor."""
     actor_num_gpus_per_node: int = Field(1, gt=0)
-    """Actor ranks per node: GPUs, or processes where there is none."""
+    """Actor ranks per node: GPUs, or processes without a GPU."""
     ref_num_nodes: int = Field(1, gt=0)
     """Nodes of the reference model."""
     ref_num_gpus_per_node: int = Field(1, gt=0)
@@ -125,7 +125,7 @@ class PlacementConfig(SettingsGroup):
     reward_num_gpus_per_node: int = Field(1, gt=0)
     """Reward model ranks per node."""
     colocate_all_models: bool = False
-    """All models share GPUs, the engines those of the actor, and take turns; each has the first ones it needs."""
+    """All models share GPUs (the engines share the actor's) and take turns; each has the first ones it needs."""
     colocate_actor_ref: bool = False
     """Actor and reference share GPUs, the smaller one the first of the other's."""
     deepspeed_enable_sleep: bool = False

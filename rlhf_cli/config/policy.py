@@ -69,7 +69,7 @@ class PolicyConfig(SettingsGroup):
     kl_horizon: int = Field(10_000, gt=0)
     """Samples over which the adaptive coefficient reacts."""
     entropy_loss_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus; where it starts under entropy_target."""
+    """Weight of the entropy bonus; its start value under entropy_target."""
     entropy_target: float | None = Field(None, gt=0)
     """Entropy in nats below which the bonus grows after each step, and above which it shrinks and does not count."""
     entropy_delta: float = Field(1e-4, gt=0)
@@ -165,7 +165,7 @@ class ReinforcePolicyConfig(PolicyConfig):
     """Policy objective"""
 
     baseline: Literal["none", "group"] = "none"
-    """What a reward is compared with before whitening; group: the mean of its prompt, with the KL in the loss (k2)."""
+    """Baseline of a reward before whitening; group: the mean of its prompt, with the KL in the loss (k2)."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
 

@@ -58,7 +58,7 @@ LOSS_DEFAULTS: dict[str, dict[str, float]] = {
     "bco_pair": {"beta": 0.01},  # arXiv 2404.04656
     "discopop": {"beta": 0.05},  # arXiv 2406.08414
 }
-"""What the papers of losses use whose settings are no match for those of DPO: defaults where one alone is named."""
+"""Settings from the papers of losses that differ from DPO's settings: defaults if one such loss alone is named."""
 
 
 class PromptSharing(SettingsGroup):
@@ -136,7 +136,7 @@ class FrozenReferenceConfig(SettingsGroup):
     """Reference"""
 
     ref_pretrain: str | None = None
-    """Model that the trained one is compared with; by default what it starts from (under an adapter: its base)."""
+    """Model that the trained one is compared with; by default the start model (under an adapter: its base)."""
     precompute_ref_log_probs: bool = False
     """Compute the reference's log-probabilities of all data before training, and keep them for other runs."""
 

@@ -1,6 +1,6 @@
-"""What one given setting means for the defaults of others; whatever is given itself always wins.
+"""The effect of one given setting on the defaults of others; whatever is given itself always wins.
 
-Each function takes what was given, by flag or file, as text or typed, and returns defaults by name. A resolved
+Each function takes the given settings, by flag or file, as text or typed, and returns defaults by name. A resolved
 `config.yaml` holds the outcome.
 """
 
@@ -28,7 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"policy_loss": "cispo", "loss_agg": "token_mean", "init_kl_coef": 0.0},
     "sapo": {"policy_loss": "sapo", "loss_agg": "seq_mean", "init_kl_coef": 0.0},
 }
-"""Settings of the papers; those of algorithms.table's row and of the data are not part of them."""
+"""Settings of the papers; the settings of algorithms.table's row and of the data are not part of them."""
 
 # Last part of a response in which DAPO's penalty grows: 4,096 of 20,480 tokens.
 DAPO_BUFFER_SHARE = 0.2
@@ -41,7 +41,7 @@ def defaults_of_loss(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def defaults_of_pair_loss(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that go with the given `loss` on pairs, where it is a single one."""
+    """Defaults that go with the given `loss` on pairs, if it is a single one."""
     loss = given.get("loss")
     name = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
     return dict(LOSS_DEFAULTS.get(str(name), {}))
@@ -75,7 +75,7 @@ def _share_of_response(given: Mapping[str, Any]) -> int:
     try:
         return max(1, int(DAPO_BUFFER_SHARE * int(longest)))
     except ValueError:
-        return 1  # what is wrong with it is said where it is validated
+        return 1  # validation reports its fault later
 
 
 def _without_rivals(defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,4 +91,4 @@ def _is_true(given: Any) -> bool:
     try:
         return TypeAdapter(bool).validate_python(given)
     except ValidationError:
-        return True  # what is wrong with it is said where it is validated
+        return True  # validation reports its fault later

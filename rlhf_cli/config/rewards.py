@@ -1,4 +1,4 @@
-"""The table of built-in rewards: what each is called, which function it is, what it is told and its parameters.
+"""The table of built-in rewards: the name of each, its function, its inputs and its parameters.
 
 The functions themselves are in `rlhf_cli/rewards/` and loaded where they run, so that this module costs nothing.
 """
@@ -17,19 +17,19 @@ class Parameter:
     """A number that a reward function takes: an integer where its default, or `kind`, is one."""
 
     default: Value | None
-    """None where it has to be given."""
+    """None if it has to be given."""
     least: Value | None = None
     kind: type[int] | type[float] = float
 
     @property
     def expected(self) -> str:
-        """What it must be, in words."""
+        """The allowed values, in words."""
         return ("an integer" if self.kind is int else "a number") + (
             f" >= {self.least}" if self.least is not None else ""
         )
 
     def read(self, text: str) -> Value:
-        """The value a text stands for. Raises ValueError where it is none that is allowed."""
+        """The value a text stands for. Raises ValueError if it is not allowed."""
         value = self.kind(text)
         if not abs(value) < float("inf") or (self.least is not None and value < self.least):
             raise ValueError(text)
@@ -44,7 +44,7 @@ class RewardRow:
 
     - verifier: `(response, label) -> Verdict`, in a worker process
     - text: `(response) -> float`, in a worker process, with the `<think>` that a prompt may end in put before it
-    - length: `(request, correct) -> float`, where `correct` is what the first verifier found, None without one
+    - length: `(request, correct) -> float`, `correct` is the first verifier's verdict, None without a verifier
     - group: `(requests, corrects) -> list of floats` for all responses to a prompt
     """
 
@@ -61,12 +61,12 @@ class RewardRow:
 
     @property
     def runs_code(self) -> bool:
-        """Whether it runs what a model wrote."""
+        """Whether it runs a model's code."""
         return "code_unsandboxed" in self.settings and not self.by_row
 
     @property
     def in_worker(self) -> bool:
-        """Whether it reads what a model wrote, which is done in a process that can be killed."""
+        """Whether it reads a model's text, which happens in a process that can be killed."""
         return self.kind in ("verifier", "text")
 
 
@@ -146,7 +146,7 @@ _CALL = re.compile(r"(?P<name>\w+)\s*(?:\((?P<given>[^()]*)\))?")
 
 
 def read_call(text: str) -> RewardCall:
-    """`cosine(max_len=2048)` as a name with the values of all parameters. Raises ValueError that says what is wrong."""
+    """`cosine(max_len=2048)` as a name with the values of all parameters. Raises ValueError with the fault."""
     match = _CALL.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not NAME or NAME(PARAMETER=NUMBER, ...); in a YAML file it needs quotes")
@@ -163,7 +163,7 @@ def read_call(text: str) -> RewardCall:
 
 
 def read_calls(texts: Iterable[str]) -> list[RewardCall]:
-    """Rewards that are added up. Raises ValueError where one is named twice or has no verdict to go by."""
+    """Rewards that are added up. Raises ValueError if one is named twice or lacks the verdict that it needs."""
     calls = [read_call(text) for text in texts]
     names = [call.name for call in calls]
     if len(set(names)) < len(names):

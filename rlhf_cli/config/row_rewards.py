@@ -52,7 +52,7 @@ def is_verifier(name: str) -> bool:
 
 
 def fault_of_sources(own: Mapping[str, object]) -> str | None:
-    """What is wrong with a mapping from sources to verifiers, None if nothing is."""
+    """Return the fault of a mapping from sources to verifiers, None if there is none."""
     for source, text in own.items():
         try:
             call = read_call(str(text))

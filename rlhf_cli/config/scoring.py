@@ -14,10 +14,10 @@ from rlhf_cli.config.rewards import REWARDS, RewardCall, read_calls
 from rlhf_cli.config.row_rewards import fault_of_sources
 
 REMOTE_RM_KEY = "RLHF_RM_API_KEY"
-"""Environment variable in which reward servers and those who ask them look for the key."""
+"""Environment variable in which reward servers and their clients look for the key."""
 
 CODE_SHARE = 0.7
-"""Share of reward_timeout that all tests of a response may take, so that its worker can still say what came of them."""
+"""Share of reward_timeout that all tests of a response may take, so that its worker can still report their results."""
 
 
 class RequestScoringConfig(SettingsGroup):
@@ -35,7 +35,7 @@ class RequestScoringConfig(SettingsGroup):
     reward_func_args: JsonObject = "{}"
     """Parameters of the reward file's function, as a JSON object or a YAML mapping."""
     reward_func_weight: float = 1.0
-    """Weight of what reward_func says."""
+    """Weight of reward_func's value."""
     reward_timeout: float = Field(30.0, gt=0)
     """Seconds a call of a reward may take before it is killed and counts as failed."""
     reward_retries: int = Field(1, ge=0)
@@ -46,7 +46,7 @@ class RequestScoringConfig(SettingsGroup):
     reward_max_failures: float = Field(0.1, ge=0, le=1)
     """Share of an iteration's rewards that may fail; above it the run stops."""
     code_unsandboxed: bool = False
-    """DANGEROUS: the reward code runs what the model wrote as this user, without the sandbox (docs/sandbox.md)."""
+    """DANGEROUS: the reward code runs the model's programs as this user, without the sandbox (docs/sandbox.md)."""
 
     @property
     def rewards(self) -> list[RewardCall]:
@@ -184,7 +184,7 @@ class RemoteScoringConfig(ModelScoringConfig):
 
 
 def _url_problem(url: str) -> str:
-    """What is wrong with the address of a reward server, "" if nothing is."""
+    """Return the fault of a reward server's address, "" if there is none."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -228,7 +228,7 @@ class OnlineRewardConfig(RemoteScoringConfig, RewardConfig):
     overlong_penalty_factor: float = Field(1.0, gt=0)
     """Score that a response of max_new_tokens loses under overlong_buffer_len."""
     stop_properly_penalty_coef: float | None = Field(None, le=1)
-    """What a response that was cut gets: this share of its score, or this score where it is negative."""
+    """Score of a response that was cut: this share of its score, or this score if it is negative."""
     # OpenRLHF's scripts with a reward file have --normalize_reward too: a notice at the start, no refusal.
     _of_a_reward_model: ClassVar[tuple[str, ...]] = ("reward_model_weight",)
 

@@ -46,7 +46,7 @@ class ScratchConfigGroup(SettingsGroup):
     dataset: str
     """Text the tokenizer is trained on: file, folder or Hub name; all text in its rows is used."""
     dataset_split: str = "train"
-    """Split read where the name gives none."""
+    """Split to read if the name gives none."""
     vocab_size: int = Field(4096, ge=300)
     """Tokens of the vocabulary at most; a small data set may not yield as many."""
     output: str

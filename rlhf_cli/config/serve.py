@@ -20,7 +20,7 @@ class ServedRewardConfig(RequestScoringConfig, RewardModelConfig):
     reasoning_steps, repetition_penalty. Those by length in tokens belong to the run, which alone knows it."""
     reward_pretrain: str | None = None
     """Reward model: a folder, a run of `rlhf rm` or a Hugging Face name; reads texts with a tokenizer of its own, and
-    each with an end of sequence: a request does not tell that a response was cut, as a run's own reward model knows."""
+    each with an end of sequence: a request does not show that a response was cut, as a run's own reward model knows."""
     reward_max_failures: float = Field(1.0, ge=0, le=1)
     """Share of a request's rewards that may fail; above it the request is answered with status 500."""
 
@@ -77,9 +77,9 @@ class ServeConfig(SettingsGroup):
     port: int = Field(5000, ge=0, le=65_535)
     """Port to listen on; 0 takes a free one."""
     api_key_env: str = REMOTE_RM_KEY
-    """Environment variable with the key that clients have to show; where it is not set, a key is made and printed."""
+    """Environment variable with the key that clients have to show; if it is not set, a key is made and printed."""
     max_queue: int = Field(4096, gt=0)
-    """Texts that may wait; a request that finds no room is told to come again (503)."""
+    """Texts that may wait; a request that finds no room gets status 503 and may be sent again."""
     max_texts: int = Field(256, gt=0)
     """Texts in a request at most (413)."""
     max_chars: int = Field(400_000, gt=0)

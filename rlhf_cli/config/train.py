@@ -84,7 +84,7 @@ class DeepSpeedConfig(SettingsGroup):
     adam_offload: bool = False
     """Keep optimizer states in host memory and step there (DeepSpeed CPU Adam)."""
     grad_accum_dtype: Literal["bf16", "fp32"] | None = None
-    """Type in which gradients are added up; by default fp32, but for bf16 weights at stage 0, where it is bf16."""
+    """Type in which gradients are added up; by default fp32, or bf16 for bf16 weights at stage 0."""
     overlap_comm: bool | None = None
     """Overlap gradient reduction with the backward pass, and at stage 3 the gathering of weights with computation. By
     default between several GPUs, but not with --adam_offload."""
@@ -114,7 +114,7 @@ class CheckpointConfig(SettingsGroup):
     output: str
     """Run directory: settings, metrics, samples, logs, report, checkpoints and the model."""
     save_path: str | None = None
-    """Where the trained model is saved in Hugging Face format; <output>/model by default."""
+    """Folder of the trained model in Hugging Face format; <output>/model by default."""
     ckpt_path: str | None = None
     """Where checkpoints are kept; <output>/checkpoints by default."""
     save_steps: int = Field(-1, ge=-1)
@@ -122,7 +122,7 @@ class CheckpointConfig(SettingsGroup):
     max_ckpt_num: int = Field(3, gt=0)
     """Checkpoints kept; older ones are removed after a newer one is complete."""
     load_checkpoint: bool = False
-    """Continue from the newest complete checkpoint; starts fresh where there is none."""
+    """Continue from the newest complete checkpoint; starts fresh if there is none."""
     overwrite: bool = False
     """Replace what an earlier run left in the run directory."""
 

@@ -17,5 +17,5 @@ class GRPOConfig(FilteringConfig):
 
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults that depend on what was given."""
+        """Return defaults that depend on the given settings."""
         return defaults_of_preset(given)

@@ -15,7 +15,7 @@ class MergeGroup(SettingsGroup):
     output: str
     """Folder of the whole model; must not exist."""
     base: str | None = None
-    """Where the model under the adapter is now, if not where it was in training: a folder or Hub name."""
+    """Present place of the model under the adapter, if it differs from training: a folder or Hub name."""
     param_dtype: Literal["bf16", "fp32"] | None = None
     """Type of the weights written; by default the one they have."""
     max_shard_size: float = Field(4.0, gt=0)

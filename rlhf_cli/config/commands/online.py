@@ -1,4 +1,4 @@
-"""The settings that all online commands have; each command replaces groups by its own, which may say more."""
+"""The settings that all online commands have; each command replaces groups by its own, which may add fields."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +49,7 @@ class OnlineConfig(BaseModel):
 
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults that depend on what was given."""
+        """Return defaults that depend on the given settings."""
         return defaults_of_loss(given)
 
     @model_validator(mode="after")

@@ -15,5 +15,5 @@ class ReinforceConfig(FilteringConfig):
 
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults that depend on what was given."""
+        """Return defaults that depend on the given settings."""
         return defaults_of_loss(given) | defaults_of_baseline(given)
