@@ -57,7 +57,7 @@ def aggregate(values_K: Tensor, cu: Tensor, totals: StepTotals, *, kind: LossAgg
 
 
 def maximum(values_K: Tensor) -> Tensor:
-    """Largest of values that are never negative; 0 where there is none. Such metrics are named `..._max`."""
+    """Return the largest of values that are never negative; 0 without any. Such metrics are named `..._max`."""
     return values_K.max() if values_K.numel() else values_K.new_zeros(())
 
 

@@ -1,4 +1,4 @@
-"""What samples of answers say about a model: pass@k and maj@k without bias, and 95 % intervals over prompts.
+"""Estimates about a model from samples of answers: pass@k and maj@k without bias, and 95 % intervals over prompts.
 
 Plain numbers in and out. Which answers count as right, and which are left out because nobody could judge them, is
 decided before (rewards/evaluation.py).
@@ -28,8 +28,8 @@ def pass_at_k(num_samples: int, num_correct: int, *, k: int) -> float:
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], *, k: int) -> float:
     """The probability that the most frequent answer among `k` of the samples is right, over all choices of k.
 
-    Answers that are equally frequent share the vote: its value is the mean over them. None is no vote; where nobody
-    votes the value is 0. An answer that was judged both ways counts with the share of its samples that are right.
+    Answers that are equally frequent share the vote: its value is the mean over them. None is no vote; if no sample
+    votes, the value is 0. An answer that was judged both ways counts with the share of its samples that are right.
     Exact, by counting: for each right answer and each number m of its votes, in how many choices the others have at
     most m, and how many of them have just m. Raises ValueError for fewer than k samples.
     """
@@ -86,7 +86,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def share_interval(shares: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % interval of the mean of shares: Wilson's where each is 0 or 1, else that of a mean, cut to [0, 1]."""
+    """Return the 95 % interval of mean shares: Wilson's if each is 0 or 1, else a mean's interval, cut to [0, 1]."""
     if all(share in (0.0, 1.0) for share in shares):
         return wilson_interval(sum(shares) / len(shares), len(shares))
     found = mean_interval(shares)

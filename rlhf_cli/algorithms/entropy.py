@@ -1,4 +1,4 @@
-"""The weight of the entropy bonus where it follows the measured entropy.
+"""The weight of the entropy bonus if it follows the measured entropy.
 
 The controller of Skywork-OR1 (arXiv 2505.22312, section 4.3). Its state is two numbers, which the caller keeps and
 checkpoints; the entropy itself is measured in the update, over all ranks.
@@ -17,14 +17,14 @@ class EntropyState:
 
     @property
     def weight(self) -> float:
-        """What the entropy is multiplied with in the next step."""
+        """The factor of the entropy in the next step."""
         return self.coef if self.applied else 0.0
 
 
 def next_entropy_state(
     state: EntropyState, *, entropy: float, target: float | None, delta: float, max_coef: float
 ) -> EntropyState:
-    """State for the next step; unchanged where there is no target, or the entropy is not finite.
+    """State for the next step; unchanged if there is no target, or the entropy is not finite.
 
     `entropy` is the mean over the trained tokens of the step, nats. Below `target` the weight rises by `delta`, else it
     falls, within 0 and `max_coef`; it counts while the entropy is not above the target.

@@ -1,8 +1,8 @@
-"""Scores of responses compared with those of the other responses to the same prompt.
+"""Scores of responses compared with the scores of the other responses to the same prompt.
 
-`scores_B` one score a response; `groups_B` int64 any numbers, equal where the prompt is the same, in any order. Groups
-may differ in size where a reward failed; a response that is alone in its group has nothing to be compared with and
-gets 0. Everything is computed in float64 and comes back in the type that went in.
+`scores_B` one score a response; `groups_B` int64 any numbers, equal if the prompt is the same, in any order. Groups may
+differ in size if a reward failed; a response that is alone in its group has nothing to be compared with and gets 0.
+Everything is computed in float64 and comes back in the type that went in.
 """
 
 import torch

@@ -25,7 +25,7 @@ def correction_weights(
     cap: float,
     keep_range: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
-    """(weight of each token's loss, 1 where the weight was capped or set to zero), both `[K]`.
+    """(weight of each token's loss, 1 if the weight was capped or set to zero), both `[K]`.
 
     With `w = exp(old - rollout)`: token_clip `min(w, cap)` (truncated importance sampling); token_mask `w` inside
     `keep_range`, 0 outside (IcePop, arXiv 2510.18855); seq_mask `w` for all tokens of a sequence whose
@@ -62,9 +62,9 @@ def mismatch(old_K: Tensor, rollout_K: Tensor) -> dict[str, Tensor]:
 
 
 def correlation(*, x_mean: float, y_mean: float, xx_mean: float, yy_mean: float, xy_mean: float) -> float:
-    """Pearson correlation from global means of `x, y, x^2, y^2, xy`; 1 where neither varies, else 0 where one does not.
+    """Pearson correlation from global means of `x, y, x^2, y^2, xy`; 1 if neither varies, else 0 if one does not.
 
-    Equal constants agree as well as can be, which is what a greedy model gives.
+    Equal constants agree as well as can be, as from a greedy model.
     """
     x_variance, y_variance = xx_mean - x_mean**2, yy_mean - y_mean**2
     tiny = 1e-14

@@ -12,7 +12,7 @@ from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
-# exp of a log-ratio beyond this says nothing more than "very far", and overflows float32 at 88.
+# exp of a log-ratio beyond this means no more than "very far", and overflows float32 at 88.
 LOG_RATIO_LIMIT = 20.0
 
 # Largest relative correction per update: the clip of the proportional error in arXiv 1909.08593, section 2.2.
@@ -38,7 +38,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Te
 
 
 def next_kl_coef(kl_coef: float, *, kl: float, target: float | None, horizon: int, num_sequences: int) -> float:
-    """Coefficient for the next iteration; unchanged where there is no target, or the divergence is not finite.
+    """Coefficient for the next iteration; unchanged if there is no target, or the divergence is not finite.
 
     `kl` is the mean over responses of the KL summed over their tokens, measured on `num_sequences` responses of all
     ranks: `coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)` (arXiv 1909.08593, section 2.2).

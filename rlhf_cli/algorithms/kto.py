@@ -109,7 +109,7 @@ def kto_metrics(
 def finish_kto_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics with the mean reward of each kind over that kind, and their difference.
 
-    With no response of one kind its mean is 0 and `reward_margin` says nothing.
+    With no response of one kind its mean is 0 and `reward_margin` has no meaning.
     """
     share = metrics[SHARE]
     chosen = metrics["chosen_reward"] / share if share > 0 else 0.0
@@ -121,7 +121,7 @@ def finish_kto_metrics(metrics: dict[str, float]) -> dict[str, float]:
 def balanced_weights(num_desirable: int, num_undesirable: int) -> tuple[float, float]:
     """Least and greatest `desirable_weight / undesirable_weight` that arXiv 2402.01306 recommends for a dataset.
 
-    The bounds of `(n_D w_D) / (n_U w_U)` are 1 and 4/3. ValueError where one kind is missing.
+    The bounds of `(n_D w_D) / (n_U w_U)` are 1 and 4/3. ValueError if one kind is missing.
     """
     if num_desirable < 1 or num_undesirable < 1:
         raise ValueError(

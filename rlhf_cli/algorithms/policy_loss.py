@@ -1,6 +1,6 @@
 """Per-token losses of the policy.
 
-Every loss here takes the log-probs under the model being trained (with gradient), those of the anchor policy
+Every loss here takes the log-probs under the model being trained (with gradient), the log-probs under the anchor policy
 (without) and the advantages, and returns the per-token loss with per-token metrics `[K]`: `ratio`, and as 0 or 1
 `clip_low`, `clip_high`, `clip_dual`: which bound holds back the token's gradient. Means are taken elsewhere.
 """
@@ -68,7 +68,7 @@ def sapo(
 ) -> TokenLoss:
     """`-(4 / tau) sigmoid(tau (r - 1)) A` (arXiv 2511.20347, eq. 5): a soft gate in place of the clip.
 
-    `tau` is `tau_positive` where A > 0, else `tau_negative`; on-policy the gradient is that of REINFORCE.
+    `tau` is `tau_positive` if A > 0, else `tau_negative`; on-policy the gradient equals REINFORCE's.
     """
     ratio_K = torch.exp(log_ratio(logprobs_K, old_K))
     tau_K = torch.where(advantages_K > 0, tau_positive, tau_negative)

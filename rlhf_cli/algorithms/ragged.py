@@ -53,7 +53,7 @@ def suffix_scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
     """`y_t = x_t + decay * y_{t+1}` inside each segment `[N]`, for 0 <= decay <= 1.
 
     Segments are cut into rows of SCAN_ROW tokens. Inside a row the scan is a product with the triangular matrix of
-    powers of `decay`; what a row takes over from the one after it is the same scan over the rows' first values, with
+    powers of `decay`; the carry from the next row is the same scan over the rows' first values, with
     `decay ** SCAN_ROW`. So the work is N * SCAN_ROW multiplications in one matrix product and the depth is
     log(longest segment) / log(SCAN_ROW), with no loop over tokens.
     """

@@ -64,7 +64,7 @@ def pair_mean(values_B: Tensor, num_pairs: int) -> Tensor:
 
 
 def pair_accuracy(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
-    """1 where the chosen reward is the higher one, 0 where it is the lower one, 0.5 where they are equal.
+    """1 if the chosen reward is the higher one, 0 if it is the lower one, 0.5 if they are equal.
 
     A tie is worth what tossing a coin is worth: a constant reward scores 0.5, as does a policy that is its reference.
     """

@@ -2,7 +2,7 @@
 
 The order is fixed: the score of a reward model is normalised, the score is clipped, then shaped by the response's
 length, the KL penalty is spread over the tokens, the score is added at the last token. Clipping after a baseline or
-after a penalty would clip something else than what the user set limits for.
+after a penalty would clip another quantity than the user's limits are for.
 """
 
 import torch
@@ -33,7 +33,7 @@ def overlong_penalty(lengths_B: Tensor, *, max_length: int, buffer_len: int, fac
 
 
 def stop_properly(scores_B: Tensor, truncated_B: Tensor, *, coef: float) -> Tensor:
-    """Scores in which those of responses that were cut are multiplied by `coef`, or are `coef` where it is negative."""
+    """Multiply the scores of responses that were cut by `coef`, or replace them by `coef` if it is negative."""
     cut_B = scores_B * coef if coef >= 0 else torch.full_like(scores_B, coef)
     return torch.where(truncated_B, cut_B, scores_B)
 

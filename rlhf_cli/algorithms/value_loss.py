@@ -7,10 +7,9 @@ from torch import Tensor
 def clipped_value_loss(
     values_K: Tensor, old_values_K: Tensor, returns_K: Tensor, *, value_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """(`0.5 max((V - R)^2, (V_old + clamp(V - V_old, +-value_clip) - R)^2)` per token, 1 where the clip decides).
-
-    The clipped branch is the larger one where a value has moved away from the old one towards the return by more
-    than `value_clip`; there the gradient is zero (the form of OpenAI's PPO, arXiv 2005.12729, section 3).
+    """(`0.5 max((V - R)^2, (V_old + clamp(V - V_old, +-value_clip) - R)^2)` per token, 1 if the clip decides). The
+    clipped branch is the larger one if a value has moved away from the old one towards the return by more than
+    `value_clip`; there the gradient is zero (the form of OpenAI's PPO, arXiv 2005.12729, section 3).
     """
     moved_K = values_K - old_values_K
     clipped_K = old_values_K + moved_K.clamp(-value_clip, value_clip)

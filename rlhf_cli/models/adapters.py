@@ -1,7 +1,7 @@
 """Adapters (LoRA, by PEFT) on models that stay frozen under them: put on, switched off, saved and loaded.
 
 The layers go into the Hugging Face model itself, so whatever takes that takes it with an adapter too. A `score` head is
-trained and saved whole. Leaves out folding an adapter into its base (merging).
+trained and saved whole. merging.py folds an adapter into its base.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ from rlhf_cli.models.weight_files import SafetensorsFiles, fingerprint, fingerpr
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_FILE = "adapter_base.json"
-"""What PEFT's own file does not say: the fingerprint of the base."""
+"""Facts that are not in PEFT's own file: the fingerprint of the base."""
 MODEL_FILE = "model_config.json"
-"""Configuration of base and adapter together; where it is called config.json, transformers sees a whole model."""
+"""Configuration of base and adapter together; named config.json, it would make transformers see a whole model."""
 HEAD = "score"
 SCORES = "SEQ_CLS"
 """PEFT's task type of adapters on a model with a head."""
@@ -80,10 +80,10 @@ class AdapterPlan:
 
 
 def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> AdapterPlan | None:
-    """What the settings ask for: a new adapter, the one at `pretrain`, or None.
+    """The model that the settings request: a new adapter, the one at `pretrain`, or None.
 
     Raises:
-        UsageError: the adapter at `pretrain` has another rank than asked for, or its base is not what it was; settings
+        UsageError: the adapter at `pretrain` has another rank than requested, or its base has changed; settings
             of an adapter are given and there is none.
     """
     folder = adapter_folder(model.pretrain)
@@ -107,7 +107,7 @@ def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Adapt
 
 
 def require_language_model(model: ModelConfig, architecture: PretrainedConfig, plan: AdapterPlan | None) -> None:
-    """UsageError where the model of the settings, or the adapter that it is, gives scores."""
+    """Raise UsageError if the model of the settings, or its adapter, gives scores."""
     what = f"--pretrain {model.pretrain!r}"
     refuse_classifier(architecture, what)
     if plan is not None and plan.config.task_type == SCORES:
@@ -153,7 +153,7 @@ def read_config(folder: Path) -> Any:
 
 
 def base_of(folder: Path, config: Any) -> str:
-    """Path or Hub name of the model under the adapter. UsageError where it is gone."""
+    """Path or Hub name of the model under the adapter. UsageError if it is gone."""
     base = config.base_model_name_or_path
     if not base:
         raise UsageError(f"adapter {folder} does not say which model it belongs to (base_model_name_or_path)")
@@ -268,7 +268,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def scales(model: nn.Module) -> dict[str, float]:
-    """What the product of the two factors is multiplied with, by the name of the layer that has them."""
+    """Return the scale of the product of the two factors, by the name of their layer."""
     return {name: float(layer.scaling[ACTIVE]) for name, layer in _tuned(model).items()}
 
 

@@ -1,6 +1,6 @@
-"""What is peculiar to models with a score for a whole sequence: how they are known, and what they are padded with.
+"""Models with a score for a whole sequence: how to recognize them, and their padding token.
 
-Leaves out whether such a model fits a policy (reward_model).
+reward_model.py checks that such a model fits a policy.
 """
 
 import copy
@@ -12,7 +12,7 @@ from rlhf_cli.errors import UsageError
 CLASSIFIER = "ForSequenceClassification"
 """End of the class names of models with a score for a whole sequence."""
 NEW_PADDING = "<|pad|>"
-"""Padding token of a tokenizer that has none to spare, where the model has an embedding no token uses."""
+"""Padding token of a tokenizer that has none to spare, if the model has an embedding no token uses."""
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
@@ -27,7 +27,7 @@ def refuse_several_labels(config: PretrainedConfig, what: str) -> None:
 
 
 def refuse_classifier(config: PretrainedConfig, what: str) -> None:
-    """UsageError naming a classifier where a language model is needed: with tied embeddings it would load as one."""
+    """Raise UsageError for a classifier in place of a language model: with tied embeddings it would load as one."""
     if is_classifier(config):
         raise UsageError(f"{what} is {' '.join(config.architectures)}, which gives scores: give a language model")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 def whole_folder(path: str | Path) -> Iterator[Path]:
     """An empty folder beside `path` to fill, which becomes `path` when the block ends well.
 
-    What was at `path` stays until the new folder is complete and on disk.
+    The old folder at `path` stays until the new one is complete and on disk.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 
 
 def _open_to_readers(folder: Path) -> None:
-    """Files as readable as the folder: safetensors' own are their owner's alone, whatever the umask says."""
+    """Files as readable as the folder: safetensors' own are their owner's alone, regardless of the umask."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file():

@@ -28,7 +28,7 @@ ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 
 
 def fused_kernels(architecture: PretrainedConfig) -> tuple[str, ...]:
-    """Return the kernels that compute what a model of this architecture does; none for other types."""
+    """Return the kernels for the layers of a model of this architecture; none for other types."""
     activation = getattr(architecture, "hidden_activation", None) or getattr(architecture, "hidden_act", None)
     kernels = KERNELS.get(architecture.model_type, ())
     return tuple(name for name in kernels if activation in ACTIVATIONS.get(name, (activation,)))

@@ -1,4 +1,4 @@
-"""Hashes that tell tokenizers, chat templates and configurations apart, wherever their files are.
+"""Hashes that distinguish tokenizers, chat templates and configurations, wherever their files are.
 
 Weights have theirs in weight_files.
 """
@@ -16,7 +16,7 @@ from rlhf_cli.models.weight_files import folder_of
 OF_A_CALL = ("truncation", "padding")
 """Parts of a tokenizer's JSON that calls change."""
 OF_A_FILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Entries of a configuration that do not change what the weights compute in the type of the settings."""
+"""Entries of a configuration that do not change the model's outputs in the type of the settings."""
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

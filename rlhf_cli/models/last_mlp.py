@@ -1,7 +1,7 @@
 """The last layer's MLP, computed only for the tokens that are read.
 
-After it no token looks at another one, so what it gives for prompts and other tokens that predict no target goes
-nowhere.
+After it no token looks at another one, so its outputs for prompts and other tokens that predict no target have no
+effect.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class LastMLP:
-    """Hooks around the MLP of a decoder's last layer; without effect where a decoder has other names for its parts, or
+    """Hooks around the MLP of a decoder's last layer; without effect if a decoder has other names for its parts, or
     its MLP takes more than the hidden states."""
 
     def __init__(self, decoder: nn.Module) -> None:

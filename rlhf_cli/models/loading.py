@@ -1,6 +1,6 @@
 """Models and tokenizers from folders or the Hub.
 
-What a model computes on a pack is in `policy`, how it becomes a folder again in `saving`; engines and sharding are in
+A model's computation on a pack is in `policy`, how it becomes a folder again in `saving`; engines and sharding are in
 the backends.
 """
 
@@ -55,7 +55,7 @@ WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepse
 def resolve_model_path(pretrain: str) -> str:
     """Folder with a model, or a Hub name. A run directory of this program stands for the model it trained.
 
-    UsageError for a path that is no model, naming what is missing.
+    UsageError for a path that is no model, naming the missing file.
     """
     path = Path(pretrain).expanduser()
     if path.is_dir():
@@ -70,7 +70,7 @@ def resolve_model_path(pretrain: str) -> str:
 
 
 def weights_of(pretrain: str) -> str:
-    """A fingerprint of the model's weights: a folder may hold those of a later run."""
+    """A fingerprint of the model's weights: a folder may hold the weights of a later run."""
     return fingerprint(folder_of(resolve_model_path(pretrain)))
 
 
@@ -81,7 +81,8 @@ def _is_in_hub_cache(name: str) -> bool:
 
 
 def _hub_has_an_address() -> bool:
-    """Whether it is worth asking the Hub: without a network its client tries again for a minute before it says so."""
+    """Whether it is worth asking the Hub: without a network its client tries again for a minute before it reports
+    that."""
     host = urlsplit(ENDPOINT).hostname
     if getproxies():
         return True
@@ -163,7 +164,8 @@ def read_tokenizer(path: str, config: TokenizerSource) -> PreTrainedTokenizerBas
 
 
 def _tokenizer_path(pretrain: str) -> str:
-    """Where the tokenizer is: with the model or adapter, or with the base of an adapter as PEFT alone saves it."""
+    """Return the tokenizer's place: with the model or adapter, or with the base of an adapter as PEFT alone saves
+    it."""
     adapter = adapter_folder(pretrain)
     if adapter is None:
         return resolve_model_path(pretrain)
@@ -274,7 +276,7 @@ def _stretch(text: PretrainedConfig) -> float:
 
 
 def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4bit: bool, partitioned: bool) -> None:
-    """UsageError for what this process cannot load for training, found before any weight is read."""
+    """Raise UsageError, before any weight is read, if this process cannot load the model for training."""
     check_trainable(architecture)
     no_gpu = not torch.cuda.is_available()
     faults = (
@@ -416,8 +418,8 @@ def num_parameters(model: nn.Module) -> int:
 def quadratic_cost(config: PretrainedConfig) -> float:
     """q such that a sequence of L tokens costs in proportion to L + q L^2 (multiplications of a forward pass).
 
-    A token takes one multiplication per weight of the projections, MLP and head, of a mixture's experts those that it
-    is sent to; causal attention L^2 / 2 times 2 multiplications per layer and dimension of the query heads.
+    A token takes one multiplication per weight of the projections, MLP and head, in a mixture only the chosen experts;
+    causal attention L^2 / 2 times 2 multiplications per layer and dimension of the query heads.
     """
     text = config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers

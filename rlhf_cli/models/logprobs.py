@@ -16,12 +16,12 @@ CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 512 * 2**20}
 """Product of one chunk with the head, in the operands' type. The weight's gradient is as large as the weight and is
 added to once per chunk: fewer rows than a few hundred, and that costs more than the products."""
 BLOCK_BYTES = {"cpu": 2**20, "cuda": 256 * 2**20}
-"""Float32 logits of the rows of a chunk that are worked on at once: on a CPU what a core's cache holds."""
+"""Float32 logits of the rows of a chunk that are worked on at once: on a CPU the size of a core's cache."""
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to the head's output before the softmax.
+    """A model's operations on the head's output before the softmax.
 
     `scale` multiplies (Cohere's `logit_scale`, one over Granite's `logits_scaling`), then `softcap` c maps z to
     c tanh(z / c) (Gemma's `final_logit_softcapping`).

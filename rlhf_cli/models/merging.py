@@ -1,7 +1,6 @@
 """An adapter folded into its base tensor by tensor, and whole models written shard by shard and read again.
 
-Nothing here holds more than one shard of a model. Leaves out where models and adapters come from
-(runs/model_export.py).
+Nothing here holds more than one shard of a model. runs/model_export.py finds models and adapters.
 """
 
 import json
@@ -24,7 +23,8 @@ BASE_LAYER = ".base_layer."
 
 
 class FoldedAdapter:
-    """The base's tensors with what the adapter adds: W + scale B A, in float32; weights saved whole replace or join."""
+    """The base's tensors with the adapter's products added: W + scale B A, in float32; weights saved whole
+    replace or join."""
 
     def __init__(self, base: TensorSource, weights: TensorSource, config: Any) -> None:
         """`weights` are the adapter's, under the names of PEFT's files; `config` is PEFT's.
@@ -125,10 +125,10 @@ def parameters_without_adapter(model: nn.Module) -> list[tuple[str, nn.Parameter
 def folded(
     named: Iterable[tuple[str, torch.Tensor]], scales: Mapping[str, float]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors in folding order as those of a model without an adapter: W + scale B A, rounded to W's type.
+    """Whole tensors in folding order, named as in a model without an adapter: W + scale B A, rounded to W's type.
 
     The tensors given are not changed, and need not be valid any longer when the next one is asked for; without an
-    adapter they come back as they are. The numbers are those of `rlhf merge`.
+    adapter they come back as they are. The numbers are the same as from `rlhf merge`.
     """
     factors: list[torch.Tensor] = []
     for name, tensor in named:
@@ -179,7 +179,7 @@ def write_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | Non
         save_file(tensors, folder / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in tensors.values())
         weight_map |= dict.fromkeys(names, file)
-        del tensors  # before those of the next shard are there
+        del tensors  # before the tensors of the next shard are there
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

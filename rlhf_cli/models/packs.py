@@ -19,7 +19,7 @@ class KeysLike(Protocol):
 
 
 class PackLike(Protocol):
-    """What is read of a pack: T tokens of B sequences end to end, K of them targets; a dataclass."""
+    """The fields of a pack that are read: T tokens of B sequences end to end, K of them targets; a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 

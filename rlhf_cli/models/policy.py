@@ -73,7 +73,7 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
 
 
 class TokenHead(nn.Module):
-    """Log-probabilities and entropies from hidden states with the head's weight, which stays where it is.
+    """Log-probabilities and entropies from hidden states with the head's weight, which stays in place.
 
     A module of its own because ZeRO-3 gathers weights per module: the head's weight is used outside the head, so it has
     to be registered as external parameter of this module (`PolicyModel.external_parameters`).
@@ -130,7 +130,7 @@ class PolicyModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities float32 [K] of the pack's targets, and entropies [K] if asked for.
 
-        Only hidden states that predict a target are projected, and a few more where the pack is rounded up. Without
+        Only hidden states that predict a target are projected, and a few more if the pack is rounded up. Without
         targets the results are empty, and a backward pass from them gives every parameter a gradient of zero.
         """
         rows = rounded(pack, self.model.dtype)

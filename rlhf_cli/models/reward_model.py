@@ -39,8 +39,8 @@ def find_reward_model(
 ) -> RewardModelPlan:
     """The reward model of the settings, loaded the way the policy is.
 
-    Raises UsageError where it is no model, has not one label, reads other token ids than the policy's tokenizer gives,
-    or has no statistics and `normalize` asks for them.
+    Raises UsageError if it is no model, has not one label, reads other token ids than the policy's tokenizer gives, or
+    lacks the statistics for `normalize`.
     """
     changes = {"pretrain": reward_pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
     found, own_tokenizer = read_reward_model(policy.model_copy(update=changes), normalize=normalize)
@@ -51,7 +51,7 @@ def find_reward_model(
 def read_reward_model(source: ModelConfig, *, normalize: bool) -> tuple[RewardModelPlan, PreTrainedTokenizerBase]:
     """A reward model and its tokenizer.
 
-    Raises UsageError where it is no model, has not one label, or has no statistics and `normalize` asks for them.
+    Raises UsageError if it is no model, has not one label, or has no statistics and `normalize` asks for them.
     """
     try:
         config, tokenizer = load_config(source), load_tokenizer(source)
@@ -63,7 +63,7 @@ def read_reward_model(source: ModelConfig, *, normalize: bool) -> tuple[RewardMo
 
 
 def score_statistics(config: PretrainedConfig, name: str) -> ScoreStatistics:
-    """What the configuration says of the model's scores. UsageError where it says nothing that can be used."""
+    """Return the configuration's entry on the model's scores. Raises UsageError if it cannot be used."""
     mean, std = (getattr(config, f"reward_{what}", None) for what in ("mean", "std"))
     if mean is None or std is None:
         raise UsageError(

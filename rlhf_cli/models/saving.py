@@ -1,6 +1,6 @@
 """Models and tokenizers as folders that transformers loads.
 
-Where they come from is in `loading`.
+`loading` reads them.
 """
 
 import copy
@@ -22,8 +22,8 @@ def save_hf(
 ) -> None:
     """Writes model, tokenizer, chat template and generation settings to `path`, whole or not at all.
 
-    `state_dict` (Hugging Face names) replaces the model's own weights, where those are partitioned. What was at `path`
-    stays until the new folder is complete and on disk.
+    `state_dict` (Hugging Face names) replaces the model's own weights, where those are partitioned. The old folder at
+    `path` stays until the new one is complete and on disk.
     """
     with whole_folder(path) as written:
         tokenizer = set_padding(model, tokenizer)
@@ -33,7 +33,7 @@ def save_hf(
 
 
 def save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes what a Hugging Face folder has besides weights: configuration, tokenizer, template, generation."""
+    """Writes a Hugging Face folder's files besides weights: configuration, tokenizer, template, generation."""
     tokenizer = set_padding(model, tokenizer)
     config_to_save(model).save_pretrained(folder)
     save_tokenizer(model, tokenizer, folder)

@@ -19,15 +19,14 @@ LEAST_STEP = 64
 
 
 def rounded_length(length: int) -> int:
-    """The least length that is not below this one of those that are used; 0 for 0."""
+    """Return the smallest bucket length >= `length`; 0 for 0."""
     step = max(LEAST_STEP, 1 << max(length.bit_length() - 7, 0))
     return -(-length // step) * step
 
 
 def rounded(pack: PackLike, dtype: torch.dtype) -> PackLike:
-    """The pack as a model of this type takes it: with filler behind what is there, or the pack itself.
-
-    Its first K targets are those of the pack.
+    """The pack as a model of this type takes it: with filler behind its tokens, or the pack itself. Its first K targets
+    are the pack's own.
     """
     if pack.input_ids_T.device.type != "cpu" or dtype != torch.bfloat16 or not has_bf16_products():
         return pack
@@ -61,7 +60,7 @@ def _with_runs(cu_seqlens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
 
 
 def _with_others(read_R: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """As many positions as a rounded length says: those that are read, and some of the others there are."""
+    """Return a rounded number of positions: the positions that are read, and some others."""
     unread = torch.ones(num_tokens, dtype=torch.bool)
     unread[read_R] = False
     return torch.cat([read_R, unread.nonzero()[: rounded_length(read_R.numel()) - read_R.numel(), 0]])

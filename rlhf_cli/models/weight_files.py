@@ -1,6 +1,6 @@
-"""Weights of a Hugging Face folder, read one tensor at a time, and a fingerprint that tells models apart.
+"""Weights of a Hugging Face folder, read one tensor at a time, and a fingerprint that distinguishes models.
 
-Leaves out building models from them (loading) and writing folders of them (merging).
+loading.py builds models from them, merging.py writes folders of them.
 """
 
 import hashlib
@@ -108,7 +108,7 @@ class RenamedTensors:
 
 
 def open_weights(folder: Path) -> SafetensorsFiles | TorchFiles:
-    """The weights of a model's folder. UsageError where there are none or some files are missing."""
+    """The weights of a model's folder. UsageError if there are none or some files are missing."""
     for single, reader in (("model.safetensors", SafetensorsFiles), ("pytorch_model.bin", TorchFiles)):
         index = folder / f"{single}.index.json"
         if (folder / single).is_file():
@@ -139,7 +139,7 @@ def folder_of(path: str) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash that tells the weights of a folder from others; copies and other cuts of files are alike."""
+    """Return a hash of the weights of a folder, which changes if they do; copies and other cuts of files are alike."""
     return fingerprint_of(open_weights(folder))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # Keys that differ between two runs of the same thing; everything else is reproducible.
 MEASURED = ("time/", "perf/", "memory/")
 
-# What one looks at first, best first; anything else follows in the order in which it was logged.
+# The metrics to look at first, best first; anything else follows in the order in which it was logged.
 PROMINENT = (
     "accuracy",
     "reward",
@@ -61,7 +61,7 @@ class Reading:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, with what is left of the step."""
+        """Return seconds by phase, with the rest of the step."""
         phases = {name.removeprefix("time/"): value for name, value in self.metrics.items() if name.startswith("time/")}
         total = phases.pop("step", None)
         return with_rest(phases, None if total is None else total + phases.get(EVALUATION, 0.0))
@@ -85,13 +85,13 @@ def prominent(names: Iterable[str]) -> list[str]:
 
 
 def interval(name: str, metrics: Mapping[str, float]) -> str:
-    """The ends of a metric's interval, where they are told, to be put behind its value."""
+    """The ends of a metric's interval, if known, to be put behind its value."""
     low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
     return "" if low is None or high is None else f" ({number(low)} to {number(high)})"
 
 
 def with_rest(phases: Mapping[str, float], total: float | None) -> dict[str, float]:
-    """The phases' seconds, and under "other" what is left of the total if that is more than a hundredth of it."""
+    """The phases' seconds, and under "other" the rest of the total if it is above a hundredth."""
     rest = 0.0 if total is None else total - sum(phases.values())
     return {**phases, "other": rest} if total and rest > 0.01 * total else dict(phases)
 

@@ -13,7 +13,7 @@ class PhaseTimer:
     """Seconds spent in named phases: `with timer("generate"): ...`, then `timer.take()` once a step.
 
     A phase inside another one counts for itself alone, so that the phases of a step never add up to more than the
-    step. The same name adds up. `on_change` is told the name of the phase that is running, None between phases.
+    step. The same name adds up. `on_change` receives the name of the running phase, None between phases.
     """
 
     def __init__(

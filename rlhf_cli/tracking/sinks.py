@@ -1,6 +1,6 @@
 """Where metrics and samples are kept: JSON lines in the run directory, TensorBoard, Weights & Biases.
 
-What is shown on the terminal is not here (progress.py), nor what is made of the files afterwards (report.py).
+terminal/progress.py writes to the terminal, and report/page.py makes a page of the files.
 """
 
 import importlib
@@ -47,7 +47,7 @@ def json_number(value: float | int | bool) -> float | int | bool | str:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; none where there is no file. A last line cut short by a kill is left out."""
+    """The objects of a JSON-lines file; none if there is no file. A last line cut short by a kill is left out."""
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -58,7 +58,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(output: Path) -> dict[int, dict[str, float]]:
-    """All metrics of a run by step, in order of steps; what was logged for a step in several lines is merged."""
+    """All metrics of a run by step, in order of steps; several lines of a step are merged."""
     by_step: dict[int, dict[str, float]] = {}
     for record in read_lines(output / METRICS_FILE):
         metrics = by_step.setdefault(record.pop("step"), {})
@@ -78,8 +78,8 @@ def without_non_finite(value: Any) -> Any:
 class JsonLines:
     """An append-only file of JSON objects with a "step", one a line, each handed to the system as it is written.
 
-    Lines after `resume_step` are removed first, all of them where it is None, through a temporary file and a rename:
-    the file is complete at every moment. So a resumed run's file ends equal to that of a run never stopped.
+    Lines after `resume_step` are removed first, all of them if it is None, through a temporary file and a rename:
+    the file is complete at every moment. So a resumed run's file ends equal to the file of a run never stopped.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
@@ -128,7 +128,7 @@ class MetricsFile:
 
 
 class SamplesFile:
-    """samples.jsonl: what was generated, one sample a line; eval_samples.jsonl is the same of evaluations."""
+    """samples.jsonl: the generated texts, one sample a line; eval_samples.jsonl is the same of evaluations."""
 
     def __init__(self, output: Path, *, resume_step: int | None, name: str = SAMPLES_FILE) -> None:
         self._lines = JsonLines(output / name, resume_step=resume_step)
@@ -202,7 +202,7 @@ class WandbSink:
 
 
 def import_wandb(name: str = "wandb") -> Any:
-    """The wandb package. UsageError where it or a key for it is missing: wandb itself would ask on the terminal."""
+    """The wandb package. UsageError if it or a key for it is missing: wandb itself would ask on the terminal."""
     try:
         wandb = importlib.import_module(name)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What a finished or running run amounts to, read back from its metrics."""
+"""Summary of a finished or running run, read back from its metrics."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +13,14 @@ class Summary:
 
     num_steps: int
     seconds: float  # of all steps and evaluations; time between starts is not in it
-    phases: dict[str, float]  # seconds by phase, "other" for what is in none
+    phases: dict[str, float]  # seconds by phase, "other" for the rest
     tokens_per_second: float | None  # over all time spent in phases of training
     first: dict[str, float]  # the first value of each metric, evaluations included
     last: dict[str, float]
 
 
 def summarise(output: Path) -> Summary:
-    """The totals of the run in `output`; empty where it has logged nothing."""
+    """The totals of the run in `output`; empty if it has logged nothing."""
     by_step = read_metrics(output)
     first: dict[str, float] = {}
     last: dict[str, float] = {}

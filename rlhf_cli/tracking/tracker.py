@@ -52,11 +52,11 @@ class Tracker:
     """Keeps and shows what a run reports.
 
     Everything a step reports must be reported before its checkpoint is saved: a run that is resumed at `resume_step`
-    keeps exactly what was reported up to it. With None all files begin anew. `saved` is what `state()` returned when
-    the checkpoint was made.
+    keeps exactly the reports up to it. With None all files begin anew. `saved` is what `state()` returned when the
+    checkpoint was made.
 
     Keys under time/, perf/ and memory/ are measured here and differ from run to run; all others are the trainer's,
-    and those of a resumed run equal those of a run never stopped.
+    and a resumed run logs the same values as a run never stopped.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Tracker:
             self._sinks.append(self._wandb)
 
     def start(self, facts: Mapping[str, str], *, is_kept: bool = True) -> None:
-        """Say what is about to run: `facts` are shown in their order, run directory and logs after them if it is kept.
+        """Announce the run: `facts` are shown in their order, run directory and logs after them if it is kept.
 
         Without `is_kept` the run directory is gone afterwards, and its path would help nobody.
         """
@@ -162,7 +162,7 @@ class Tracker:
         self._last_log = time.perf_counter()
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Record what was generated in a step: prompt, response, reward, label and whatever else the rows hold."""
+        """Record the samples of a step: prompt, response, reward, label and whatever else the rows hold."""
         self._samples.log(step, rows)
 
     def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -176,15 +176,15 @@ class Tracker:
         self._view.message(text)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the tracker."""
+        """Return the tracker's state for a checkpoint."""
         return {} if self._wandb is None else {"wandb_run_id": self._wandb.run_id}
 
     def close(
         self, *, outcome: str = "finished", facts: Mapping[str, str] | None = None, has_course: bool = True
     ) -> None:
-        """Close all files and sum up: how it ended, `facts` such as where the model is, and where metrics went.
+        """Close all files and sum up: how it ended, `facts` such as the model's folder, and the places of metrics.
 
-        Without a course, where the steps are parts of one measurement, metrics are not compared from first to last.
+        Without a course, when the steps are parts of one measurement, metrics are not compared from first to last.
         """
         self._view.close()
         for sink in self._sinks:
@@ -215,7 +215,7 @@ class Tracker:
         return self._memory
 
     def _flag(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say once for each metric that it is no finite number."""
+        """Warn once for each metric that it is no finite number."""
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         for name in broken:
             if name not in self._flagged:
@@ -239,7 +239,7 @@ class Tracker:
 
 
 def summary_rows(summary: Summary) -> dict[str, str]:
-    """From where to where the metrics one looks at first went, the time by phase, and the mean speed."""
+    """Return first and last values of the main metrics, the time by phase, and the mean speed."""
     rows = {
         title(name): f"{number(summary.first[name])} → {number(summary.last[name])}"
         for name in prominent(summary.last)[:SUMMARY_METRICS]

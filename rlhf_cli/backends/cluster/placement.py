@@ -72,11 +72,11 @@ class _Pool:
     """Roles that share GPUs: each has the first ones of the first nodes, as many as it needs."""
 
     shapes: dict[str, tuple[int, int]]  # nodes and GPUs on each, by role
-    advice: str  # where there is no room for it
+    advice: str  # if there is no room for it
 
     @property
     def gpus_by_node(self) -> list[int]:
-        """GPUs on each of its nodes: those of the largest role that sits there."""
+        """GPUs on each of its nodes: the ranks of the largest role that sits there."""
         num_nodes = max(nodes for nodes, _ in self.shapes.values())
         return [max(gpus for nodes, gpus in self.shapes.values() if nodes > node) for node in range(num_nodes)]
 
@@ -99,7 +99,7 @@ def plan_layout(
         node_gpus: free GPUs of each node, largest first.
 
     Raises:
-        UsageError: the roles do not fit; names what is needed and what there is.
+        UsageError: the roles do not fit; names the needed and the available resources.
     """
     free = list(node_gpus)
     islands: list[Island] = []
@@ -214,7 +214,7 @@ def describe(layout: Layout, *, unit: str) -> list[str]:
     """The layout in a line per distinct set of roles and nodes alike, for printing before anything is loaded.
 
     Args:
-        unit: what a place is on this cluster, "GPU" or "process".
+        unit: the kind of a place on this cluster, "GPU" or "process".
     """
     places = Counter(
         (island.node, tuple(layout.users(index, gpu)))

@@ -32,7 +32,7 @@ CPU_ONLY_PLACES = 1024
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the nodes of a running Ray cluster offer."""
+    """The resources of the nodes of a running Ray cluster."""
 
     node_ids: list[str]  # Ray's, in the order of their GPUs
     node_gpus: list[int]  # largest first
@@ -42,13 +42,13 @@ class Cluster:
 
     @property
     def unit(self) -> str:
-        """What a place on this cluster is."""
+        """Return the kind of a place on this cluster."""
         return "GPU" if self.has_gpus else "process"
 
     def threads(self, num_processes: int) -> int:
         """CPU threads of each of a role's processes: roles take turns, the processes of one share the cores.
 
-        OMP_NUM_THREADS counts where this process started Ray; in a submitted job it is Ray's, and of another machine.
+        OMP_NUM_THREADS counts if this process started Ray; in a submitted job it is Ray's, and of another machine.
         """
         chosen = os.environ.get("OMP_NUM_THREADS", "")
         if self.is_local and chosen.isdigit():
@@ -105,7 +105,7 @@ def _num_gpus(node: dict[str, Any]) -> int:
 
 
 class Reservation:
-    """Places of a layout, held on the cluster until released; `layout` says on which nodes they are."""
+    """Places of a layout, held on the cluster until released; `layout` names their nodes."""
 
     def __init__(self, layout: Layout, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -128,7 +128,7 @@ class Reservation:
         }
 
     def release(self) -> None:
-        """Give all places back; does nothing where the cluster is already gone."""
+        """Give all places back; does nothing if the cluster is already gone."""
         with suppress(ray.exceptions.RaySystemError, ConnectionError):
             for group in self._groups:
                 remove_placement_group(group)
@@ -136,7 +136,7 @@ class Reservation:
     def _gpu_share(self, seat: Seat, users: int) -> float:
         if not seat.shared:
             return len(seat.gpus)
-        # an engine over several GPUs that others sit on too takes no share: it is told which ones to use
+        # an engine over several GPUs that others sit on too takes no share: it receives the ones to use
         return _floor(1 / users) if len(seat.gpus) == 1 else 0
 
     def _ask(self, index: int) -> PlacementGroup:
@@ -148,7 +148,7 @@ class Reservation:
         return placement_group([bundle] * count, strategy="STRICT_PACK")
 
     def _nodes(self) -> list[int]:
-        """The number of each island's node; those that have joined the cluster meanwhile come after the others."""
+        """The number of each island's node; nodes that have joined the cluster meanwhile come last."""
         numbers = {node: number for number, node in enumerate(self._cluster.node_ids)}
         holders = [placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups]
         return [numbers.setdefault(node, len(numbers)) for node in holders]
@@ -173,7 +173,7 @@ class Reservation:
 
 
 def _cpus_per_place(layout: Layout, cluster: Cluster) -> float:
-    """One core for each place, or an even part of what there is."""
+    """One core for each place, or an even part of the cores."""
     share = min(1.0, 0.9 * cluster.num_cpus / max(1, layout.num_gpus))
     return _floor(share)
 

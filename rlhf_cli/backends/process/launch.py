@@ -131,7 +131,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _end_session(session: int, *, grace: float) -> None:
-    """End what is left of the launcher's session; usually nothing."""
+    """End the remaining processes of the launcher's session; usually nothing."""
     left = [process for process in psutil.process_iter() if _session(process) == session]
     for process in left:
         process.terminate() if grace else process.kill()

@@ -252,7 +252,7 @@ class ReferenceRole:
 
 
 class BaseReference:
-    """The model under the actor's adapter as what the KL divergence is measured from: there is no second copy of it."""
+    """The model under the actor's adapter as the reference of the KL divergence: there is no second copy of it."""
 
     def __init__(self, actor: TrainedRole["ActorRank"]) -> None:
         self._actor = actor
@@ -290,7 +290,7 @@ class RewardRole:
             self._group.all(lambda rank: rank.sleep())
 
     def scores(self, sequences: Sequence[TokenSequence]) -> list[float]:
-        """The score of each sequence, read at its last token; normalised where there are statistics."""
+        """The score of each sequence, read at its last token; normalised if there are statistics."""
         ends = [only_end(sequence) for sequence in sequences]
         scores_B = torch.from_numpy(
             np.concatenate(self._dealer.forward(self._group, lambda rank, work: rank.scores(work), ends))

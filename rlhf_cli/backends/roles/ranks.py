@@ -1,4 +1,4 @@
-"""What one rank of each online role holds and can do: actor, critic, reference and reward model.
+"""One rank of each online role, its models and its methods: actor, critic, reference and reward model.
 
 Leaves out how ranks are started and given work (role_group, online_roles). Micro-batches arrive as lists of
 sequences and are packed here, so that only token ids and numbers travel between processes.

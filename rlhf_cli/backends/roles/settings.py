@@ -25,7 +25,7 @@ ROLE_CLASSES = {
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """What a role needs to be built."""
+    """The settings to build a role."""
 
     model: ModelConfig
     deepspeed: DeepSpeedConfig

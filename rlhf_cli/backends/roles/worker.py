@@ -65,7 +65,7 @@ def _made(factory: str, *args: Any) -> Any:
 
 
 def log_to(path: Path) -> None:
-    """Send what this process and its children print to a file."""
+    """Send the output of this process and its children to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()

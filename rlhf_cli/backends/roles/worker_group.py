@@ -71,7 +71,7 @@ class WorkerGroup(Generic[RankT]):
         return list(ray.get(calls))
 
     def _raise_if_one_died(self, pending: dict[Any, int]) -> None:
-        """Raise ProcessDied if a rank is gone: those that were waiting for it fail too, perhaps earlier."""
+        """Raise ProcessDied if a rank is gone: ranks that were waiting for it fail too, perhaps earlier."""
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=DEATH_SECONDS) if pending else ([], [])
         for call in done:
             try:

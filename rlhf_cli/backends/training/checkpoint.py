@@ -72,7 +72,7 @@ class CheckpointStore:
         return Checkpoint(path, steps[-1], json.loads((path / STATE).read_bytes()))
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or will be."""
+        """Return the folder of a step's checkpoint, which may not exist yet."""
         return self._root / f"step_{step:06d}"
 
     def check_space(self, needed_bytes: int) -> None:
@@ -135,7 +135,7 @@ class CheckpointStore:
                 shutil.rmtree(left_over, ignore_errors=True)
 
     def _failure(self, step: int, error: Exception) -> RunError:
-        """What to tell about a checkpoint that could not be written, of which nothing stays."""
+        """Return a message about a checkpoint that could not be written, of which nothing stays."""
         free = f"{_size(self._free_bytes(self._root))} were free in" if self._root.is_dir() else "there is no"
         self._remove_left_over()
         return RunError(
@@ -143,7 +143,7 @@ class CheckpointStore:
         )
 
     def _publish(self, aside: Path, path: Path) -> None:
-        self._drop(path)  # a step is written twice only where a run went back to an older checkpoint
+        self._drop(path)  # a step is written twice only if a run went back to an older checkpoint
         aside.rename(path)
         _sync(self._root)
 

@@ -62,7 +62,7 @@ def deepspeed_config(
         "gradient_clipping": max_norm,
         "bf16": {"enabled": param_dtype == "bf16"},
         "data_types": {"grad_accum_dtype": sums},
-        "communication_data_type": sums,  # else sums over ranks are bf16 where the weights are
+        "communication_data_type": sums,  # else sums over ranks are bf16 if the weights are
         "zero_optimization": zero,
         "steps_per_print": 1 << 60,
     }

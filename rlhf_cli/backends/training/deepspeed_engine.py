@@ -121,7 +121,7 @@ class DeepSpeedEngine:
     def train_step(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> dict[str, float]:
         """One optimizer step; returns the metrics of the whole step over all ranks, `grad_norm` and `lr`.
 
-        Where a loss or the gradient is not finite, no rank changes anything: `skipped_steps` counts such steps of the
+        If a loss or the gradient is not finite, no rank changes anything: `skipped_steps` counts such steps of the
         run, `skipped_in_a_row` those since the last good one, or since the start of this process.
 
         Args:
@@ -159,7 +159,7 @@ class DeepSpeedEngine:
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None]))
 
     def _skip_plainly(self, skip: bool) -> None:
-        """Where the step is the plain optimizer's, tell its fused kernel, and DeepSpeed, whether it is skipped."""
+        """If the step is the plain optimizer's, pass to its fused kernel, and to DeepSpeed, whether it is skipped."""
         self._engine.optimizer.found_inf = torch.ones((), device=distributed.device()) if skip else None
         self._engine.optimizer.overflow = skip
 
@@ -273,7 +273,7 @@ class FrozenEngine:
 
 
 def spreading_nan(loss: torch.Tensor) -> torch.Tensor:
-    """The loss, or NaN with gradients of NaN where it is not finite, which every rank sees in the gradient's norm."""
+    """The loss, or NaN with gradients of NaN if it is not finite, which every rank sees in the gradient's norm."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
@@ -290,7 +290,7 @@ def undo_first_step(optimizer: Any) -> None:
 
 
 def register_external_parameters(module: nn.Module) -> None:
-    """Tell ZeRO-3 which parameters are used outside the module that owns them."""
+    """Register parameters with ZeRO-3 that are used outside the module that owns them."""
     if isinstance(module, PolicyModel):
         for user, parameter in module.external_parameters():
             deepspeed.zero.register_external_parameter(user, parameter)

@@ -16,7 +16,7 @@ from rlhf_cli.errors import UsageError
 DEEPSPEED = "deepspeed"
 """Folder of DeepSpeed's own files in a saved engine."""
 DESCRIPTION = "huggingface"
-"""Folder beside it with what a Hugging Face folder has besides weights."""
+"""Folder beside it with a Hugging Face folder's files besides weights."""
 WHOLE = "mp_rank_00_model_states.pt"
 PARTITIONED = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 WRAPPER = "model."

@@ -1,4 +1,4 @@
-"""What a launcher has told this process about its ranks; imports nothing heavy."""
+"""A launcher's variables about this process's ranks; imports nothing heavy."""
 
 import os
 import random
@@ -11,7 +11,7 @@ def free_port() -> int:
     """A TCP port of this machine that nobody listens on.
 
     Below the range from which the kernel gives ports to connections (32768 on): one from that range is often taken
-    before the rank that was told of it listens there.
+    before the rank that is to use it listens there.
     """
     chooser = random.SystemRandom()  # training seeds the global generator, alike in every process
     while True:

@@ -31,7 +31,7 @@ def use_own_ninja() -> None:
 
 
 def remove_stale_locks(*, poll_seconds: float = 0.5) -> None:
-    """Wait until no lock is left whose owner is not on this machine, removing those that are too old."""
+    """Wait until no lock is left whose owner is not on this machine, removing locks that are too old."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in [*root.glob("*/lock"), *root.glob("*/*/lock")]:
         while (age := _age(lock)) is not None and not _is_open(lock):
@@ -43,7 +43,7 @@ def remove_stale_locks(*, poll_seconds: float = 0.5) -> None:
 
 
 def _age(lock: Path) -> float | None:
-    """Seconds since the file was made; None where there is none."""
+    """Seconds since the file was made; None if there is none."""
     with suppress(FileNotFoundError):
         return time.time() - lock.stat().st_mtime
     return None

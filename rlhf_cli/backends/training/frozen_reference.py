@@ -1,4 +1,5 @@
-"""What a preference command compares with: a second model, the base under an adapter, or results kept on disk."""
+"""The model that a preference command compares with: a second model, the base under an adapter, or results kept on
+disk."""
 
 import hashlib
 import tempfile
@@ -47,7 +48,7 @@ class FrozenReference:
     def move(self, engine: DeepSpeedEngine, alpha: float) -> None:
         """Make the weights `alpha` of the trained model's and the rest of their own (TR-DPO, arXiv 2404.09656).
 
-        Not under ZeRO-3, where both models' weights are partitioned.
+        Not under ZeRO-3, which partitions both models' weights.
         """
         trained = engine.module.get_submodule("model")
         move_weights(self._hf_model, dict(engine.named_weights(trained)), alpha)

@@ -49,7 +49,7 @@ class HostCopies:
 
 
 class TrainedStates:
-    """What a DeepSpeed engine has on its accelerator: states of trained weights, and weights that stay frozen.
+    """A DeepSpeed engine's tensors on its accelerator: states of trained weights, and weights that stay frozen.
 
     DeepSpeed moves the states. It leaves frozen weights behind at the stages 1 and 2, and at stage 3 it fails on them,
     so they are moved here; at stage 3 the trained weights beside frozen ones, an adapter's, then stay.

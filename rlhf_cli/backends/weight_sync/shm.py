@@ -39,7 +39,7 @@ def _folder_with_room(num_bytes: int, folders: tuple[str, ...]) -> Path:
 
 
 class _Bucket:
-    """One file being filled, and what the manifest says about it."""
+    """One file being filled, and its entry in the manifest."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,7 +94,7 @@ class ShmTransport:
         remove_stale_pushes(self._folders)
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, Any]:
-        """The manifest of the written push; RunError where no folder has room."""
+        """The manifest of the written push; RunError if no folder has room."""
         self.close()
         try:
             return {"version": version, "buckets": list(self._buckets(named_tensors, version))}
@@ -133,7 +133,7 @@ class ShmTransport:
 def remove_stale_pushes(folders: tuple[str, ...]) -> None:
     """Remove pushes of trainers that were killed.
 
-    The kernel released their locks. Process ids would not tell: a container has ids of its own.
+    The kernel released their locks. Process ids would not show it: a container has ids of its own.
     """
     for folder in folders:
         for path in Path(folder).glob(f"{_PREFIX}*"):
@@ -167,7 +167,7 @@ def _map_bucket(bucket: dict[str, Any]) -> torch.Tensor:
 
 
 def read_push(manifest: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a push, mapped in place; RunError where a file is missing or cut."""
+    """The tensors of a push, mapped in place; RunError if a file is missing or cut."""
     named_tensors = []
     for bucket in manifest["buckets"]:
         raw = _map_bucket(bucket)
@@ -184,7 +184,7 @@ def read_verified_push(
 ) -> tuple[list[tuple[str, torch.Tensor]], int]:
     """The tensors of a push and their checksum, after names, shapes, count and checksum were found right.
 
-    RunError names what is wrong; nothing has been changed by then, so that an engine keeps its weights.
+    RunError names the fault; nothing has been changed by then, so that an engine keeps its weights.
     """
     named_tensors = read_push(manifest)
     if expected:

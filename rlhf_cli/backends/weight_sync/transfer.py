@@ -1,6 +1,6 @@
 """Pushing weights from a trainer to rollout engines: what both sides agree on, and the trainer's side of it.
 
-A push carries a version and a checksum over names and bytes; an engine takes all of it or says what is wrong.
+A push carries a version and a checksum over names and bytes; an engine takes all of it or reports the fault.
 Leaves out how the bytes travel (weight_transfer_shm; weight_vllm_trainer for nccl and ipc) and the engines.
 """
 
@@ -56,7 +56,7 @@ def check_sync_backend(chosen: str, *, engine: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """One push: version, size, seconds spent by the trainer, checksum, and for shm what the engines are to read."""
+    """One push: version, size, seconds spent by the trainer, checksum, and for shm the files that the engines read."""
 
     version: int
     num_bytes: int
@@ -67,7 +67,7 @@ class PushReport:
 
 
 class Transport(Protocol):
-    """Moves one push to the engines; `send` returns the manifest for a driver to hand on, or None where it did it."""
+    """Moves one push to the engines; `send` returns the manifest for a driver to hand on, or None if it did it."""
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, Any] | None: ...
 
@@ -116,7 +116,7 @@ class Ledger:
         self.checksum = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Enters one tensor; RunError where the name comes a second time."""
+        """Enters one tensor; RunError if the name comes a second time."""
         if name in self.names:
             raise RunError(f"weight push: tensor {name} was sent twice")
         self.names.add(name)
@@ -132,7 +132,7 @@ class Ledger:
 
 
 def weights_checksum(named_tensors: NamedTensors) -> int:
-    """Checksum of a whole set of named tensors, comparable with that of a push."""
+    """Return the checksum of a whole set of named tensors, comparable with a push's checksum."""
     ledger = Ledger()
     for name, tensor in named_tensors:
         ledger.add(name, tensor)
@@ -140,7 +140,7 @@ def weights_checksum(named_tensors: NamedTensors) -> int:
 
 
 def cast_tensors(named_tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors detached and, where they are floating point and `dtype` is given, in that dtype."""
+    """Return the tensors detached and, if they are floating point and `dtype` is given, in that dtype."""
     for name, tensor in named_tensors:
         detached = tensor.detach()
         yield name, detached.to(dtype) if dtype is not None and detached.is_floating_point() else detached
@@ -170,7 +170,7 @@ class WeightSender:
         self._dtype = dtype
 
     def send(self, named_tensors: NamedTensors, version: int) -> PushReport:
-        """Sends tensors under their Hugging Face names, in the engines' dtype; RunError where that is impossible.
+        """Sends tensors under their Hugging Face names, in the engines' dtype; RunError if that is impossible.
 
         Tensors are taken one by one and not kept, so that they may be gathered on the way.
         """
@@ -183,7 +183,7 @@ class WeightSender:
         return PushReport(version, ledger.num_bytes, seconds, ledger.checksum, len(ledger.names), manifest)
 
     def close(self) -> None:
-        """Releases what the transport holds, for shm the files of the last push."""
+        """Releases the transport's resources, for shm the files of the last push."""
         self._transport.close()
 
 

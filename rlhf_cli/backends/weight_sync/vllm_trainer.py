@@ -27,7 +27,7 @@ CallEngines = Callable[[HostCall, Sequence[Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What the engines are told of a tensor before it is gathered; `shape` is that of the whole tensor."""
+    """A tensor's entry for the engines before it is gathered; `shape` is the whole tensor's."""
 
     name: str
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class EngineClient:
         return self._num_engines * self._ranks_per_engine
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connects all engines; in an nccl group each engine's workers follow those of the engine before it."""
+        """Connects all engines; in an nccl group each engine's workers follow the workers of the engine before it."""
         infos = []
         for index in range(self._num_engines):
             info = dict(init_info)

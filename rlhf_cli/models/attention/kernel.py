@@ -1,6 +1,6 @@
 """The compiled form of attention on a CPU: built with the machine's C++ compiler on first use, and called by ctypes.
 
-The library is kept in the user's cache under a name that says source and flags. Processes that start together may
+The library is kept in the user's cache under a name that identifies source and flags. Processes that start together may
 each build it; the last one's file, moved into place as a whole, is as good as the first's.
 """
 
@@ -24,7 +24,7 @@ from rlhf_cli.environment import user_cache
 SOURCE = Path(__file__).with_name("varlen_cpu.cpp")
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-shared", "-fPIC")
 VECTORS = {"AVX512": ("-mavx512f",), "AVX2": ("-mavx2", "-mfma")}
-"""Flags by what PyTorch says of the processor; elsewhere the compiler's default."""
+"""Compiler flags by PyTorch's report on the processor; elsewhere the compiler's default."""
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,8 @@ class VarlenKernel:
 
 @functools.cache
 def varlen_kernel() -> VarlenKernel | None:
-    """The kernel for this machine, built if it has to be; None, with a warning that says why, where it cannot be."""
+    """The kernel for this machine, built if it has to be; None, with a warning that gives the reason, if it cannot
+    be."""
     try:
         return VarlenKernel(ctypes.CDLL(str(build())))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
@@ -119,8 +120,8 @@ def varlen_kernel() -> VarlenKernel | None:
 def build() -> Path:
     """The library's file in the user's cache, compiled unless it is there.
 
-    Raises OSError where there is no compiler or the cache cannot be written, RuntimeError where there is no home for
-    it, CalledProcessError where the compiler fails.
+    Raises OSError without a compiler or if the cache cannot be written, RuntimeError without a home folder,
+    CalledProcessError if the compiler fails.
     """
     flags = [*FLAGS, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
     machine = [platform.machine(), *platform.libc_ver()]  # machines may share a home

@@ -31,10 +31,10 @@ class AttentionBackend:
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] = ALL_TYPES
     offers: frozenset[str] = frozenset()
-    """Of what a model may need: `softcap` of attention scores, attention `dropout`, attention `sinks`, head sizes."""
+    """Of a model's needs: `softcap` of attention scores, attention `dropout`, attention `sinks`, head sizes."""
     is_available: Callable[[], bool] = lambda: True
     missing: str = ""
-    """What to do where it is not available."""
+    """Advice if it is not available."""
 
 
 def has_cuda_varlen() -> bool:
@@ -83,7 +83,7 @@ is the only kernel that computes a shared prompt once.
 
 
 def attention_needs(config: PretrainedConfig) -> frozenset[str]:
-    """What the model's attention asks for beyond causal and sliding-window attention."""
+    """Return the model's needs beyond causal and sliding-window attention."""
     text = config.get_text_config()
     needs = set()
     if getattr(text, "attn_logit_softcapping", None):
@@ -106,7 +106,7 @@ def attention_note(kernel: str, config: PretrainedConfig, *, on_gpu: bool) -> di
 
 
 def _head_needs(text: PretrainedConfig) -> frozenset[str]:
-    """Return what is unusual about the sizes of the model's heads."""
+    """Return the unusual properties of the sizes of the model's heads."""
     heads = getattr(text, "num_attention_heads", None)
     size = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
     if size is None and heads:
@@ -126,7 +126,7 @@ def resolve_attention(
 ) -> str:
     """Name of the attention function for transformers; `auto` becomes the fastest kernel that fits.
 
-    UsageError in one sentence if the kernel asked for is not installed or cannot do what is needed.
+    UsageError in one sentence if the kernel asked for is not installed or lacks a needed feature.
     """
     candidates = [backend for backend in backends if name in ("auto", backend.name)]
     if not candidates:

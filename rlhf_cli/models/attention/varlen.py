@@ -34,8 +34,8 @@ def varlen_attention_forward(
     Takes from `kwargs` what transformers passes to every attention function: `cu_seq_lens_q` (int32 [B + 1]),
     `max_length_q`, the same for the keys, `scaling`, `sliding_window` (tokens a position sees, itself included), and
     `key_index` [U] of a pack with shared beginnings: which tokens' keys the sequences see, one after the other. The
-    mask is ignored: the bounds say it all. Raises ValueError for what the kernels cannot do, so that nothing is left
-    out silently.
+    mask is ignored: the bounds replace it. Raises ValueError for arguments that the kernels do not support, so that
+    nothing is ignored silently.
     """
     del module, attention_mask
     if kwargs.get("cu_seq_lens_q") is None:
@@ -89,9 +89,9 @@ def attend_cuda(
 ) -> torch.Tensor:
     """Attention output [T, heads, size] by `kernel`, which has the interface of `torch.nn.attention.varlen`.
 
-    Like FlashAttention since 2.1 it aligns the last query with the last key where there are more keys.
+    Like FlashAttention since 2.1 it aligns the last query with the last key if there are more keys.
     """
-    # Older releases find out alone that there are fewer KV heads, newer ones want to be told.
+    # Older releases find out alone that there are fewer KV heads, newer ones need the argument.
     grouped = {"enable_gqa": query_THD.shape[1] != key_THD.shape[1]} if takes_gqa(kernel) else {}
     return kernel(
         query_THD,

@@ -73,8 +73,7 @@ def change_root(folder: str) -> None:
 
 
 def die_with_parent(signal: int) -> None:
-    """Get a signal when the thread that started this process is gone. Does nothing if the kernel has no such
-    request."""
+    """Get a signal when the thread that started this process is gone. Does nothing outside Linux."""
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal)
 

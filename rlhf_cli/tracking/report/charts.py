@@ -98,7 +98,7 @@ def stacked_bars(
     unit: str,
     size: tuple[int, int],
 ) -> str:
-    """Seconds by phase for each step, or mean seconds of neighbouring steps where there are many."""
+    """Seconds by phase for each step, or mean seconds of neighbouring steps if there are many."""
     if not steps:
         return ""
     edges = [len(steps) * i // min(MAX_BARS, len(steps)) for i in range(min(MAX_BARS, len(steps)) + 1)]
@@ -175,7 +175,7 @@ def grid(frame: Frame, ticks: Sequence[float], *, unit: str, x_labels: Sequence[
 
 
 def draw_line(frame: Frame, kept: Sequence[tuple[float, float]], line: Series, *, faint: bool) -> str:
-    """A path through the points; dots where they are marked or too few for a line."""
+    """A path through the points; dots if they are marked or too few for a line."""
     at = [(frame.x(step), frame.y(value)) for step, value in kept]
     colour = f"var(--c{line.colour})"
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
@@ -198,7 +198,7 @@ def binned(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[float,
 
 
 def is_noisy(points: Sequence[tuple[float, float]]) -> bool:
-    """Whether the line changes its direction so often that a smoothed one says more: schedules stay exact."""
+    """Return whether the line changes its direction so often that a smoothed one is clearer: schedules stay exact."""
     moves = [b - a for (_, a), (_, b) in pairwise(points)]
     turns = sum(before * after < 0 for before, after in pairwise(moves))
     return len(points) >= SMOOTH_FROM and turns > NOISY * len(points)
@@ -234,7 +234,7 @@ def step_ticks(low: float, high: float) -> list[float]:
 
 
 def padded(low: float, high: float) -> tuple[float, float]:
-    """The range, opened up where it is a single value."""
+    """Return the range, opened up if it is a single value."""
     return (low, high) if high > low else (low - 1, high + 1)
 
 

@@ -1,4 +1,4 @@
-"""What a report is made from, read from a run directory.
+"""The data of a report, read from a run directory.
 
 Reads only; how it looks is report.py and charts.py.
 """
@@ -118,7 +118,7 @@ def shorten(value: Any, file: str) -> Any:
 
 
 def points(stage: Stage, name: str) -> list[tuple[int, float]]:
-    """(step, value) of one metric where it was logged; values that are not finite are left out."""
+    """(step, value) of one metric at the steps that logged it; values that are not finite are left out."""
     return [(step, row[name]) for step, row in stage.metrics.items() if name in row and math.isfinite(row[name])]
 
 

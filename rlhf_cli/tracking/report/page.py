@@ -1,7 +1,7 @@
 """One HTML page about one run or several: results, curves, times, rollouts, answers of evaluations, settings.
 
-The page needs nothing but itself: no other file, no network. What it shows is read by report_data.py, drawings are
-made by charts.py, the rest is report_style.py and report_script.py.
+The page needs nothing but itself: no other file, no network. data.py reads the data, charts.py draws; style.py and
+script.py are the rest.
 """
 
 import json
@@ -22,7 +22,7 @@ REPORT_FILE = "report.html"
 NUM_MAIN_CHARTS = 7
 NUM_TILES = 4
 WIDE, NARROW = (1090, 250), (520, 210)  # width and height of charts in pixels
-# Metrics that say more side by side; every other one has a chart of its own.
+# Metrics that are clearer side by side; every other one has a chart of its own.
 TOGETHER = {
     "Clipped share of tokens": ("clip_low", "clip_high", "clip_dual"),
     "Learning rate": ("lr", "critic/lr"),
@@ -178,7 +178,7 @@ def chart_card(stage: Stage, heading: str, names: list[str], *, wide: bool) -> s
 
 
 def times(stage: Stage) -> str:
-    """Where the time went: shares, a bar for each step, speed and memory."""
+    """Use of time: shares, a bar for each step, speed and memory."""
     readings = [Reading(step, metrics) for step, metrics in stage.metrics.items() if "time/step" in metrics]
     if not readings:
         return ""

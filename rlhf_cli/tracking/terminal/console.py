@@ -1,7 +1,7 @@
-"""Keeps the terminal for what this program has to say: everything else a process prints goes to a log file.
+"""Keeps the terminal for this program's own messages: everything else a process prints goes to a log file.
 
 Works on descriptors, not on `sys.stdout`, so that libraries in C, worker processes and launchers are covered too.
-What is shown on the terminal is decided in progress.py.
+progress.py decides which messages the terminal shows.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ class TerminalConsole(Console):
 
     @property  # type: ignore[misc]  # rich's setter is not wanted: the size is the terminal's
     def size(self) -> ConsoleDimensions:
-        """Columns and rows of the terminal behind the stream; 80 x 25 where there is none."""
+        """Columns and rows of the terminal behind the stream; 80 x 25 if there is none."""
         if not self.is_terminal:
             return super().size
         try:
@@ -75,9 +75,9 @@ class LastingStream(io.TextIOBase):
 class Terminal:
     """This process's real output, while descriptors 1 and 2 point to `log_file`.
 
-    `console` writes to what was standard output, `error_console` to what was standard error. Child processes inherit
-    the log file as their output. Forked children that go on running Python never reach the terminal either: their
-    copies of both consoles write to the log file.
+    `console` writes to the original standard output, `error_console` to the original standard error. Child processes
+    inherit the log file as their output. Forked children that go on running Python never reach the terminal either:
+    their copies of both consoles write to the log file.
     """
 
     def __init__(self, log_file: Path) -> None:

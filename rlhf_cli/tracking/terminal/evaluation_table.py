@@ -13,14 +13,14 @@ from rlhf_cli.rewards.evaluation import Evaluation, Figure
 from rlhf_cli.tracking.figures import number
 
 SHARES = ("accuracy", "pass@", "maj@", "truncated", "invalid")
-WIDTH_OF_A_FILE = 250  # characters of a line where there is no terminal
+WIDTH_OF_A_FILE = 250  # characters of a line without a terminal
 LAST = {"reward": "reward", "response_length": "tokens", "truncated": "cut", "invalid": "no answer"}
-"""Headings of the figures behind those of right answers."""
+"""Headings of the figures behind the figures of right answers."""
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """What a model did on a data set; `num_samples` are the responses to each prompt."""
+    """A model's results on a data set; `num_samples` are the responses to each prompt."""
 
     pretrain: str
     source: str
@@ -38,10 +38,8 @@ class EvaluatedModel:
 
 
 def evaluation_table(results: Sequence[EvaluatedModel]) -> Table:
-    """One row for each result: the values, and under those that tell how good a model is their 95 % intervals.
-
-    What says nothing new is left out, and is in the JSON: pass@1 and maj@1 beside the mean, and a reward that is 1 for
-    right responses and 0 for others.
+    """One row for each result: the values, and, under figures of quality, their 95 % intervals. Figures without news
+    are in the JSON only: pass@1 and maj@1 beside the mean, and a reward that is 1 for right responses and 0 for others.
     """
     shown = [_told(result) for result in results]
     names = list(dict.fromkeys(name for figures in shown for name in figures))
@@ -69,7 +67,7 @@ def evaluation_table(results: Sequence[EvaluatedModel]) -> Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print the table; where there is no terminal its lines may be long."""
+    """Print the table; without a terminal its lines may be long."""
     if not console.is_terminal:
         console = Console(file=console.file, width=WIDTH_OF_A_FILE, color_system=None)
     console.print(table)
@@ -91,7 +89,7 @@ def _heading(name: str, num_samples: int) -> str:
 
 
 def _cell(name: str, figures: Mapping[str, Figure], counts: Mapping[str, float]) -> Text:
-    """The value, shares in percent; under it the interval where the figure is about being good."""
+    """The value, shares in percent; under it the interval if it is a figure of quality."""
 
     def written(value: float) -> str:
         return f"{100 * value:.1f}" if name.startswith(SHARES) else number(value)

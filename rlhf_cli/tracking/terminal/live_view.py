@@ -1,6 +1,6 @@
 """The live view of a run: progress, metrics with their course, phase times, speed and memory.
 
-Only what it says is here; how it stays in place on the terminal is live_region.py.
+Only its content is here; how it stays in place on the terminal is live_region.py.
 """
 
 import math
@@ -38,7 +38,7 @@ FURTHER_STYLES = ("red", "bright_blue", "bright_green", "bright_magenta")
 
 
 class Course:
-    """What a metric did so far, in at most `MAX_POINTS` means of equally many steps each."""
+    """Return the course of a metric so far, in at most `MAX_POINTS` means of equally many steps each."""
 
     def __init__(self) -> None:
         self._points: list[float] = []
@@ -92,7 +92,7 @@ class LiveView:
         self._region.start()
 
     def phase(self, name: str | None) -> None:
-        """Show what is going on now."""
+        """Show the present activity."""
         self._running = None if name is None else (name, self._clock())
 
     def step(self, reading: Reading) -> None:

@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: plain lines, or a live view (live_view.py) where there is a terminal.
+"""The terminal's view of a run: plain lines, or a live view (live_view.py) on a terminal.
 
 The banner before and the summary after a run are in tracker.py, the choice of stream in terminal.py.
 """

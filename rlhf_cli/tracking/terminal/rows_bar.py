@@ -1,6 +1,6 @@
 """A bar on the terminal while rows are prepared, before a run has a view of its own.
 
-Nothing is shown where there is no terminal, and nothing for what is done in a moment.
+Without a terminal nothing is shown, and nothing for work that takes a moment.
 """
 
 import io
@@ -23,7 +23,7 @@ MOMENT = 1.0
 def rows_bar(
     *, shown: bool, console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int, int], None]]:
-    """A function that is told how many rows are done, and of how many; what it shows disappears at the end.
+    """Yield a function of the rows done and their total; the bar disappears at the end.
 
     Only one rank should have it `shown`. Without a console it is on standard error.
     """
