@@ -1,4 +1,4 @@
-"""The words of other tools: what each of them means here.
+"""The words of other tools: the meaning of each here.
 
 A meaning is settings of this program, nothing, or a refusal that names the replacement. A word that the command itself
 has as a setting is never looked up.
@@ -18,7 +18,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The command that a foreign word was given to, with its other words: `values` has those of each flag."""
+    """The command that a foreign word was given to, with its other words: `values` has the values of each flag."""
 
     command: str
     values: Mapping[str, list[str]]

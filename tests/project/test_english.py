@@ -24,15 +24,13 @@ CONSTRUCTS = {
 }
 WIDEST = 1.0
 BOUNDS: dict[str, tuple[float, float, float, float]] = {
-    "rlhf_cli/*.py": (9.8, 2.7, 6.5, 1.0),
-    "rlhf_cli/algorithms": (2.2, 5.8, 1.6, 1.8),
-    "rlhf_cli/backends": (3.7, 3.7, 1.8, 1.4),
+    "rlhf_cli/*.py": (11.8, 3.2, 7.8, 1.0),
+    "rlhf_cli/algorithms": (1.4, 2.0, 1.0, 1.0),
+    "rlhf_cli/backends": (1.8, 2.1, 1.0, 1.0),
     "rlhf_cli/commands": (5.3, 1.0, 1.0, 2.0),
-    "rlhf_cli/config": (6.2, 5.5, 2.3, 1.0),
-    "rlhf_cli/data": (7.3, 6.3, 3.6, 1.7),
-    "rlhf_cli/models": (5.3, 4.1, 2.8, 1.8),
+    "rlhf_cli/data": (7.2, 6.3, 3.6, 1.7),
     "rlhf_cli/runs": (9.7, 10.1, 4.5, 2.2),
-    "rlhf_cli/tracking": (9.5, 7.6, 3.8, 1.9),
+    "rlhf_cli/tracking": (1.0, 1.6, 1.0, 1.0),
     "rlhf_cli/trainers": (8.3, 6.8, 3.6, 3.8),
     "benchmarks": (7.0, 3.7, 1.0, 2.0),
     "tests": (7.9, 1.9, 2.6, 1.0),
