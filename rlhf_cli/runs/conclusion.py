@@ -10,7 +10,7 @@ from rlhf_cli.trainers.offline.loop import Finished
 def conclude(
     tracker: Tracker | SilentTracker, paths: RunDirectory, finished: Finished, facts: Mapping[str, str] | None = None
 ) -> None:
-    """Show how the run ended, where its results are, and `facts` besides."""
+    """Show how the run ended, the places of its results, and `facts`."""
     if finished.interrupted:
         tracker.close(outcome="interrupted", facts={"Continue": "the same command with --load_checkpoint"})
     else:

@@ -41,7 +41,7 @@ PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", 
 
 @dataclass(frozen=True)
 class Happened:
-    """What happened to some rows, how many, and the first of them in words."""
+    """Rows with the same fate: the fate, their number, and a sentence about the first one."""
 
     what: str
     count: int
@@ -50,10 +50,10 @@ class Happened:
 
 @dataclass(frozen=True)
 class Preview:
-    """Data as a command will get them.
+    """The data as a command gets them.
 
-    `limit` is the longest that a length may be without something being cut or dropped, `limit_is` says what it is;
-    `lengths` counts all lengths, `lengths_are` says of what. `num_trained` is None where tokens are not trained on.
+    `lengths` counts the lengths of all rows in the unit `lengths_are`. Rows longer than `limit` are cut or dropped, and
+    `limit_is` explains the limit. `num_trained` is None if the data are not trained on.
     """
 
     title: str
@@ -74,7 +74,11 @@ class Preview:
 
 
 def inspect_data(config: DataCommandConfig) -> list[Preview]:
-    """Training data and, where they are given, evaluation data. UsageError where the command would refuse them."""
+    """Return the previews of the training data and, if given, of the evaluation data.
+
+    Raises:
+        UsageError: the command would refuse the data.
+    """
     command = config.show.for_
     settings: Any = settings_of(command, config.data)
     tokenizer = load_tokenizer(config.model)
@@ -197,7 +201,7 @@ def decoder(tokenizer: Any) -> Decode:
 
 
 def special_tokens_of(tokenizer: Any) -> list[str]:
-    """What special tokens look like in a decoded text."""
+    """Return the special tokens as they look in a decoded text."""
     return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 

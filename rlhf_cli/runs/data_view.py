@@ -1,7 +1,4 @@
-"""How previews of data look: colours and underlines on a terminal, marks and 80 columns elsewhere.
-
-What they say is made in inspection.py.
-"""
+"""Previews of data for people: colours and underlines on a terminal, marks and 80 columns elsewhere."""
 
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -13,18 +10,18 @@ from rlhf_cli.data.preview import Bin, Piece, PreviewPart, ShownExample, length_
 from rlhf_cli.runs.data_preview import Preview
 
 PLAIN_WIDTH = 80
-"""Columns where there is no terminal."""
+"""Columns without a terminal."""
 MAX_BAR = 40
 MAX_FILES = 4
 """Files of a source that are named."""
 MARKS = "[[", "]]"
-"""Around trained tokens where there are neither colours nor underlines."""
+"""Around trained tokens without colours and underlines."""
 TRAINED, LEFT_OUT, SPECIAL, FAINT, HEADING = "green underline", "yellow", "bold", "dim", "bold cyan"
 KEPT_CONTROLS = "\n\t"
 
 
 def show(previews: Sequence[Preview], console: Console, *, command: str) -> None:
-    """Print the previews: sources, examples, lengths, and what happened to the rows."""
+    """Print the previews: sources, examples, lengths, and the rows that were cut or dropped."""
     for preview in previews:
         page = _Page(console, preview.special_tokens)
         page.heading(f"{preview.title} as rlhf {command} reads {'it' if preview.title != 'Prompts' else 'them'}")
@@ -147,7 +144,7 @@ QUANTILES = {"shortest": 0.0, "median": 0.5, "95 % up to": 0.95, "longest": 1.0}
 
 
 def histogram(preview: Preview, *, width: int, sign: str) -> Iterator[Text]:
-    """A line for each bin, and one where the limit is."""
+    """Return a line for each bin, and one line at the limit."""
     bins = length_bins(preview.lengths, preview.limit)
     names = [f"{low:,}" if low == high else f"{low:,}-{high:,}" for low, high, _ in bins]
     name_width = max(map(len, names))
@@ -165,7 +162,7 @@ def histogram(preview: Preview, *, width: int, sign: str) -> Iterator[Text]:
 
 
 def bar_length(entry: Bin, bins: Sequence[Bin], width: int) -> int:
-    """Columns of a bar, in proportion; at least one where there is anything."""
+    """Return the columns of a bar, in proportion: at least one unless the bin is empty."""
     most = max(other.num_items for other in bins)
     return max(1, round(entry.num_items / most * width)) if entry.num_items else 0
 

@@ -1,4 +1,4 @@
-"""What an offline command does first, in the process a person starts and in every rank."""
+"""The first step of an offline command, in the process that a person starts and in every rank."""
 
 import sys
 
@@ -6,7 +6,7 @@ from rlhf_cli.config.train import CheckpointConfig, LaunchConfig, TrackingConfig
 
 
 def begin_ranks(checkpoint: CheckpointConfig, launch: LaunchConfig, tracking: TrackingConfig) -> None:
-    """Check the run directory and the trackers; where several ranks are wanted, run them and exit with their status."""
+    """Check the run directory and the trackers. If several ranks are asked for, run them and exit with their status."""
     from rlhf_cli.backends.training.distributed_env import is_under_launcher, rank_and_world_size
     from rlhf_cli.runs.run_directory import check_run_directory
 

@@ -1,4 +1,4 @@
-"""What `rlhf merge` does: a model made whole (whole_models.py) and read again. Nothing is uploaded."""
+"""The body of `rlhf merge`: write a whole model (`model_export.py`) and read it again. Nothing is uploaded."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ TOKENS = tuple(range(1, 9))
 
 
 def run_merge(settings: MergeGroup) -> str:
-    """Write the whole model to the output folder, verified; what is said about it."""
+    """Write the whole model to the output folder and verify it. Return a line that describes it."""
     output = Path(settings.output)
     with new_output(output):
         said = _write_merged(settings, output)
@@ -40,7 +40,7 @@ def _write_merged(settings: MergeGroup, output: Path) -> str:
 
 
 def _parts(settings: MergeGroup) -> Parts:
-    """What `model` stands for. UsageError, naming what would do, if it is nothing that can be merged."""
+    """Return the parts of the model that `model` names. Raise UsageError if it cannot be merged."""
     parts = find_parts(settings.model, flag="--model", base=settings.base)
     if parts is None:
         raise UsageError(_why_nothing(Path(settings.model).expanduser()))
@@ -60,10 +60,10 @@ def _why_nothing(path: Path) -> str:
 
 
 def reload(folder: Path, config: Any, *, max_bytes: int, trust_remote_code: bool) -> str:
-    """What transformers finds in the folder, which has to be the whole model; up to that size, it also computes.
+    """Read the folder with transformers: it must hold the whole model. Up to a size the model also computes.
 
     Raises:
-        RunError: it finds something else, or the model gives no finite numbers.
+        RunError: transformers finds another model, or the model computes numbers that are not finite.
     """
     import torch
 

@@ -1,7 +1,4 @@
-"""Adapters and checkpoints as whole models: where their parts are, how they are written and read back.
-
-Leaves out the arithmetic (models/merging.py) and who asks for it (merging.py, answering_model.py).
-"""
+"""Find the parts of adapters and checkpoints, write them as whole models, and read these back."""
 
 import hashlib
 import json
@@ -43,9 +40,9 @@ SCALING = ("lora_alpha", "alpha_pattern", "use_rslora", "fan_in_fan_out")
 class Parts:
     """Where everything of a model is."""
 
-    engine: Path | None  # a saved engine, or None where the adapter is a folder of its own
+    engine: Path | None  # a saved engine, or None if the adapter is a folder of its own
     description: Path  # folder with configuration and tokenizer, and with those of an adapter
-    base: Path | None  # the model under the adapter, or None where there is no adapter
+    base: Path | None  # the model under the adapter, or None if there is no adapter
 
     def file(self, names: tuple[str, ...]) -> Path | None:
         """Folder that has one of these files: the model's own, or its base."""
@@ -53,7 +50,7 @@ class Parts:
         return next((folder for folder in folders if any((folder / name).is_file() for name in names)), None)
 
     def fingerprint(self) -> str:
-        """A hash that tells these weights from others: of the adapter and its base, or of the checkpoint's contents."""
+        """Return a hash of the weights: of the adapter and its base, or of the checkpoint's contents."""
         own = self.engine.parent / MANIFEST if self.engine else _adapter_file(self.description)
         digest = hashlib.sha256(f"{self.engine.name if self.engine else ''} ".encode() + own.read_bytes())
         if self.base is not None:
@@ -63,9 +60,9 @@ class Parts:
 
 
 def find_parts(model: str, *, flag: str, base: str | None = None) -> Parts | None:
-    """What the path stands for, given by `flag`; None where that is neither an adapter nor a checkpoint.
+    """Return the parts of the model at the path of `flag`; None if it is neither an adapter nor a checkpoint.
 
-    `base` is where the model under an adapter is, if not where it was in training.
+    `base` is the present place of the model under an adapter, if it has moved since training.
 
     Raises:
         UsageError: the checkpoint has several models or is damaged, or the model under the adapter is another or gone.
@@ -113,7 +110,7 @@ def configuration(parts: Parts, *, trust_remote_code: bool) -> Any:
 
 
 def whole_weights(parts: Parts, config: Any, *, trust_remote_code: bool) -> TensorSource:
-    """The tensors of the whole model, of that configuration. UsageError where an adapter does not fit its base."""
+    """Return the tensors of the whole model. Raise UsageError if an adapter does not fit its base."""
     if parts.engine is not None:
         if parts.base is None:
             return _trained_weights(parts.engine, config, trust_remote_code=trust_remote_code)

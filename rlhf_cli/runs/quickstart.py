@@ -1,4 +1,4 @@
-"""What `rlhf quickstart` does: writes problems, runs the real commands one after the other, sums up."""
+"""The body of `rlhf quickstart`: write problems, run the real commands one after the other, sum up."""
 
 import json
 import shlex

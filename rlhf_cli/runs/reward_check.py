@@ -1,4 +1,4 @@
-"""What is tried of the rewards before anything heavy starts: labels, verifiers of rows, one call of a reward file."""
+"""Checks of the rewards before anything heavy starts: labels, verifiers of rows, one call of a reward file."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ MADE_UP = ("Step 1: think.\n\nThe answer is \\boxed{1}.\n\n#### 1", "<think>no</
 
 
 def check_rewards(reward: ScoringConfig, *sets: Sequence[Prompt]) -> None:
-    """Raise UsageError for rewards that cannot judge these prompts; print what else a person should know."""
+    """Raise UsageError if the rewards cannot judge these prompts; print the notices about them."""
     with Scorer(reward) as scorer:  # the one that is used starts later, when its output goes to a log
         for prompts in sets:
             scorer.check_labels([prompt.label for prompt in prompts], [prompt.data_source for prompt in prompts])

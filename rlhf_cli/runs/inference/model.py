@@ -1,7 +1,4 @@
-"""The model that `rlhf generate` and `rlhf eval` ask: a whole one, or an adapter or checkpoint made whole meanwhile.
-
-Leaves out how the parts of a model add up (whole_models.py) and the engines that load it (generation_models.py).
-"""
+"""The model of `rlhf generate` and `rlhf eval`: a whole one, or an adapter or checkpoint made whole."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -25,7 +22,7 @@ from rlhf_cli.runs.model_export import Parts, configuration, find_parts, read_ba
 
 @dataclass(frozen=True)
 class InferenceModel:
-    """A language model before its weights are loaded; `parts` where engines cannot load it as it is."""
+    """A language model before its weights are loaded; `parts` is set if engines cannot load the model as it is."""
 
     source: ModelSource
     architecture: Any  # PretrainedConfig
@@ -33,12 +30,12 @@ class InferenceModel:
     parts: Parts | None = None
 
     def fingerprint(self) -> str:
-        """A hash that tells its weights from others: a folder may hold those of a later run."""
+        """Return a hash of the weights: it detects a folder that a later run has overwritten."""
         return weights_of(self.source.pretrain) if self.parts is None else self.parts.fingerprint()
 
     @contextmanager
     def whole(self, folder: Path, *, tell: Callable[[str], None]) -> Iterator[str]:
-        """What engines load: the model as it is, or `folder`, where it is written for the length of the block."""
+        """Yield the path that engines load: the model as it is, or `folder` with the whole model."""
         if self.parts is None:
             yield resolve_model_path(self.source.pretrain)
             return
@@ -55,7 +52,7 @@ class InferenceModel:
 
 
 def find_inference_model(source: ModelSource) -> InferenceModel:
-    """The model of the settings. UsageError where it is none, or gives scores."""
+    """Return the model of the settings. Raise UsageError if it is no language model, or a model that gives scores."""
     parts = find_parts(source.pretrain, flag="--pretrain")
     if parts is None:
         found = InferenceModel(source, load_config(source), load_tokenizer(source))

@@ -1,4 +1,4 @@
-"""The folder of a generation or an evaluation: what may already be in it, whose it is, how much of it is there."""
+"""The folder of a generation or an evaluation: its allowed contents, its identity, and the finished rows in it."""
 
 import json
 import os
@@ -80,9 +80,10 @@ def check_folder(root: Path, out: AnswersOutputConfig) -> None:
 
 
 def rows_done(root: Path, out: AnswersOutputConfig, identity: Mapping[str, Any]) -> int | None:
-    """Responses that are in the folder; None where none are to be continued.
+    """Return the number of responses in the folder; None if no run is continued.
 
-    Raises UsageError, naming the differences, if they were made with other settings.
+    Raises:
+        UsageError: the responses were made with other settings; the message names the differences.
     """
     file = root / IDENTITY
     if not out.load_checkpoint or not file.exists():
@@ -96,7 +97,7 @@ def rows_done(root: Path, out: AnswersOutputConfig, identity: Mapping[str, Any])
 
 
 def num_lines(path: Path) -> int:
-    """Lines of a file that end, 0 where there is none: a last one that was torn does not count."""
+    """Return the number of complete lines of a file, 0 if it does not exist. A torn last line does not count."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
@@ -104,9 +105,9 @@ def num_lines(path: Path) -> int:
 
 
 def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, Any], *, keep: bool) -> None:
-    """Make the folder and write down settings and identity; what was left in it is removed unless kept.
+    """Make the folder, write the settings and the identity, and remove earlier contents unless they are kept.
 
-    A model that engines of a killed run had loaded from it is removed in any case.
+    A whole model that a killed run has left for its engines is always removed.
     """
     if (root / WHOLE_MODEL).exists():
         shutil.rmtree(root / WHOLE_MODEL)

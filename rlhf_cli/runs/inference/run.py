@@ -1,7 +1,4 @@
-"""A model answers prompts, chunk by chunk: what `rlhf generate` and `rlhf eval` have in common.
-
-Leaves out whose folder the rows go to (generation_folder.py) and what is made of them (generation.py, evaluation.py).
-"""
+"""A model answers prompts chunk by chunk: the common part of `rlhf generate` and `rlhf eval`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -68,7 +65,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class InferenceRun:
-    """What turns prompts into answers: engines, the words of their tokens, and scores where there is a scorer."""
+    """The parts that turn prompts into answers: engines, a decoder and, if there are rewards, a scorer."""
 
     engines: Engines
     decode: Callable[[Sequence[int]], str]
@@ -78,14 +75,14 @@ class InferenceRun:
 
 @dataclass(frozen=True)
 class InferenceHooks:
-    """What is called between chunks: where rows and metrics go, and whether to stop."""
+    """The functions that are called between chunks: for rows, for metrics, and to ask for a stop."""
 
     tracker: Any
     should_stop: Callable[[], bool]
 
 
 def examinee(config: InferenceConfig, *, first_step: int = 1, cells: Mapping[str, Any] | None = None) -> ModelUnderTest:
-    """The model of the settings with its prompts. UsageError for what can be found wrong with them."""
+    """Return the model of the settings with its prompts. Raise UsageError if they do not fit."""
     sampling, backend = config.sampling, rollout_backend(config.sampling)
     model = find_inference_model(config.model)
     if backend == "vllm":
@@ -118,7 +115,7 @@ def _reward_model(config: InferenceConfig, tokenizer: Any) -> RewardModelPlan | 
 
 
 def model_identity(examinee: ModelUnderTest) -> dict[str, Any]:
-    """What has to be equal for the rows of two runs to be answers of one model to the same prompts."""
+    """Return the facts that must be equal if the rows of two runs are answers of one model to the same prompts."""
     return {
         "fingerprint of the weights": examinee.model.fingerprint(),
         "number of prompts": len(examinee.data.prompts),
@@ -127,7 +124,7 @@ def model_identity(examinee: ModelUnderTest) -> dict[str, Any]:
 
 
 def settings_identity(config: InferenceConfig) -> dict[str, Any]:
-    """What besides has to be equal for the rows of two runs to be of one; the number of engines is not part of it."""
+    """Return the settings that must be equal too if two runs are one. The number of engines may differ."""
     sampling, reward = config.sampling, config.reward
     return {
         "pretrain": config.model.pretrain,
@@ -174,9 +171,9 @@ def answer_prompts(
     announce: Callable[[str], None],
     hooks: InferenceHooks,
 ) -> bool:
-    """Start the model, answer its chunks from `begin` on and end it; whether the last chunk was reached.
+    """Start the model, answer its chunks from `begin` on and end it. Return whether the last chunk was reached.
 
-    `root` is the folder of the run, where a model that has to be written first is meanwhile.
+    `root` is the folder of the run. A model that must be written first is there meanwhile.
     """
     config = examinee.config
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""Starts the rollout engines of `generate` and `eval`, and a reward model beside them, on the cluster; ends them.
+"""Start and end the rollout engines of `generate` and `eval`, and a reward model beside them.
 
-Weights stay those of the folders they were loaded from: there is nothing to push and nobody takes turns.
+Engines keep the weights of the folder that they loaded: nothing is pushed and nobody takes turns.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ REWARD = "reward"
 
 @dataclass(frozen=True)
 class Models:
-    """What is started."""
+    """The engines and the reward model."""
 
     engines: EngineGroup
     reward_model: RewardRole | None
@@ -65,9 +65,9 @@ def started_models(
     log_dir: Path,
     announce: Callable[[str], None],
 ) -> Iterator[Models]:
-    """Engines and reward model, ready to use; all their processes end with the block.
+    """Yield the engines and the reward model, ready to use; all their processes end with the block.
 
-    `weights` are what engines load, a folder or Hub name; they are there within the block. `announce` is told the
+    `weights` is the folder or Hub name that engines load; it exists within the block. `announce` is called with the
     placement before anything is loaded.
     """
     with ExitStack() as stack:
@@ -97,7 +97,7 @@ def _layout(config: InferenceConfig, cluster: Cluster, *, has_reward_model: bool
 
 
 def _start_reward_model(places: _Places, model: RewardModelPlan) -> WorkerGroup["RewardRank"]:
-    """The ranks of the reward model, built: an engine beside it measures what memory is free."""
+    """Return the ranks of the reward model once they are built: an engine beside them measures the free memory."""
     settings = RoleSettings(
         model=model.source,
         deepspeed=DeepSpeedConfig(),
@@ -161,7 +161,7 @@ def _start_engines(places: _Places, ranks: WorkerGroup["RewardRank"] | None) -> 
 
 
 def _engine_environment(places: _Places, seat: Seat, ranks: WorkerGroup["RewardRank"] | None) -> dict[str, str]:
-    """Which GPUs an engine over several shared ones uses: those of the reward model's ranks that sit there."""
+    """Return the GPUs of an engine over several shared GPUs: the GPUs of the reward model's ranks in these places."""
     if ranks is None or not (places.cluster.has_gpus and seat.shared and len(seat.gpus) > 1):
         return {}
     visible = ranks.visible_gpus()

@@ -17,7 +17,7 @@ from rlhf_cli.trainers.offline.dpo import DPOObjective
 
 
 def dpo_task(config: DPOConfig) -> OfflineTask:
-    """Return the task of these settings, its data read. Raise UsageError for what can be found wrong with them."""
+    """Read the data and return the task of these settings. Raise UsageError if settings, model or data do not fit."""
     objective = make_objective(config.preference)
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)

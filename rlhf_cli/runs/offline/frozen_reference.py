@@ -23,7 +23,7 @@ from rlhf_cli.trainers.offline.loop import Share
 from rlhf_cli.trainers.offline.reference_logprobs import all_results, digest_of_pairs, digest_of_responses
 
 Forwards = dict[str, Callable[[Any, Any], Any]]
-"""What is asked of the reference, by the column it becomes."""
+"""The queries to the reference, by the column it becomes."""
 
 
 def check_reference(
@@ -64,7 +64,7 @@ def _source(reference: FrozenReferenceConfig, model: TrainedModel) -> ModelConfi
 def reference_identity(
     reference: FrozenReferenceConfig, model: TrainedModel, *, is_needed: bool = True
 ) -> dict[str, Any]:
-    """Return what has to be equal of the reference for a checkpoint to be continued."""
+    """Return the facts about the reference that must be equal for a checkpoint to be continued."""
     source = _source(reference, model).pretrain if is_needed else None
     weights = model_identity("reference", source)
     if not isinstance(reference, ReferenceConfig):
@@ -98,7 +98,7 @@ def pair_reference(
 
 
 def _moves(frozen: FrozenReference, settings: ReferenceConfig) -> dict[str, Any]:
-    """Hooks that move the reference, where it moves."""
+    """Return the hooks that move the reference; none if it stays."""
     if settings.ref_sync_steps == 0:
         return {}
 
@@ -132,7 +132,7 @@ def labelled_reference(
 
 
 class _Precomputed:
-    """Columns of a reference for whole data sets; the model is loaded only where they are not on disk, and once."""
+    """Columns of a reference for whole data sets. The model is loaded once, and only if the columns are not on disk."""
 
     def __init__(self, source: ModelConfig, deepspeed: DeepSpeedConfig, share: Share, forwards: Forwards) -> None:
         self._source, self._deepspeed, self._share, self._forwards = source, deepspeed, share, forwards

@@ -17,7 +17,7 @@ from rlhf_cli.trainers.offline.kto import KTOObjective, LabelledItems, partners_
 
 
 def kto_task(config: KTOConfig) -> OfflineTask:
-    """Return the task of these settings, its data read. Raise UsageError for what can be found wrong with them."""
+    """Read the data and return the task of these settings. Raise UsageError if settings, model or data do not fit."""
     loss, data = config.preference, config.data
     settings = UnpairedSettings(loss.beta, loss.desirable_loss_weight, loss.undesirable_loss_weight)
     objective = KTOObjective(loss.loss, settings)

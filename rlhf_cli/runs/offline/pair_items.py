@@ -13,7 +13,7 @@ from rlhf_cli.trainers.offline.rm import MARGIN
 
 
 class PairConfig(Protocol):
-    """What is read of the settings."""
+    """The settings that loading pairs reads."""
 
     @property
     def data(self) -> PreferenceDataConfig: ...
@@ -24,10 +24,12 @@ class PairConfig(Protocol):
 def load_pair_items(
     config: PairConfig, model: TrainedModel, *, share_prompts: bool, read_ends: bool, with_margin: bool = False
 ) -> tuple[Items, str]:
-    """Training and evaluation pairs, and the line about the former for the terminal.
+    """Return the training and evaluation pairs, and a line about the training pairs for the terminal.
 
-    Prompts are shared where that is wanted and the attention kernel can. UsageError where a margin is wanted and
-    missing.
+    Prompts are shared if the settings ask for it and the attention kernel can.
+
+    Raises:
+        UsageError: a margin is asked for and missing.
     """
     share = share_prompts and model.attention == VARLEN
     data, seed = config.data, config.batch.seed

@@ -13,7 +13,7 @@ from rlhf_cli.trainers.offline.rm import RewardObjective, finish_reward_metrics
 
 
 def rm_task(config: RMConfig) -> OfflineTask:
-    """Return the task of these settings, its data read. Raise UsageError for what can be found wrong with them."""
+    """Read the data and return the task of these settings. Raise UsageError if settings, model or data do not fit."""
     loss = config.reward
     model = offline_model(config)
     refuse_several_labels(model.architecture, f"--pretrain {model.base.pretrain!r}")
@@ -37,8 +37,8 @@ def rm_task(config: RMConfig) -> OfflineTask:
 
 
 def reward_statistics(evaluated: dict[str, float]) -> dict[str, Any]:
-    """What the model's configuration says of its rewards on the evaluation data, for `--normalize_reward`.
+    """Return mean and std of the rewards on the evaluation data for the model's configuration (`--normalize_reward`).
 
-    Without such data None: the model that training began with may have said something of its own.
+    Without evaluation data both are None: they replace statistics of the model that training began with.
     """
     return {f"reward_{name}": evaluated.get(key) for name, key in (("mean", "reward"), ("std", "reward_std"))}

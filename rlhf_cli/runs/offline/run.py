@@ -1,4 +1,4 @@
-"""What every offline command does around its objective: run directory, engine, checkpoints, tracking, the model."""
+"""The common part of all offline commands: run directory, engine, checkpoints, tracking, model."""
 
 import sys
 from collections.abc import Callable
@@ -54,7 +54,7 @@ from rlhf_cli.trainers.offline.loop import Finished, Objective, OfflineHooks, Pr
 
 @dataclass(frozen=True)
 class Items:
-    """What is trained on and, where there is any, what is evaluated on: each an `ItemData` of the command's own."""
+    """The training items and, if given, the evaluation items: each an `ItemData` of the command."""
 
     data: Any
     eval_data: Any | None
@@ -62,7 +62,7 @@ class Items:
 
 @dataclass(frozen=True)
 class ReferenceHooks:
-    """What an objective compares the trained model with.
+    """The hooks of a reference that an objective compares the trained model with.
 
     `prepare` is called with the micro-batches of every step, `after_step` (engine, step) after every step; `save` and
     `load` take the folder of a checkpoint, every rank calls them.
@@ -81,7 +81,7 @@ def no_reference(items: Items, share: Share) -> tuple[Items, ReferenceHooks]:
 
 
 def offline_model(config: OfflineConfig) -> TrainedModel:
-    """The model of an offline command. UsageError as `trained_model`, and where this process could not load it."""
+    """Return the model of an offline command. Raise UsageError as `trained_model`, or if it cannot be loaded here."""
     check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype)
     model = trained_model(config.model, config.adapter, seed=config.batch.seed)
     check_not_replaced(config.checkpoint, config.model.pretrain, model.base.pretrain)
@@ -92,9 +92,10 @@ def offline_model(config: OfflineConfig) -> TrainedModel:
 
 
 def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., Any]) -> Items:
-    """Training and evaluation data; `load(dataset=..., split=..., progress=...)` makes items of one of them.
+    """Return the training and evaluation items; `load(dataset=..., split=..., progress=...)` makes one of them.
 
-    UsageError where they have tokens that the model has not.
+    Raises:
+        UsageError: the items have tokens that the model lacks.
     """
     rank, _ = distributed_env.rank_and_world_size()
     with rows_bar(shown=rank == 0) as progress:
@@ -110,7 +111,7 @@ def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[...,
 
 @dataclass(frozen=True)
 class OfflineTask:
-    """What is trained, on what, and by which objective."""
+    """The trained model, its items and its objective."""
 
     command: str
     objective: Objective
@@ -122,7 +123,7 @@ class OfflineTask:
     # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
     begin: Callable[[Items, Share], tuple[Items, ReferenceHooks]] = no_reference
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
-    # What has to be equal for a checkpoint to be continued, besides what every command has; rank 0 calls it.
+    # The facts that must be equal for a checkpoint to be continued, besides what every command has; rank 0 calls it.
     identity: Callable[[], dict[str, Any]] = dict
     # Metrics of the last evaluation -> settings to be saved in the model's configuration.
     describe: Callable[[dict[str, float]], dict[str, Any]] = lambda evaluated: {}
@@ -201,7 +202,7 @@ def check_items(config: OfflineConfig, items: Items) -> None:
 def checked_identity(
     config: OfflineConfig, task: OfflineTask, resume: Checkpoint | None, *, num_ranks: int
 ) -> dict[str, Any]:
-    """Return what has to be equal for a checkpoint to be continued. Raise UsageError if `resume` is of another run."""
+    """Return the facts that must be equal to continue. Raise UsageError if `resume` is of another run."""
     data, model = task.items.data, task.model
     identity = {
         "command": task.command,

@@ -12,7 +12,7 @@ from rlhf_cli.trainers.offline.sft import SequenceItems, sft_objective
 
 
 def sft_task(config: SFTConfig) -> OfflineTask:
-    """Return the task of these settings, its data read. Raise UsageError for what can be found wrong with them."""
+    """Read the data and return the task of these settings. Raise UsageError if settings, model or data do not fit."""
     data, seed = config.data, config.batch.seed
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)

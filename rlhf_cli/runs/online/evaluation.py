@@ -1,4 +1,4 @@
-"""Evaluation during an online command: its prompts, where the best model is kept, and what a checkpoint holds of it."""
+"""Evaluation during an online command: its prompts, the folder of the best model, and its state in checkpoints."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from rlhf_cli.trainers.online.evaluation import Best, EvaluationState, Evaluatio
 
 
 def load_evaluation_prompts(config: OnlineConfig, tokenizer: Any) -> PromptData | None:
-    """The held-out prompts, rendered like those of training; None where none are given."""
+    """Return the held-out prompts, rendered as the training prompts; None if no data set is given."""
     evaluation = config.evaluation
     if evaluation.eval_dataset is None:
         return None
@@ -46,7 +46,7 @@ def evaluation_task(
     *,
     total_iterations: int,
 ) -> EvaluationTask:
-    """What the settings ask for."""
+    """Return the evaluation that the settings ask for."""
     temperature, rollout = config.evaluation.eval_temperature, config.rollout
     greedy = SamplingParams(rollout.max_new_tokens, greedy=True, stop=tuple(rollout.stop))
     return EvaluationTask(
@@ -70,7 +70,7 @@ def make_evaluator(
     paths: RunDirectory,
     resume: Checkpoint | None,
 ) -> Evaluator:
-    """The evaluator of a run, which goes on where the checkpoint `resume` was made, if there is one."""
+    """Return the evaluator of a run; it goes on from the checkpoint `resume`, if there is one."""
 
     def save_best(best: Best) -> None:
         with whole_folder(paths.best) as folder:
@@ -90,7 +90,7 @@ def forget_later_best(paths: RunDirectory, resume: Checkpoint, say: Callable[[st
 
 
 def best_facts(evaluator: Evaluator, paths: RunDirectory) -> dict[str, str]:
-    """What to say about the best model at the end of a run."""
+    """Return the facts about the best model for the end of a run."""
     best = evaluator.state.best
     if best is None:
         return {}

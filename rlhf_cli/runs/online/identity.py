@@ -42,9 +42,9 @@ def online_identity(
     algorithm: Algorithm,
     iterations: int,
 ) -> dict[str, Any]:
-    """Return what has to be equal for a checkpoint to be continued, as JSON.
+    """Return the facts that must be equal for a checkpoint to be continued, as JSON.
 
-    The objective's settings are part of it, the number of its passes over the responses of an iteration is not.
+    The settings of the objective are part of it; the number of passes over an iteration's responses is not.
     """
     return {
         "command": command,

@@ -17,7 +17,7 @@ from rlhf_cli.runs.trained_model import TrainedModel, trained_model
 
 @dataclass(frozen=True)
 class OnlineModels:
-    """What the roles start from; a critic and a reward model where the run has them."""
+    """The models that the roles start from; a critic and a reward model if the run has them."""
 
     policy: TrainedModel
     critic: TrainedModel | None
@@ -25,7 +25,11 @@ class OnlineModels:
 
 
 def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
-    """The models of the settings. UsageError where one is not what its role needs, or reads other token ids."""
+    """Return the models of the settings.
+
+    Raises:
+        UsageError: a model does not suit its role, or reads other token ids.
+    """
     policy = trained_model(config.model, config.adapter, seed=config.batch.seed)
     require_language_model(config.model, policy.architecture, policy.plan)
     check_trainable(policy.architecture)
@@ -44,7 +48,7 @@ def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
 
 
 def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
-    """The policy's own model, or the one of `critic_pretrain`, under an adapter of its own where there are adapters."""
+    """Return the model of `critic_pretrain`, else the policy's, under its own adapter if the run trains adapters."""
     assert isinstance(config, CriticConfig)
     pretrain = config.critic.critic_pretrain
     if pretrain is None:
@@ -62,8 +66,10 @@ def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
 
 
 def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
-    """The roles this run has besides the engines; a reference only where the KL divergence counts, from another model
-    than the one under the actor's adapter."""
+    """Return the roles of this run besides the engines.
+
+    A reference is among them only if the KL divergence counts and no adapter can be switched off instead.
+    """
     critic = ("critic",) if models.critic else ()
     reference = ("ref",) if config.policy.init_kl_coef > 0 and models.policy.plan is None else ()
     reward = ("reward",) if models.reward else ()
@@ -78,9 +84,9 @@ _TOGETHER = {"ref": "colocate_actor_ref", "reward": "colocate_critic_reward"}
 
 
 def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
-    """A sentence for each role that the run lacks and that something is said of.
+    """Return a sentence for each role that the run lacks and that has settings.
 
-    Not refused: a command line goes on to work where the KL divergence is turned off or an adapter comes in.
+    They are not refused: a command line keeps working if the KL divergence is turned off or an adapter comes in.
     """
     placement, deepspeed, said = config.placement, config.deepspeed, []
     for role in (role for role in _ABSENT if role not in roles):
@@ -104,7 +110,7 @@ def truncation_notice(rollout: RolloutConfig) -> list[str]:
 
 
 def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
-    """UsageError where blocks of a role are to be compiled whose weights are partitioned."""
+    """Raise UsageError if blocks of a role are to be compiled whose weights are partitioned."""
     deepspeed = config.deepspeed
     for role in roles:
         if config.model.compile_model and deepspeed.of(role).zero_stage == 3:

@@ -1,4 +1,4 @@
-"""What every online command does around the loop: checks, run directory, cluster, checkpoints, tracking, the model."""
+"""The common part of all online commands: checks, run directory, cluster, checkpoints, tracking, models."""
 
 import sys
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
 @dataclass(frozen=True)
 class _OnlineRun:
-    """What is known before anything heavy starts."""
+    """The run as it is known before anything heavy starts."""
 
     config: OnlineConfig
     command: str
@@ -149,7 +149,7 @@ def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
 
 
 def _continued(run: _OnlineRun) -> _OnlineRun:
-    """The same run from its newest checkpoint on, or from the start where there is none yet."""
+    """Return the same run from its newest checkpoint on, or from the start if there is none yet."""
     checkpoint = run.config.checkpoint.model_copy(update={"load_checkpoint": True, "overwrite": False})
     return _check(run.config.model_copy(update={"checkpoint": checkpoint}), run.command, run.algorithm)
 
@@ -230,7 +230,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineR
 
 
 def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
-    """Raise UsageError for sizes that do not fit together; says which would."""
+    """Raise UsageError if sizes do not fit together; the message names sizes that would."""
     rollout, batch = config.rollout, config.batch
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     if samples % batch.train_batch_size:
@@ -276,14 +276,14 @@ def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
 
 
 def dynamic_sampling(config: OnlineConfig) -> DynamicSamplingConfig | None:
-    """The settings of dynamic sampling; None where it is off or the command has none."""
+    """Return the settings of dynamic sampling; None if it is off or the command has none."""
     if not isinstance(config, FilteringConfig) or not config.dynamic.dynamic_filtering:
         return None
     return config.dynamic
 
 
 def check_filtering(config: OnlineConfig) -> None:
-    """Raise UsageError where dynamic sampling would have nothing to judge prompts by."""
+    """Raise UsageError if dynamic sampling has no score to judge prompts by."""
     if dynamic_sampling(config) is None:
         return
     if config.rollout.n_samples_per_prompt < 2:
@@ -340,7 +340,7 @@ def _notices(run: _OnlineRun) -> list[str]:
 
 
 def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:
-    """What to say about the run at its start."""
+    """Return the facts about the run for its start."""
     config, models, adapter = run.config, run.models, run.models.policy.plan
     reward_file = reward_file_notice(run.resume, config.reward)
     return {
@@ -362,7 +362,7 @@ def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:
 def _train(
     run: _OnlineRun, started: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal
 ) -> tuple[Finished, dict[str, str]]:
-    """(how training ended, what to say about the best model)."""
+    """Train, and return the way it ended and the facts about the best model."""
     state = first_state(run.config.policy)
     if run.resume is not None:
         state = LoopState(**run.resume.state["loop"], surplus=load_surplus(run.resume.path))

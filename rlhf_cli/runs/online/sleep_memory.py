@@ -20,7 +20,7 @@ WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class SleepingRole:
-    """What decides how much of a role moves to host memory."""
+    """The sizes that decide how much of a role moves to host memory."""
 
     num_parameters: int
     num_trained: int
@@ -45,7 +45,7 @@ def sleep_memory_fact(config: OnlineConfig, models: OnlineModels, layout: Layout
 
 
 def described(by_node: Mapping[int, float], available: int) -> dict[str, str]:
-    """Return the line: what the fullest node needs, and the memory of this one."""
+    """Return the line with the need of the fullest node and the memory of this node."""
     needed = max(by_node.values())
     line = f"{needed / GIB:.0f} GiB on a node while roles sleep, twice that where pinned buffers are rounded up"
     has = f"{available / GIB:.0f} GiB"

@@ -48,7 +48,7 @@ class OnlineCluster:
 
     @property
     def layout(self) -> Layout:
-        """Who sits where."""
+        """Return the places of all roles."""
         return self.reservation.layout
 
 
@@ -255,7 +255,7 @@ class OnlineRoles:
         )
 
     def _engine_environment(self, seat: Seat) -> dict[str, str]:
-        """Which GPUs an engine over several shared ones uses: those of the actor's ranks that sit there."""
+        """Return the GPUs of an engine over several shared GPUs: the GPUs of the actor's ranks in these places."""
         if not (self._where.cluster.has_gpus and seat.shared and len(seat.gpus) > 1):
             return {}
         visible = self.actor.trained.group.visible_gpus()
@@ -272,7 +272,7 @@ def role_settings(
     total_steps: int,
     adapter: AdapterPlan | None = None,
 ) -> RoleSettings:
-    """Return what a role is built from."""
+    """Return the settings that a role is built from."""
     return RoleSettings(
         model=model,
         deepspeed=config.deepspeed.of(role),
