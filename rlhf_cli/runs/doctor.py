@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +30,9 @@ REPORTED_VARIABLES = re.compile(r"(CUDA|NCCL|RAY|VLLM|TORCH|HF|OMP|DS|DEEPSPEED|
 """Names of environment variables that change how a run behaves."""
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-_IMPORT_SECONDS = 60
+_IMPORT_SECONDS = 60.0
+TOTAL_SECONDS = 600.0
+"""Limit of all checks: each has a limit of its own, and the smoke tests share the time that the others leave."""
 
 
 def run_doctor(config: DoctorGroup) -> None:
@@ -50,6 +53,7 @@ def run_doctor(config: DoctorGroup) -> None:
 
 
 def _findings(*, smoke_tests: bool) -> Iterator[Finding]:
+    end = time.monotonic() + TOTAL_SECONDS
     versions = installed_versions()
     yield from package_findings(versions)
     if (finding := torch_extras_finding(versions, _import_error)) is not None:
@@ -58,13 +62,16 @@ def _findings(*, smoke_tests: bool) -> Iterator[Finding]:
     yield from machine_findings()
     yield cluster_finding(os.environ.get("RAY_ADDRESS"))
     if smoke_tests:
-        yield from smoke_findings()
+        yield from smoke_findings(end=end)
 
 
-def _import_error(module: str) -> str | None:
+def _import_error(module: str, *, seconds: float = _IMPORT_SECONDS) -> str | None:
     """Return the last line of the error that importing a module raises in a new process; None if it works."""
     command = [sys.executable, "-c", f"import {module}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"its import did not end within {seconds:.0f} s"
     lines = done.stderr.strip().splitlines()
     return (lines[-1] if lines else f"exit status {done.returncode}") if done.returncode else None
 

@@ -12,5 +12,5 @@ def cluster_finding(address: str | None, run: Run = run) -> Finding:
         return ok("Ray", "RAY_ADDRESS is not set; every run starts Ray on this machine")
     if run([sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]) is not None:
         return ok("Ray", f"the cluster at {address} answers")
-    cure = "start it with `ray start --head`, or unset RAY_ADDRESS to use this machine alone"
+    cure = "ray start --head, or unset RAY_ADDRESS"
     return Finding("Ray", "error", f"no cluster answers at RAY_ADDRESS={address}", cure)

@@ -6,6 +6,7 @@ hang, ends that process alone.
 
 import asyncio
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -32,11 +33,16 @@ class SmokeTest:
     cure: str
 
 
-def smoke_findings() -> Iterator[Finding]:
-    """Yield the finding of each smoke test as soon as it has run."""
+def smoke_findings(*, end: float) -> Iterator[Finding]:
+    """Yield the finding of each smoke test as soon as it has run.
+
+    Args:
+        end: the time of the monotonic clock at which all tests must have ended.
+    """
     with tempfile.TemporaryDirectory(prefix="rlhf-doctor-") as folder:
         for name, test in TESTS.items():
-            yield run_test([sys.executable, "-m", __spec__.name, name, folder], test, seconds=SECONDS)
+            seconds = min(SECONDS, max(0.0, end - time.monotonic()))
+            yield run_test([sys.executable, "-m", __spec__.name, name, folder], test, seconds=seconds)
 
 
 def run_test(command: list[str], test: SmokeTest, *, seconds: float) -> Finding:
@@ -164,6 +170,21 @@ async def _check_engine(folder: Path) -> str:
     return f"{backend} sampled {count} tokens; after a weight push it agrees with the trainer to {difference:.1g} nats"
 
 
+def check_ray(folder: Path) -> str:
+    """Join or start Ray as an online run does, and let a worker process answer."""
+    import ray
+
+    from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
+
+    def answer() -> int:
+        return os.getpid()
+
+    with ray_cluster():
+        ray.get(ray.remote(num_cpus=0)(answer).remote())
+    where = f"the cluster at {address}" if (address := os.environ.get("RAY_ADDRESS")) else "a Ray on this machine"
+    return f"{where} starts a worker process, which answers"
+
+
 def tiny_model(folder: Path) -> str:
     """Return the folder of a tiny random model and tokenizer, made on first use."""
     from rlhf_cli.config.scratch import ArchitectureConfig
@@ -189,9 +210,10 @@ def _sequence(length: int):
 
 
 TESTS = {
-    "attention": SmokeTest("attention", check_attention, "try --attn_implementation sdpa, and report the failure"),
-    "training": SmokeTest("DeepSpeed", check_training, "rm -rf ~/.cache/torch_extensions, then run rlhf doctor again"),
-    "engine": SmokeTest("rollout engine", check_engine, "try --rollout_backend transformers, and report the failure"),
+    "attention": SmokeTest("attention", check_attention, "rlhf doctor --report"),
+    "training": SmokeTest("DeepSpeed", check_training, "rm -rf ~/.cache/torch_extensions && rlhf doctor"),
+    "engine": SmokeTest("rollout engine", check_engine, "rlhf doctor --report"),
+    "ray": SmokeTest("Ray worker", check_ray, "RAY_TMPDIR=/tmp rlhf doctor"),
 }
 
 

@@ -9,7 +9,10 @@ class DoctorGroup(SettingsGroup):
     """Doctor"""
 
     smoke_tests: bool = True
-    """Let each part do its work once: attention kernel, DeepSpeed step, rollout engine, weight push."""
+    """Let each part do its work once: attention kernel, DeepSpeed step, rollout engine, weight push, Ray.
+
+    All checks together end within 10 minutes.
+    """
     as_json: bool = Field(False, alias="json")
     """Print the findings as one JSON object."""
     report: bool = False

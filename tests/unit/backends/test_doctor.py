@@ -4,6 +4,7 @@ import getpass
 import json
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ from rlhf_cli.backends.doctor.machine import (
     shared_memory_finding,
 )
 from rlhf_cli.backends.doctor.packages import installed_versions, package_findings, torch_extras_finding
-from rlhf_cli.backends.doctor.smoke import SmokeTest, check_attention, run_test
-from rlhf_cli.runs.doctor import as_json, markdown, redacted
+from rlhf_cli.backends.doctor.smoke import SmokeTest, check_attention, run_test, smoke_findings
+from rlhf_cli.runs.doctor import _import_error, as_json, markdown, redacted
 
 REQUIRES = {
     "rlhf-cli": ["torch>=2.11,<2.14", "ray>=2.60", 'vllm==0.32.*; extra == "vllm"', 'tomli; python_version < "3"'],
@@ -180,6 +181,18 @@ def test_a_smoke_test_reports_its_last_line_and_survives_crashes_and_hangs(progr
     assert finding.cure == ("" if status == "ok" else "the cure")
 
 
+def test_an_import_that_hangs_is_a_failure_and_no_trace(tmp_path, monkeypatch):
+    (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert _import_error("hanging", seconds=1) == "its import did not end within 1 s"
+
+
+def test_smoke_tests_do_not_run_on_after_the_limit_of_all_checks():
+    found = list(smoke_findings(end=time.monotonic()))
+    assert {one.message for one in found} == {"no answer within 0 s"}
+    assert {"Ray worker", "DeepSpeed"} <= {one.part for one in found}
+
+
 def test_the_attention_kernel_of_this_machine_agrees_with_float32(tmp_path):
     assert check_attention(tmp_path).startswith("kernel varlen agrees with float32 to ")
 
@@ -224,7 +237,7 @@ def test_the_command_prints_each_finding_with_its_cure_and_fails_if_one_is_an_er
     assert cli.main(["doctor", "--no_smoke_tests"]) == 1
     printed = capsys.readouterr()
     assert "ERROR  Ray: no cluster answers at RAY_ADDRESS=127.0.0.1:1" in printed.out
-    assert "         cure: start it with `ray start --head`" in printed.out
+    assert "         cure: ray start --head" in printed.out
     assert printed.err.strip().endswith("checks failed: Ray")
 
 
@@ -241,3 +254,4 @@ def test_every_part_of_the_program_works_here(capsys):
     assert {one["status"] for one in found.values()} <= {"ok", "warning"}
     assert found["DeepSpeed"]["message"].startswith("DeepSpeed ZeRO-2 lowers the loss from ")
     assert "after a weight push it agrees with the trainer" in found["rollout engine"]["message"]
+    assert found["Ray worker"]["message"].startswith("a Ray on this machine starts a worker process")
