@@ -131,7 +131,7 @@ def _estimator(values: list[str], call: Call) -> Settings | None:
 
 def _correction_threshold(values: list[str], call: Call) -> Settings:
     """OpenRLHF's bounds: the upper one caps token_clip, both of them bound the kept ratios of the masks."""
-    masks = call.value("vllm_is_correction_type") in ("icepop", "seq-mask-tis")
+    masks = call.value("vllm_is_correction_type") in ("icepop", "seq-mask-tis") or "use_icepop" in call.values
     if masks and len(values) == 2:
         return {"rollout_correction_range": values}
     return {"rollout_correction_cap": values[-1:]}

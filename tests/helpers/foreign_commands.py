@@ -80,6 +80,7 @@ COMMAND_LINES = {
     f"ppo {PPO} {CRITIC} {FILE} --full_determinism": "refused: --seed fixes the run",
     f"ppo {PPO} {CRITIC} {FILE} --image_key images": "refused: images are not there yet",
     f"ppo {PPO} {CRITIC} {FILE} --vllm_enable_is_correction --use_icepop": "parses: --rollout_correction token_mask",
+    f"ppo {PPO} {CRITIC} {FILE} --use_icepop --vllm_is_truncated_threshold 0.5 5.0": "parses: --rollout_correction_range 0.5 5.0",
     "merge --model_path base --lora_path adapter --output_path whole --param_dtype bf16": "parses: --lora_path adapter is --model",
     "generate --eval_task generate_vllm --pretrain m --dataset d --output_path out.jsonl --post_processor rs --best_of_n 4 "
     "--reward_pretrain rm": "parses: --select best | --n_samples_per_prompt 4",
