@@ -1,11 +1,12 @@
 """Rollouts, placement and optimizers of online training; rewards are in scoring.py, its objective in policy.py."""
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_cli.config.base import JsonObject, SettingsGroup
+from rlhf_cli.config.plugins import Plugin
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, fault_of_vllm_args
 
@@ -13,7 +14,14 @@ from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, f
 class EngineConfig(SettingsGroup):
     """Engine"""
 
-    rollout_backend: Literal["auto", "vllm", "transformers"] = "auto"
+    rollout_backend: Annotated[
+        str,
+        Plugin(
+            ("auto", "vllm", "transformers"),
+            ("model_path", "settings"),
+            methods=("begin", "collect", "cut", "sleep", "wake", "update_weights", "shutdown"),
+        ),
+    ] = "auto"
     """Engine that generates; auto takes vLLM if it is installed."""
     max_new_tokens: int = Field(1024, gt=0)
     """Tokens generated per response at most."""

@@ -154,6 +154,7 @@ async def _check_engine(folder: Path) -> str:
             parameter.mul_(1.5)
     sender = WeightSender(ShmTransport())
     report = sender.send(model.named_parameters(), version=1)
+    assert report.manifest is not None  # rank 0 of the sender has it
     await engine.start_weight_update()
     await engine.update_weights(report.manifest)
     await engine.finish_weight_update(1)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
@@ -60,6 +60,58 @@ class Arrivals:
 
     responses: list[tuple[int, Generation]]
     is_last: bool
+
+
+class RolloutEngine(Protocol):
+    """An engine in its own process: one batch of requests at a time, and weights that are replaced between batches.
+
+    An engine is built with the path of a model and `EngineSettings`.
+    """
+
+    async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        """Return the responses to a batch, in its order."""
+        ...
+
+    async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        """Start a batch; the place of a request in the list is its number."""
+
+    async def collect(self) -> Arrivals:
+        """Return the responses since the last call; wait for one if more are to come."""
+        ...
+
+    async def cut(self, max_tokens: int) -> None:
+        """Give up the responses that have more tokens; 0 gives up the batch."""
+
+    async def check_alive(self) -> None:
+        """Raise EngineDead if the engine cannot generate any more."""
+
+    async def sleep(self, level: int = 2) -> None:
+        """Free the memory of the device."""
+
+    async def wake(self, tags: list[str] | None = None) -> None:
+        """Take memory again, for `weights`, `kv_cache` or both."""
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Prepare for the first push of weights."""
+
+    async def start_weight_update(self) -> None:
+        """Begin a push of weights."""
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load a part of a push."""
+
+    async def finish_weight_update(self, version: int) -> None:
+        """End a push, after which responses have this version."""
+
+    async def abort_weight_update(self) -> None:
+        """Give up a push that failed."""
+
+    async def weight_checksum(self) -> list[int]:
+        """Return a checksum of the weights, one for each device."""
+        ...
+
+    async def shutdown(self) -> None:
+        """End the engine."""
 
 
 class RequestBatch:

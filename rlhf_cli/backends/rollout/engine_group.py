@@ -41,8 +41,8 @@ def rollout_backend(config: EngineConfig) -> str:
     backend = config.rollout_backend
     if backend == "auto":
         backend = "vllm" if installed else "transformers"
-    if backend == "transformers" and config.vllm_tensor_parallel_size > 1:
-        raise UsageError("--vllm_tensor_parallel_size needs vLLM; the transformers rollout backend uses one device")
+    if backend != "vllm" and config.vllm_tensor_parallel_size > 1:
+        raise UsageError(f"--vllm_tensor_parallel_size needs vLLM; the {backend} rollout backend uses one device")
     return backend
 
 

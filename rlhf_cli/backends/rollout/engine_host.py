@@ -5,7 +5,8 @@ Imports nothing that trains: the process of an engine starts as early as it can.
 
 from typing import Any
 
-from rlhf_cli.backends.rollout.engine import Arrivals, EngineSettings
+from rlhf_cli.backends.rollout.engine import Arrivals, EngineSettings, RolloutEngine
+from rlhf_cli.config.plugins import is_target, load_target
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.models.weight_files import folder_of
 
@@ -13,13 +14,16 @@ HOST_ENGINE = "rlhf_cli.backends.rollout.engine_host:host_engine"
 """`host_engine` by name: only the process of an engine imports it."""
 
 
-def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Any:
+def make_engine(backend: str, model_path: str, settings: EngineSettings) -> RolloutEngine:
     """The rollout engine of that name, in this process; a model of the Hub is fetched to this machine first."""
     model_path = str(folder_of(model_path))
     if backend == "vllm":
         from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
 
         return VllmEngine(model_path, settings)
+    if is_target(backend):
+        own: RolloutEngine = load_target(backend)(model_path, settings)
+        return own
     from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(model_path, settings)
@@ -33,7 +37,7 @@ def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "Eng
 class EngineHost:
     """Holds an engine in its own process and joins verbs that always follow each other into one call."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
 
     async def begin(
@@ -43,8 +47,7 @@ class EngineHost:
         await self.engine.begin(requests, sampling)
         if max_tokens is not None:
             await self.engine.cut(max_tokens)
-        arrivals: Arrivals = await self.engine.collect()
-        return arrivals
+        return await self.engine.collect()
 
     async def take_push(self, manifest: dict[str, Any], version: int) -> None:
         """Load a push from shared memory."""
