@@ -1,4 +1,4 @@
-"""Direct preference optimisation and its relatives: the objective, and what it has to know beforehand."""
+"""Direct preference optimization and its relatives: the objective, and the data that it needs beforehand."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class DPOObjective:
 
 
 def pair_logprobs(logprobs_B: torch.Tensor, batch: PairBatch) -> PairLogprobs:
-    """Log-probabilities [2 P] of the responses of a micro-batch as those of its pairs, with its columns."""
+    """Return the log-probs [2 P] of the responses of a micro-batch as pairs, with the columns of the pairs."""
     lengths_B, ref_P2, delta_P = trained_counts(batch.pack), batch.columns.get(REF), batch.columns.get(DELTA)
     return PairLogprobs(
         chosen_logprobs=logprobs_B[0::2],
@@ -85,9 +85,9 @@ def pair_logprobs(logprobs_B: torch.Tensor, batch: PairBatch) -> PairLogprobs:
 
 @dataclass(frozen=True)
 class PairPreparation:
-    """Gives micro-batches what the objective needs: the reference's log-probabilities and constants of the step.
+    """Adds to micro-batches the data that the objective needs: the reference's log-probs and constants of the step.
 
-    `reference` is None where the items bring those log-probabilities, or no loss needs any.
+    `reference` is None if the items bring the log-probs, or no loss needs them.
     """
 
     objective: DPOObjective

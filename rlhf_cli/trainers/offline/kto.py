@@ -142,9 +142,9 @@ class KTOObjective:
 
 @dataclass(frozen=True)
 class KTOPreparation:
-    """Gives micro-batches the reference's log-probabilities and the baseline z0 of the whole step.
+    """Adds to micro-batches the reference's log-probs and the baseline z0 of the whole step.
 
-    `reference` is None where the items bring the log-probabilities of both responses.
+    `reference` is None if the items bring the log-probs of both responses.
     """
 
     objective: KTOObjective

@@ -50,7 +50,7 @@ class Engine(Protocol):
 
 
 class StepTracker(Protocol):
-    """What the loop reports to."""
+    """The tracker as the loop uses it."""
 
     @property
     def phase(self) -> Callable[[str | None], None]: ...
@@ -101,7 +101,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class OfflineHooks:
-    """What the loop calls besides engine and objective."""
+    """The functions that the loop calls besides engine and objective."""
 
     tracker: StepTracker
     save_checkpoint: Callable[[int], None]
@@ -131,11 +131,13 @@ def train(
     schedule: Schedule,
     hooks: OfflineHooks,
 ) -> Finished:
-    """Train from `schedule.start_step` to the end, or until `hooks.should_stop` says so.
+    """Train from `schedule.start_step` to the end, or until `hooks.should_stop` returns True.
 
-    Where a finished run is continued, nothing is left but to evaluate again what is saved once more. RunError where too
-    many steps in a row had to be skipped. What is saved then is the state after the last of them: they have changed
-    nothing, and other items come next.
+    A finished run that is continued only evaluates and saves again.
+
+    Raises:
+        RunError: too many steps in a row were skipped. The state after the last of them is saved: they changed nothing,
+            and other items come next.
     """
     batches = StepBatches(
         len(data.lengths), batch_size=share.batch.train_batch_size, epochs=share.batch.max_epochs, seed=share.batch.seed
@@ -198,7 +200,7 @@ def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, Any],
 
 
 def too_many_skipped(metrics: Mapping[str, float], limit: int) -> str | None:
-    """What to say where a role had to skip more than so many optimizer steps in a row; None where none had."""
+    """Return a sentence if a role skipped more than so many optimizer steps in a row, else None."""
     most = max(metrics.get(f"{role}skipped_in_a_row", 0.0) for role in ("", "critic/"))
     if most <= limit:
         return None

@@ -23,7 +23,7 @@ of rows; every rank calls it."""
 class PairBatch:
     """P pairs packed: the pack's sequences are chosen, rejected, chosen, rejected and so on.
 
-    `columns` are float32 [P], or [P, 2] with chosen first: what is known of the pairs beside their tokens.
+    `columns` are float32 [P], or [P, 2] with chosen first: values of the pairs beside their tokens.
     """
 
     pack: Pack
@@ -86,7 +86,7 @@ def trained_counts(pack: Pack) -> torch.Tensor:
 
 
 def margins(pairs: PairData) -> np.ndarray:
-    """By how much the chosen response of each pair is better, float32 [N]. UsageError where a pair does not say."""
+    """Return the margin of each pair, float32 [N]. Raise UsageError if a pair has none."""
     found = [pair.margin for pair in pairs.pairs]
     missing = sum(margin is None for margin in found)
     if missing:

@@ -1,4 +1,4 @@
-"""Results of a frozen model for all items of a data set at once, and what the items are told apart by."""
+"""Results of a frozen model for all items of a data set at once, and digests that identify the items."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ def all_results(
     share: Share,
     gather: Gather,
 ) -> np.ndarray:
-    """Results of `forward` for all items, float32 [N] or [N, n] where it gives n numbers an item; on every rank."""
+    """Return the results of `forward` for all items on every rank: float32 [N], or [N, n] for n numbers an item."""
     num_items, size = len(items.lengths), share.batch.train_batch_size
     found: list[torch.Tensor] = []
     for start in range(0, num_items, size):

@@ -1,6 +1,6 @@
-"""The data of one online iteration: from generations to what policy and critic learn from.
+"""The data of one online iteration: from generations to the samples of policy and critic.
 
-Pure functions over flat arrays; who computes log-probs and values is the loop's business.
+Pure functions over flat arrays: the loop asks the models for log-probs and values.
 """
 
 from collections import Counter
@@ -73,7 +73,7 @@ def as_sequence(prompt_ids: list[int], response_ids: list[int]) -> TokenSequence
 def scored_rollouts(
     prompts: Sequence[Prompt], generations: Sequence[Generation], scores: Sequence[Score], groups: Sequence[int]
 ) -> Rollouts:
-    """What can be learned from: responses whose score did not fail, in order.
+    """Return the responses that can be trained on, in order: all whose score did not fail.
 
     Args:
         prompts: the prompt of each response.
@@ -100,9 +100,9 @@ def with_greedy(rollouts: Rollouts, greedy: Rollouts) -> Rollouts:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the models say of each response token, lists by response; None where no such model takes part.
+    """The models' values for each response token, as lists by response; None for a model that takes no part.
 
-    `bootstrap_B` are values of the states that responses ended in, 0 for finished ones; None where nobody asks.
+    `bootstrap_B` are the values of the states that responses ended in: 0 for finished ones, None if not asked for.
     """
 
     old_logprobs: list[np.ndarray] | None
@@ -141,10 +141,10 @@ def learning_samples(
     kl_coef: float,
     max_new_tokens: int,
 ) -> tuple[list[Sample], dict[str, float]]:
-    """(a sample for each response that is trained on, metrics of KL and advantages).
+    """Return a sample for each response that is trained on, and the metrics of KL divergence and advantages.
 
     `greedy` are responses to the same prompts to compare with. `kl` is the mean over responses of the divergence summed
-    over their tokens, which the adaptive controller steers; it is here where it is taken off the reward.
+    over their tokens, which the adaptive controller steers. It is a metric here if it is subtracted from the reward.
     """
 
     def rewards(of: Rollouts) -> torch.Tensor:
@@ -187,7 +187,7 @@ def weighted_parts(rollouts: Rollouts, reward: OnlineRewardConfig) -> tuple[tupl
 
 
 def _of_groups(values_G: torch.Tensor, numbers_G: torch.Tensor, groups_B: torch.Tensor) -> torch.Tensor:
-    """The value of each response's group; `numbers_G` says which group each value belongs to."""
+    """Return the value of each response's group; `numbers_G` holds the group of each value."""
     by_number = values_G.new_zeros(int(numbers_G.max()) + 1).index_put((numbers_G,), values_G)
     return by_number[groups_B]
 
@@ -195,7 +195,7 @@ def _of_groups(values_G: torch.Tensor, numbers_G: torch.Tensor, groups_B: torch.
 def _columns(
     rollouts: Rollouts, evaluated: Evaluated, *, advantages_N: torch.Tensor, returns_N: torch.Tensor | None
 ) -> dict[str, list[np.ndarray]]:
-    """What is known of each response's tokens, by name."""
+    """Return the columns of each response's tokens, by name."""
     columns = {"rollout_logprobs": rollouts.rollout_logprobs, "advantages": _split(advantages_N, rollouts.cu)}
     if evaluated.old_logprobs is not None:
         columns["old_logprobs"] = evaluated.old_logprobs
@@ -285,7 +285,7 @@ def failure_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def greedy_metrics(greedy: Rollouts | None) -> dict[str, float]:
-    """The mean score of the greedy responses, where there are any."""
+    """Return the mean score of the greedy responses, if there are any."""
     return {} if greedy is None else {"greedy_reward": float(greedy.scores_B.mean())}
 
 
@@ -309,7 +309,7 @@ class GroupPlace:
 
 
 def whole_groups(num_prompts: int, num_samples: int) -> list[GroupPlace]:
-    """The places of all samples of prompts, those of one next to each other."""
+    """Return the places of all samples of prompts; the samples of a prompt are neighbours."""
     return [
         GroupPlace(str(group), sample, num_samples) for group in range(num_prompts) for sample in range(num_samples)
     ]
@@ -322,7 +322,7 @@ def score_requests(
     *,
     places: Sequence[GroupPlace],
 ) -> list[ScoreRequest]:
-    """What the rewards are asked about: texts of prompts and responses, special tokens left out of the response.
+    """Return the requests to the rewards: texts of prompts and responses, without special tokens in the response.
 
     Args:
         prompts: the prompt of each response.

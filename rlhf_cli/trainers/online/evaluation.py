@@ -1,7 +1,7 @@
-"""Evaluation during online training: held-out prompts answered with the present weights, and the best model kept.
+"""Evaluation during online training: answer held-out prompts with the present weights and keep the best model.
 
-The figures are those of `rlhf eval` (rewards/evaluation.py). Training goes on as if nothing had happened: requests have
-seeds that are not counted with those of the run, and no controller sees an evaluation.
+The figures equal `rlhf eval` (rewards/evaluation.py). Training does not notice an evaluation: its requests have seeds
+of their own, and no controller reads its figures.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from rlhf_cli.trainers.online.batch import MAX_SOURCES, as_sequence, sample_rows
 from rlhf_cli.trainers.online.interfaces import RewardModel, Roles, Scoring
 from rlhf_cli.trainers.online.loop import awake, return_weights
 
-EVALUATION = 0x6576616C  # "eval": tells the seeds of evaluations from those of training
+EVALUATION = 0x6576616C  # "eval": evaluations and training have different seeds
 
 
 MAX_KEPT_ROWS = 256
@@ -33,7 +33,7 @@ MAX_KEPT_CHARACTERS = 4_000_000
 
 
 class EvaluationTracker(Protocol):
-    """What evaluations are reported to."""
+    """The tracker as evaluations use it."""
 
     @property
     def phase(self) -> Callable[[str | None], None]: ...
@@ -45,10 +45,10 @@ class EvaluationTracker(Protocol):
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """What is evaluated and how.
+    """The prompts and settings of evaluations.
 
-    Without prompts nothing ever is. `seed` is the run's, `total_iterations` counts its iterations. Engines that sleep
-    between batches lose their weights, which they are given again.
+    Nothing is evaluated without prompts. `seed` is the run's, `total_iterations` counts its iterations. Engines that
+    sleep between batches lose their weights and get them again.
     """
 
     config: EvaluationConfig
@@ -71,7 +71,7 @@ class Best:
 
 @dataclass(frozen=True)
 class EvaluationState:
-    """What a checkpoint keeps: when was evaluated last, and the best so far."""
+    """The part of a checkpoint: the iteration of the last evaluation, and the best result so far."""
 
     evaluated: int | None = None
     best: Best | None = None
@@ -206,12 +206,12 @@ def kept_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def evaluation_seed(seed: int, number: int) -> int:
-    """The seed of a request of an evaluation, counted apart from those of training."""
+    """Return the seed of a request of an evaluation; training counts its seeds apart."""
     return scattered_seed(seed ^ EVALUATION, number)
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
-    """Names of data sets without folders and endings, or whole where these would not tell them apart."""
+    """Return the names of data sets without folders and endings, or whole names if the short ones are not distinct."""
     stems = [Path(source).stem for source in sources]
     return stems if len(set(stems)) == len(stems) else list(sources)
 

@@ -1,6 +1,6 @@
-"""Groups of scored responses, and which of them an iteration trains on under dynamic sampling (DAPO, arXiv 2503.14476).
+"""Groups of scored responses, and the choice among them under dynamic sampling (DAPO, arXiv 2503.14476).
 
-Pure: what is kept depends on responses, scores and the order of the prompts, never on what arrived first.
+Pure: the choice depends on responses, scores and the order of the prompts, never on the order of arrival.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ class PromptGroup:
 
 @dataclass(frozen=True)
 class ScoredResponses:
-    """Responses of several groups end to end; `groups` says which group each belongs to."""
+    """The responses of several groups end to end; `groups` holds the group of each response."""
 
     prompts: list[Prompt]
     generations: list[Generation]
@@ -55,11 +55,11 @@ def flat(groups: Sequence[PromptGroup]) -> ScoredResponses:
 
 
 def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Usefulness:
-    """What the scores of a group say of its prompt.
+    """Return whether the scores of a group make its prompt worth training on.
 
-    With a range it is useful where their mean lies between its ends. Without one, where a verifier found some
-    responses right and others not, and the scores differ. A reward may report another score to filter by. Failed
-    scores are left out; fewer than two say nothing.
+    With a range, the mean score must lie inside it. Without a range, the scores must differ, and a verifier must find
+    some responses right and others wrong. A reward may report another score to filter by. Failed scores are ignored;
+    fewer than two scores decide nothing.
     """
     known = [score for score in scores if score.value is not None]
     values = [score.value if score.filter is None else score.filter for score in known if score.value is not None]
@@ -95,9 +95,9 @@ def longest_needed(groups: Iterable[PromptGroup | None], missing: int, config: D
 
 @dataclass(frozen=True)
 class RoundSplit:
-    """A round of prompts: the groups for the batch, those for the next iteration, and prompts to ask once more.
+    """A round of prompts: groups for the batch, groups for the next iteration, and prompts to ask once more.
 
-    `judged` are the groups whose usefulness counted; those of `postponed` places were not looked at.
+    `judged` are the groups whose usefulness counted; groups of `postponed` places were not looked at.
     """
 
     accepted: list[PromptGroup]
@@ -109,11 +109,11 @@ class RoundSplit:
 def sort_round(
     places: Sequence[int], groups: Sequence[PromptGroup | None], *, missing: int, config: DynamicSamplingConfig
 ) -> RoundSplit:
-    """What becomes of a round of which the batch needs `missing` groups.
+    """Split a round of which the batch needs `missing` groups.
 
-    Useful groups are taken in the order of the prompts. Behind the one that makes the batch full, a group counts if
-    none of its responses is longer than the longest that had to be waited for: what is useful of these is surplus,
-    which a longer one, finished or not, could only be by chance. Such prompts are postponed.
+    Useful groups are taken in the order of the prompts. Once the batch is full, a later group is kept as surplus only
+    if all its responses are no longer than the longest response that was waited for. A longer response would be there
+    by chance of arrival, which would bias the next batch, so its prompt is postponed.
     """
     longest = longest_needed(groups, missing, config)
     accepted: list[PromptGroup] = []

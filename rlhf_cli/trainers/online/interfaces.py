@@ -1,4 +1,4 @@
-"""What the online loop requires of the objects it is given: roles, engines, rewards and the tracker."""
+"""The interfaces of the online loop: roles, engines, rewards and the tracker."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -50,7 +50,7 @@ class Reference(Sleeper, Protocol):
 
 
 class MovingReference(Sleeper, Protocol):
-    """The same where it follows the policy in training."""
+    """A reference that follows the policy in training."""
 
     def move(self) -> None:
         """Go towards the actor, who must not be asked for anything meanwhile."""
@@ -75,7 +75,7 @@ class Engines(Protocol):
         """Whether responses of the batch are still to come."""
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        """(number of the request, response) of what finished; waits for one, at most `timeout` seconds."""
+        """Return finished responses, each with the number of its request. Wait for one, at most `timeout` seconds."""
 
     def cut(self, max_tokens: int) -> None:
         """Give up the responses of the batch that have, or get, more than so many tokens."""
@@ -95,17 +95,18 @@ class ScoringSession(Protocol):
     def add(self, requests: Sequence[ScoreRequest]) -> range: ...
 
     def ready(self) -> list[tuple[int, Score]]:
-        """(number of the response, score) of what is complete since the last call; never waits."""
+        """Return the complete scores since the last call, each with the number of its response. Never wait."""
 
     def finish(self, *, is_all: bool = False) -> dict[int, Score]:
-        """All scores by number of the response; none of groups that stayed incomplete, where responses are compared.
+        """Return all scores by number of the response, except groups that stayed incomplete if responses are compared.
 
-        RunError where these are all there are and too many failed.
+        Raises:
+            RunError: these are all scores and too many failed.
         """
 
 
 class Scoring(Protocol):
-    """What turns responses into scores."""
+    """Turns responses into scores."""
 
     def session(self) -> AbstractContextManager[ScoringSession]: ...
 
@@ -113,7 +114,7 @@ class Scoring(Protocol):
 
 
 class RunTracker(Protocol):
-    """What the loop reports to."""
+    """The tracker as the loop uses it."""
 
     def log(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None: ...
 
@@ -127,7 +128,7 @@ class RunTracker(Protocol):
 
 @dataclass(frozen=True)
 class Roles:
-    """Everything heavy that takes part; `moving_reference` is the reference, where it moves."""
+    """Everything heavy that takes part; `moving_reference` is the reference if it moves."""
 
     actor: Actor
     critic: Critic | None

@@ -1,7 +1,7 @@
 """The one online loop: sample, score, evaluate, update, push weights.
 
-Everything heavy arrives built, so the loop runs in milliseconds with fakes. What differs between algorithms is in
-their table row (algorithms.table); how work reaches ranks and engines is the roles' business.
+Everything heavy arrives built, so the loop runs in milliseconds with fakes. Algorithms differ by their table row
+(algorithms/table.py). The roles send work to ranks and engines.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +54,7 @@ from rlhf_cli.trainers.online.update_plan import UpdatePlan, plan_updates
 
 @dataclass(frozen=True)
 class OnlineHooks:
-    """What the loop calls besides the roles."""
+    """The functions that the loop calls besides the roles."""
 
     tracker: RunTracker
     save_checkpoint: Callable[[LoopState], None]
@@ -73,13 +73,15 @@ def train_online(
     save_steps: int,
     hooks: OnlineHooks,
 ) -> Finished:
-    """Train from the iteration after `state` to the last, or until `hooks.should_stop` says so.
+    """Train from the iteration after `state` to the last, or until `hooks.should_stop` returns True.
 
-    The last one is number `total_iterations` or, under dynamic sampling, the one after which no prompt is left, or none
-    that teaches anything. Where an iteration gives nothing to train on or an evaluation fails, as with its rewards, the
-    state before it is saved and RunError raised. The same where too many optimizer steps in a row were skipped, but
-    after the end of their iteration: others of its steps may have changed weights, of one role or both, and only at its
-    end do models, controllers and prompts belong together.
+    The last iteration is number `total_iterations`. Under dynamic sampling training ends earlier if no prompt is left,
+    or if the remaining prompts teach nothing.
+
+    Raises:
+        RunError: an iteration gives nothing to train on, or an evaluation or its rewards fail; the state before it is
+            saved. Or too many optimizer steps in a row were skipped; then the state after the iteration is saved, as
+            other steps may have changed weights, and models, controllers and prompts agree only at its end.
     """
     source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
     is_last = state.iteration >= total_iterations or source.is_used_up(state)
@@ -88,7 +90,7 @@ def train_online(
 
     @contextmanager
     def saved_on_failure() -> Iterator[None]:
-        """Saves the state if what is done in it fails, where nothing has died."""
+        """Save the state if the block fails, unless a process has died."""
         try:
             yield
         except RunError as error:
@@ -123,9 +125,9 @@ def train_online(
 
 @dataclass(frozen=True)
 class _Experience:
-    """What an iteration learns from: those of the sampled responses that have a score, and the greedy ones beside.
+    """The iteration's training data: scored responses, plus greedy baselines if the algorithm uses them.
 
-    `scores` are all that the iteration came by, also those of groups that taught nothing.
+    `scores` are all scores of the iteration, also of groups that taught nothing.
     """
 
     rollout: Rollout
@@ -205,7 +207,7 @@ def _learn(
 
 
 def _plan(settings: OnlineSettings, rollouts: Rollouts, *, iteration: int) -> UpdatePlan:
-    """The optimizer steps over the responses that are trained on; groups stay whole where they are compared."""
+    """Return the optimizer steps over the trained responses; groups stay whole if their responses are compared."""
     trained_B = rollouts.trained_B(settings.policy)
     groups_B = rollouts.groups_B[trained_B].numpy() if settings.algorithm.min_group > 1 else None
     return plan_updates(int(trained_B.sum()), settings.batch, iteration=iteration, groups_B=groups_B)
@@ -214,9 +216,10 @@ def _plan(settings: OnlineSettings, rollouts: Rollouts, *, iteration: int) -> Up
 def _scored(
     settings: OnlineSettings, sampled: ScoredResponses, likeliest: ScoredResponses, *, iteration: int
 ) -> tuple[Rollouts, Rollouts | None]:
-    """(those of the sampled responses that can be learned from, the greedy ones they are compared with).
+    """Return the responses that can be trained on, and the greedy responses that they are compared with.
 
-    RunError if there is nothing to learn from.
+    Raises:
+        RunError: no response can be trained on.
     """
     rollouts, greedy = (
         scored_rollouts(found.prompts, found.generations, found.scores, found.groups) for found in (sampled, likeliest)
@@ -269,7 +272,7 @@ def _evaluate(roles: Roles, settings: OnlineSettings, rollouts: Rollouts, *, nee
 
 @dataclass(frozen=True)
 class _Updates:
-    """What both updates reported: metrics over the iteration, and of the actor by optimizer step."""
+    """The metrics of both updates: over the iteration, and of the actor by optimizer step."""
 
     metrics: dict[str, float]
     of_actor: list[dict[str, float]]
@@ -291,7 +294,7 @@ def _update(
 
 
 def return_weights(roles: Roles, version: int) -> None:
-    """Give the engines the actor's weights once more: those that slept may have lost them."""
+    """Give the engines the actor's weights once more: engines that slept may have lost them."""
     roles.actor.wake()
     roles.actor.sleep_optimizer()
     roles.engines.receive_weights(version)
@@ -325,7 +328,7 @@ def _next_state(
     rollout: Rollout,
     num_sequences: int,
 ) -> LoopState:
-    """What controllers make of an iteration; the actor's ranks have followed its steps alike."""
+    """Return the state after an iteration, with its controllers moved as the actor's ranks have moved theirs."""
     policy, weights, kl_coef = settings.policy, state.weights, state.kl_coef
     is_asked_again = settings.rollout.num_episodes > 1
     for step in updates.of_actor:
@@ -352,6 +355,6 @@ def _next_state(
 
 
 def controlled(policy: PolicyConfig, state: LoopState, metrics: dict[str, float]) -> dict[str, float]:
-    """The weights that an iteration began with, as metrics, where something weighs them."""
+    """Return the weights of controlled loss terms at the start of an iteration, as metrics."""
     kl = {"kl_coef": state.kl_coef} if "kl" in metrics else {}
     return kl if policy.entropy_target is None else kl | {"entropy_coef": state.weights.entropy.weight}

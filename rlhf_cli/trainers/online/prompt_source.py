@@ -13,7 +13,7 @@ from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 
 
 def planned_iterations(num_prompts: int, settings: OnlineSettings) -> int:
-    """Iterations of a run; at most so many where prompts are replaced, which ends with its prompts then."""
+    """Return the iterations of a run; an upper bound under dynamic sampling, which ends with its prompts."""
     rollout = settings.rollout
     if settings.dynamic is not None:
         iterations = -(-num_prompts * rollout.num_episodes // rollout.rollout_batch_size)
@@ -46,7 +46,7 @@ class RolloutSource:
         return self.settings.dynamic is not None and is_taken
 
     def sample(self, state: LoopState, timer: PhaseTimer) -> Rollout | None:
-        """Groups to train on; None if the last prompts of the run gave none. RunError where others gave none."""
+        """Return groups to train on, or None if the last prompts gave none. Raise RunError if earlier ones did."""
         if self.settings.dynamic is None:
             return sample_once(self._sampler, self._asked_once(state), timer)
         rollout = sample_until_full(

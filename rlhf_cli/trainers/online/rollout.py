@@ -1,7 +1,4 @@
-"""The responses of an iteration: prompts go to the engines, each response to the scorer as soon as it is finished.
-
-Leaves out which groups count (rl_groups) and what they are turned into (rl_batch).
-"""
+"""The responses of an iteration: prompts go to the engines, each response to the scorer as soon as it is finished."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +31,7 @@ class AskedPrompt:
 
 @dataclass(frozen=True)
 class Sampler:
-    """What turns prompts into scored groups. `greedy` asks for a greedy response to each prompt besides."""
+    """Turns prompts into scored groups. `greedy` asks for a greedy response to each prompt too."""
 
     engines: Engines
     scorer: Scoring
@@ -74,9 +71,9 @@ class Round:
         self._context.__exit__(*failure)  # type: ignore[arg-type]
 
     def generate(self, *, enough: Callable[["Round"], int | None] | None = None) -> None:
-        """Ask the engines and hand what is finished to the scorer, until the last response.
+        """Ask the engines and pass finished responses to the scorer, until the last response.
 
-        As soon as `enough` gives a number of tokens, longer responses are given up.
+        As soon as `enough` returns a number of tokens, longer responses are given up.
         """
         sampler, is_cut = self._sampler, enough is None
         sampler.engines.begin(self._requests, sampler.sampling)
@@ -93,7 +90,7 @@ class Round:
             self._take(list(enumerate(found, start=len(self._requests))))
 
     def finish(self, *, is_all: bool) -> None:
-        """Wait for the scores that are missing. RunError where they are all of an iteration and too many failed."""
+        """Wait for the missing scores. Raise RunError if they complete an iteration and too many failed."""
         found = self._session.finish(is_all=is_all)
         self._scores |= {self._added[number]: score for number, score in found.items()}
 
@@ -156,7 +153,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The groups of an iteration, and what is left for the next one.
+    """The groups of an iteration, and the data that it leaves for the next one.
 
     `greedy` are the greedy responses to the same prompts; `filtered` the groups that taught nothing; `num_taken` counts
     the prompts taken from the order of the run so far, `num_carried` the first of the groups, which an earlier policy
@@ -188,7 +185,7 @@ def sample_once(sampler: Sampler, asked: Sequence[AskedPrompt], timer: PhaseTime
 
 @dataclass(frozen=True)
 class CarryOver:
-    """What earlier iterations left: groups to train on, prompts to ask again, and how many were taken altogether."""
+    """Data of earlier iterations: groups to train on, prompts to ask again, and the number of prompts taken so far."""
 
     surplus: Sequence[PromptGroup]
     postponed: Sequence[int]
@@ -206,15 +203,17 @@ def sample_until_full(
     max_failures: float,
     timer: PhaseTimer,
 ) -> Rollout:
-    """Useful groups until there are `batch_size` of them, the rounds are used up, or no prompt is left.
+    """Return useful groups until there are `batch_size` of them, the rounds are used up, or no prompt is left.
 
-    Surplus of the last iteration comes first. Each round asks the postponed prompts, then further ones, as many as
-    groups are missing and a share more. RunError as soon as a share of the iteration's rewards above `max_failures` is
-    sure to have failed, whatever the rounds that are left bring; surplus counts where it is trained on.
+    Surplus of the last iteration comes first. Each round asks the postponed prompts, then further ones: the number of
+    missing groups and a share more. Surplus counts in the iteration that trains on it.
 
     Args:
         num_places: prompts in the order of the run.
         ask: the prompt at a place.
+
+    Raises:
+        RunError: more than `max_failures` of the iteration's rewards have surely failed, whatever later rounds bring.
     """
     groups, surplus = list(left.surplus[:batch_size]), list(left.surplus[batch_size:])
     num_carried, num_rounds, num_asked = len(groups), 0, 0
@@ -292,7 +291,7 @@ def mean_lengths(groups: Sequence[PromptGroup]) -> dict[str, float]:
 
 
 def prompt_lengths(known: Mapping[str, Mapping[str, int]], groups: Sequence[PromptGroup]) -> dict[str, dict[str, int]]:
-    """What is known of each prompt's mean response length in tokens, by source and number of the row, with the groups'.
+    """Return the known mean response length of each prompt in tokens, by source and number of the row.
 
     Numbers are texts, as JSON has them.
     """

@@ -1,4 +1,4 @@
-"""What the online loop reads, and what it carries from one iteration to the next besides the models."""
+"""The settings of the online loop, and its state from one iteration to the next besides the models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,18 +53,18 @@ class OnlineSettings:
 
     @property
     def bootstraps(self) -> bool:
-        """Whether the critic is asked what the states are worth in which responses were cut."""
+        """Return whether the critic values the states in which responses were cut."""
         return isinstance(self.policy, ActorCriticPolicyConfig) and self.policy.bootstrap_truncated
 
 
 @dataclass(frozen=True)
 class LoopState:
-    """What the loop carries from one iteration to the next besides the models.
+    """The state of the loop from one iteration to the next besides the models.
 
-    `lengths` are mean response lengths in tokens by source; in runs of several episodes `prompt_lengths` are those of
-    single prompts when they were last trained on, by source and number of the row. Under dynamic sampling `num_taken`
-    counts the prompts taken from the order of the run, of which `postponed` are to be asked again; `surplus` are groups
-    for the next iteration.
+    `lengths` are mean response lengths in tokens by source. In runs of several episodes `prompt_lengths` holds the
+    lengths of single prompts when they were last trained on, by source and number of the row. Under dynamic sampling
+    `num_taken` counts the prompts taken from the order of the run; `postponed` ones are asked again; `surplus` are
+    groups for the next iteration.
     """
 
     iteration: int
@@ -83,7 +83,7 @@ class LoopState:
 
     @property
     def weights(self) -> LossWeights:
-        """What controllers weigh the terms of the actor's loss with."""
+        """Return the controllers' weights of the terms of the actor's loss."""
         return LossWeights(kl=self.kl_coef, entropy=EntropyState(self.entropy_coef, self.entropy_applied))
 
 

@@ -15,24 +15,24 @@ Steps = list[np.ndarray]
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """The optimizer steps of an iteration; none of the actor while the critic is trained alone, where there is one."""
+    """The optimizer steps of an iteration; the actor has none while the critic is trained alone."""
 
     actor: Steps
     critic: Steps
 
     @property
     def on_policy(self) -> bool:
-        """Whether the actor's only step is taken from where it sampled."""
+        """Return whether the actor takes a single step, from the policy that sampled."""
         return len(self.actor) <= 1
 
 
 def plan_updates(
     num_samples: int, batch: BatchConfig, *, iteration: int, groups_B: np.ndarray | None = None
 ) -> UpdatePlan:
-    """The steps over that many samples; epochs have the same orders for actor and critic.
+    """Return the steps over that many samples; epochs have the same orders for actor and critic.
 
-    With `groups_B`, int [num_samples], groups are shuffled and not single samples, so that a group is in one step, or
-    in two where it does not fit: its prompt is computed once there.
+    With `groups_B`, int [num_samples], groups are shuffled instead of samples, so that a group is in one step, or in
+    two if it does not fit: its prompt is computed once there.
     """
     if groups_B is not None:
         steps = _steps_of_groups(groups_B, batch, iteration=iteration)
