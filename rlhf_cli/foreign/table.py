@@ -7,8 +7,6 @@ has as a setting is never looked up.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlhf_cli.config.plugins import is_target
-
 CRITIC_COMMANDS = ("ppo",)
 
 
@@ -118,6 +116,8 @@ ESTIMATORS: dict[str, tuple[str, Settings, str]] = {
 
 def _estimator(values: list[str], call: Call) -> Settings | None:
     """The estimator is the command here; a value that agrees with the command is accepted."""
+    from rlhf_cli.config.plugins import is_target  # `rlhf --help` needs no pydantic
+
     value = values[0] if values else ""
     if is_target(value):
         return {"advantage_estimator": values}
