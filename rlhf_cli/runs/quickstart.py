@@ -30,7 +30,7 @@ CRITIC = "--critic_learning_rate 5e-4"
 
 @dataclass(frozen=True)
 class Walkthrough:
-    """Where the parts of a quickstart are, and the commands that make them."""
+    """The places of the parts of a quickstart, and the commands that make them."""
 
     root: Path
     seed: int

@@ -45,21 +45,21 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """Where the output of every process goes."""
+        """The folder for the output of every process."""
         return self.root / LOGS
 
     @property
     def best(self) -> Path:
-        """Where the model of the best evaluation is kept."""
+        """The folder of the best model by evaluation."""
         return self.root / BEST
 
     @property
     def ema(self) -> Path:
-        """Where the moving average of the weights is saved."""
+        """The folder of the moving average of the weights."""
         return self.root / EMA
 
     def log_of_rank(self, rank: int) -> Path:
-        """Where the output of one rank goes."""
+        """The file for the output of one rank."""
         return self.logs / f"rank{rank}.log"
 
 

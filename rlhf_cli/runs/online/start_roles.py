@@ -39,7 +39,7 @@ from rlhf_cli.trainers.online.update_plan import StepCounts
 
 @dataclass(frozen=True)
 class OnlineCluster:
-    """Where the roles go."""
+    """The places of the roles."""
 
     cluster: Cluster
     reservation: Reservation

@@ -1,4 +1,4 @@
-"""Where the responses of an iteration come from: which prompts are asked, in which order, until none is left."""
+"""The source of an iteration's responses: which prompts are asked, in which order, until none is left."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def _batches(num_prompts: int, settings: OnlineSettings, *, batch_size: int) -> 
 
 @dataclass(frozen=True)
 class RolloutSource:
-    """Where the responses of an iteration come from."""
+    """The source of an iteration's responses."""
 
     engines: Engines
     scorer: Scoring

@@ -88,5 +88,5 @@ class LoopState:
 
 
 def first_state(policy: PolicyConfig) -> LoopState:
-    """Where a run starts."""
+    """The start of a run."""
     return LoopState(iteration=0, kl_coef=policy.init_kl_coef, entropy_coef=policy.entropy_loss_coef)
