@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -204,16 +205,43 @@ def engine_process(output: Path, backend: str) -> psutil.Process:
     return writer_of(output / "logs" / "engine-0.log", kind="EngineCore" if backend == "vllm" else "Worker")
 
 
-def writer_of(path: Path, *, kind: str) -> psutil.Process:
-    """The process whose output goes to this log and whose command has this word."""
-    for process in psutil.process_iter():
-        try:
-            outputs = {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)}
-            if str(path) in outputs and kind in " ".join(process.cmdline()):
+def writer_of(path: Path, *, kind: str, seconds: float = 20) -> psutil.Process:
+    """Return the process whose output goes to this log and whose command has this word.
+
+    One look can miss it on a busy machine: a process that is just starting another one has no readable files.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for process in psutil.process_iter():
+            if writes_to(path, process) and kind in command_of(process):
                 return process
-        except (psutil.Error, OSError):
-            continue
-    raise AssertionError(f"no process writes to {path}")
+        time.sleep(0.1)
+    raise AssertionError(f"no process writes to {path}: {processes_of(path.parent)}")
+
+
+def writes_to(path: Path, process: psutil.Process) -> bool:
+    for number in (1, 2):
+        with suppress(OSError):
+            if os.readlink(f"/proc/{process.pid}/fd/{number}") == str(path):
+                return True
+    return False
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@contextmanager
+def halted(process: subprocess.Popen) -> Iterator[None]:
+    """Halt the driver in the block, so that its run is not over before a process of it is found and killed."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("finished_run", ["vllm"], indirect=True)
@@ -227,7 +255,8 @@ def test_a_run_whose_engine_and_then_whose_driver_is_killed_goes_on_as_if_unharm
     process = rlhf(*words)
     try:
         wait_for(output / "checkpoints" / "step_000001" / "manifest.json", process)
-        engine_process(output, backend).kill()
+        with halted(process):
+            engine_process(output, backend).kill()
         wait_for(output / "checkpoints" / "step_000002" / "manifest.json", process)
         kill_driver(process)
     finally:
@@ -248,9 +277,11 @@ def test_a_run_whose_engine_and_then_whose_actor_is_killed_goes_on_by_itself_as_
     process = rlhf(*words, "--max_restarts", "1")
     try:
         wait_for(output / "checkpoints" / "step_000001" / "manifest.json", process)
-        engine_process(output, backend).kill()
+        with halted(process):
+            engine_process(output, backend).kill()
         wait_for(output / "checkpoints" / "step_000002" / "manifest.json", process)
-        writer_of(output / "logs" / "actor-0.log", kind="Worker").kill()
+        with halted(process):
+            writer_of(output / "logs" / "actor-0.log", kind="Worker").kill()
         noticed = line_with("rlhf ppo: actor rank 0 died", process, seconds=NOTICED_SECONDS)
         finish(process)
     finally:

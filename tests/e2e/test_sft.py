@@ -107,11 +107,16 @@ class Place:
         sums = [(rng.randrange(100), rng.randrange(100)) for _ in range(64)]
         rows = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in sums]
         (folder / "sums.jsonl").write_text("\n".join(rows))
+        (folder / "many.jsonl").write_text("\n".join(rows * 16))
         shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         shape |= {"vocab_size": 300}
         flags = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
         run_rlhf("scratch", "--dataset", folder / "sums.jsonl", *flags, "--output", folder / "tiny")
         self._started: list[Running] = []
+
+    def new_name(self, kind: str) -> str:
+        """Return the name of a run that no run before had, so that a test can be repeated."""
+        return f"{kind}_{len(self._started)}"
 
     def start(self, name: str, launcher: str, *flags: str, **settings: str) -> Running:
         """`rlhf sft` with output in the folder of that name."""
@@ -260,7 +265,7 @@ def finish(place: Place, name: str, *, launcher: str) -> None:
     ids=["one process SIGTERM", "num_processes SIGINT"],
 )
 def test_a_run_stopped_in_every_way_ends_as_one_never_stopped(place, finished, launcher, press):
-    reference, name = finished(launcher), f"stopped_{launcher.replace(' ', '_')}"
+    reference, name = finished(launcher), place.new_name("stopped")
     kill_in_a_step(place, name, place.start(name, launcher))
     kill_while_writing(place, name, launcher=launcher)
     stop(place, name, launcher=launcher, press=press)
@@ -272,13 +277,15 @@ def test_a_run_stopped_in_every_way_ends_as_one_never_stopped(place, finished, l
 
 # So many steps that a run has to be stopped; checkpoints are written only when it is.
 ENDLESS = {"max_epochs": "100000", "save_steps": "-1", "eval_steps": "-1"}
-LONG_STEPS = ENDLESS | {"train_batch_size": "64", "micro_train_batch_size": "1", "zero_stage": "3"}
+LONG_STEP_ROWS = 1024
+"""Rows of a step that takes seconds: the test's second signal has to arrive before the step ends."""
+LONG_STEPS = ENDLESS | {"train_batch_size": str(LONG_STEP_ROWS), "micro_train_batch_size": "1", "zero_stage": "3"}
 
 
 @pytest.mark.parametrize("launcher", ["one process", "num_processes"])
 def test_a_second_ctrl_c_ends_at_once(place, launcher):
-    name = f"twice_{launcher.replace(' ', '_')}"
-    running = place.start(name, launcher, **LONG_STEPS)
+    name = place.new_name("twice")
+    running = place.start(name, launcher, dataset=str(place.folder / "many.jsonl"), **LONG_STEPS)
     running.wait_for_a_step()
     running.press_ctrl_c()
     time.sleep(0.05)
@@ -299,7 +306,7 @@ def test_a_second_ctrl_c_ends_at_once(place, launcher):
     ids=["num_processes SIGKILL", "num_processes SIGHUP", "deepspeed SIGTERM", "torchrun SIGINT"],
 )
 def test_ranks_save_and_end_with_their_launcher(place, launcher, end):
-    name = f"orphans_{launcher}_{len(place._started)}"
+    name = place.new_name("orphans")
     running = place.start(name, launcher, **ENDLESS)
     running.wait_for_a_step()
     end(running)
@@ -308,11 +315,12 @@ def test_ranks_save_and_end_with_their_launcher(place, launcher, end):
 
 
 def test_ctrl_c_while_ranks_are_starting_leaves_nothing(place):
-    running = place.start("early", "num_processes", **ENDLESS)
+    name = place.new_name("early")
+    running = place.start(name, "num_processes", **ENDLESS)
     wait_until(lambda: len(running.ranks()) == 2, what="both ranks are there", running=running)
     running.press_ctrl_c()
     assert running.wait() == 130
-    assert place.last_step("early") == 0
+    assert place.last_step(name) == 0
 
 
 def test_a_full_disk_is_one_sentence_from_all_ranks(place, tmp_path):
