@@ -95,6 +95,8 @@ def _refused(sentence: str) -> Meaning:
 
 def _prompt_max_len(values: list[str], call: Call) -> Settings:
     """OpenRLHF bounds the prompt; here `max_len` bounds prompt and response together."""
+    if "max_len" in call.values:
+        raise Refused("--max_len is given too, which bounds prompt and response together; drop --prompt_max_len")
     response = call.value("max_new_tokens", "generate_max_len") or "1024"
     if not (values and values[0].isdigit() and response.isdigit()):
         raise Refused("give --max_len, the longest prompt and response together")
@@ -135,6 +137,12 @@ def _correction_threshold(values: list[str], call: Call) -> Settings:
     if masks and len(values) == 2:
         return {"rollout_correction_range": values}
     return {"rollout_correction_cap": values[-1:]}
+
+
+def _post_processor(values: list[str], call: Call) -> Settings:
+    if values[:1] == ["rs"]:
+        return {"select": ["best"]}
+    raise Refused("rs, the best response of each prompt, is --select best here; there are no others")
 
 
 def _without_critic(values: list[str], call: Call) -> None:
@@ -226,7 +234,9 @@ TRL = {
     "torch_dtype": Foreign(1, _mapped("param_dtype", {"bfloat16": "bf16", "float32": "fp32"})),
     "dtype": Foreign(1, _mapped("param_dtype", {"bfloat16": "bf16", "float32": "fp32"})),
     "packing": Foreign(None, _not_needed),
-    "assistant_only_loss": Foreign(None, _not_needed),
+    "assistant_only_loss": Foreign(
+        None, _one_of("true", "True", instead="loss is on the assistant's tokens; rlhf sft --pretrain_mode is on all")
+    ),
     "learning_rate": Foreign(1, _renamed("actor_learning_rate")),
 }
 """Words of TRL that need more than a name."""
@@ -245,7 +255,7 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
         "dataset": Foreign(1, _renamed("prompt_data")),
         "dataset_probs": Foreign(1, _renamed("prompt_data_probs")),
         "output_path": Foreign(1, _renamed("output")),
-        "post_processor": Foreign(1, _mapped("select", {"rs": "best"})),
+        "post_processor": Foreign(1, _post_processor),
         "best_of_n": Foreign(1, _renamed("n_samples_per_prompt")),
         "tp_size": Foreign(1, _renamed("vllm_tensor_parallel_size")),
         "zero_stage": Foreign(1, _not_needed),

@@ -38,10 +38,13 @@ def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -
         word = rest.pop(0)
         name, equals, inline = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
+        behind = [inline] if equals else rest
         foreign = _foreign(name, known, command) if word.startswith("--") else None
         if foreign is not None:
-            _apply(name, foreign, [inline] if equals else _take(rest, foreign.takes), call, done)
-        elif not (word.startswith("--") and not equals and name in OWN_FORMS and OWN_FORMS[name](rest, done)):
+            values = _take(behind, foreign.takes)
+            if foreign.takes != 0 or not _is_switched_off(behind):
+                _apply(name, foreign, values, call, done, known)
+        elif not (word.startswith("--") and _takes_own_form(name, behind, done)):
             done.words.append(word)
     given = _values_by_flag(done.words)
     _model_without_output(given, done, known)
@@ -57,17 +60,18 @@ def translate_settings(
     Args:
         typed: settings that the command line gives, which go before the file's.
     """
+    done = Translation()
+    values = _settings_without_sections(values, done)
     listed = {name: _listed(value) for name, value in values.items()}
     call, own = Call(command, listed), {}
-    done = Translation()
     for name, value in values.items():
         foreign = _foreign(name, known, command)
-        if _takes_own_form(name, value, done):
+        if isinstance(value, str) and _takes_own_form(name, [value], done):
             continue
         if foreign is None:
             own[name] = value
         elif value is not False and value is not None:  # a switch of another tool that is off, or nothing
-            _apply(name, foreign, [] if value is True else listed[name], call, done)
+            _apply(name, foreign, [] if value is True else listed[name], call, done, known)
     given = {name: _listed(value) for name, value in own.items() if value is not None}
     given |= _values_by_flag(done.words) | {name: _listed(value) for name, value in (typed or {}).items()}
     _model_without_output(given, done, known)
@@ -80,11 +84,16 @@ def translate_settings(
     return own, done
 
 
-def _takes_own_form(name: str, value: Any, done: Translation) -> bool:
-    """Translate a text that a setting has in another tool's files; a quoted true, false or null is none."""
-    if name not in OWN_FORMS or not isinstance(value, str) or value.lower() in ("true", "false", "null"):
+def _takes_own_form(name: str, values: list[str], done: Translation) -> bool:
+    """Translate values that a setting has in another tool's form, and take them off; true, false or null is none."""
+    if name not in OWN_FORMS or not any(values[:1]) or values[0].startswith("-") or values[0].lower() in SWITCH_WORDS:
         return False
-    return OWN_FORMS[name]([value], done)
+    return OWN_FORMS[name](values, done)
+
+
+def _is_switched_off(behind: list[str]) -> bool:
+    """Take the value off that TRL's command lines write behind a switch, and return whether it is false."""
+    return bool(behind) and behind[0].lower() in SWITCH_WORDS and behind.pop(0).lower() != "true"
 
 
 def _listed(value: Any) -> list[str]:
@@ -108,10 +117,24 @@ def _without_sections(words: Sequence[str], done: Translation) -> list[str]:
         if own is not None:
             replaced[name] = own
         flat.append(word if own is None else f"--{own}{equals}{inline}")
+    _note_sections(replaced, done)
+    return flat
+
+
+def _settings_without_sections(values: Mapping[str, Any], done: Translation) -> dict[str, Any]:
+    """Replace OpenRLHF's names with sections among the settings of a file."""
+    replaced = {name: FLAT_NAMES[name] for name in values if name in FLAT_NAMES}
+    for name, own in replaced.items():
+        if own in values:
+            done.problems.append(f"{name}: {own} is given too, which is the same setting")
+    _note_sections(replaced, done)
+    return {replaced.get(name, name): value for name, value in values.items()}
+
+
+def _note_sections(replaced: Mapping[str, str], done: Translation) -> None:
     if replaced:
         pairs = ", ".join(f"--{name} is --{own}" for name, own in replaced.items())
         done.rewritten.append(f"names have no sections here: {pairs}")
-    return flat
 
 
 def _take(rest: list[str], count: int | None) -> list[str]:
@@ -122,13 +145,19 @@ def _take(rest: list[str], count: int | None) -> list[str]:
     return values
 
 
-def _apply(name: str, foreign: Foreign, values: list[str], call: Call, done: Translation) -> None:
-    written = " ".join([f"--{name}", *values])
+def _apply(
+    name: str, foreign: Foreign, values: list[str], call: Call, done: Translation, known: Mapping[str, int]
+) -> None:
+    """Add the meaning of a foreign word to the translation, or the reason for which it has none."""
     try:
         settings = foreign.meaning(values, call)
+        for setting in settings or {}:
+            if setting not in known and setting.removeprefix("no_") not in known:
+                raise Refused(f"this is --{setting} here, which rlhf {call.command} does not have")
     except Refused as refusal:
         done.problems.append(f"--{name}: {refusal}")
         return
+    written = " ".join([f"--{name}", *values])
     if settings is None:
         done.not_needed.append(written)
         return
@@ -143,8 +172,6 @@ WANDB_KEY = "WANDB_API_KEY"
 
 def _wandb_key(rest: list[str], done: Translation) -> bool:
     """Put a key of W&B into the environment alone: command lines are shown and kept."""
-    if not rest or rest[0].startswith("-"):
-        return False
     os.environ[WANDB_KEY] = rest.pop(0)
     done.rewritten.append(f"the key after --use_wandb is taken as {WANDB_KEY}; export it instead of writing it down")
     done.words.append("--use_wandb")
@@ -152,20 +179,23 @@ def _wandb_key(rest: list[str], done: Translation) -> bool:
 
 
 def _tensorboard_folder(rest: list[str], done: Translation) -> bool:
-    if not rest or rest[0].startswith("-"):
-        return False
     done.rewritten.append(f"TensorBoard's files go to the output, not to {rest.pop(0)}")
     done.words.append("--use_tensorboard")
     return True
 
 
-def _modules(rest: list[str], done: Translation) -> bool:
-    done.words += ["--target_modules", ",".join(_take(rest, None))]
-    return True
+def _list_of(name: str) -> Callable[[list[str], Translation], bool]:
+    """Return what joins the words of a list, which other tools separate by spaces and this program by commas."""
+
+    def join(rest: list[str], done: Translation) -> bool:
+        done.words += [f"--{name}", ",".join(_take(rest, None))]
+        return True
+
+    return join
 
 
 def _reward_file(rest: list[str], done: Translation) -> bool:
-    if not rest or not rest[0].endswith(".py"):
+    if not rest[0].endswith(".py"):
         return False
     file = rest.pop(0)
     done.rewritten.append(f"--remote_rm_url {file} is --reward_func {file} here")
@@ -173,10 +203,12 @@ def _reward_file(rest: list[str], done: Translation) -> bool:
     return True
 
 
+SWITCH_WORDS = ("true", "false", "null")
+"""Words that switch a setting, in files and on TRL's command lines."""
 OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
     "use_wandb": _wandb_key,
     "use_tensorboard": _tensorboard_folder,
-    "target_modules": _modules,
+    **{name: _list_of(name) for name in ("target_modules", "reward_funcs", "reward_weights")},
     "remote_rm_url": _reward_file,
 }
 """Flags of this program that have another form elsewhere: each takes that form off the words, or leaves them."""

@@ -134,6 +134,17 @@ COMMAND_LINES = {
     "sft --pretrain m --dataset d --output o --packing true --assistant_only_loss true --use_peft --lora_r 8": (
         "refused: give --lora_rank"
     ),
+    "sft --pretrain m --dataset d --output o --assistant_only_loss false": "refused: --pretrain_mode",
+    "grpo --pretrain m --prompt_data d --output o --reward_funcs math format --reward_weights 1.0 0.5 "
+    "--n_samples_per_prompt 8 --bf16 true": "parses: --param_dtype bf16",
+    "grpo --pretrain m --prompt_data d --output o --reward_funcs accuracy format tag_count": (
+        "refused: there is no reward 'accuracy' (it is math here)"
+    ),
+    "kto --pretrain m --dataset d --output o --generate_max_len 100": (
+        "refused: --generate_max_len: this is --max_new_tokens here, which rlhf kto does not have"
+    ),
+    "generate --pretrain m --dataset d --output_path o --post_processor csft": "refused: --select best",
+    f"ppo {PPO} {CRITIC} {FILE} --max_len 2048": "refused: drop --prompt_max_len",
     # EasyR1 and verl: sections and dots.
     "grpo data.train_files=d worker.actor.model.model_path=m": "refused: settings are given as --NAME VALUE",
     "grpo --actor_rollout_ref.actor.optim.lr 1e-6": "refused: settings are flat here",

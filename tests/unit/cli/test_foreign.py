@@ -74,7 +74,8 @@ def test_a_key_is_in_no_trace_and_may_stand_in_a_file(capsys, monkeypatch, tmp_p
 
 
 def test_the_longest_prompt_and_response_are_added_up():
-    done = translate(["--prompt_max_len", "512", "--generate_max_len", "100"], command="ppo", known={"max_len": 1})
+    known = {"max_len": 1, "max_new_tokens": 1}
+    done = translate(["--prompt_max_len", "512", "--generate_max_len", "100"], command="ppo", known=known)
     assert done.words == ["--max_len", "612", "--max_new_tokens", "100"]
     assert done.rewritten[0] == "--prompt_max_len 512 is --max_len 612 here"
 
@@ -119,6 +120,38 @@ def test_a_file_may_have_the_forms_that_a_command_line_may_have(capsys, tmp_path
     assert (config.checkpoint.output, config.prompts.apply_chat_template) == ("mine", False)
     assert "out/model_run" not in notes + repr(config)
     assert "takes the place" not in notes
+
+
+def test_names_with_sections_in_a_file_are_translated(capsys, tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("pretrain: m\nprompt_data: d\noutput: o\nactor.adam.lr: 3e-6\nreward_funcs: math\n")
+    config, notes = parsed(f"ppo --config {file}", capsys)
+    assert "actor_learning_rate=3e-06" in repr(config)
+    assert "--actor.adam.lr is --actor_learning_rate" in notes
+    file.write_text(file.read_text() + "actor_learning_rate: 1e-6\n")
+    with pytest.raises(UsageError, match=r"actor\.adam\.lr: actor_learning_rate is given too"):
+        parsed(f"ppo --config {file}", capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--bf16 true", "--param_dtype bf16"),
+        ("--bf16=True", "--param_dtype bf16"),
+        ("--bf16 false", ""),
+        ("--bf16 --seed 3", "--param_dtype bf16 --seed 3"),
+        ("--use_wandb true", "--use_wandb true"),  # pydantic's message names the forms of a switch
+    ],
+)
+def test_a_switch_may_have_a_value_as_in_trl(words, expected):
+    known = {"param_dtype": 1, "seed": 1, "use_wandb": 0}
+    assert " ".join(translate(words.split(), command="sft", known=known).words) == expected
+
+
+def test_the_key_may_stand_behind_an_equals_sign(monkeypatch):
+    monkeypatch.setenv(WANDB_KEY, "other")
+    assert translate(["--use_wandb=s3cret"], command="sft", known={"use_wandb": 0}).words == ["--use_wandb"]
+    assert os.environ[WANDB_KEY] == "s3cret"
 
 
 def test_a_setting_without_a_value_in_a_file_is_not_given():
