@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, create_model
 
 from rlhf_cli import cli
 from rlhf_cli.flags import Flag, config_class, describe, flags_of
@@ -90,10 +91,81 @@ def settings(name: str):
     return cls, flags_of(cls)
 
 
+def described(config_cls: type[BaseModel]) -> dict[str, str]:
+    """Return type and default of each flag of a config class, in words."""
+    return {flag.name: describe(flag) for flag in flags_of(config_cls).values()}
+
+
+def defaults_of(group: type[BaseModel]) -> dict[str, str]:
+    """Return type and default of each flag of a group, as the group's own class has them."""
+    return described(create_model("Alone", group=(group, ...)))
+
+
+def bases_of(group: type[BaseModel]) -> list[type[BaseModel]]:
+    return [base for base in group.__bases__ if issubclass(base, BaseModel) and base.model_fields]
+
+
+def groups_of(config_cls: type[BaseModel]) -> list[type[BaseModel]]:
+    return [field.annotation for field in config_cls.model_fields.values() if isinstance(field.annotation, type)]
+
+
+def new_lines(found: dict[str, str], known: dict[str, str]) -> list[str]:
+    return [f"  --{name} ({text})" for name, text in sorted(found.items()) if known.get(name) != text]
+
+
 def vocabulary() -> str:
-    """One line for each flag: command, flag, type and default."""
-    lines = [f"{name} --{flag.name} ({describe(flag)})" for name in cli.COMMANDS for flag in settings(name)[1].values()]
-    return "\n".join(sorted(lines)) + "\n"
+    """Return each group with the flags that it adds to its bases, then each command with its groups.
+
+    Below a command are the flags whose default is another one than in their group.
+    """
+    listed: dict[str, list[str]] = {}
+    commands: list[str] = []
+    for name in sorted(cli.COMMANDS):
+        config_cls = settings(name)[0]
+        groups = groups_of(config_cls)
+        inherited: dict[str, str] = {}
+        for group in groups:
+            inherited |= defaults_of(group)
+            _list_group(group, listed)
+        commands += [f"rlhf {name}: {' '.join(group.__name__ for group in groups)}"]
+        commands += new_lines(described(config_cls), inherited)
+    return "\n".join([line for lines in listed.values() for line in lines] + commands) + "\n"
+
+
+def _list_group(group: type[BaseModel], listed: dict[str, list[str]]) -> None:
+    """Add the lines of a group behind the lines of its bases."""
+    bases = bases_of(group)
+    for base in bases:
+        _list_group(base, listed)
+    inherited = {name: text for base in reversed(bases) for name, text in defaults_of(base).items()}
+    of = f"({', '.join(base.__name__ for base in bases)})" if bases else ""
+    listed[group.__name__] = [f"{group.__name__}{of}", *new_lines(defaults_of(group), inherited)]
+
+
+def expanded(text: str) -> set[str]:
+    """Return a line for each flag of each command of a vocabulary, as the frozen file has them."""
+    groups: dict[str, dict[str, str]] = {}
+    flags: dict[str, dict[str, str]] = {}
+    current: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("  "):
+            flag, _, facts = line.strip().partition(" ")
+            current[flag] = facts
+        elif line.startswith("rlhf "):
+            name, _, members = line.removeprefix("rlhf ").partition(": ")
+            current = flags[name] = {flag: facts for group in members.split() for flag, facts in groups[group].items()}
+        else:
+            name, _, members = line.rstrip(")").partition("(")
+            bases = [groups[base] for base in reversed(members.split(", ")) if base]
+            current = groups[name] = {flag: facts for base in bases for flag, facts in base.items()}
+    return {f"{name} {flag} {facts}" for name, found in flags.items() for flag, facts in found.items()}
+
+
+def test_the_frozen_list_by_groups_has_every_flag_of_every_command():
+    listed = {
+        f"{name} --{flag} ({text})" for name in cli.COMMANDS for flag, text in described(settings(name)[0]).items()
+    }
+    assert expanded(FROZEN.read_text()) == listed
 
 
 def test_the_flags_are_those_of_the_frozen_list():
