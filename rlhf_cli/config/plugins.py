@@ -28,13 +28,15 @@ class Plugin:
     """The names of a table, and the form that code of others must have.
 
     `parameters`: names of the arguments of a function, in order; `records`: types of objects that may be given instead;
-    `methods`: names that a class must have.
+    `methods`: names that a class must have; `is_called`: a name may have numbers behind it, `cosine(max_len=2048)`,
+    which the setting's group checks together with the name.
     """
 
     names: tuple[str, ...]
     parameters: tuple[str, ...]
     records: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
+    is_called: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the schema of the annotated type with the check of the name after it."""
@@ -46,6 +48,9 @@ class Plugin:
             return [self.checked(item) for item in value]
         if value is None or value in self.names:
             return value
+        if self.is_called:
+            head = called_name(value)
+            return absolute(head) + value.strip()[len(head) :] if is_target(head) else value
         if is_target(value):
             return absolute(value)
         *most, last = self.names or ("",)
@@ -77,6 +82,11 @@ class Target(NamedTuple):
     text: str
 
 
+def called_name(text: str) -> str:
+    """Return the name in `name(parameter=1)` or `name`."""
+    return text.partition("(")[0].strip()
+
+
 def is_target(text: str) -> bool:
     """Return whether a text names code, as `file.py:NAME` or `module:NAME`."""
     place, _, name = text.rpartition(":")
@@ -101,8 +111,9 @@ def targets_of(config: BaseModel) -> Iterator[Target]:
         for name, field in type(settings).model_fields.items():
             value = getattr(settings, name)
             for plugin in (mark for mark in field.metadata if isinstance(mark, Plugin)):
-                texts = value if isinstance(value, list) else [value]
-                yield from (Target(name, plugin, text) for text in texts if text and text not in plugin.names)
+                texts = [text for text in (value if isinstance(value, list) else [value]) if text]
+                heads = [called_name(text) if plugin.is_called else text for text in texts]
+                yield from (Target(name, plugin, head) for head in heads if is_target(head))
 
 
 def require_plugins(config: BaseModel) -> None:
@@ -154,8 +165,11 @@ def _module_of_file(path: Path) -> Any:
 
 
 def contents_of_plugins(config: BaseModel) -> dict[str, str]:
-    """Return a hash of each file of others' code, by the setting that names the file."""
-    return {target.setting: contents_of(target.text) for target in targets_of(config)}
+    """Return a hash of the files of others' code, by the setting that names them."""
+    found: dict[str, list[str]] = {}
+    for target in targets_of(config):
+        found.setdefault(target.setting, []).append(contents_of(target.text))
+    return {setting: "+".join(hashes) for setting, hashes in found.items()}
 
 
 def contents_of(text: str) -> str:
@@ -169,4 +183,7 @@ def without_folder(value: Any) -> Any:
     """Return a setting with the bare names of files, because a folder that moved holds the same code."""
     if isinstance(value, list):
         return [without_folder(item) for item in value]
-    return Path(value).name if isinstance(value, str) and is_target(value) and is_file(value) else value
+    if not isinstance(value, str):
+        return value
+    head = called_name(value)
+    return Path(head).name + value[len(head) :] if is_target(head) and is_file(head) else value

@@ -4,10 +4,13 @@ The functions themselves are in `rlhf_cli/rewards/` and loaded where they run, s
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Literal, NamedTuple
+
+from rlhf_cli.config.plugins import FORMS, Plugin, is_target, load_target
+from rlhf_cli.errors import UsageError
 
 Value = int | float
 
@@ -38,18 +41,20 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class RewardRow:
-    """One built-in reward.
+    """One reward.
 
-    `function` is `module:name`; parameters are given to it by keyword. By `kind` it is called with
+    `function` is `module:name`, or the function itself in a row outside this program; parameters are given to it by
+    keyword. By `kind` it is called with
 
     - verifier: `(response, label) -> Verdict`, in a worker process
     - text: `(response) -> float`, in a worker process, with the `<think>` that a prompt may end in put before it
+    - answer: `(response, label) -> float`, in a worker process
     - length: `(request, correct) -> float`, `correct` is the first verifier's verdict, None without a verifier
     - group: `(requests, corrects) -> list of floats` for all responses to a prompt
     """
 
-    function: str
-    kind: Literal["verifier", "text", "length", "group"]
+    function: str | Callable[..., object]
+    kind: Literal["verifier", "text", "answer", "length", "group"]
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     needs_verdict: bool = False
     settings: tuple[str, ...] = ()
@@ -67,7 +72,7 @@ class RewardRow:
     @property
     def in_worker(self) -> bool:
         """Whether it reads a model's text, which happens in a process that can be killed."""
-        return self.kind in ("verifier", "text")
+        return self.kind in ("verifier", "text", "answer")
 
 
 def _verifier(function: str, *structured: Literal["dict", "list"]) -> RewardRow:
@@ -128,38 +133,71 @@ REWARDS: dict[str, RewardRow] = {
 }
 
 
+REWARD_PLUGIN = Plugin(tuple(REWARDS), ("response", "label"), records=("RewardRow",), is_called=True)
+
+
 class RewardCall(NamedTuple):
-    """A reward as it was asked for; `parameters` holds a value for every parameter."""
+    """A reward with a value for each of its parameters.
+
+    `name` is the name in metrics; `target` names the code of a reward outside this program, "" for a built-in one.
+    """
 
     name: str
     parameters: dict[str, Value]
+    target: str = ""
 
     @property
     def row(self) -> RewardRow:
-        return REWARDS[self.name]
+        """Return the row of the reward's table, or the row outside this program."""
+        return row_of(self.target or self.name)
+
+
+def row_of(name: str) -> RewardRow:
+    """Return the row of a built-in reward, or of the code that `file.py:NAME` or `module:NAME` names.
+
+    Raises:
+        UsageError: the code cannot be loaded or used.
+    """
+    if not is_target(name):
+        return REWARDS[name]
+    found = load_target(name)
+    if fault := REWARD_PLUGIN.fault_of(found):
+        raise UsageError(f"{name.rpartition(':')[2]} {fault}")
+    return found if isinstance(found, RewardRow) else RewardRow(found, "answer")
 
 
 NAMES_ELSEWHERE = {"accuracy": "math", "accuracy_reward": "math"}
 """Rewards of other tools that have another name here: Open R1's and TRL's comparison by math-verify."""
 
-_CALL = re.compile(r"(?P<name>\w+)\s*(?:\((?P<given>[^()]*)\))?")
+_CALL = re.compile(r"(?P<name>\w+|[^()]+:\w+)\s*(?:\((?P<given>[^()]*)\))?")
 
 
 def read_call(text: str) -> RewardCall:
-    """`cosine(max_len=2048)` as a name with the values of all parameters. Raises ValueError with the fault."""
+    """Return the reward that `cosine(max_len=2048)` names, with all parameters. Raise ValueError with the fault."""
     match = _CALL.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not NAME or NAME(PARAMETER=NUMBER, ...); in a YAML file it needs quotes")
-    name, row = match["name"], REWARDS.get(match["name"])
-    if row is None:
-        near = f" (it is {NAMES_ELSEWHERE[name]} here)" if name in NAMES_ELSEWHERE else _did_you_mean(name, REWARDS)
-        raise ValueError(f"there is no reward {name!r}{near}: {', '.join(REWARDS)}; a file is given by reward_func")
+    place, _, name = match["name"].rpartition(":")
+    row = _row(match["name"])
     given = _given(name, row, match["given"] or "")
     if missing := [key for key, parameter in row.parameters.items() if parameter.default is None and key not in given]:
         example = ", ".join(f"{key}=..." for key in missing)
         raise ValueError(f"{name} has to be told {' and '.join(missing)}: {name}({example})")
     defaults = {key: parameter.default for key, parameter in row.parameters.items() if parameter.default is not None}
-    return RewardCall(name, defaults | given)
+    return RewardCall(name, defaults | given, match["name"] if place else "")
+
+
+def _row(name: str) -> RewardRow:
+    """Return the row of a name or of code outside this program. Raise ValueError if there is none."""
+    if is_target(name):
+        try:
+            return row_of(name)
+        except UsageError as error:
+            raise ValueError(f"{name}: {error}") from error
+    if name not in REWARDS:
+        near = f" (it is {NAMES_ELSEWHERE[name]} here)" if name in NAMES_ELSEWHERE else _did_you_mean(name, REWARDS)
+        raise ValueError(f"there is no reward {name!r}{near}: {', '.join(REWARDS)}, or {FORMS}")
+    return REWARDS[name]
 
 
 def read_calls(texts: Iterable[str]) -> list[RewardCall]:

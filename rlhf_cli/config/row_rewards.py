@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from rlhf_cli.config.rewards import REWARDS, read_call
+from rlhf_cli.config.rewards import REWARDS, read_call, row_of
 
 BY_ROW = "by_row"
 """The reward that is each row's own verifier."""
@@ -48,7 +48,7 @@ def verifier_of(source: str, own: Mapping[str, str]) -> str | None:
 
 def is_verifier(name: str) -> bool:
     """Whether a reward can judge a row."""
-    return REWARDS[name].kind == "verifier" and name != BY_ROW
+    return row_of(name).kind == "verifier" and name != BY_ROW
 
 
 def fault_of_sources(own: Mapping[str, object]) -> str | None:
@@ -58,7 +58,7 @@ def fault_of_sources(own: Mapping[str, object]) -> str | None:
             call = read_call(str(text))
         except ValueError as error:
             return f"{source}: {error}"
-        if not is_verifier(call.name):
+        if not is_verifier(call.target or call.name):
             names = ", ".join(name for name in REWARDS if is_verifier(name))
             return f"{source}: {call.name} is no verifier of a row; these are: {names}"
     return None

@@ -4,13 +4,13 @@ The table of built-in rewards is in rewards.py.
 """
 
 import json
-from typing import ClassVar
+from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_cli.config.base import JsonObject, SettingsGroup
-from rlhf_cli.config.rewards import REWARDS, RewardCall, read_calls
+from rlhf_cli.config.rewards import REWARD_PLUGIN, REWARDS, RewardCall, read_calls
 from rlhf_cli.config.row_rewards import fault_of_sources
 
 REMOTE_RM_KEY = "RLHF_RM_API_KEY"
@@ -23,10 +23,9 @@ CODE_SHARE = 0.7
 class RequestScoringConfig(SettingsGroup):
     """Reward"""
 
-    reward_funcs: list[str] = []
-    """Built-in rewards, added up: verifiers math, gsm8k, exact, boxed, multiple_choice, code, by_row (the one each row
-    names); format, tag_count, reasoning_steps, repetition_penalty, cosine, length, soft_overlong. Parameters are given
-    as cosine(max_len=2048)."""
+    reward_funcs: Annotated[list[str], REWARD_PLUGIN] = []
+    """Rewards, added up. Parameters stand in parentheses: cosine(max_len=2048). Code of yours gets a response and its
+    label; by_row is the verifier that each row names."""
     reward_weights: list[float] = []
     """Weight of each of reward_funcs; 1 by default."""
     reward_func: str | None = None

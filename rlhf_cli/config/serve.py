@@ -1,11 +1,11 @@
 """What `rlhf serve-rm` serves, where, and within which bounds."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
-from rlhf_cli.config.rewards import REWARDS
+from rlhf_cli.config.rewards import REWARD_PLUGIN, REWARDS
 from rlhf_cli.config.scoring import REMOTE_RM_KEY, RequestScoringConfig, RewardModelConfig
 
 UNSERVABLE = ("length", "group")
@@ -15,9 +15,9 @@ UNSERVABLE = ("length", "group")
 class ServedRewardConfig(RequestScoringConfig, RewardModelConfig):
     """Reward"""
 
-    reward_funcs: list[str] = []
-    """Built-in rewards, added up: verifiers math, gsm8k, exact, boxed, multiple_choice, code; format, tag_count,
-    reasoning_steps, repetition_penalty. Those by length in tokens belong to the run, which alone knows it."""
+    reward_funcs: Annotated[list[str], REWARD_PLUGIN] = []
+    """Rewards, added up. Code of yours gets a response and its label. Rewards by length in tokens, and by_row, belong
+    to the run, because requests carry neither tokens nor rows."""
     reward_pretrain: str | None = None
     """Reward model: a folder, a run of `rlhf rm` or a Hugging Face name; reads texts with a tokenizer of its own, and
     each with an end of sequence: a request does not show that a response was cut, as a run's own reward model knows."""

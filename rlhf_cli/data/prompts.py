@@ -13,6 +13,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import PromptConfig, known_format
+from rlhf_cli.config.plugins import called_name
 from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
 from rlhf_cli.config.scoring import ScoringConfig
 from rlhf_cli.data.formats.conversations import Conversation
@@ -200,9 +201,10 @@ class Judges:
         """The judges of these settings."""
         if reward is None:
             return cls((), DATA_SOURCE, None, keeps_rows=False)
-        names = [call.name for call in reward.rewards if call.row.kind == "verifier" and not call.row.by_row]
+        verifiers = [call for call in reward.rewards if call.row.kind == "verifier" and not call.row.by_row]
+        names = tuple(call.target or call.name for call in verifiers)
         own = reward.own_sources if reward.is_by_row else None
-        return cls(tuple(names), reward.reward_key or DATA_SOURCE, own, keeps_rows=reward.reward_func is not None)
+        return cls(names, reward.reward_key or DATA_SOURCE, own, keeps_rows=reward.reward_func is not None)
 
     def source_of(self, row: Row) -> str | None:
         """What the row calls its source."""
@@ -213,7 +215,7 @@ class Judges:
         """Names of the verifiers that read the row's label."""
         source = self.source_of(row)
         named = verifier_of(source, self.own_sources) if source and self.own_sources is not None else None
-        return [*self.names, *([named.partition("(")[0].strip()] if named else [])]
+        return [*self.names, *([called_name(named)] if named else [])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def worker_part(call: RewardCall, outcome: ItemOutcome) -> Part:
     """Return a reward's part from a worker's outcome."""
     if outcome.failure is not None:
         return Part(None, "failed", f"{call.name} {outcome.failure.reason}", failure=outcome.failure.kind)
-    if call.row.kind == "text":
+    if call.row.kind in ("text", "answer"):
         return Part(outcome.value, "scored", "")
     status, detail, answer, value = outcome.value
     if status == "failed":

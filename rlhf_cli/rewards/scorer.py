@@ -192,7 +192,7 @@ def _num_workers(config: RequestScoringConfig) -> int:
 def _worker_pool(config: RequestScoringConfig) -> WorkerPool:
     return WorkerPool(
         "rlhf_cli.rewards.workers.functions:load",
-        [[call.name, call.parameters | _settings(config, call)] for call in _calls(config)],
+        [[call.name, call.parameters | _settings(config, call), call.target] for call in _calls(config)],
         limit=config.reward_timeout,
         num_workers=_num_workers(config),
         chunk_size=CHUNK,

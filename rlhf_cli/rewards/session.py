@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
+from rlhf_cli.config.plugins import called_name
 from rlhf_cli.config.row_rewards import verifier_of
 from rlhf_cli.config.scoring import RequestScoringConfig, ScoringConfig
 from rlhf_cli.rewards.file_feed import Decode, FileFeed
@@ -175,7 +176,7 @@ class ScoringSession:
             call = self._of_workers[place]
             part = worker_part(call, outcome)
             if call.row.by_row and part.value is not None:
-                named = str(self._verifier_of_row(self._requests[number])).partition("(")[0]
+                named = called_name(str(self._verifier_of_row(self._requests[number]))).rpartition(":")[2]
                 part = replace(part, metrics={f"{call.name}/{named}": part.value})
             self._parts[number][call.name] = part
             self._failures += [outcome.failure] if outcome.failure is not None else []

@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from statistics import mean, median
 
 import pytest
+from extending_page import page_file
 from forked import run_rlhf
 from safetensors.torch import load_file
 
@@ -94,6 +96,46 @@ def test_grpo_measures_the_kl_divergence_in_the_loss_and_adapts_its_entropy_bonu
     assert metrics[2]["kl"] > 0
     # The entropy of an untrained model is below 10 nats, so its bonus grows with every step.
     assert [metrics[step]["entropy_coef"] for step in (1, 2)] == pytest.approx([0.0, 2e-4])
+
+
+def test_code_outside_the_program_decides_a_run_in_all_its_processes(model, tmp_path):
+    """Rows, rewards, advantages, the loss, the engine and the tracker are the files that docs/extending.md shows."""
+    (tmp_path / "digits.py").write_text(
+        "def digits(response, label):\n    return sum(c.isdigit() for c in response) / max(len(response), 1)\n"
+    )
+    rows = [
+        {"q": f"{a}+{b}=", "options": {"a": str(a + b), "b": "0"}, "right": "a"} for a in (10, 11) for b in (12, 13)
+    ]
+    (tmp_path / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = (
+        ("data_format", "quiz_rows.py", "of_quiz"),
+        ("advantage_estimator", "median_baseline.py", "less_median"),
+        ("policy_loss", "damped_loss.py", "damped"),
+        ("rollout_backend", "patient_engine.py", "PatientEngine"),
+        ("tracker", "csv_tracker.py", "CsvTracker"),
+    )
+    output = tmp_path / "run"
+    run_rlhf(
+        *f"rloo --pretrain {model} --prompt_data {tmp_path}/quiz.jsonl --max_len 64 --max_new_tokens 6".split(),
+        *f"--reward_funcs {tmp_path}/digits.py:digits --rollout_batch_size 4 --n_samples_per_prompt 3".split(),
+        *f"--train_batch_size 12 --max_iterations 1 --init_kl_coef 0 --loss_agg token_mean --output {output}".split(),
+        *(word for name, file, found in code for word in (f"--{name}", f"{page_file(tmp_path, file)}:{found}")),
+    )
+    metrics = read_metrics(output)[1]
+    samples = [json.loads(line) for line in (output / "samples.jsonl").open()]
+    assert {sample["prompt"].split("\n")[2] for sample in samples} == {"a) 22", "a) 23", "a) 24"}
+    assert metrics["reward"] == metrics["reward/digits"] > 0
+    leads = [lead for start in range(0, 12, 3) for lead in leads_over_median(samples[start : start + 3])]
+    assert metrics["advantage_abs"] == pytest.approx(mean(map(abs, leads)))
+    # The ratio is 1 in the only step, so the loss is twice that of REINFORCE, but for the correction of the rollout.
+    assert metrics["policy_loss"] == pytest.approx(-2 * mean(leads), rel=0.01)
+    assert (output / "course.csv").read_text().split() == [f"1,reward,{metrics['reward']}"]
+
+
+def leads_over_median(group: list[dict]) -> list[float]:
+    """Return the reward of each response less the median of its prompt's rewards, once for each token."""
+    middle = median(sample["reward"] for sample in group)
+    return [sample["reward"] - middle for sample in group for _ in range(sample["length"])]
 
 
 def test_models_that_cannot_be_built_cost_no_earlier_run(model, problems, reward, tmp_path):

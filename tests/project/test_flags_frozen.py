@@ -184,10 +184,10 @@ def least(flags: dict[str, Flag]) -> dict[str, Any]:
 
 def other_value(flag: Flag) -> str | list[str] | bool:
     """A valid value that is not the default."""
+    if flag.name in SAMPLES and (flag.is_list or not flag.choices):
+        return SAMPLES[flag.name].split() if flag.takes > 1 else SAMPLES[flag.name]
     if flag.choices:
         return str(next(choice for choice in reversed(flag.choices) if choice != flag.default))
-    if flag.name in SAMPLES:
-        return SAMPLES[flag.name].split() if flag.takes > 1 else SAMPLES[flag.name]
     if flag.takes == 0:
         return not flag.default
     if flag.takes > 1:

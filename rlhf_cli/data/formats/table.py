@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_cli.config.rewards import REWARDS
+from rlhf_cli.config.rewards import row_of
 from rlhf_cli.data.formats.conversations import (
     Conversation,
     Document,
@@ -248,7 +248,7 @@ def _fault_of_structure(column: str, value: dict[str, Any] | list[Any], verifier
     inside = next((key for key in LABEL_COLUMNS if key in keys and TESTS_KEY not in keys), None)
     if inside is not None:
         return f"column {column!r} is an object that holds the label: name the entry with --label_key {column}.{inside}"
-    blind = next((name for name in verifiers if type(value).__name__ not in REWARDS[name].structured_labels), None)
+    blind = next((name for name in verifiers if type(value).__name__ not in row_of(name).structured_labels), None)
     if blind is None:
         return None
     cure = f"; --label_key {column}.KEY names an entry: {', '.join(keys)}" if keys else ""

@@ -1,12 +1,12 @@
 """The built-in rewards of a run, inside a worker process: loads the functions that are asked for and calls them."""
 
 import contextlib
-import importlib
 import json
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
+from rlhf_cli.config.plugins import load_target
 from rlhf_cli.config.rewards import RewardCall, RewardRow
 
 # Bytes of address space a worker may take. Algebra on a model's formula can request any amount within its limit of
@@ -15,29 +15,38 @@ WORKER_MEMORY = 4 << 30
 
 
 def resolve(call: RewardCall) -> Callable[..., Any]:
-    """The function of a reward with its parameters."""
-    module, _, name = call.row.function.partition(":")
-    return partial(getattr(importlib.import_module(module), name), **call.parameters)
+    """Return the function of a reward with its parameters."""
+    function = call.row.function
+    return partial(load_target(function) if isinstance(function, str) else function, **call.parameters)
 
 
 def load(calls: list[list[Any]]) -> Callable[[list[Any]], Any]:
-    """The handler of a worker for calls `[name, parameters]`.
+    """Return the handler of a worker for calls `[name, parameters, target]`.
 
     It answers `[number of the call, response, label]`, for by_row with the row's verifier as a fourth item. Of a
     verifier the answer is `[status, detail, answer, value]`, of a text reward a number.
     """
-    _limit_memory()
     rewards = [RewardCall(*call) for call in calls]
+    if not any(reward.target for reward in rewards):  # a library of the user's may reserve any address space
+        _limit_memory()
     functions = [with_alternatives(reward.row, resolve(reward)) for reward in rewards]
 
     def handle(item: list[Any]) -> Any:
         number, response, label, *named = item
-        if rewards[number].row.kind == "text":
-            return functions[number](response)
+        kind = rewards[number].row.kind
+        if kind in ("text", "answer"):
+            return _number(functions[number](response, *([label] if kind == "answer" else [])))
         verdict = functions[number](response, label, **({"call": named[0]} if named else {}))
         return [verdict.status, verdict.detail, verdict.answer, verdict.value]
 
     return handle
+
+
+def _number(value: object) -> float:
+    """Return a reward as a number that JSON has. Raise TypeError for anything else, NumPy's numbers excepted."""
+    if isinstance(value, SupportsFloat) and not isinstance(value, str):
+        return float(value)
+    raise TypeError(f"returned {value!r}, not a number")
 
 
 def with_alternatives(row: RewardRow, verifier: Callable[..., Any]) -> Callable[..., Any]:
