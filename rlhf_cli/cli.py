@@ -1,7 +1,7 @@
-"""The `rlhf` program: its commands, and what the person at the terminal sees when something goes wrong.
+"""The `rlhf` program: its commands, and the messages for the person at the terminal when a command fails.
 
-A command's module is imported when that command is called or asked for its help, never for `rlhf --help`. Leaves out
-the commands themselves (commands/) and how settings become flags (options.py).
+A command's module is imported when that command is called or asked for its help, never for `rlhf --help`. The commands
+are in commands/; options.py makes flags of settings.
 """
 
 import functools
@@ -26,13 +26,13 @@ from rlhf_cli.help_page import HelpPageGroup
 from rlhf_cli.version import __version__
 
 FIRST_RANK_SECONDS = 20
-"""Time for the first rank of a machine to find the same thing wrong: it says so and its end ends the others."""
+"""Time for the first rank of a machine to find the same fault: it reports the fault, and its end ends the others."""
 
 OFFLINE, ONLINE, USE, HELP = "Train offline", "Train online", "Use models", "Help"
 
 
 class Entry(NamedTuple):
-    """Where a command is: `function` of rlhf_cli.commands.`module` takes its config."""
+    """The place of a command: `function` of rlhf_cli.commands.`module` takes its config."""
 
     module: str
     panel: str
@@ -88,24 +88,24 @@ class CommandGroup(HelpPageGroup):
 
 
 def command_function(entry: Entry) -> Callable[[Any], None]:
-    """The function of a command: takes its config, and says in its docstring what it does."""
+    """Return the function of a command: it takes the config, and its docstring is the help text."""
     return getattr(importlib.import_module(f"rlhf_cli.commands.{entry.module}"), entry.function)
 
 
 def load_command(name: str, entry: Entry) -> Any:
-    """The Typer command of a table entry; imports its module."""
+    """Return the Typer command of a table entry; import its module."""
     return command_of(name, command_function(entry))
 
 
 def command_of(name: str, function: Callable[[Any], None]) -> Any:
-    """The Typer command of a function that takes a config."""
+    """Return the Typer command of a function that takes a config."""
     from rlhf_cli.options import typer_command  # brings pydantic, which `rlhf --help` does without
 
     return typer_command(name, _with_trace(function))
 
 
 def make_app(group: type[CommandGroup] = CommandGroup) -> typer.Typer:
-    """The program with the commands of a group."""
+    """Return the program with the commands of a group."""
     app = typer.Typer(
         cls=group,
         invoke_without_command=True,
@@ -190,7 +190,7 @@ def _with_trace(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _run_directory(config: Any) -> Path | None:
-    """The run directory of a config, if it has one and it exists."""
+    """Return the run directory of a config, if it has one and the directory exists."""
     output = next((value.output for _, value in config if hasattr(value, "output")), None)
     return Path(output) if output and Path(output).is_dir() else None
 
@@ -201,7 +201,7 @@ def _unexpected(error: Exception, directory: Path | None) -> str:
 
 
 def _write_trace(error: Exception, directory: Path | None) -> Path:
-    """The file the full trace was added to: of this rank, in the run directory or else a temporary one."""
+    """Append the full trace to this rank's file, in the run directory or else a temporary one; return the file."""
     text = f"{time.strftime('%F %T')} rlhf {' '.join(sys.argv[1:])}\n{''.join(traceback.format_exception(error))}\n"
     if key := os.environ.get(WANDB_KEY):  # it may have been given after --use_wandb
         text = text.replace(key, "(hidden)")

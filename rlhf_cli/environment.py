@@ -1,4 +1,4 @@
-"""What the machine's environment says to this program, and this program to its libraries."""
+"""Environment variables: settings of the user for this program, and of this program for its libraries."""
 
 import gc
 import glob
@@ -30,7 +30,7 @@ ever new ones. By default each of both keeps 1,024, of up to a megabyte: much fo
 
 
 def prepare_environment() -> None:
-    """Set what the user has not set; to be called before anything heavy is imported."""
+    """Set the variables that the user has not set. Call it before anything heavy is imported."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     if not glob.glob("/dev/nvidia[0-9]*") and not os.path.exists("/dev/dxg"):
@@ -47,16 +47,16 @@ def rest_collector() -> None:
 
 
 def resume_collector() -> None:
-    """Collect cycles as usual from here on, and leave alone what is there: it stays until the end."""
+    """Collect cycles as usual from here on, without the objects that exist already: they stay until the end."""
     gc.freeze()
     gc.set_threshold(*USUAL)
 
 
 def onednn_caches() -> dict[str, str]:
-    """Variables that bound oneDNN's caches in the processes of a run: the user's, or those of this program."""
+    """Return the variables that bound oneDNN's caches in the processes of a run: the user's, or this program's."""
     return {name: os.environ.get(name, ONEDNN_CAPACITY) for name in ONEDNN_CACHES}
 
 
 def user_cache(kind: str) -> Path:
-    """Folder for what this program keeps of one kind from run to run."""
+    """Return the folder in which this program keeps one kind of files from run to run."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlhf-cli" / kind

@@ -1,4 +1,4 @@
-"""The two kinds of failure a person at the terminal is told about in one sentence.
+"""The two kinds of failure that a person at the terminal reads in one sentence.
 
 Everything else is a defect of the program: it is reported with the path of its full trace.
 """
@@ -9,7 +9,7 @@ class UsageError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that started well cannot go on. The message says why and how to continue; exit status 1."""
+    """A run that started well cannot go on. The message has the reason and the way to continue; exit status 1."""
 
 
 class ProcessDied(RunError):
@@ -21,12 +21,12 @@ class ProcessDied(RunError):
 
     @property
     def said(self) -> str:
-        """What happened, without how to go on."""
+        """Return the message without the advice to continue."""
         return super().__str__()
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what a library's error says, for a sentence of ours; its kind where it says nothing."""
+    """Return the first line of a library's error for a sentence of ours, or the kind of the error if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

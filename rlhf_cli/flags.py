@@ -1,6 +1,6 @@
-"""What the fields of a config class are as flags: names, types, limits, defaults, and all of that in words.
+"""The fields of a config class as flags: names, types, limits, defaults, and descriptions in words.
 
-Leaves out values: reading and checking them is options.py.
+options.py reads and checks values.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ RESERVED = {"config", "local_rank", "help"}  # flags every command has besides i
 class Flag(NamedTuple):
     """One setting, written --`name`: field `attribute` of group `group`.
 
-    Both are the same word but where that is one of Python's own: there the name is the field's alias.
+    Both are the same word unless the word is one of Python's own: then the name is the field's alias.
     """
 
     name: str
     attribute: str
     group: str
     panel: str
-    annotation: Any  # without None; `optional` tells whether None is allowed
+    annotation: Any  # without None; `optional` is true if None is allowed
     optional: bool
     limits: tuple[Any, ...]  # annotated_types of the field: Gt, Ge, Lt, Le
     default: Any  # PydanticUndefined when the setting is required
@@ -59,14 +59,14 @@ class Flag(NamedTuple):
 
 
 def config_class(run: Callable[..., Any]) -> type[BaseModel]:
-    """The config class that a command function `run(config: XConfig)` asks for."""
+    """Return the config class that a command function `run(config: XConfig)` asks for."""
     cls = get_type_hints(run)["config"]
     assert issubclass(cls, BaseModel)
     return cls
 
 
 def flags_of(config_cls: type[BaseModel]) -> dict[str, Flag]:
-    """Every flag of a config class by name, in declaration order.
+    """Return every flag of a config class by name, in declaration order.
 
     Raises:
         TypeError: two groups declare the same name, or a name that every command already has.
@@ -98,7 +98,7 @@ def flags_of(config_cls: type[BaseModel]) -> dict[str, Flag]:
 
 
 def describe(flag: Flag) -> str:
-    """What a flag takes and what it is without being given, as help pages show it."""
+    """Return the values that a flag takes and its default, in the words of help pages."""
     if flag.takes == 0:
         turns_off = f"--no_{flag.name} turns it off"
         return {True: f"on by default; {turns_off}", False: "off by default", None: turns_off}[flag.default]
@@ -111,7 +111,7 @@ def describe(flag: Flag) -> str:
 
 
 def expected(flag: Flag) -> str:
-    """What a value of this flag must be, in words: 'an integer > 0', 'bf16 or fp32', '2 numbers'."""
+    """Return the allowed values of this flag in words: 'an integer > 0', 'bf16 or fp32', '2 numbers'."""
     if flag.choices:
         *most, last = map(str, flag.choices)
         listed = f"{', '.join(most)} or {last}" if most else last

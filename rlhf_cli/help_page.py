@@ -1,7 +1,7 @@
 """Help pages: panels of flags or commands that stay readable at 80 columns.
 
-Two columns of wrapped text in a frame, without rich: it would take most of the time of `rlhf --help`. Leaves out what
-the texts say (options.py and cli.py).
+Two columns of wrapped text in a frame, without rich: it would take most of the time of `rlhf --help`. The texts come
+from options.py and cli.py.
 """
 
 import os
@@ -34,7 +34,7 @@ class HelpPageGroup(TyperGroup):
 
 
 def page(command: TyperCommand | TyperGroup, ctx: Any, *, usage: str) -> str:
-    """The whole help text of a command or group, as wide as the terminal."""
+    """Return the whole help text of a command or group, as wide as the terminal."""
     width = min(max(shutil.get_terminal_size().columns, MIN_WIDTH), MAX_WIDTH)
     panels: dict[str, list[Row]] = {"Options": []}
     for option in command.get_params(ctx):

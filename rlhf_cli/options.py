@@ -1,10 +1,9 @@
 """Settings declared once: every field of a config class becomes a flag, a YAML key and an attribute of the same name.
 
 A config is one level of groups (`config.batch.seed`); flags and keys are the bare field names (`--seed 1`, `seed: 1`).
-A flag beats `--config file.yaml`, which beats what the class method `implied` makes of given settings, which beats the
-default written in the class. Values from all three places go through
-the same pydantic validation, so Typer only collects text here. Leaves out the look of help pages (help_page.py) and
-what happens to errors (cli.py).
+A flag beats `--config file.yaml`, which beats the class method `implied` (defaults that follow from given settings),
+which beats the default in the class. Values from all places go through the same pydantic validation, so Typer only
+collects text here. help_page.py shows help; cli.py reports errors.
 """
 
 import inspect
@@ -38,16 +37,16 @@ LIKENESS = 0.75
 """Ratio of difflib above which a known name is offered for an unknown one; below it hints were mostly wrong."""
 
 FLAGS = "[--FLAG VALUE]..."
-"""What help pages say of the words behind a command."""
+"""The words behind a command in help pages."""
 
 
 def build_config(config_cls: type[C], values: Mapping[str, Any], *, spelled: str = "--{}") -> C:
-    """The validated config of flat values, as text or typed; what is not given keeps its default.
+    """Return the validated config of flat values, as text or typed; settings that are not given keep their defaults.
 
-    `spelled` is how a setting is named in messages, `{}` standing for its name.
+    `spelled` is the form of a setting's name in messages, with `{}` for the name.
 
     Raises:
-        UsageError: one line with everything that is wrong.
+        UsageError: one line with all faults.
     """
     flags = flags_of(config_cls)
     problems = [_unknown_key(name, flags, spelled) for name in values if name not in flags]
@@ -58,12 +57,12 @@ def build_config(config_cls: type[C], values: Mapping[str, Any], *, spelled: str
 
 
 def from_yaml(config_cls: type[C], path: Path) -> C:
-    """The config that a YAML file of flat settings describes. Raises UsageError."""
+    """Return the config of a YAML file of flat settings. Raise UsageError for faults."""
     return build_config(config_cls, read_yaml(path), spelled=f"{{}} in {path}")
 
 
 def to_yaml(config: BaseModel) -> str:
-    """All settings as flat YAML, a comment above each group; `--config` reads it back to the same config."""
+    """Return all settings as flat YAML with a comment above each group; `--config` reads it to the same config."""
     parts = []
     for group, _ in config:
         settings = getattr(config, group)
@@ -74,10 +73,10 @@ def to_yaml(config: BaseModel) -> str:
 
 
 def from_config(run: Callable[[Any], None]) -> Callable[..., None]:
-    """A Typer command function with one option for each setting of `run`'s config class, calling `run(config)`.
+    """Return a Typer command function with one option for each setting of `run`'s config class; it calls `run(config)`.
 
-    Unknown words are expected in `ctx.args` (see `typer_command`), so that all mistakes are told at once.
-    The setting that a config class names as `positional` may be given as a word without a flag.
+    `ctx.args` has unknown words (see `typer_command`), so that one message reports all mistakes. The setting that a
+    config class names as `positional` may be given as a word without a flag.
     """
     config_cls = config_class(run)
     flags = flags_of(config_cls)
@@ -104,7 +103,7 @@ def from_config(run: Callable[[Any], None]) -> Callable[..., None]:
 
     parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     parameters.append(_parameter("config", Path | None, typer.Option("--config", help="YAML file with settings.")))
-    # The deepspeed launcher passes --local_rank; it sets LOCAL_RANK as well, which is what is read.
+    # The deepspeed launcher passes --local_rank; it sets LOCAL_RANK as well, and only that is read.
     parameters.append(_parameter("local_rank", int | None, typer.Option("--local_rank", hidden=True)))
     groups = list(config_cls.model_fields)
     shown_first = sorted(flags.values(), key=lambda flag: (groups.index(flag.group), not flag.required))
@@ -116,14 +115,14 @@ def from_config(run: Callable[[Any], None]) -> Callable[..., None]:
 
 
 TRANSLATED = "rlhf_cli.translated"
-"""Where a call keeps what was found of other tools' words."""
+"""Key under which a call keeps the translation of other tools' words."""
 
 
 class SettingsCommand(HelpPageCommand):
     """A command whose flags may each be given once, and which understands other tools' words."""
 
     def _known(self, ctx: Any) -> dict[str, int]:
-        """The command's own flags, each with the number of values it takes."""
+        """Return the command's own flags, each with the number of values it takes."""
         options = [parameter for parameter in self.get_params(ctx) if hasattr(parameter, "is_flag")]
         return {
             name.removeprefix("--"): 0 if option.is_flag else option.nargs for option in options for name in option.opts
@@ -140,9 +139,9 @@ class SettingsCommand(HelpPageCommand):
 
 
 def typer_command(name: str, run: Callable[[Any], None]) -> Any:
-    """The Typer command called `name` that resolves the settings of `run` and calls it."""
+    """Return the Typer command called `name` that resolves the settings of `run` and calls it."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    # Unknown flags are collected instead of stopping at the first, so that all mistakes are told at once.
+    # Unknown flags are collected instead of stopping at the first, so that one message reports all mistakes.
     settings = {
         "ignore_unknown_options": True,
         "allow_extra_args": True,
@@ -155,12 +154,12 @@ def typer_command(name: str, run: Callable[[Any], None]) -> Any:
 
 
 def underscores(word: str) -> str:
-    """The word with hyphens read as underscores: flags may be written either way."""
+    """Return the word with underscores for hyphens: flags may be written either way."""
     return word.replace("-", "_")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file. Raises UsageError naming file and line."""
+    """Return the settings in a YAML file. Raise UsageError that names file and line."""
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
         endless = _endless_settings(values)
@@ -268,14 +267,14 @@ def _resolve(
 
 
 def _print_notes(command: str | None, notes: Sequence[str]) -> None:
-    """Print what was made of other tools' words; one rank of a machine does."""
+    """Print the notes about other tools' words; one rank of a machine prints them."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for note in notes:
             print(f"rlhf {command}: {note}", file=sys.stderr, flush=True)
 
 
 def _unreadable_texts(values: Mapping[str, Any], spelled: Mapping[str, str]) -> list[str]:
-    """Complaints about texts that are no characters, and about home folders of users that do not exist."""
+    """Return complaints about texts that are no characters, and about home folders of users that do not exist."""
     problems = []
     for name, value in values.items():
         shown_as = spelled[name].replace("{}", name)
@@ -287,7 +286,7 @@ def _unreadable_texts(values: Mapping[str, Any], spelled: Mapping[str, str]) -> 
 
 
 def _validate(config_cls: type[C], values: Mapping[str, Any], spelled: Mapping[str, str]) -> tuple[C | None, list[str]]:
-    """The config, or None and what is wrong with the values. Names that are no settings are left out."""
+    """Return the config, or None and the faults of the values. Names that are no settings are left out."""
     flags = flags_of(config_cls)
     groups: dict[str, dict[str, Any]] = {group: {} for group in config_cls.model_fields}
     for flag in flags.values():
@@ -311,7 +310,7 @@ def _validate(config_cls: type[C], values: Mapping[str, Any], spelled: Mapping[s
 
 
 def _prepare(value: Any, flag: Flag) -> Any:
-    """A value as the command line or YAML gives it, in the form pydantic converts to the field's type."""
+    """Return a value of the command line or YAML in the form that pydantic converts to the field's type."""
     if flag.optional and isinstance(value, str) and value == "null":
         return None
     if flag.is_list and isinstance(value, str):
@@ -326,7 +325,7 @@ def _prepare(value: Any, flag: Flag) -> Any:
 def _messages(
     errors: Sequence[ErrorDetails], flags: Mapping[str, Flag], values: Mapping[str, Any], spelled: Mapping[str, str]
 ) -> list[str]:
-    """One phrase for each wrong setting, however many errors pydantic found in it."""
+    """Return one phrase for each wrong setting, however many errors pydantic found in it."""
     missing, phrases = [], {}
     for error in errors:
         name = str(error["loc"][1]) if len(error["loc"]) > 1 else ""
@@ -348,7 +347,7 @@ def _must_be(flag: Flag, value: Any, spelled: str, right: str | None = None) -> 
 
 
 def _finite(config: BaseModel, flag: Flag) -> bool:
-    """False where a number is infinite or not a number, which no setting means."""
+    """Return false for a number that is infinite or not a number, which no setting means."""
     value = getattr(getattr(config, flag.group), flag.attribute)
     numbers = value if isinstance(value, tuple | list) else [value]
     return all(math.isfinite(number) for number in numbers if isinstance(number, float))
@@ -371,7 +370,7 @@ def _did_you_mean(word: str, flags: Mapping[str, Flag], prefix: str) -> str:
 
 
 def _stray_arguments(stray: Sequence[str], flags: Mapping[str, Flag]) -> list[str]:
-    """What to say about words of the command line that belong to no known flag."""
+    """Return complaints about words of the command line that belong to no known flag."""
     problems, after_unknown = [], False
     for word in stray:
         if word.startswith("-") and word.strip("-")[:1].isalpha():
@@ -386,7 +385,7 @@ def _stray_arguments(stray: Sequence[str], flags: Mapping[str, Flag]) -> list[st
 
 
 def _swallowed_flags(typed: Mapping[str, Any], flags: Mapping[str, Flag]) -> list[str]:
-    """Complaints about flags that took the following flag for their value."""
+    """Return complaints about flags that took the following flag for their value."""
     problems = []
     for name, value in typed.items():
         words = value if isinstance(value, tuple) else (value,)
@@ -398,7 +397,7 @@ def _swallowed_flags(typed: Mapping[str, Any], flags: Mapping[str, Flag]) -> lis
 
 
 def _option(flag: Flag) -> inspect.Parameter:
-    """The Typer option of a flag: plain text, or a switch; validation comes later, for YAML and flags alike."""
+    """Return the Typer option of a flag: plain text, or a switch; validation comes later, for YAML and flags alike."""
     spelling = f"--{flag.name}"
     annotation: Any = str
     if flag.takes == 0:

@@ -1,8 +1,9 @@
 """Tokenised data kept between runs: one file for each combination of rows, tokenizer, settings and this code.
 
-What a file was made from is in its name, as a checksum over contents, so that nothing has to be compared or cleaned up
-after a change; files that no run has used for a month are removed. A file is an Arrow stream, the counts of the report
-as JSON, the length of that and a checksum of all before. It appears under its name only when it is complete.
+The name of a file is a checksum over all contents that it was made from, so nothing has to be compared or cleaned up
+after a change. Files that no run has used for a month are removed. A file is an Arrow stream, the counts of the report
+as JSON, the length of the JSON, and a checksum of everything before it. It appears under its name only when it is
+complete.
 """
 
 import errno
@@ -43,11 +44,11 @@ WRITING_SECONDS = 2 * 24 * 3600
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT_NAME = re.compile(r"\.?[a-z]+-[0-9a-f]{32}\.(arrow|lock)(?P<writing>\.[0-9a-f]{16})?")
 NOT_KEYED = {"dataset", "dataset_probs", "dataset_split", "eval_dataset", "eval_split", "max_samples", "data_cache"}
-"""Settings that only say which rows are read: the rows themselves are in the key, by content and order."""
+"""Settings that only select rows: the rows themselves are in the key, by content and order."""
 
 
 def cache_folder(setting: str, num_rows: int) -> Path | None:
-    """The folder that --data_cache means for so many rows; None if nothing is kept."""
+    """Return the folder that --data_cache means for so many rows, None if nothing is kept."""
     if setting == "off" or (setting == "auto" and num_rows < AUTO_ROWS):
         return None
     if setting == "auto":
@@ -56,10 +57,13 @@ def cache_folder(setting: str, num_rows: int) -> Path | None:
 
 
 def kept_path(config: OfflineDataConfig, tokenizer: Any, rows: Rows, *, kind: str, formats: list[str]) -> Path | None:
-    """Where the items of these rows are kept; None if they are not.
+    """Return the path at which the items of these rows are kept, None if they are not kept.
 
-    They are not where the cache is off, where rows come from something without a checksum, or where the folder of
-    `auto` cannot be written. Raises UsageError where a folder that was asked for cannot be.
+    They are not kept if the cache is off, if rows come from a source without a checksum, or if the folder of `auto`
+    cannot be written.
+
+    Raises:
+        UsageError: a folder that the settings name cannot be written.
     """
     folder = cache_folder(config.data_cache, len(rows))
     if folder is None or any(table.checksum is None for source in rows.sources for table in source.tables):
@@ -90,7 +94,7 @@ def _key(config: OfflineDataConfig, tokenizer: Any, rows: Rows, kind: str, forma
 
 
 def _code_checksum() -> str:
-    """Of the modules that make items from rows."""
+    """Return a checksum of the modules that make items from rows."""
     digest = hashlib.blake2b()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -99,14 +103,14 @@ def _code_checksum() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A table of an earlier run, and what the report counted."""
+    """A table of an earlier run, and the counts of its report."""
 
     table: StoredTable
     counts: dict[str, Any]
 
 
 def read_kept(path: Path, schema: pa.Schema) -> Kept | None:
-    """The table kept at `path`; None if there is none or it is damaged."""
+    """Return the table kept at `path`, None if there is none or it is damaged."""
     try:
         with pa.memory_map(str(path)) as mapped:
             kept = _parsed(mapped.read_buffer(), schema)
@@ -156,7 +160,7 @@ class KeptTableWriter(TableWriter):
             ) from error
 
     def keep(self, counts: dict[str, Any]) -> StoredTable:
-        """The table of everything written, under its name from now on."""
+        """Return the table of everything written, and keep it under its name from now on."""
         self.close()
         said = json.dumps(counts).encode()
         self.file.write(said + len(said).to_bytes(LENGTH_BYTES, "little"))
@@ -184,9 +188,9 @@ def _remove_unused(folder: Path) -> None:
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Lets one process after the other make what is kept at `path`: the next ones find it made.
+    """Let one process after the other make the file at `path`, so that the next ones find it made.
 
-    Where the file system knows no locks they make it all at once, which is slower but as correct.
+    If the file system knows no locks, all processes make the file at once, which is slower but as correct.
     """
     try:
         lock = path.with_suffix(".lock").open("w")

@@ -149,13 +149,14 @@ def load_pairs(
     seed: int,
     progress: Progress = no_progress,
 ) -> PairData:
-    """Tokenised preference pairs of a data set, in the order of its rows, with a report of how they were read.
+    """Return the tokenised preference pairs of a data set in the order of its rows, and a report of the reading.
 
-    The assistant's text and end-of-turn tokens after the common messages carry loss; what the template writes behind
-    the last of them is left out. `dataset_probs` apply where `dataset` is the settings' own. `progress` is told how
-    many rows are done, and of how many.
+    The assistant's text and end-of-turn tokens after the common messages carry loss. Tokens that the template writes
+    behind the last end of turn are left out. `dataset_probs` apply if `dataset` is the settings' own. `progress` is
+    called with the number of rows done and of all rows.
 
-    Raises UsageError naming file and line of a row that cannot be used, or where no pair is left.
+    Raises:
+        UsageError: a row cannot be used (the message names file and line), or no pair is left.
     """
     rows = _rows(config, dataset, split, seed)
     wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key)
@@ -302,18 +303,18 @@ def _responses(encoded: Encoded[list[Labelled]], config: OfflineDataConfig, repo
 
 
 def _answer(tokens: Tokens, prompt: tuple[Message, ...]) -> Tokens:
-    """The tokens with those spans that lie behind the prompt's messages, up to the last of them."""
+    """Return the tokens with the spans that lie behind the prompt's messages, up to the last of these spans."""
     num_before = sum(message.role == "assistant" for message in prompt)
     return _ended(replace(tokens, spans=tokens.spans[num_before:]))
 
 
 def _ended(tokens: Tokens) -> Tokens:
-    """The tokens up to the last trained one: a reward model reads its score there."""
+    """Return the tokens up to the last trained one: a reward model reads its score there."""
     return replace(tokens, ids=tokens.ids[: tokens.spans[-1][1]])
 
 
 def _num_shared(chosen: Tokens, rejected: Tokens) -> int:
-    """Tokens at the start that both have in common and neither trains."""
+    """Return the number of tokens at the start that both have in common and neither trains."""
     limit = min(chosen.spans[0][0], rejected.spans[0][0])
     pairs = enumerate(zip(chosen.ids[:limit], rejected.ids[:limit], strict=True))
     return next((place for place, (a, b) in pairs if a != b), limit)

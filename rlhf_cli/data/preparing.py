@@ -51,9 +51,9 @@ COUNTED = {
     "unthought_turns": "earlier turns without the thought they had, which the chat template drops",
     "inlined_thoughts": "turns whose reasoning_content became <think> text, as no chat template reads it",
 }
-"""Fields of a report that count what happened to rows, in words."""
+"""Fields of a report that count the fate of rows, in words."""
 ORIGIN = {"source": pa.int32(), "index": pa.int64()}
-"""Columns of every table: number of the source among those of the rows, and of the row in it."""
+"""Columns of every table: number of the source among the sources of the rows, and number of the row in it."""
 
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
@@ -61,13 +61,13 @@ T = TypeVar("T")
 
 @dataclass
 class DataReport:
-    """How data were read: counts of rows and items, and of tokens after truncation.
+    """The report of a reading: counts of rows and items, and of tokens after truncation.
 
-    `items_are` names the items: 'sequences'; `details` counts what is special about them: {'with a margin': 12}.
-    `lengths` counts rows, or labelled responses, by their tokens before anything is cut or dropped for its length; of
-    a pair it is the longer side, with the prompt. `noted` names the first rows that a counter counted, and why.
-    `largest_token` is the largest token id before anything is cut, `largest_token_at` the first row that has it.
-    `control_rows` counts rows with special tokens in their messages, `control_tokens` the rows of each token.
+    `items_are` names the items: 'sequences'. `details` counts special items: {'with a margin': 12}. `lengths` counts
+    rows, or labelled responses, by their tokens before any row is cut or dropped for its length; a pair counts with its
+    longer side, prompt included. `noted` names the first rows of each counter, with the reason. `largest_token` is the
+    largest token id before any row is cut, `largest_token_at` the first row that has it. `control_rows` counts rows
+    with special tokens in their messages, `control_tokens` the rows of each token.
     """
 
     items_are: str
@@ -95,24 +95,24 @@ class DataReport:
     noted: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, counter: str, said: str) -> None:
-        """Count a row with one of the counters, and keep what is said of it if it is among the first."""
+        """Count a row with one of the counters, and keep its note if it is among the first."""
         setattr(self, counter, getattr(self, counter) + 1)
         listed = self.noted.setdefault(counter, [])
         if len(listed) < MAX_NOTED:
             listed.append(said)
 
     def count_turns(self, *sides: Tokens) -> None:
-        """Count what is special about the turns of an item; its sides have all but one of them in common."""
+        """Count the special turns of an item; its sides have all turns but one in common."""
         self.merged_starts += any(side.merged for side in sides)
         self.unthought_turns += max(side.num_unthought for side in sides)
         self.inlined_thoughts += max(side.num_inlined for side in sides)
 
     def counts(self) -> dict[str, Any]:
-        """What was counted, without what is known before any row is read."""
+        """Return all counts, without the facts that are known before any row is read."""
         return {name: value for name, value in asdict(self).items() if name not in KNOWN_BEFORE}
 
     def take(self, counts: dict[str, Any]) -> None:
-        """Take over what was counted when the same data were prepared before."""
+        """Take over the counts of an earlier reading of the same data."""
         for name, value in counts.items():
             setattr(self, name, value)
         self.lengths = {int(length): count for length, count in self.lengths.items()}  # JSON made words of them
@@ -133,7 +133,7 @@ class DataReport:
 
 @dataclass(frozen=True)
 class Origins:
-    """Where the rows of items stand."""
+    """The origin of each item: its source and row."""
 
     rows: Rows
     table: StoredTable
@@ -145,7 +145,7 @@ class Origins:
 
 @dataclass(frozen=True, slots=True)
 class Encoded(Generic[T]):
-    """What was read from a row, and the tokens of its examples."""
+    """A row as read, and the tokens of its examples."""
 
     row: Row
     read: T
@@ -154,7 +154,7 @@ class Encoded(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What was read from a row, and the text of its examples, or the fault for which there is none.
+    """A row as read, and the text of its examples, or the fault for which there is no text.
 
     `controls` are the special tokens in the row's messages.
     """
@@ -169,11 +169,11 @@ class Draft:
 Found = list[Tokens] | RowFault
 """The tokens of a row's examples, or why one of them has none."""
 Batch = tuple[int, list[Draft], list[Found]]
-"""Number of rows up to the end of a batch, what its rows say, and the tokens of that."""
+"""Number of rows up to the end of a batch, its rows as read, and their tokens."""
 
 
 class Encoder:
-    """Renders and tokenises what rows say, and checks that the trained tokens are those of the assistant."""
+    """Renders and tokenises rows as read, and checks that the trained tokens decode to the assistant's text."""
 
     def __init__(self, config: OfflineDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         require_offsets(tokenizer)
@@ -204,7 +204,7 @@ class Encoder:
         self._tokeniser.check(tokens, pieces)
 
     def rendered(self, row: Row, examples: list[Conversation | Document]) -> list[Pieces]:
-        """Text of a row's examples. Raises RowFault."""
+        """Return the text of a row's examples. Raise RowFault if there is none."""
         try:
             row_kwargs = template_kwargs_of(row)
             found = [self._renderer.example(example, row_kwargs) for example in examples]
@@ -220,9 +220,10 @@ class Encoder:
         return self._controls.within(message for conversation in conversations for message in conversation.messages)
 
     def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
-        """Tokens of every row's examples; the first `num_checked` are decoded and compared with their text.
+        """Return the tokens of every row's examples; the first `num_checked` are decoded and compared with their text.
 
-        Raises UsageError if they differ. The template is at fault then, not the row: no row is dropped for it.
+        Raises:
+            UsageError: they differ. The template is at fault then, not the row, so no row is dropped for it.
         """
         tokenised = iter(self._tokeniser.examples([pieces for draft in drafts for pieces in draft.texts]))
         found: list[Found] = []
@@ -249,10 +250,10 @@ class Encoder:
 
 @contextmanager
 def older_objects_uncollected() -> Iterator[None]:
-    """Python's garbage collector leaves alone what is there before the block.
+    """Make Python's garbage collector ignore the objects that exist before the block.
 
-    The lists of many tokens make it look again and again through a million objects of imported packages: an eighth to
-    a sixth of all time.
+    Many lists of tokens make the collector go through a million objects of imported packages again and again: an eighth
+    to a sixth of all time.
     """
     gc.freeze()
     try:
@@ -263,11 +264,11 @@ def older_objects_uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Preparation(Generic[T]):
-    """How rows become the columns of a table.
+    """The steps from rows to the columns of a table.
 
-    `read` gives what a row says and the examples to tokenise; `make` what is stored of a row, one dict an item, which
-    may be none. A row for which either raises RowFault stops everything, or is dropped and counted, by `invalid_rows`.
-    `progress` is called with the number of rows done and of all.
+    `read` returns the row as read and the examples to tokenise; `make` returns the stored columns of a row, one dict an
+    item, or no item. A row for which either raises RowFault stops everything, or is dropped and counted, by
+    `invalid_rows`. `progress` is called with the number of rows done and of all rows.
     """
 
     schema: pa.Schema
@@ -278,7 +279,7 @@ class Preparation(Generic[T]):
     progress: Progress
 
     def table(self, rows: Rows, report: DataReport, *, kept_at: Path | None) -> StoredTable:
-        """All items; what happened to the rows is counted in the report. Read from `kept_at`, or kept there."""
+        """Return all items, and count the rows in the report. Items are read from `kept_at`, or kept there."""
         if kept_at is None:
             return self._fill(TableWriter(self.schema), rows, report).finish()
         with one_at_a_time(kept_at):
@@ -304,9 +305,10 @@ class Preparation(Generic[T]):
         return writer
 
     def _tokenised(self, rows: Rows) -> Iterator[Batch]:
-        """What rows say and its tokens, batch by batch.
+        """Yield rows as read with their tokens, batch by batch.
 
-        Batches are tokenised in threads while the next ones are read and rendered: the tokenizer leaves Python alone.
+        Batches are tokenised in threads while the next ones are read and rendered: the tokenizer releases Python's
+        lock.
         """
         num_rows = 0
         waiting: deque[Future[Batch]] = deque()
@@ -325,7 +327,7 @@ class Preparation(Generic[T]):
         return num_rows, drafts, self.encoder.tokens(drafts, num_checked=num_checked)
 
     def _draft(self, row: Row) -> Draft:
-        """Faults are kept, to be told in the order of the rows: batches before this one may have some yet."""
+        """Return a row's text or its fault, which is raised later: batches before this one may have faults too."""
         try:
             refuse_images(row)
             read, examples = self.read(row)
@@ -334,7 +336,7 @@ class Preparation(Generic[T]):
             return Draft(row, None, [], fault)
 
     def _made(self, draft: Draft, tokens: Found, report: DataReport) -> list[dict[str, Any]]:
-        """The items of a row; none where it is at fault and such rows are dropped."""
+        """Return the items of a row, none if the row is at fault and such rows are dropped."""
         try:
             if isinstance(tokens, RowFault):
                 raise tokens
@@ -350,9 +352,9 @@ class Preparation(Generic[T]):
 
 
 def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: DataReport) -> list[Tokens] | None:
-    """The examples of a row within `max_len`, by the policy for longer ones; None if the row is dropped.
+    """Return the examples of a row within `max_len`, by the policy for longer ones; None if the row is dropped.
 
-    What is dropped is counted here, what is cut by the caller, who may find more reasons to drop it.
+    Dropped rows are counted here. The caller counts cut rows, because it may find more reasons to drop a row.
     """
     longest = max(len(part.ids) for part in tokens)
     report.lengths[longest] = report.lengths.get(longest, 0) + 1
@@ -384,11 +386,11 @@ def contents_digest(table: StoredTable) -> str:
 
 
 def no_progress(done: int, total: int) -> None:
-    """Shows nothing."""
+    """Show nothing."""
 
 
 def flat(spans: list[Span]) -> list[int]:
-    """Bounds of spans one after the other, as they are stored."""
+    """Return the bounds of spans one after the other, as they are stored."""
     return [bound for span in spans for bound in span]
 
 

@@ -1,6 +1,6 @@
 """Prepared data in a form that people can look at: examples as pieces of text, and lengths in bins.
 
-What is trained is not decided here but read from the items that training itself gets. How it looks is left to others.
+Trained tokens are read from the items that training itself gets. The layout is left to others.
 """
 
 import math
@@ -22,7 +22,7 @@ CUT_CHARACTER = "\ufffd"
 MAX_BYTES = 4
 NUM_BINS = 10
 COMMON_SHARE = 0.99
-"""Share of the lengths that bins of equal width cover where the longest are far away."""
+"""Share of the lengths that bins of equal width cover if the longest are far away."""
 
 
 class Piece(NamedTuple):
@@ -62,7 +62,7 @@ class Bin(NamedTuple):
 
 
 def spread(count: int, num_shown: int) -> list[int]:
-    """At most `num_shown` of the numbers below `count`, evenly apart, first and last among them."""
+    """Return at most `num_shown` of the numbers below `count`, evenly apart, first and last among them."""
     if num_shown == 1 or count <= 1:
         return [0][: min(count, num_shown)]
     num_shown = min(count, num_shown)
@@ -72,9 +72,9 @@ def spread(count: int, num_shown: int) -> list[int]:
 def part_of(
     name: str, token_ids: Sequence[int], is_trained: Sequence[bool], decode: Decode, *, behind: Sequence[int] = ()
 ) -> PreviewPart:
-    """A text with what is trained in it, shortened where it is long. It follows the tokens `behind` it in a sequence.
+    """Return a text with its trained pieces, shortened if it is long. It follows the tokens `behind` it in a sequence.
 
-    The tokens before a stretch decide how its text is decoded: some tokenizers drop a space at the start of a text.
+    The tokens before a piece decide how its text is decoded: some tokenizers drop a space at the start of a text.
     """
     ids, first = [*behind, *token_ids], len(behind)
     runs: list[tuple[int, int, bool]] = []
@@ -93,7 +93,7 @@ def part_of(
 
 
 def _pieces(ids: list[int], start: int, stop: int, trained: bool, decode: Decode) -> list[Piece]:
-    """One stretch of tokens, all trained or none, without its middle where it is long."""
+    """Return one stretch of tokens, all trained or none, without its middle if it is long."""
     if stop - start <= HEAD_TOKENS + TAIL_TOKENS:
         return [Piece(_text(ids, start, stop, decode), trained)]
     head = _whole_characters(ids, start + HEAD_TOKENS, -1, decode)
@@ -111,13 +111,13 @@ def _text(ids: list[int], start: int, stop: int, decode: Decode) -> str:
 
 
 def _whole_characters(ids: list[int], place: int, step: int, decode: Decode) -> int:
-    """The place, or one near it, at which no character is cut in two."""
+    """Return the place, or one near it, at which no character is cut in two."""
     places = (place + step * number for number in range(MAX_BYTES))
     return next((near for near in places if not decode(ids[:near]).endswith(CUT_CHARACTER)), place)
 
 
 def length_bins(lengths: Mapping[int, int], limit: int) -> list[Bin]:
-    """The counted lengths in bins of one round width; no bin has lengths on both sides of the limit.
+    """Return the counted lengths in bins of one round width; no bin has lengths on both sides of the limit.
 
     A few lengths far above all others share the last bin.
     """
@@ -139,7 +139,7 @@ def length_bins(lengths: Mapping[int, int], limit: int) -> list[Bin]:
 
 
 def quantile(lengths: Mapping[int, int], share: float) -> int:
-    """The smallest length that this share of all does not exceed."""
+    """Return the smallest length that this share of all lengths does not exceed."""
     needed, seen = share * sum(lengths.values()), 0
     for length in sorted(lengths):
         seen += lengths[length]
@@ -149,6 +149,6 @@ def quantile(lengths: Mapping[int, int], share: float) -> int:
 
 
 def _round_width(least: float) -> int:
-    """The smallest of 1, 2, 5, 10, 20, ... that is not below `least`."""
+    """Return the smallest of 1, 2, 5, 10, 20, ... that is not below `least`."""
     power = 10 ** max(0, math.floor(math.log10(least))) if least > 1 else 1
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

@@ -1,6 +1,6 @@
 """Prompts with their ground truth for online training and evaluation.
 
-Prompts lie in a temporary file that is mapped into memory. Their order here is that of the rows.
+Prompts lie in a temporary file that is mapped into memory, in the order of the rows.
 """
 
 import collections.abc
@@ -50,9 +50,9 @@ SCHEMA = pa.schema(
 class Prompt:
     """A prompt in the tokens that generation starts from.
 
-    `text` is the rendered text, template included; `label` the ground truth, None where the row has none; `source`
-    the data set as named in the settings and `index` the number of the row in it, from 0. `data_source` is what the
-    row itself calls its source; `row` is JSON of what reward files get of it, None where there is none.
+    `text` is the rendered text, template included; `label` the ground truth, None if the row has none; `source` the
+    data set as named in the settings, and `index` the number of the row in it, from 0. `data_source` is the row's own
+    name of its source. `row` is JSON of the columns for reward files, None if there are none.
     """
 
     prompt_ids: list[int]
@@ -125,10 +125,14 @@ def load_prompts(
     seed: int,
     reward: ScoringConfig | None = None,
 ) -> PromptData:
-    """Prompts of the settings' data sets, with a report of how they were read, for the rewards that will judge them.
+    """Return the prompts of the settings' data sets, with a report of the reading, for the rewards that will judge
+    them.
 
     Prompts that leave no room for `max_new_tokens` within `max_len` are dropped and counted, or an error, by
-    `overlong_prompts`. Raises UsageError naming file and line of a row that cannot be used, or where none is left.
+    `overlong_prompts`.
+
+    Raises:
+        UsageError: a row cannot be used (the message names file and line), or no prompt is left.
     """
     room = config.max_len - max_new_tokens
     if room < 1:
@@ -189,7 +193,7 @@ def load_prompts(
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """What the rewards of a run read of a row: `names` are verifiers of all rows, `key` the column of `by_row`."""
+    """The needs of a run's rewards: `names` are verifiers of all rows, `key` is the column of `by_row`."""
 
     names: tuple[str, ...]
     key: str
@@ -198,7 +202,7 @@ class Judges:
 
     @classmethod
     def of(cls, reward: ScoringConfig | None) -> "Judges":
-        """The judges of these settings."""
+        """Return the judges of these settings."""
         if reward is None:
             return cls((), DATA_SOURCE, None, keeps_rows=False)
         verifiers = [call for call in reward.rewards if call.row.kind == "verifier" and not call.row.by_row]
@@ -207,12 +211,12 @@ class Judges:
         return cls(names, reward.reward_key or DATA_SOURCE, own, keeps_rows=reward.reward_func is not None)
 
     def source_of(self, row: Row) -> str | None:
-        """What the row calls its source."""
+        """Return the row's own name of its source."""
         value = row.get(self.key)
         return value if isinstance(value, str) else None
 
     def verifiers(self, row: Row) -> list[str]:
-        """Names of the verifiers that read the row's label."""
+        """Return the names of the verifiers that read the row's label."""
         source = self.source_of(row)
         named = verifier_of(source, self.own_sources) if source and self.own_sources is not None else None
         return [*self.names, *([called_name(named)] if named else [])]
@@ -242,7 +246,7 @@ class _Steps:
         ]
 
     def _kept(self, row: Row) -> str | None:
-        """What a reward file gets of the row: its columns, and its prompt as messages if the row has messages."""
+        """Return the columns of the row for a reward file, with its prompt as messages if the row has messages."""
         if not self.judges.keeps_rows:
             return None
         form = self.formats[row.source.name]
@@ -275,7 +279,7 @@ def _kept_prompts(
 
 
 def _is_wanted(row: Row, limits: tuple[float, float] | None) -> bool:
-    """Whether the row's pass rate is within the limits; a prompt of unknown rate (null) is not."""
+    """Return whether the row's pass rate is within the limits; a prompt of unknown rate (null) is not."""
     if limits is None:
         return True
     rate = row.get(PASS_RATE)

@@ -1,4 +1,4 @@
-"""Records of generation: what is asked of a rollout engine and what comes back."""
+"""Records of generation: requests to a rollout engine, and its responses."""
 
 import zlib
 from dataclasses import dataclass
@@ -40,9 +40,9 @@ class GenerationRequest:
 class Generation:
     """One sampled response.
 
-    `token_ids` are exactly what the engine sampled, up to the end-of-sequence token or the token that completed a stop
-    string, with it; `logprobs` (nats, same length) are the sampler's own; `finish_reason` is "stop" for such an end and
-    "length" for a response cut at the limit; `weight_version` counts weight pushes, 0 for the initial weights.
+    `token_ids` are exactly the sampled tokens, up to and with the end-of-sequence token or the token that completed a
+    stop string. `logprobs` (nats, same length) are the sampler's own. `finish_reason` is "stop" for such an end and
+    "length" for a response cut at the limit. `weight_version` counts weight pushes, 0 for the initial weights.
     """
 
     token_ids: list[int]
@@ -52,8 +52,8 @@ class Generation:
 
 
 def scattered_seed(seed: int, count: int) -> int:
-    """The seed of request number `count` of a run, below 2^31 and unlike that of the 2^31 before and after it.
+    """Return the seed of request number `count` of a run: below 2^31, and different for 2^31 consecutive requests.
 
-    The count is scattered by an odd multiplier (Knuth's, of the golden ratio), which maps it one to one.
+    The count is multiplied by an odd number (Knuth's, of the golden ratio), which maps counts one to one.
     """
     return (zlib.crc32(str(seed).encode()) + count) * 2_654_435_761 % (1 << 31)

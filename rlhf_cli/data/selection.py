@@ -1,7 +1,7 @@
-"""Which of several scored responses to a prompt are kept, as rows to train on: for sft, or as pairs for dpo and rm.
+"""The choice among several scored responses to a prompt, as rows to train on: for sft, or as pairs for dpo and rm.
 
-Reads samples as `rlhf generate` writes them, those of a prompt one after the other. Sampling and scoring come before;
-what makes a response good is the reward's business.
+Reads samples as `rlhf generate` writes them, all samples of a prompt one after the other. Rewards decide before whether
+a response is good.
 """
 
 import json
@@ -32,7 +32,9 @@ REASONS = {
 
 
 def prompt_cells(conversation: Conversation) -> Cells:
-    """The columns of a prompt: the text of a lone user message, else the messages, with the tools there are."""
+    """Return the columns of a prompt: the text of a lone user message, else the messages, and the tools if there are
+    any.
+    """
     messages = conversation.messages
     listed = [AS_OPENAI.entry(message) for message in messages]
     prompt = messages[0].content if [message.role for message in messages] == ["user"] else listed
@@ -40,7 +42,7 @@ def prompt_cells(conversation: Conversation) -> Cells:
 
 
 def select_samples(samples: Iterable[Cells], settings: SelectConfig, counts: Counter[str]) -> Iterable[Cells]:
-    """Rows to train on, in the order of the prompts; `counts` is told how many of what were left out.
+    """Yield rows to train on, in the order of the prompts; `counts` counts the rows that are left out, by reason.
 
     A response that was cut at the limit is never kept as a good one: a model would learn to end there.
     """
@@ -73,7 +75,7 @@ def _of_prompt(samples: list[Cells], settings: SelectConfig, counts: Counter[str
 
 
 def _pair(best: Cells, usable: list[Cells], counts: Counter[str]) -> list[Cells]:
-    """The best response against the worst, which may have been cut; none where nothing tells them apart."""
+    """Return the best response against the worst, which may have been cut; None if all scores are equal."""
     worst = min(usable, key=lambda sample: sample["score"])
     margin = best["score"] - worst["score"]
     reason = "without" if len(usable) == 1 else "equal" if not margin else "repeated" if _same(best, worst) else None
@@ -112,7 +114,7 @@ def _same(one: Cells, other: Cells) -> bool:
 
 
 def summary(counts: Counter[str]) -> str:
-    """In one line what was selected and what was left out, and why."""
+    """Return one line about the selected and the left-out rows, with the reasons."""
     left_out = ", ".join(f"{counts[name]:,} {words}" for name, words in REASONS.items() if counts[name])
     return f"{counts['rows']:,} rows of {counts['prompts']:,} prompts" + (f"; left out: {left_out}" if left_out else "")
 

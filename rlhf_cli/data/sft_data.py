@@ -76,13 +76,14 @@ def load_sft_sequences(
     seed: int,
     progress: Progress = no_progress,
 ) -> SequenceData:
-    """Tokenised sequences of a data set, in the order of its rows, with a report of how they were read.
+    """Return the tokenised sequences of a data set in the order of its rows, and a report of the reading.
 
-    The assistant's text and the end-of-turn tokens behind it carry loss; of plain text, and in `pretrain_mode`,
-    every token but the first. `dataset_probs` apply where `dataset` is the settings' own. `progress` is told how many
-    rows are done, and of how many.
+    The assistant's text and the end-of-turn tokens behind it carry loss; in plain text, and with `pretrain_mode`, every
+    token but the first. `dataset_probs` apply if `dataset` is the settings' own. `progress` is called with the number
+    of rows done and of all rows.
 
-    Raises UsageError naming file and line of a row that cannot be used, or where no sequence is left.
+    Raises:
+        UsageError: a row cannot be used (the message names file and line), or no sequence is left.
     """
     probs = config.dataset_probs if dataset == config.dataset else None
     rows = load_rows(

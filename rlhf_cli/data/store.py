@@ -38,12 +38,12 @@ class TableWriter:
         self.file.flush()
 
     def mapped(self) -> "StoredTable":
-        """The table of everything written before `close`."""
+        """Return the table of everything written before `close`."""
         with pa.memory_map(self.file.name) as mapped:
             return StoredTable(pa.ipc.open_stream(mapped).read_all())
 
     def finish(self) -> "StoredTable":
-        """The table of everything written; the writer cannot be used afterwards."""
+        """Return the table of everything written; the writer cannot be used afterwards."""
         self.close()
         table = self.mapped()
         self.file.close()
@@ -68,12 +68,12 @@ class StoredTable:
         return self._batches[number], row - int(self._starts[number])
 
     def numbers(self, name: str, row: int) -> np.ndarray:
-        """A cell of a list column as a read-only view of the file."""
+        """Return a cell of a list column as a read-only view of the file."""
         batch, position = self._find(row)
         return batch.column(name)[position].values.to_numpy()
 
     def column(self, name: str) -> np.ndarray:
-        """A whole column of plain numbers or truths."""
+        """Return a whole column of plain numbers or truths."""
         parts = [batch.column(name).to_numpy(zero_copy_only=False) for batch in self._batches]
         return np.concatenate(parts) if parts else np.zeros(0)
 
@@ -92,12 +92,12 @@ class StoredTable:
         return digest.hexdigest()
 
     def value(self, name: str, row: int) -> Any:
-        """A cell as a Python value."""
+        """Return a cell as a Python value."""
         batch, position = self._find(row)
         return batch.column(name)[position].as_py()
 
     def row(self, row: int) -> dict[str, Any]:
-        """A whole row as Python values."""
+        """Return a whole row as Python values."""
         batch, position = self._find(row)
         return {name: column[position].as_py() for name, column in zip(self.names, batch.columns, strict=True)}
 

@@ -29,10 +29,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. An assistant's may be tool calls with or without text; a tool's may name its call.
+    """One turn of a conversation. An assistant's turn may be tool calls with or without text; a tool's turn may name
+    its call.
 
-    `reasoning` is what the assistant thought before it, where the row has that apart from the content. `weight` is what
-    the row says of the turn's share in the loss, None where it says nothing; it makes no other message.
+    `reasoning` is the assistant's thought, if the row has it apart from the content. `weight` is the row's value for
+    the share of the turn in the loss, None without a value; it makes no other message.
     """
 
     role: Role
@@ -44,7 +45,7 @@ class Message:
     weight: Any = field(default=None, compare=False)
 
     def with_reasoning_in_text(self) -> "Message":
-        """The same message with its reasoning before the content, in the tags of reasoning models."""
+        """Return the message with its reasoning before the content, in the tags of reasoning models."""
         if not self.reasoning:
             return self
         return replace(self, content=f"<think>\n{self.reasoning.strip()}\n</think>\n\n{self.content}", reasoning="")
@@ -61,7 +62,7 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
 
     def with_system_prompt(self, content: str | None) -> "Conversation":
-        """The same conversation with this system message first, unless it has one or `content` is None."""
+        """Return the conversation with this system message first, unless it has one or `content` is None."""
         if content is None or self.messages[0].role == "system":
             return self
         return replace(self, messages=(Message("system", content), *self.messages))
@@ -76,10 +77,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two ways to go on from the same prompt, of which the first is better.
+    """Two ways to continue one prompt, of which the first is better.
 
-    Each side begins where the conversations may differ and ends with an assistant turn; `margin` says by how much the
-    first is better, None where nothing does.
+    Each side begins at the first message that may differ and ends with an assistant turn. `margin` is the lead of the
+    first side, None if the row has no margin.
     """
 
     prompt: tuple[Message, ...]
@@ -100,7 +101,7 @@ class Labelled:
 
 
 def fault_of_order(messages: tuple[Message, ...]) -> str | None:
-    """What is wrong with the order of the roles, None if nothing is."""
+    """Return the fault in the order of the roles, None if there is none."""
     if not messages:
         return "the conversation has no messages"
     previous: Role | None = None
@@ -113,7 +114,7 @@ def fault_of_order(messages: tuple[Message, ...]) -> str | None:
 
 
 def fault_of_example(messages: tuple[Message, ...]) -> str | None:
-    """Why a model cannot learn from the conversation, None if it can."""
+    """Return the reason why a model cannot learn from the conversation, None if it can."""
     fault = fault_of_order(messages)
     if fault is not None:
         return fault
@@ -127,9 +128,10 @@ def fault_of_example(messages: tuple[Message, ...]) -> str | None:
 
 
 def fault_of_weights(trained: tuple[Message, ...]) -> str | None:
-    """Whether a turn asks for a weight that training does not give, None if none does.
+    """Return the fault if a turn asks for a weight that training does not give, None if no turn does.
 
-    OpenAI's fine-tuning leaves out turns of weight 0; here every turn of the assistant that is trained counts alike.
+    OpenAI's fine-tuning leaves turns of weight 0 out of the loss; here every trained turn of the assistant counts
+    alike.
     """
     for message in trained:
         if message.role == "assistant" and message.weight not in (None, 1):
@@ -138,13 +140,13 @@ def fault_of_weights(trained: tuple[Message, ...]) -> str | None:
 
 
 def num_common(first: tuple[Message, ...], second: tuple[Message, ...]) -> int:
-    """Messages at the start that two conversations have in common."""
+    """Return the number of messages at the start that two conversations have in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def fault_of_prompt(messages: tuple[Message, ...]) -> str | None:
-    """Why the conversation is no prompt, None if it is one."""
+    """Return the reason why the conversation is no prompt, None if it is one."""
     fault = fault_of_order(messages)
     if fault is not None:
         return fault

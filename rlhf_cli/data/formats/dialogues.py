@@ -1,6 +1,6 @@
-"""Rows that are bare lists of messages, as Open-Reasoner-Zero's files have them, made into rows with columns.
+"""Rows that are bare lists of messages, as in Open-Reasoner-Zero's files, made into rows with columns.
 
-Such a file is a list of pairs: what a human asks, then an assistant's turn that holds `ground_truth` instead of text.
+Such a file is a list of pairs: a human's question, then an assistant's turn that holds `ground_truth` instead of text.
 """
 
 from typing import Any
@@ -9,12 +9,12 @@ GROUND_TRUTH = "ground_truth"
 
 
 def is_bare_dialogue(value: Any) -> bool:
-    """Whether a row is a list of messages instead of an object with columns."""
+    """Return whether a row is a list of messages instead of an object with columns."""
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
 def row_of_dialogue(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row that a list of messages stands for: a prompt with its ground truth, or a conversation."""
+    """Return the row that a list of messages means: a prompt with its ground truth, or a conversation."""
     last = messages[-1]
     if GROUND_TRUTH not in last:
         return {"messages" if "role" in messages[0] else "conversations": messages}
@@ -24,7 +24,7 @@ def row_of_dialogue(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def row_of_numbered(row: dict[str, Any]) -> dict[str, Any]:
-    """The row itself, or the one it stands for if its columns are the places of a list: `datasets` reads lists so."""
+    """Return the row, or the list it means if its columns are places of a list: `datasets` reads lists so."""
     places = [str(place) for place in range(len(row))]
     if not row or list(row) != places or not all(isinstance(message, dict) for message in row.values()):
         return row
@@ -32,5 +32,5 @@ def row_of_numbered(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(message: dict[str, Any]) -> dict[str, Any]:
-    """The message without the keys that only other messages have, which are null in a table."""
+    """Return the message without the keys that only other messages have, which are null in a table."""
     return {key: value for key, value in message.items() if value is not None}

@@ -1,7 +1,7 @@
-"""How the columns of a row become a preference pair or a labelled response.
+"""Readers that make a preference pair or a labelled response of the columns of a row.
 
-Scores of the two sides are not made into margins, and several marked responses to one prompt have no format here: rows
-of one response each, with its label, say the same.
+Scores of the two sides are not made into margins. Several marked responses to one prompt have no format here: write one
+row for each response, with its label.
 """
 
 import math
@@ -60,7 +60,7 @@ class PairColumns:
 
 @dataclass(frozen=True, slots=True)
 class PairFormat:
-    """How the pairs of one source are read. `columns` says which are used: 'prompt -> chosen, rejected'."""
+    """The reader of one source's pairs. `columns` names the columns in use: 'prompt -> chosen, rejected'."""
 
     columns: str
     read: Callable[[Row], Preference]
@@ -76,17 +76,19 @@ class LabelledFormat:
 
 
 def choose_pair_format(source: Source, wanted: PairColumns, *, data_format: str) -> PairFormat:
-    """Where the sides of a source's pairs stand, and their prompt: by `PROMPT_APART`, or by the columns if 'auto'.
+    """Return the reader of a source's pairs: by `PROMPT_APART`, or by the columns if the format is 'auto'.
 
-    Raises UsageError naming the columns present.
+    Raises:
+        UsageError: the columns fit no format; the message names them.
     """
     return _pairs(Present(source, source.columns()), wanted, data_format)
 
 
 def choose_labelled_format(source: Source, wanted: PairColumns, *, data_format: str) -> LabelledFormat:
-    """How a source's labelled responses are read: 'unpaired', 'preference', or by its columns ('auto').
+    """Return the reader of a source's labelled responses: 'unpaired', 'preference', or by its columns ('auto').
 
-    Raises UsageError naming the columns present where they fit no format.
+    Raises:
+        UsageError: the columns fit no format; the message names them.
     """
     present = Present(source, source.columns())
     if data_format == "preference" or (data_format == "auto" and _has_pairs(present, wanted)):
@@ -170,7 +172,7 @@ def _prompt_column(present: Present, wanted: PairColumns, *, used: tuple[str, ..
 
 
 def _reader_of_prompt(column: str | None, *, joined: bool) -> Callable[[Row], Turns]:
-    """Reads a prompt, which may be written in the manner of hh."""
+    """Return the reader of a prompt, which may be written as a transcript in the manner of hh."""
     plain = prompt_reader(column, joined=joined) if column is not None else None
 
     def read(row: Row) -> Turns:
@@ -187,7 +189,9 @@ def _reader_of_prompt(column: str | None, *, joined: bool) -> Callable[[Row], Tu
 
 
 def _are_whole(present: Present, wanted: PairColumns, columns: tuple[str, ...]) -> bool:
-    """Whether the first row's cells are conversations with their prompt. Raises UsageError if one is named too."""
+    """Return whether the first row's cells are conversations with their prompt. Raise UsageError if a prompt is named
+    too.
+    """
     first = present.source.row(0)
     whole = all(_is_whole(first.get(column)) for column in columns)
     if whole and wanted.input_key is not None:
@@ -199,7 +203,7 @@ def _are_whole(present: Present, wanted: PairColumns, columns: tuple[str, ...]) 
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether a cell is a conversation with its prompt, instead of the response alone."""
+    """Return whether a cell is a conversation with its prompt, instead of the response alone."""
     if isinstance(value, str):
         return is_transcript(value)
     first = value[0] if is_dialogue(value) else value if isinstance(value, dict) else {}
@@ -208,7 +212,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _fault_of_side(row: Row, column: str, data_format: str) -> str | None:
-    """Why the cell is none of the format that the settings ask for, None if it is."""
+    """Return the reason why the cell does not have the format of the settings, None if it has."""
     whole = _is_whole(row.get(column))
     if whole != PROMPT_APART[data_format]:
         return None
@@ -218,7 +222,9 @@ def _fault_of_side(row: Row, column: str, data_format: str) -> str | None:
 
 
 def _conversation(row: Row, column: str, read_prompt: Callable[[Row], Turns]) -> Turns:
-    """The conversation that ends with this column's response: the cell itself, or the prompt before it."""
+    """Return the conversation that ends with this column's response: the cell itself, or the prompt followed by the
+    cell.
+    """
     turns = _turns(row, column)
     return read_prompt(row) + turns if turns[0].role == "assistant" else with_system(turns, row)
 

@@ -55,7 +55,7 @@ Example = Conversation | Document
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How the rows of one source are read. `columns` says which are used: 'question -> answer'."""
+    """The reader of one source's rows. `columns` names the columns in use: 'question -> answer'."""
 
     name: str
     columns: str
@@ -64,7 +64,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """How the prompts of one source are read, and the ground truth (None where there is none)."""
+    """The readers of one source's prompts and ground truths (None without a ground truth)."""
 
     columns: str
     read_prompt: Callable[[Row], Conversation]
@@ -73,10 +73,11 @@ class PromptFormat:
 
 
 def choose_format(source: Source, wanted: Columns, *, data_format: str) -> Format:
-    """The format of a source's rows: `data_format`, or by its columns if that is 'auto'.
+    """Return the format of a source's rows: `data_format`, or by its columns if the setting is 'auto'.
 
-    Raises UsageError naming the columns present where they fit no format, a named column is missing, or several
-    columns could be meant.
+    Raises:
+        UsageError: the columns fit no format, a named column is missing, or several columns could be meant; the message
+            names the columns.
     """
     present = Present(source, source.columns())
     return FORMATS[_detected(present, wanted) if data_format == "auto" else data_format](present, wanted)
@@ -85,12 +86,13 @@ def choose_format(source: Source, wanted: Columns, *, data_format: str) -> Forma
 def choose_prompt_format(
     source: Source, wanted: Columns, *, data_format: str, verifiers: Verifiers = lambda row: ()
 ) -> PromptFormat:
-    """Where prompts and ground truths of a source stand, and whether prompts are text ('prompt'), messages in either
-    format, or whichever of these a row has ('auto').
+    """Return the columns of a source's prompts and ground truths, and the form of its prompts.
 
-    Of a transcript that ends with the assistant's answer, what stands before the answer is the prompt.
+    Prompts are text ('prompt'), messages in either format, or any of these, row by row ('auto'). The prompt of a
+    transcript that ends with the assistant's answer is the text before the answer.
 
-    Raises UsageError naming the columns present.
+    Raises:
+        UsageError: the columns fit no format; the message names them.
     """
     present = Present(source, source.columns())
     prompt = _prompt_column(present, wanted, data_format)
@@ -116,7 +118,7 @@ def choose_prompt_format(
 
 
 def _is_answered(value: Any) -> bool:
-    """Whether a cell is a transcript that ends with the assistant's answer."""
+    """Return whether a cell is a transcript that ends with the assistant's answer."""
     return is_transcript(value) and prompt_of_transcript(value) != without_answer(value)
 
 
@@ -131,7 +133,7 @@ def _prompt_column(present: Present, wanted: Columns, data_format: str) -> str:
 
 
 def _fault_of_prompt_cell(row: Row, column: str, data_format: str) -> str | None:
-    """Why the cell is none of the format that the settings ask for, None if it is."""
+    """Return the reason why the cell does not have the format of the settings, None if it has."""
     value = row.get(column)
     if data_format in ("auto", format_of(value) if is_dialogue(value) else "prompt"):
         return None
@@ -224,7 +226,7 @@ FORMATS: dict[str, Callable[[Present, Columns], Format]] = {
 
 
 def _label_text(row: Row, columns: tuple[str, ...], *, required: bool, verifiers: Verifiers) -> str | None:
-    """The first of the columns that the row has, as text: a list of one is its element, other values are JSON."""
+    """Return the first of the columns that the row has, as text: a list of one is its element, others are JSON."""
     column = next((name for name in columns if name in row), columns[0])
     value = row.get(column)
     if isinstance(value, list) and len(value) == 1:
@@ -243,7 +245,7 @@ def _label_text(row: Row, columns: tuple[str, ...], *, required: bool, verifiers
 
 
 def _fault_of_structure(column: str, value: dict[str, Any] | list[Any], verifiers: Sequence[str]) -> str | None:
-    """Why an object or a list is no label for these verifiers, None if it is one."""
+    """Return the reason why an object or a list is no label for these verifiers, None if it is one."""
     keys = list(value) if isinstance(value, dict) else []
     inside = next((key for key in LABEL_COLUMNS if key in keys and TESTS_KEY not in keys), None)
     if inside is not None:

@@ -1,6 +1,6 @@
-"""Tool calls of a message and the functions a row describes, in OpenAI's structure.
+"""Tool calls of a message and the functions that a row describes, in OpenAI's structure.
 
-What a template makes of them is the business of `templates`; ShareGPT's `function_call` is text like any other.
+Templates render both (`templates`). ShareGPT's `function_call` is text like any other.
 """
 
 import json
@@ -13,7 +13,7 @@ TOOLS_COLUMN = "tools"
 
 
 def tool_calls_of(row: Row, number: int, role: Role, value: Any) -> tuple[ToolCall, ...]:
-    """The calls in `tool_calls` of message `number`. Raises UsageError naming the row and what is wrong with them."""
+    """Return the calls in `tool_calls` of message `number`. Raise UsageError that names the row and the fault."""
     value = _parsed(value)
     if not value:
         return ()
@@ -25,7 +25,9 @@ def tool_calls_of(row: Row, number: int, role: Role, value: Any) -> tuple[ToolCa
 
 
 def tools_of(row: Row) -> tuple[dict[str, Any], ...]:
-    """The functions in a row's column `tools`: a list of JSON schemas, as it is or as JSON text; none without it."""
+    """Return the functions in a row's column `tools`: a list of JSON schemas, as a list or as JSON text; none without
+    it.
+    """
     value = _parsed(row.get(TOOLS_COLUMN))
     if not value:
         return ()
@@ -53,7 +55,7 @@ def _tool_call(row: Row, number: int, call: Any) -> ToolCall:
 
 
 def _tool(row: Row, number: int, tool: Any) -> dict[str, Any]:
-    """One function, in the wrapping that templates expect."""
+    """Return one function in the wrapping that templates expect."""
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise row.error(
@@ -64,7 +66,7 @@ def _tool(row: Row, number: int, tool: Any) -> dict[str, Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """JSON text as what it stands for; anything else, and other text, as it is."""
+    """Return the value of JSON text; return anything else, and other text, unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -10,24 +10,24 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def is_transcript(value: Any) -> TypeGuard[str]:
-    """Whether a cell is a conversation in one text."""
+    """Return whether a cell is a conversation in one text."""
     return isinstance(value, str) and value.startswith("\n\nHuman:")
 
 
 def turns_of_transcript(text: str) -> tuple[Message, ...]:
-    """The turns of the text."""
+    """Return the turns of the text."""
     _, *parts = TURN.split(text)
     turns = zip(parts[::2], parts[1::2], strict=True)
     return tuple(Message("user" if speaker == "Human" else "assistant", said.strip()) for speaker, said in turns)
 
 
 def prompt_of_transcript(text: str) -> tuple[Message, ...]:
-    """The turns without a last 'Assistant:', which only requests a response."""
+    """Return the turns without a last 'Assistant:', which only requests a response."""
     turns = turns_of_transcript(text)
     return turns[:-1] if turns[-1] == Message("assistant", "") else turns
 
 
 def without_answer(text: str) -> tuple[Message, ...]:
-    """The turns before the assistant's last one, if the text ends with it."""
+    """Return the turns before the assistant's last turn, if the text ends with that turn."""
     turns = turns_of_transcript(text)
     return turns[:-1] if turns[-1].role == "assistant" else turns

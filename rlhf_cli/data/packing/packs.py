@@ -21,9 +21,10 @@ EXACT_SEARCH_NODES = 20_000
 
 @dataclass(frozen=True)  # with slots it would be pickled in Python code, and thousands travel in an iteration
 class TokenSequence:
-    """One tokenised sequence: `token_ids` int32 [L], `loss_mask` bool [L], true where the token is a training target.
+    """One tokenised sequence: `token_ids` int32 [L], and `loss_mask` bool [L], true for tokens that are training
+    targets.
 
-    The first token has nothing before it that could predict it, so it is never a target.
+    The first token is never a target, because no token before it could predict it.
     """
 
     token_ids: np.ndarray
@@ -45,9 +46,9 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class KeyBounds:
-    """Which keys the runs of tokens of a pack see where several continue one beginning.
+    """The keys that each run of tokens of a pack attends to, if several runs continue one beginning.
 
-    `index_U` are positions in the pack, for each run those of its beginning and then its own; `cu_seqlens` [S + 1]
+    `index_U` are positions in the pack: for each run the positions of its beginning, then its own. `cu_seqlens` [S + 1]
     bounds them per run.
     """
 
@@ -84,7 +85,7 @@ class Pack:
         return self.cu_trained.numel() - 1
 
     def to(self, device: torch.device | str) -> "Pack":
-        """The same pack on another device."""
+        """Return the pack on another device."""
         moved = _tensors_to(self, device)
         return replace(self, **moved, keys=self.keys and replace(self.keys, **_tensors_to(self.keys, device)))
 
@@ -95,7 +96,7 @@ def _tensors_to(record: Pack | KeyBounds, device: torch.device | str) -> dict[st
 
 
 def pack(sequences: list[TokenSequence]) -> Pack:
-    """The sequences end to end in the order given; an empty list gives the idle pack.
+    """Return the sequences end to end in the given order; an empty list gives the idle pack.
 
     A rank without work runs the idle pack so that it takes part in collectives.
     """
@@ -118,12 +119,12 @@ def pack(sequences: list[TokenSequence]) -> Pack:
 
 
 def only_end(sequence: TokenSequence) -> TokenSequence:
-    """The same tokens with the last one as the only target."""
+    """Return the sequence with its last token as the only target."""
     return TokenSequence(sequence.token_ids, np.arange(len(sequence)) == len(sequence) - 1)
 
 
 def at_targets(batch: Pack) -> Pack:
-    """The pack read at its targets instead of before them."""
+    """Return the pack read at its targets instead of at the tokens before them."""
     return replace(batch, rows_K=batch.rows_K + 1, read_R=batch.read_R + 1)
 
 
@@ -136,15 +137,16 @@ def plan_packs(
     quadratic_cost: float = 0.0,
     costs: collections.abc.Sequence[float] | None = None,
 ) -> list[list[list[int]]]:
-    """Indices of the sequences by rank and micro-batch: `plan[rank][micro_batch]`.
+    """Return the indices of the sequences by rank and micro-batch: `plan[rank][micro_batch]`.
 
-    Every index occurs exactly once. No micro-batch has more than `max_tokens` tokens or `max_sequences` sequences.
-    All ranks have the same number of micro-batches, the fewest found; where there are fewer sequences than
-    micro-batches, some are empty (idle). The cost of a sequence, `L + quadratic_cost * L^2` or as given, is balanced
-    between the micro-batches that ranks run at the same time and over the ranks' sums; the costliest come first, so
+    Every index occurs exactly once. No micro-batch has more than `max_tokens` tokens or `max_sequences` sequences. All
+    ranks have the same number of micro-batches, the fewest found; if there are fewer sequences than micro-batches, some
+    are empty (idle). The cost of a sequence, `L + quadratic_cost * L^2` or as given, is balanced between the
+    micro-batches that ranks run at the same time and over the ranks' sums. The costliest micro-batches come first, so
     that a lack of memory shows at once. The plan depends on nothing but the arguments.
 
-    Raises UsageError if a sequence alone exceeds the token bound.
+    Raises:
+        UsageError: a sequence alone exceeds the token bound.
     """
     lengths_B = np.asarray(lengths, dtype=np.int64)
     if lengths_B.size == 0:
@@ -182,7 +184,7 @@ def _fewest_bins(lengths_B: np.ndarray, costs_B: np.ndarray, bounds: Bounds, num
 
 
 def _least_bins(lengths_B: np.ndarray, bounds: Bounds) -> int:
-    """A lower bound on the number of bins: L2 of Martello and Toth (Knapsack Problems, 1990, section 8.3)."""
+    """Return a lower bound on the number of bins: L2 of Martello and Toth (Knapsack Problems, 1990, section 8.3)."""
     ascending = np.sort(lengths_B)
     sums = np.concatenate([[0], np.cumsum(ascending)])
     thresholds = np.concatenate([[0], np.unique(ascending[2 * ascending <= bounds.tokens])])
@@ -216,7 +218,9 @@ def _fill_balanced(
 
 
 def _fill_tight(order: np.ndarray, lengths_B: np.ndarray, bounds: Bounds, num_bins: int) -> list[list[int]] | None:
-    """Best-fit decreasing: longest first, each where the least room stays; None if one finds no room."""
+    """Return the bins of best-fit decreasing: longest first, each in the bin with the least room left. None if one has
+    no room.
+    """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     open_bins = [(bounds.tokens, number) for number in range(num_bins)]
     for index, length in zip(order.tolist(), lengths_B[order].tolist(), strict=True):
@@ -282,7 +286,9 @@ def _rebalance(bins: list[list[int]], lengths_B: np.ndarray, costs_B: np.ndarray
 
 
 def _deal(bins: list[list[int]], costs_B: np.ndarray, num_ranks: int) -> list[list[list[int]]]:
-    """Bins by rank: bins of like cost run at the same time, the costliest goes to the rank with the least so far."""
+    """Return the bins by rank: bins of like cost run at the same time, and the costliest goes to the rank with the
+    least so far.
+    """
     bin_costs = [float(costs_B[members].sum()) for members in bins]
     by_cost = sorted(range(len(bins)), key=lambda number: (-bin_costs[number], number))
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]

@@ -1,7 +1,7 @@
 """Packs of sequences that begin alike: a prompt and several continuations of it.
 
-The prompt is either repeated before each continuation, or stands in the pack once and is seen by all of them; what
-comes out at the continuations is the same.
+The prompt is repeated before each continuation, or stands in the pack once and all continuations attend to it. The
+outputs at the continuations are the same.
 """
 
 import itertools
@@ -16,7 +16,9 @@ from rlhf_cli.data.packing.packs import KeyBounds, Pack, pack
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What follows a prompt: `token_ids` int32 [R], `loss_mask` bool [R], true where the token is a training target."""
+    """A continuation of a prompt: `token_ids` int32 [R], and `loss_mask` bool [R], true for tokens that are training
+    targets.
+    """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
@@ -43,10 +45,10 @@ class _TokenRun:
 
 
 def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = False) -> Pack:
-    """All branches of the trees as one pack, in which a branch counts as a sequence.
+    """Return all branches of the trees as one pack, in which a branch counts as a sequence.
 
-    With `share_prompts` a prompt is in the pack once. Read are the hidden states that predict the branches' targets,
-    or with `read_ends` the one at the last token of each branch. No trees give the idle pack.
+    With `share_prompts` a prompt is in the pack once. The pack reads the hidden states that predict the branches'
+    targets, or with `read_ends` the hidden state at the last token of each branch. No trees give the idle pack.
     """
     if not trees:
         return pack([])

@@ -11,7 +11,7 @@ from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack
 
 @dataclass(frozen=True)  # no slots, for the reason given at Sequence
 class Sample:
-    """One response and what is known about each of its trained tokens.
+    """One response with the values of each of its trained tokens.
 
     Every column is float32 [number of trained tokens]: `old_logprobs`, `advantages` and so on.
     """
@@ -28,14 +28,16 @@ class SamplePack:
     columns: dict[str, torch.Tensor]
 
     def to(self, device: torch.device | str) -> "SamplePack":
-        """The same micro-batch on another device."""
+        """Return the micro-batch on another device."""
         return SamplePack(self.pack.to(device), {k: v.to(device) for k, v in self.columns.items()})
 
 
 def pack_samples(
     samples: list[Sample], *, names: tuple[str, ...], pack_sequences: Callable[[list[TokenSequence]], Pack] = pack
 ) -> SamplePack:
-    """The samples packed in their order with the named columns; none give an idle micro-batch with empty columns."""
+    """Return the samples packed in their order with the named columns; no samples give an idle micro-batch with empty
+    columns.
+    """
     columns = {
         name: torch.from_numpy(np.concatenate([s.columns[name] for s in samples] or [np.zeros(0, np.float32)]))
         for name in names

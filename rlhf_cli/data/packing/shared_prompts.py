@@ -1,7 +1,7 @@
 """Responses that share a prompt, planned and packed so that the prompt is computed once.
 
-The prompt of a sequence are its tokens before the first trained one. Only neighbours in a micro-batch share it, so that
-what comes out of a pack is in the order of its sequences; `plan_groups` makes them neighbours.
+The prompt of a sequence are its tokens before the first trained one. Only neighbours in a micro-batch share a prompt,
+so that a pack's outputs have the order of its sequences; `plan_groups` makes sequences of one prompt neighbours.
 """
 
 import itertools
@@ -22,7 +22,7 @@ def plan_groups(
     quadratic_cost: float,
     max_sequences: int | None = None,
 ) -> list[list[list[int]]]:
-    """As `plan_packs`, with sequences of one prompt next to each other in a micro-batch, where the prompt counts once.
+    """Return a plan as `plan_packs` does, in which sequences of one prompt are neighbours and the prompt counts once.
 
     A group that is larger than a micro-batch, or than a rank's even share of all tokens, is cut into several. With
     `max_sequences`, micro-batches are filled one after the other, each with about as many sequences.
@@ -49,7 +49,7 @@ def plan_groups(
 
 
 def pack_groups(sequences: Sequence[TokenSequence]) -> Pack:
-    """The sequences in their order as one pack, in which neighbours with equal prompts have it once."""
+    """Return the sequences in their order as one pack, in which neighbours with equal prompts have the prompt once."""
     groups = [list(group) for _, group in itertools.groupby(sequences, key=lambda s: _prompt_of(s).tobytes())]
     if len(groups) == len(sequences):
         return pack(list(sequences))
@@ -57,7 +57,7 @@ def pack_groups(sequences: Sequence[TokenSequence]) -> Pack:
 
 
 def _prompt_size(sequence: TokenSequence) -> int:
-    """Tokens before the first trained one; all but the last where none is trained."""
+    """Return the number of tokens before the first trained one; without a trained one, of all but the last token."""
     return int(sequence.loss_mask.argmax()) or max(1, len(sequence) - 1)  # the first token is never trained
 
 
@@ -78,7 +78,7 @@ class _Sizes:
     lengths: list[int]
 
     def tokens(self, members: list[int]) -> int:
-        """Tokens in a pack."""
+        """Return the number of tokens in a pack."""
         prompt = self.prompts[members[0]]
         return prompt + sum(self.lengths[i] - prompt for i in members)
 
@@ -89,7 +89,9 @@ class _Sizes:
         return self.tokens(members) + quadratic_cost * squares
 
     def cut(self, members: list[int], limit: int) -> list[list[int]]:
-        """Neighbours of a group, as many as the limit of tokens holds, at least one each."""
+        """Return the neighbours of a group in pieces, each as large as the limit of tokens allows, with at least one
+        sequence.
+        """
         prompt = self.prompts[members[0]]
         parts: list[list[int]] = []
         room = 0

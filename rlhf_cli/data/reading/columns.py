@@ -20,10 +20,10 @@ SYSTEM_COLUMNS = ("system", "system_prompt")
 CONTEXT_COLUMNS = ("input", "context")
 """What Alpaca and Dolly add to an `instruction`."""
 BESIDE_PROMPT = (*CONTEXT_COLUMNS, "history")
-"""What belongs to a prompt, and is refused where it is not read: the last is LLaMA-Factory's earlier turns."""
+"""Columns that belong to a prompt, refused unless they are read: the last has LLaMA-Factory's earlier turns."""
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""What a cell without anything in it holds; 0 is something."""
+"""Values of an empty cell; 0 is a value."""
 IMAGE_COLUMNS = ("image", "images", "video", "videos")
 """What belongs to the text of a row and is no text."""
 
@@ -65,18 +65,18 @@ class Present:
     names: list[str]
 
     def error(self, message: str) -> UsageError:
-        """The error to raise about the source: names the columns it has."""
+        """Return the error to raise about the source: it names the columns of the source."""
         where = f" in the first {COLUMN_ROWS} rows" if len(self.source) > COLUMN_ROWS else ""
         return UsageError(f"{self.source.name}: {message}; columns present{where}: {', '.join(self.names)}")
 
     def has(self, name: str) -> bool:
-        """Whether a column, or an entry inside one (`reward_model.ground_truth`), is there."""
+        """Return whether a column, or an entry inside one (`reward_model.ground_truth`), is there."""
         if name in self.names or name.partition(".")[0] not in self.names:
             return name in self.names
         return any(name in self.source.row(index) for index in range(min(COLUMN_ROWS, len(self.source))))
 
     def named(self, name: str | None, setting: str) -> str | None:
-        """A column the settings name, which must be there."""
+        """Return a column that the settings name. Raise UsageError if it is missing."""
         if name is not None and not self.has(name):
             raise self.error(f"no column {name!r} (--{setting}){self._entries_beside(name)}")
         return name
@@ -88,11 +88,11 @@ class Present:
         return f", for {column!r} has {', '.join(held) or 'nothing'}" if isinstance(held, dict) else ""
 
     def first(self, candidates: tuple[str, ...]) -> str | None:
-        """The first of the candidates that is there."""
+        """Return the first of the candidates that is there."""
         return next((name for name in candidates if self.has(name)), None)
 
     def only(self, candidates: tuple[str, ...], meaning: str, setting: str) -> str | None:
-        """The one candidate there is; more than one is for the user to decide."""
+        """Return the only candidate there is. Raise UsageError for several, because the user has to decide."""
         found = [name for name in candidates if name in self.names]
         if found and found[0] == "instruction":
             found = ["instruction"]  # Alpaca's input goes with it
@@ -102,7 +102,7 @@ class Present:
 
 
 def is_dialogue(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether a cell is a list of messages."""
+    """Return whether a cell is a list of messages."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
@@ -112,14 +112,14 @@ def format_of(listed: list[dict[str, Any]]) -> str:
 
 
 def keys_of(listed: list[dict[str, Any]]) -> tuple[str, str]:
-    """Keys of role and text in a list of messages."""
+    """Return the keys of role and text in a list of messages."""
     return MESSAGE_KEYS[format_of(listed)]
 
 
 def prompt_reader(column: str, *, joined: bool) -> Callable[[Row], tuple[Message, ...]]:
-    """Reads the messages of a prompt: a text, with the Alpaca context where `joined`, or a list of messages.
+    """Return the reader of a prompt: a text, with the Alpaca context if `joined`, or a list of messages.
 
-    What else belongs to the prompt is refused where `joined`; otherwise the settings name this column alone.
+    If `joined`, other columns of the prompt are refused; otherwise the settings name this column alone.
     """
     contexts = CONTEXT_COLUMNS if joined and column == "instruction" else ()
 
@@ -148,14 +148,14 @@ def _refuse_unread(row: Row, column: str, context: str | None) -> None:
 
 
 def response_turn(row: Row, column: str) -> tuple[Message, ...]:
-    """The assistant's turn; TRL's data have it as a list of messages."""
+    """Return the assistant's turn; TRL's data have it as a list of messages."""
     if is_dialogue(row.get(column)):
         return messages_of(row, column, keys_of(row[column]))
     return (Message("assistant", text_of(row, column)),)
 
 
 def with_system(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
-    """The messages with the row's system message first, unless they have one."""
+    """Return the messages with the row's system message first, unless they have one."""
     column = _filled(row, SYSTEM_COLUMNS)
     if column is None or not messages or messages[0].role == "system":
         return messages
@@ -163,12 +163,12 @@ def with_system(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
 
 
 def _filled(row: Row, columns: tuple[str, ...]) -> str | None:
-    """The first of the columns in which the row has something: a source's first rows may all leave it out."""
+    """Return the first of the columns that the row fills: all first rows of a source may leave a column empty."""
     return next((name for name in columns if row.get(name) not in EMPTY), None)
 
 
 def messages_of(row: Row, column: str, keys: tuple[str, str]) -> tuple[Message, ...]:
-    """The messages listed in a cell. Raises UsageError naming the row and what is wrong with it."""
+    """Return the messages in a cell. Raise UsageError that names the row and the fault."""
     listed = row.get(column)
     if not isinstance(listed, list):
         raise row.error(f"column {column!r} is not a list of messages but {described(listed, row, column)}")
@@ -195,7 +195,7 @@ def _message(row: Row, number: int, entry: Any, keys: tuple[str, str]) -> Messag
 
 
 def _reasoning(row: Row, number: int, role: Role, entry: dict[str, Any]) -> str:
-    """What the assistant thought, where the message has it apart; "" where there is none."""
+    """Return the assistant's thought if the message has it apart, else ""."""
     given = {key: entry[key] for key in REASONING_KEYS if entry.get(key)}
     if not given:
         return ""
@@ -210,7 +210,7 @@ def _reasoning(row: Row, number: int, role: Role, entry: dict[str, Any]) -> str:
 
 
 def _parts_text(row: Row, number: int, content: Any) -> str | None:
-    """Text of a message, whose content may be OpenAI's list of parts."""
+    """Return the text of a message, whose content may be OpenAI's list of parts."""
     if content is None or isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
@@ -219,7 +219,9 @@ def _parts_text(row: Row, number: int, content: Any) -> str | None:
 
 
 def text_of(row: Row, column: str) -> str:
-    """The text in a cell; finite numbers are text too. Raises UsageError naming the row and what is there instead."""
+    """Return the text in a cell; finite numbers are text too. Raise UsageError that names the row and the cell's
+    content.
+    """
     value = row.get(column)
     if isinstance(value, str):
         return value
@@ -229,7 +231,7 @@ def text_of(row: Row, column: str) -> str:
 
 
 def described(value: Any, row: Row, column: str) -> str:
-    """What is in a cell that should hold something else, for messages."""
+    """Return a description of a cell's wrong content, for messages."""
     if column not in row:
         return f"missing; columns present: {', '.join(row)}"
     return "null" if value is None else f"a {type(value).__name__}: {value!r:.60}"
@@ -246,14 +248,16 @@ def truth(value: Any) -> bool | None:
 
 
 def refuse_images(row: Row) -> None:
-    """Raises UsageError naming the row if it comes with images: its text would speak of what the model never sees."""
+    """Raise UsageError that names the row if it comes with images: its text would refer to pictures that the model
+    never sees.
+    """
     for column in IMAGE_COLUMNS:
         if row.get(column):
             raise row.error(f"column {column!r} is not empty, but only models of text are trained here")
 
 
 def refuse_half_characters(row: Row, text: str) -> None:
-    """Raises UsageError naming the row if its text has half of a character, as JSON of a cut emoji has it."""
+    """Raise UsageError that names the row if its text has half of a character, as JSON of a cut emoji has."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -262,6 +266,6 @@ def refuse_half_characters(row: Row, text: str) -> None:
 
 
 def refuse(row: Row, fault: str | None) -> None:
-    """Raises UsageError naming the row if there is a fault."""
+    """Raise UsageError that names the row if there is a fault."""
     if fault is not None:
         raise row.error(fault)

@@ -1,8 +1,8 @@
 """Rows of one data file: JSON lines, a JSON list, CSV or Parquet, each also gzipped.
 
-Files are read through memory maps: a row is parsed when it is asked for, so memory does not grow with the file but for
-where its rows start. A file's rows keep its order. Columns are not typed: what one row holds as a number
-another may hold as text.
+Files are read through memory maps and a row is parsed on request, so memory grows only with the starts of the rows.
+Rows keep the order of the file. Columns are not typed: one row may hold a number in a column that holds text in another
+row.
 """
 
 import csv
@@ -39,9 +39,9 @@ CSV_BLOCK = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rows of one file. `read(i)` gives a row as a dict, `place(i)` where it stands in the file: 'line 3'.
+    """The rows of one file. `read(i)` returns a row as a dict, `place(i)` its place in the file: 'line 3'.
 
-    `checksum()` is of all its content; None where nobody knows one, so that nothing made from it is kept.
+    `checksum()` is a checksum of all content; None if it is not known, so that nothing made from the file is kept.
     """
 
     path: str
@@ -56,7 +56,9 @@ class Table:
 
 
 def kind_of_file(path: Path) -> str | None:
-    """The suffix that tells how the file is read ('.json', '.csv', ...), without .gz; None if it is no data file."""
+    """Return the suffix that decides how the file is read ('.json', '.csv', ...), without .gz; None if it is no data
+    file.
+    """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
@@ -64,7 +66,7 @@ def kind_of_file(path: Path) -> str | None:
 
 
 def read_file(path: Path) -> Table:
-    """The rows of a data file. Raises UsageError that names the file, and the line where there is one."""
+    """Return the rows of a data file. Raise UsageError that names the file and, if it has lines, the line."""
     kind = kind_of_file(path)
     if kind is None:
         raise UsageError(f"{path} is no data file: its name ends in none of {', '.join(READERS)} (or these with .gz)")
@@ -85,7 +87,7 @@ def _checksum(path: Path) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The file's bytes; a gzipped file is unpacked into a temporary one first."""
+    """Return the file's bytes; a gzipped file is unpacked into a temporary one first."""
     if path.suffix.lower() != ".gz":
         with path.open("rb") as file:
             yield file
@@ -101,7 +103,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_json(file: IO[bytes], path: str) -> Table:
-    """A list of objects or one object per line, whichever the first character says."""
+    """Return the rows of a list of objects, or of one object per line; the first character decides."""
     if file.seek(0, 2) == 0:
         return _no_rows(path)
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -160,7 +162,7 @@ def _no_rows(path: str) -> Table:
 
 
 def _read_csv(file: IO[bytes], path: str) -> Table:
-    """All columns as text. Row numbers count from the first after the header."""
+    """Return all columns as text. Row numbers count from the first row after the header."""
     try:
         first = next(iter(file.readline().splitlines()), b"")  # lines may end in CR alone
         columns = next(csv.reader([first.decode("utf-8-sig")]), [])

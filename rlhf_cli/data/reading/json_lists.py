@@ -1,6 +1,6 @@
-"""How JSON is decoded, and where the elements of a list stand in a file, found with a window over its bytes.
+"""The decoder of JSON, and the places of a list's elements in a file, found with a window over its bytes.
 
-Of an element nothing is kept but where it starts, so that the file may be large. What its columns mean is none of this.
+Only the start of each element is kept, so that the file may be large. Columns have no meaning here.
 """
 
 import codecs
@@ -20,7 +20,7 @@ WINDOW = 1 << 20
 LONGEST_WORD = 16
 """Characters before the end of a window in which a fault may come from the cut: of '-Infinity' or '\\ud83d\\ude00'."""
 BLOCK = 1 << 26
-"""Bytes looked at a time where they are only counted, so that the comparison's result stays small."""
+"""Bytes in a block whose characters are only counted, so that the comparison's result stays small."""
 BOM = codecs.BOM_UTF8
 
 
@@ -33,10 +33,13 @@ DECODER = json.JSONDecoder(parse_constant=_constant)
 
 
 def element_bounds(mapped: mmap.mmap, path: str, *, window: int = WINDOW) -> Iterator[int]:
-    """Byte at which each element of the list starts, then the one after the last; every element is parsed once.
+    """Return the byte at which each element of the list starts, then the byte after the last; every element is parsed
+    once.
 
-    `window` is the number of bytes decoded at a time, at least 8 so that it can grow. Raises UsageError naming line and
-    column, or row, of what is no list of objects.
+    `window` is the number of bytes decoded at a time, at least 8 so that it can grow.
+
+    Raises:
+        UsageError: the file is no list of objects; the message names line and column, or the row.
     """
     cursor, number = _Cursor(mapped, path, mapped.find(b"[") + 1, window), 0
     while cursor.next_character() != "]" or number:
@@ -82,7 +85,7 @@ class _Cursor:
         self._position = stop
 
     def next_character(self) -> str:
-        """The next character that is no white space, where reading goes on; '' at the end of the file."""
+        """Go to the next character that is no white space and return it; return '' at the end of the file."""
         while True:
             self.skip(skip_space(self._text, self._position) - self._position)
             if self._position < len(self._text) or self._is_last:
@@ -90,7 +93,7 @@ class _Cursor:
             self._move(self._window)
 
     def value(self, where: str) -> Any:
-        """The value that starts here; reading goes on behind it. Errors that have no column name `where` instead."""
+        """Return the value that starts here and go on behind it. Errors that have no column name `where` instead."""
         while True:
             try:
                 value, stop = DECODER.raw_decode(self._text, self._position)
@@ -106,11 +109,13 @@ class _Cursor:
             self._move(max(self._window, 2 * (self._end - self.byte)))
 
     def _is_of_the_cut(self, error: json.JSONDecodeError) -> bool:
-        """Whether the fault may be that the window ends; of a string that does not end its beginning is named."""
+        """Return whether the end of the window may cause the fault; the fault of a string without an end names its
+        beginning.
+        """
         return error.pos >= len(self._text) - LONGEST_WORD or error.msg.startswith("Unterminated string")
 
     def fault(self, message: str, ahead: int = 0) -> UsageError:
-        """The error to raise about the next character, or one so far ahead of it in the window."""
+        """Return the error to raise about the next character, or about a character so far ahead of it in the window."""
         before = self._text[self._position : self._position + ahead]
         line, column = _line_and_column(self._mapped, self.byte + len(before.encode()))
         return UsageError(f"{self._path} line {line} is not valid JSON: {message} at column {column}")
@@ -125,18 +130,18 @@ def _line_and_column(mapped: mmap.mmap, byte: int) -> tuple[int, int]:
 
 
 def _num_characters(block: bytes) -> int:
-    """Characters that begin in these bytes of UTF-8."""
+    """Return the number of characters that begin in these bytes of UTF-8."""
     return int(np.count_nonzero(np.frombuffer(block, dtype=np.uint8) & 0xC0 != 0x80))
 
 
 def blocks(mapped: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """The bytes from `start` to `stop` in blocks of bounded size, each with the place of its first."""
+    """Yield the bytes from `start` to `stop` in blocks of bounded size, each with the place of its first byte."""
     for first in range(start, stop, BLOCK):
         yield first, mapped[first : min(first + BLOCK, stop)]
 
 
 def checked_object(row: Any, where: str) -> dict[str, Any]:
-    """The row, if it is an object or a list of messages. Raises UsageError otherwise."""
+    """Return the row if it is an object or a list of messages. Raise UsageError otherwise."""
     if is_bare_dialogue(row):
         return row_of_dialogue(row)
     if not isinstance(row, dict):
@@ -145,6 +150,6 @@ def checked_object(row: Any, where: str) -> dict[str, Any]:
 
 
 def beyond_limits(error: ValueError | RecursionError) -> str:
-    """What Python refuses of valid JSON."""
+    """Return why Python refuses to read valid JSON."""
     deep = isinstance(error, RecursionError)
     return "is nested too deeply" if deep else "has a whole number of too many digits: write it as text"

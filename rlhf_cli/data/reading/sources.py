@@ -22,7 +22,7 @@ from rlhf_cli.errors import UsageError, one_line
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 OTHER_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval"}
-"""Words in a file's name that say which split it belongs to."""
+"""Words in a file's name that name its split."""
 COLUMN_ROWS = 100
 """Rows at the start of a source whose keys are its columns; rows may leave out others, which are looked for in each."""
 
@@ -54,7 +54,7 @@ class Row(dict[str, Any]):
         return found
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a column or of an entry inside one."""
+        """Return the value of a column or of an entry inside a column."""
         try:
             return self[key]
         except KeyError:
@@ -69,7 +69,7 @@ class Row(dict[str, Any]):
         return self.source.where(self.index)
 
     def error(self, message: str) -> RowFault:
-        """The error to raise about this row: names file and line."""
+        """Return the error to raise about this row: it names file and line."""
         return RowFault(f"{self.where}: {message}")
 
 
@@ -105,7 +105,7 @@ class Source:
         return table.where(position)
 
     def columns(self) -> list[str]:
-        """Columns of the first rows, in order of appearance."""
+        """Return the columns of the first rows, in order of appearance."""
         names: dict[str, None] = {}
         for index in range(min(COLUMN_ROWS, len(self))):
             names.update(dict.fromkeys(self.row(index)))
@@ -144,7 +144,7 @@ class Rows(Sequence[Row]):
         return self.sources[self.source_N[number]].row(int(self.index_N[number]))
 
     def used(self) -> list[int]:
-        """Number of rows taken from each source."""
+        """Return the number of rows taken from each source."""
         return np.bincount(self.source_N, minlength=len(self.sources)).tolist()
 
 
@@ -158,15 +158,16 @@ def load_rows(
     hub: Callable[[str, str], Table] | None = None,
     data_format: str = "auto",
 ) -> Rows:
-    """Rows of the data sets named in `spec`, separated by commas.
+    """Return the rows of the data sets named in `spec`, separated by commas.
 
-    Each is a file, a folder of files, or `owner/name[:config]` on the Hub, with `@split` where it differs from
-    `split`. Without `probs`, the rows of one source follow those of the one before. With `probs` ('0.3,0.7') the
-    largest mixture is made in which no row is used twice: each source has exactly its share (to the nearest row),
-    drawn and ordered at random from `seed`. At most `max_samples` rows are taken. `hub(name, split)` reads a
-    data set of the Hub. If `data_format` is code of others, each row is the row that the code makes of the row read.
+    Each name is a file, a folder of files, or `owner/name[:config]` on the Hub, with `@split` if its split is not
+    `split`. Without `probs`, the sources follow each other. With `probs` ('0.3,0.7') the largest mixture is made in
+    which no row is used twice: each source has exactly its share (to the nearest row), drawn and ordered at random from
+    `seed`. At most `max_samples` rows are taken. `hub(name, split)` reads a data set of the Hub. If `data_format` is
+    code of others, each row is the row that the code makes of the row read.
 
-    Raises UsageError naming what is missing, empty or malformed; rows are parsed, and checked, as they are read.
+    Raises:
+        UsageError: a data set is missing, empty or malformed; rows are parsed and checked when they are read.
     """
     names = _names(spec)
     shares = _parsed_probs(probs, names)
@@ -252,7 +253,9 @@ def _existing(path: Path) -> Table:
 
 
 def _read_folder(folder: Path, split: str | None, default_split: str) -> tuple[Table, ...]:
-    """All data files of the folder in the order of their names, or those of the split where names tell splits."""
+    """Return all data files of the folder in the order of their names, or the files of the split if names contain
+    splits.
+    """
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return (_read_saved(folder, split or default_split),)
     visible = (path for path in folder.rglob("*") if not any(p.startswith(".") for p in path.relative_to(folder).parts))
@@ -274,7 +277,7 @@ def _words(path: Path) -> set[str]:
 
 
 def _read_saved(folder: Path, split: str) -> Table:
-    """A folder written by `datasets`' save_to_disk."""
+    """Return the rows of a folder written by `datasets`' save_to_disk."""
     import datasets
 
     loaded = datasets.load_from_disk(str(folder))
@@ -286,8 +289,8 @@ def _read_saved(folder: Path, split: str) -> Table:
 
 
 def _read_hub(name: str, split: str) -> Table:
-    """A split of a data set on the Hub, kept in the cache under HF_HOME; works offline once it is there."""
-    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # nothing is reported about what is used
+    """Return a split of a data set on the Hub, kept in the cache under HF_HOME; once there, it works offline."""
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # no report about the data that are used
     import datasets
 
     path, _, config = name.partition(":")
@@ -329,7 +332,7 @@ class ReadSource:
 
 
 def read_sources(rows: Rows, forms: Sequence[str]) -> list[ReadSource]:
-    """The sources of these rows, each with how it is read."""
+    """Return the sources of these rows, each with its reader."""
     return [
         ReadSource(source.name, tuple(table.path for table in source.tables), len(source), count, form)
         for source, form, count in zip(rows.sources, forms, rows.used(), strict=True)
@@ -337,6 +340,6 @@ def read_sources(rows: Rows, forms: Sequence[str]) -> list[ReadSource]:
 
 
 def batches(rows: Rows, size: int) -> Iterator[list[Row]]:
-    """The rows in order, `size` at a time."""
+    """Yield the rows in order, `size` at a time."""
     for start in range(0, len(rows), size):
         yield rows[start : start + size]

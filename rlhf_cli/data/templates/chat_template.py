@@ -1,7 +1,7 @@
-"""Chat templates: conversations as text, and which characters of that text the assistant wrote.
+"""Chat templates: conversations as text, and the characters of that text that the assistant wrote.
 
-Nothing is tokenised here but a trial conversation, which shows what the template ends a turn with. A template whose
-assistant turns cannot be told apart from what it writes around them is refused.
+Only a trial conversation is tokenised here; it shows the end of a turn. A template is refused if its assistant turns
+cannot be distinguished from the text around them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +32,9 @@ from rlhf_cli.data.templates.turn_spans import (
 class Rendered:
     """A conversation as text. `spans` bound the characters that carry loss: each assistant's text and end of turn.
 
-    `prompt` is what a rollout of the first turn would start from, where the text continues exactly that, else None.
-    `num_unthought` counts the turns whose thought the template leaves out, as it does for those before the last,
-    `num_inlined` those whose `reasoning` became part of the content.
+    `prompt` is the start of a rollout of the first turn if the text continues exactly this prompt, else None.
+    `num_unthought` counts the turns whose thought the template drops, as it does for turns before the last.
+    `num_inlined` counts the turns whose `reasoning` became part of the content.
     """
 
     text: str
@@ -99,13 +99,13 @@ class ChatTemplate:
         return TurnMarks(tuple(dict.fromkeys([*self.ends_of_turn, *ends])), self._text.header)
 
     def _readable(self, conversation: Conversation) -> Conversation:
-        """The conversation with thoughts where the template finds them: apart from the content, or in it."""
+        """Return the conversation with thoughts at the place that the template reads: its own key, or the content."""
         if not num_reasoned(conversation) or self._text.reasoning_key is not None:
             return conversation
         return replace(conversation, messages=tuple(m.with_reasoning_in_text() for m in conversation.messages))
 
     def prompt(self, conversation: Conversation) -> str:
-        """Text that the assistant's next turn would continue. Raises TemplateFault if the template refuses it."""
+        """Return the text that the assistant's next turn continues. Raise TemplateFault if the template refuses it."""
         conversation = self._readable(conversation)
         with self._blame_on_calls(conversation):
             text, _ = self._text.render(conversation.messages, conversation.tools, add_generation_prompt=True)
@@ -116,11 +116,14 @@ class ChatTemplate:
         return text
 
     def example(self, conversation: Conversation) -> Rendered:
-        """Text of a whole conversation and the spans of its assistant turns.
+        """Return the text of a whole conversation and the spans of its assistant turns.
 
-        Spans come from the template's `{% generation %}` blocks if it has them, else from comparing the text with
-        that of the messages before each turn. Raises TemplateFault where a turn is not in the text as it was given
-        (white space around it and thoughts before the last turn aside), or without an end of turn.
+        Spans come from the template's `{% generation %}` blocks if it has them, else from a comparison of the text with
+        the text of the messages before each turn.
+
+        Raises:
+            TemplateFault: a turn is not in the text as it was given, or has no end of turn. White space around a turn
+                and thoughts before the last turn may be missing.
         """
         readable = self._readable(conversation)
         if readable is not conversation:
@@ -172,7 +175,7 @@ class ChatTemplate:
         return Rendered(text, tuple(spans), prompt, num_unthought)
 
     def _turn_behind(self, conversation: Conversation, number: int, said: Said, text: str, floor: int) -> Span | None:
-        """Span of a turn before which the template writes more than, or other than, its generation prompt.
+        """Return the span of a turn before which the template writes more than, or other than, its generation prompt.
 
         Qwen 3 puts an empty thought there, DeepSeek R1 opens one in the generation prompt alone, and Mistral has the
         tools before the last user turn.
@@ -188,7 +191,7 @@ class ChatTemplate:
         return found or self._words_behind(prompt, context, before[-1] if before else None, said, text, floor)
 
     def _turn_as_last(self, prompt: str, alone: str, said: Said, text: str, floor: int) -> Span | None:
-        """Span of the characters that the turn has in `alone`, where it is the last one."""
+        """Return the span of the characters that the turn has in `alone`, in which it is the last turn."""
         span = turn_at(alone, len(prompt), said, self._marks) if alone.startswith(prompt) else None
         place = text.find(alone[slice(*span)], floor) if span else -1
         if span is None or place < 0 or self._marks.any_in(text[floor:place]):
@@ -198,9 +201,11 @@ class ChatTemplate:
     def _words_behind(
         self, prompt: str, context: str, previous: Message | None, said: Said, text: str, floor: int
     ) -> Span | None:
-        """Span of the words behind what the text shares with the prompt, with the context, or with the context's end.
+        """Return the span of the words behind the text's common start with the prompt, the context, or the context's
+        end.
 
-        The last is for templates that alter earlier turns: Qwen 3.5 leaves out the thoughts before a later question.
+        The end of the context is for templates that alter earlier turns: Qwen 3.5 drops the thoughts before a later
+        question.
         """
         if text.startswith(prompt) and (span := turn_from(text, max(len(prompt), floor), said, self._marks)):
             return self._generated(prompt, context, span, text)
@@ -213,7 +218,8 @@ class ChatTemplate:
         return turn_from(text, floor + behind, said, self._marks)
 
     def _generated(self, prompt: str, context: str, span: Span, text: str) -> Span:
-        """Extend a turn to all that follows the generation prompt: the model has to generate what is between too.
+        """Extend a turn to all that follows the generation prompt: the model has to generate the characters between,
+        too.
 
         gpt-oss names a channel before its words, and Qwen 3 writes an empty thought there.
         """
@@ -221,19 +227,21 @@ class ChatTemplate:
         return (min(given, span[0]), span[1]) if given else span
 
     def _end_of_given(self, conversation: Conversation, number: int, prompt: str, text: str) -> int:
-        """Return where that part of a turn ends which the generation prompt writes; 0 if nothing shows it."""
+        """Return the end of the part of a turn that the generation prompt writes; 0 if nothing shows it."""
         if text.startswith(prompt):
             return len(prompt)
         context = self._text.render(conversation.messages[:number], conversation.tools)[0]
         return self._shared_with_prompt(prompt, context, text)
 
     def _calls_behind(self, prompt: str, context: str, said: Said, text: str) -> Span | None:
-        """Span of a turn of calls alone, which has no words to begin with: behind what it shares with the prompt."""
+        """Return the span of a turn of calls alone, which has no words to begin with: it lies behind the common start
+        with the prompt.
+        """
         given = self._shared_with_prompt(prompt, context, text)
         return turn_at(text, given, said, self._marks) if given else None
 
     def _shared_with_prompt(self, prompt: str, context: str, text: str) -> int:
-        """Return where the tokens end that a prompt and the text have in common behind the context, 0 without any."""
+        """Return the end of the tokens behind the context that a prompt and the text have in common, 0 without any."""
         if not (text.startswith(context) and prompt.startswith(context)):
             return 0
         first, second = prompt[len(context) :], text[len(context) :]
@@ -242,7 +250,7 @@ class ChatTemplate:
         return len(context) + ids[0].token_to_chars(shared - 1).end if shared else 0
 
     def _fault(self, conversation: Conversation, number: int, rest: str) -> TemplateFault:
-        """Why there is no turn in the text that says what message `number` does."""
+        """Return why no turn in the text has the content of message `number`."""
         message = conversation.messages[number]
         if reason := self._dropped(message, rest):
             return TemplateFault(reason)
@@ -271,7 +279,7 @@ class ChatTemplate:
         )
 
     def _refuse_left_out(self, conversation: Conversation, text: str, spans: Sequence[Span]) -> None:
-        """Raises TemplateFault if the template leaves out the tools, or what others than the assistant say."""
+        """Raise TemplateFault if the template drops the tools, or messages of others than the assistant."""
         if conversation.tools and not self._text.shows_tools:
             raise TemplateFault("the chat template leaves out the tools of the row: it has no place for them")
         missing = left_out(conversation.messages, text, spans)
@@ -281,7 +289,7 @@ class ChatTemplate:
             )
 
     def _marked_turns(self, conversation: Conversation, text: str, marked: list[Span]) -> Rendered:
-        """The generation blocks, from the end of the generation prompt to the end of each turn.
+        """Return the generation blocks, from the end of the generation prompt to the end of each turn.
 
         A template may mark more than a turn's words, as its header or a thought, and may use several blocks for a turn.
         """
@@ -299,7 +307,7 @@ class ChatTemplate:
                 raise self._unmarked(conversation, number, text[start:])
             reach = _reach(marked, span)
             if said is not None and said.calls and missing_call(text[start:reach], said.calls) is None:
-                span = (span[0], min(span[1], reach))  # what the template marks of a call is all that is generated
+                span = (span[0], min(span[1], reach))  # a call is generated as far as the template marks it
             elif skip_space(text, reach) < span[1]:
                 raise TemplateFault(
                     "the chat template's generation block ends before the end-of-turn token "
@@ -310,13 +318,13 @@ class ChatTemplate:
         return Rendered(text, tuple(spans), None, num_unthought)
 
     def _turn_in(self, text: str, start: int, said: Said) -> Span | None:
-        """The turn that begins at `start` or, if it has words, somewhere behind without another turn's end between."""
+        """Return the turn that begins at `start` or, if it has words, later, with no end of another turn between."""
         return turn_at(text, start, said, self._marks) or (
             turn_from(text, start, said, self._marks) if said.first else None
         )
 
     def _unmarked(self, conversation: Conversation, number: int, rest: str) -> TemplateFault:
-        """Why no generation block holds message `number`."""
+        """Return why no generation block holds message `number`."""
         if reason := self._dropped(conversation.messages[number], rest):
             return TemplateFault(reason)
         content = conversation.messages[number].content
@@ -329,7 +337,7 @@ class ChatTemplate:
 
 
 def _reach(marked: Sequence[Span], span: Span) -> int:
-    """Where the blocks from the one around the start of `span` on end; white space may be between blocks."""
+    """Return the end of the blocks from the block around the start of `span` on; white space may be between blocks."""
     reach = span[0]
     for begin, stop in marked:
         if begin <= reach < stop:
@@ -338,7 +346,7 @@ def _reach(marked: Sequence[Span], span: Span) -> int:
 
 
 def _no_end(rest: str) -> TemplateFault:
-    """Why a model could not learn to stop, by the text behind an answer of the trial."""
+    """Return why a model could not learn to stop, by the text behind an answer of the trial."""
     if not rest.strip():
         return TemplateFault(
             "the chat template writes no end of turn after the assistant's last text, so the model would never learn "
@@ -351,12 +359,14 @@ def _no_end(rest: str) -> TemplateFault:
 
 
 def num_reasoned(conversation: Conversation) -> int:
-    """Messages that have their reasoning apart from the content."""
+    """Return the number of messages that have their reasoning apart from the content."""
     return sum(bool(message.reasoning) for message in conversation.messages)
 
 
 def _readings(conversation: Conversation) -> list[tuple[int, tuple[Said, ...]]]:
-    """Number of each assistant message and what may stand for it: all of it, before the last also without thought."""
+    """Return the number and the possible texts of each assistant message: all of it, before the last also without
+    thought.
+    """
     numbers = [number for number, message in enumerate(conversation.messages) if message.role == "assistant"]
     readings = []
     for number in numbers:

@@ -1,4 +1,4 @@
-"""Templates that make the whole text of a prompt from a question, where a chat template would not do (base models)."""
+"""Templates that make the whole text of a prompt from a question, for base models that know no chat template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ BUILT_IN = {
     "respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: {{ prompt }}\n"
     "Assistant: <think>",
 }
-"""By name: that of Open-Reasoner-Zero (arXiv 2503.24290), after DeepSeek-R1-Zero's."""
+"""By name: the template of Open-Reasoner-Zero (arXiv 2503.24290), after DeepSeek-R1-Zero's."""
 
 _MARK, _MARK_OF_SYSTEM = "7f3a-question", "7f3a-system"  # words that no template has
 
@@ -32,7 +32,7 @@ class PromptTemplate:
     system_prompt: str | None
 
     def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, Any] | None = None) -> str:
-        """Text that generation starts from. Raises TemplateFault if the conversation is more than a question."""
+        """Return the text that generation starts from. Raise TemplateFault for more than one question."""
         if row_kwargs:
             raise TemplateFault("chat_template_kwargs need a chat template, and prompt_template takes its place")
         if [message.role for message in conversation.messages] != ["user"] or conversation.tools:
@@ -45,9 +45,10 @@ class PromptTemplate:
 
 
 def load_prompt_template(name: str, *, system_prompt: str | None) -> PromptTemplate:
-    """The built-in template of that name, or that of a file.
+    """Return the built-in template of that name, or the template in a file.
 
-    Raises UsageError if it is neither, is no template, or leaves out the question or a system prompt that is given.
+    Raises:
+        UsageError: the name is neither, is no template, or drops the question or a given system prompt.
     """
     path = Path(name).expanduser()
     if name not in BUILT_IN and not path.is_file():

@@ -31,7 +31,7 @@ class Pieces:
 
 
 class Renderer:
-    """Renders by the chat template, or by `input_template` where that is turned off."""
+    """Renders by the chat template, or by `input_template` if the chat template is turned off."""
 
     def __init__(self, config: TextConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
@@ -48,7 +48,9 @@ class Renderer:
         return dict(json.loads(self._config.chat_template_kwargs))
 
     def _template_for(self, row_kwargs: Mapping[str, Any]) -> ChatTemplate:
-        """The template with a row's own variables, which win over those of the settings; one for equal variables."""
+        """Return the template with a row's own variables, which replace the settings'; equal variables share a
+        template.
+        """
         if not row_kwargs:
             return self.template
         if taken := sorted(RESERVED & row_kwargs.keys()):
@@ -59,7 +61,7 @@ class Renderer:
         return self._of_rows[key]
 
     def example(self, example: Conversation | Document, row_kwargs: Mapping[str, Any] | None = None) -> Pieces:
-        """An example to train on. Raises TemplateFault if it cannot be rendered.
+        """Return an example to train on. Raise TemplateFault if it cannot be rendered.
 
         Args:
             row_kwargs: variables of the template that the row has.
@@ -77,7 +79,7 @@ class Renderer:
         return Pieces((Rendered(self._around(tuple(before)), (), None), said), plain=True)
 
     def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, Any] | None = None) -> str:
-        """Text that generation starts from. Raises TemplateFault if it cannot be rendered."""
+        """Return the text that generation starts from. Raise TemplateFault if it cannot be rendered."""
         if self._config.apply_chat_template:
             template = self._template_for(row_kwargs or {})
             return template.prompt(conversation.with_system_prompt(self._config.system_prompt))
@@ -87,7 +89,7 @@ class Renderer:
         return self._around(conversation.messages)
 
     def _around(self, messages: tuple[Message, ...]) -> str:
-        """The one user message in the input template, in which a typed \\n stands for a line break."""
+        """Return the one user message in the input template, in which a typed \\n means a line break."""
         if [message.role for message in messages] != ["user"]:
             roles = ", ".join(message.role for message in messages)
             raise TemplateFault(f"without a chat template there is one prompt and its response, not {roles} before it")
@@ -96,11 +98,11 @@ class Renderer:
 
 
 def _whole(text: str) -> Rendered:
-    """All of the text carries loss; nothing does where it is blank."""
+    """Return the text with loss on all of it, or on nothing if the text is blank."""
     return Rendered(text, ((0, len(text)),) if text.strip() else (), None)
 
 
 def _refuse_tools(conversation: Conversation) -> None:
-    """Raises TemplateFault if only a chat template could render the conversation."""
+    """Raise TemplateFault if only a chat template could render the conversation."""
     if conversation.tools or any(message.tool_calls for message in conversation.messages):
         raise TemplateFault("tools and tool calls need a chat template")

@@ -44,7 +44,7 @@ TRIAL_CALL = (
 )
 """Rendered once to learn how the template takes a call; Mistral's wants an id of nine letters."""
 TRIAL_THOUGHT = (Message("user", "first question"), Message("assistant", "first answer", reasoning="first thought"))
-"""Rendered once to learn whether the template writes what the assistant thought."""
+"""Rendered once to learn whether the template writes the assistant's thought."""
 
 
 class TemplateFault(ValueError):
@@ -157,7 +157,7 @@ class TemplateText:
             return None
 
     def _marked_text(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
-        """What transformers renders, and the spans of the generation blocks."""
+        """Return the text that transformers renders, and the spans of the generation blocks."""
         given = {name: value for name, value in variables.items() if name != "messages"}
         (text,), (marked,) = render_jinja_template(
             conversations=[variables["messages"]],
@@ -168,7 +168,9 @@ class TemplateText:
         return text, marked
 
     def _text(self, variables: dict[str, Any]) -> str:
-        """What transformers renders, in a quarter of the time: jinja's `render` goes through all globals every time."""
+        """Return the text that transformers renders, in a quarter of the time: jinja's `render` goes through all
+        globals every time.
+        """
         template = compiled_template(self._template)
         environment = template.environment
         context = environment.context_class(environment, {**self._globals, **variables}, template.name, template.blocks)

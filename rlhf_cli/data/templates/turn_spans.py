@@ -1,6 +1,6 @@
-"""Where a turn stands in rendered text: pure functions on texts, messages and the marks around a turn.
+"""The span of a turn in rendered text: pure functions on texts, messages and the marks around a turn.
 
-Nothing is rendered here; see `templates`.
+Templates are rendered elsewhere, see `templates`.
 """
 
 import itertools
@@ -56,12 +56,14 @@ class Said:
 
     @classmethod
     def by(cls, message: Message) -> "Said":
-        """All that the message says."""
+        """Return the whole content of the message."""
         return cls._of(message.content, message, thought=message.reasoning.strip())
 
     @classmethod
     def without_thought(cls, message: Message) -> "Said | None":
-        """What is left of the message where a template drops its thought; None if there is no thought, or nothing."""
+        """Return the content without its thought, for templates that drop thoughts; None without a thought, or if
+        nothing is left.
+        """
         _, tag, answer = message.content.rpartition(THOUGHT_END)
         has_thought = bool(tag or message.reasoning)
         return cls._of(answer, message) if has_thought and (answer.strip() or message.tool_calls) else None
@@ -72,7 +74,7 @@ class Said:
         return cls(tuple(part for part in parts if part), message.tool_calls, thought)
 
     def behind(self, prompt: str) -> "Said":
-        """Return what is left to say behind a generation prompt, which may open the thought."""
+        """Return the content that is left behind a generation prompt, which may open the thought."""
         opened = self.parts[:1] == (THOUGHT_START,) and prompt.rstrip().endswith(THOUGHT_START)
         return replace(self, parts=self.parts[1:]) if opened else self
 
@@ -83,9 +85,9 @@ class Said:
 
 
 def turn_at(text: str, start: int, said: Said, marks: TurnMarks) -> Span | None:
-    """Span from `start` over what is said and the end of turn; None if the text goes on otherwise.
+    """Return the span from `start` over the content and the end of turn; None if the text continues otherwise.
 
-    An empty thought that the template puts before tool calls is part of it, because the model generates it.
+    An empty thought that the template puts before tool calls is part of the turn, because the model generates it.
     """
     if said.thought:
         return _turn_with_thought(text, start, said, marks)
@@ -118,7 +120,7 @@ def _turn_with_thought(text: str, start: int, said: Said, marks: TurnMarks) -> S
 
 
 def turn_from(text: str, floor: int, said: Said, marks: TurnMarks) -> Span | None:
-    """Span of the first turn from `floor` on that says this, no other turn ending before it."""
+    """Return the span of the first turn from `floor` on with this content, with no end of another turn before it."""
     begin = text.find(said.first, floor)
     while begin >= 0 and not marks.any_in(text[floor:begin]):
         span = turn_at(text, begin, said, marks)
@@ -129,7 +131,7 @@ def turn_from(text: str, floor: int, said: Said, marks: TurnMarks) -> Span | Non
 
 
 def missing_call(text: str, calls: Sequence[ToolCall]) -> ToolCall | None:
-    """The first call that the text does not show, in order, by its name and every value among its arguments."""
+    """Return the first call that the text does not show, in order, by its name and every value among its arguments."""
     place = 0
     for call in calls:
         named = text.find(call.name, place)
@@ -144,7 +146,7 @@ def missing_call(text: str, calls: Sequence[ToolCall]) -> ToolCall | None:
 
 
 def place_after(messages: Sequence[Message], text: str, floor: int) -> int:
-    """Where the words of user and tool since the last assistant's turn end in the text, from `floor` on."""
+    """Return the end of the words of user and tool since the last assistant's turn in the text, from `floor` on."""
     since = itertools.takewhile(lambda message: message.role != "assistant", reversed(messages))
     for message in reversed(list(since)):
         if message.role != "system" and message.content.strip():
@@ -153,7 +155,7 @@ def place_after(messages: Sequence[Message], text: str, floor: int) -> int:
 
 
 def left_out(messages: Sequence[Message], text: str, spans: Sequence[Span]) -> Message | None:
-    """The first message of system, user or tool that does not stand between the assistant's turns where it belongs.
+    """Return the first message of system, user or tool that does not stand at its place between the assistant's turns.
 
     Templates may put the system message elsewhere. Without spans, as in a prompt, messages must come in their order.
     """
@@ -179,7 +181,7 @@ def left_out(messages: Sequence[Message], text: str, spans: Sequence[Span]) -> M
 
 
 def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Characters, or tokens, at the start that two have in common."""
+    """Return the number of characters, or tokens, at the start that two have in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
@@ -191,7 +193,7 @@ def skip_space(text: str, position: int) -> int:
 
 
 def _values(arguments: Any) -> Iterator[Any]:
-    """Keys, and values that are no lists or objects themselves."""
+    """Yield keys, and values that are no lists or objects themselves."""
     if isinstance(arguments, dict):
         for key, value in arguments.items():
             yield key
@@ -204,7 +206,7 @@ def _values(arguments: Any) -> Iterator[Any]:
 
 
 def _end_of(text: str, value: Any, place: int, stop: int | None = None) -> int:
-    """Where a value, as it is or as JSON, ends first from `place` on; -1 if it is not there before `stop`."""
+    """Return the first end from `place` on of a value, as it is or as JSON; -1 if it is not there before `stop`."""
     for write in (_plain, _json, json.dumps):
         written = write(value)
         written = written[1:-1] if isinstance(value, str) and write is not _plain else written

@@ -1,7 +1,7 @@
-"""Where characters of a text are among the tokens of a byte-level tokenizer, from the tokens' lengths alone.
+"""Spans of characters as spans of tokens of a byte-level tokenizer, from the tokens' lengths alone.
 
-Such a tokenizer cuts a text's UTF-8 into pieces and leaves nothing out, so that the lengths of the tokens before one
-say where it begins. The library's own offsets say the same for any tokenizer, for a sixth of the time of tokenising.
+Such a tokenizer cuts the UTF-8 of a text into pieces and drops nothing, so the lengths of the tokens before a token
+give its start. The library's own offsets serve any tokenizer, but cost a sixth of the time of tokenising.
 """
 
 import unicodedata
@@ -30,7 +30,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "TokenBytes | None":
-        """The lengths of a tokenizer that keeps every byte of a text, but for its Unicode form; None for others."""
+        """Return the lengths if the tokenizer keeps every byte of a text, but for its Unicode form; else None."""
         if not isinstance(tokenizer.decoder, decoders.ByteLevel):
             return None
         if tokenizer.normalizer is not None and not isinstance(tokenizer.normalizer, normalizers.NFC):
@@ -38,7 +38,9 @@ class TokenBytes:
         return cls(tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder())
 
     def spans(self, ids: Sequence[int], text: str, spans: Sequence[Span]) -> list[Span] | None:
-        """The tokens of spans of characters; None where one begins within a token, or the bytes are not the text's."""
+        """Return the tokens of spans of characters; None if a span begins within a token, or the bytes are not the
+        text's.
+        """
         if not unicodedata.is_normalized("NFC", text):
             return None
         ends = list(accumulate(map(self._lengths.__getitem__, ids), initial=0))

@@ -1,6 +1,6 @@
 """Texts to token ids, and spans of characters to spans of tokens.
 
-A piece of text is tokenised once as a whole; the offsets of its tokens say which of them lie in a span.
+A piece of text is tokenised once as a whole; the offsets of its tokens give the tokens of a span.
 """
 
 import unicodedata
@@ -55,9 +55,9 @@ def check_token_ids(
 class Tokens:
     """Token ids of one sequence; `spans` bound the tokens that carry loss.
 
-    `merged` is true where white space at the start of an assistant's text is in one token with the end of what the
-    template writes before it: that token carries no loss. `num_unthought` counts turns without the thought they had,
-    `num_inlined` those whose reasoning was put into the content.
+    `merged` is true if white space at the start of an assistant's text is in one token with the end of the template's
+    text before it: that token carries no loss. `num_unthought` counts turns without the thought they had, `num_inlined`
+    turns whose reasoning was put into the content.
     """
 
     ids: list[int]
@@ -72,12 +72,12 @@ class Tokens:
         return sum(stop - start for start, stop in self.spans)
 
     def cut(self, max_len: int) -> "Tokens":
-        """The first `max_len` tokens; nothing takes the place of what is lost, so no end of sequence is faked."""
+        """Return the first `max_len` tokens; nothing replaces the lost ones, so no end of sequence is faked."""
         spans = [(start, min(stop, max_len)) for start, stop in self.spans if start < max_len]
         return replace(self, ids=self.ids[:max_len], spans=spans)
 
     def all_trained(self) -> "Tokens":
-        """The same ids, all but the first carrying loss, if any did."""
+        """Return the same ids, all but the first with loss, if any had loss."""
         return replace(self, spans=[(1, len(self.ids))] if self.spans else [], merged=False)
 
 
@@ -110,7 +110,7 @@ class Tokeniser:
         return TokenBytes.of(self._tokenizer.backend_tokenizer)
 
     def _start_of_text(self) -> list[int]:
-        """What the tokenizer itself puts before a text: the beginning-of-sequence token, or nothing.
+        """Return the tokens that the tokenizer itself puts before a text: the beginning-of-sequence token, or nothing.
 
         These calls also end any truncation and padding that tokenizer.json asks for.
         """
@@ -152,7 +152,7 @@ class Tokeniser:
         return ids if ids[: len(self._start)] == self._start else self._start + ids
 
     def examples(self, batch: list[Pieces]) -> list[Tokens | TemplateFault]:
-        """Tokens of each example, or why it cannot be trained on."""
+        """Return the tokens of each example, or why it cannot be trained on."""
         texts = [piece.text for pieces in batch for piece in pieces.texts]
         encodings = iter(self._encodings(texts, with_offsets=self._bytes is None))
         return [self._joined(pieces, encodings) for pieces in batch]
@@ -176,7 +176,7 @@ class Tokeniser:
         return Tokens(ids, spans, merged, num_unthought, sum(piece.num_inlined for piece in pieces.texts))
 
     def _tokens(self, encoding: Encoding, piece: Rendered) -> Tokens:
-        """Raises TemplateFault where a span does not start with a token of its own."""
+        """Return the tokens of an example. Raise TemplateFault if a span does not start with a token of its own."""
         if piece.spans == ((0, len(piece.text)),):
             return Tokens(encoding.ids, [(0, len(encoding.ids))])
         if self._bytes is not None:
@@ -187,7 +187,7 @@ class Tokeniser:
         return _tokens_by_offsets(encoding, piece)
 
     def _closed(self, ids: list[int], spans: list[Span]) -> tuple[list[int], list[Span]]:
-        """Plain text between start of text and end of sequence, which belongs to what is trained last."""
+        """Return plain text between start of text and end of sequence; the end belongs to the last trained span."""
         started = self._started(ids)
         shift = len(started) - len(ids)
         spans = [(start + shift, stop + shift) for start, stop in spans]
@@ -197,10 +197,10 @@ class Tokeniser:
         return started, spans
 
     def check(self, tokens: Tokens, pieces: Pieces) -> None:
-        """Raises TemplateFault if the tokens of an example from a chat template are not right.
+        """Raise TemplateFault if the tokens of an example from a chat template are not right.
 
-        They are right if the trained tokens of each span decode to its text, and the tokens before the first are
-        those that a rollout of the same prompt would start from.
+        They are right if the trained tokens of each span decode to its text, and the tokens before the first span are
+        the start of a rollout of the same prompt.
         """
         if pieces.plain:
             return
@@ -222,7 +222,9 @@ class Tokeniser:
 
 
 def _comparable(text: str) -> str:
-    """Tokenizers may normalise accents, drop the space before a first word, or put one behind special tokens."""
+    """Return a text in the form in which texts are compared: tokenizers may normalise accents, drop the space before a
+    first word, or put one behind special tokens.
+    """
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
