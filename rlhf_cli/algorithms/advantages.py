@@ -28,12 +28,12 @@ def gae(
 
 
 def returns_to_go(rewards_N: Tensor, cu: Tensor, *, gamma: float) -> Tensor:
-    """`sum_{s >= t} gamma^(s-t) r_s` at each token (REINFORCE++, arXiv 2501.03262)."""
+    """Return `sum_{s >= t} gamma^(s-t) r_s` at each token (REINFORCE++, arXiv 2501.03262)."""
     return suffix_scan(rewards_N, cu, gamma)
 
 
 def at_every_token(advantages_B: Tensor, cu: Tensor) -> Tensor:
-    """One advantage a response, `[N]` at each of its tokens."""
+    """Return one advantage a response, `[N]` at each of its tokens."""
     return advantages_B[segment_ids(cu)]
 
 

@@ -62,7 +62,8 @@ def maximum(values_K: Tensor) -> Tensor:
 
 
 def combine_metrics(parts: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Metrics:
-    """Metrics of two micro-batches (or ranks) as one: sums of parts, the larger one of those named `..._max`.
+    """Return the metrics of two micro-batches (or ranks) as one: sums of parts, the larger one of those named
+    `..._max`.
 
     A metric that only one side has is kept.
     """

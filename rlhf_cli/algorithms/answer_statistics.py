@@ -14,7 +14,8 @@ Z = 1.959964
 
 
 def pass_at_k(num_samples: int, num_correct: int, *, k: int) -> float:
-    """The probability that at least one of `k` samples is right: `1 - C(n-c, k) / C(n, k)` for c right ones of n.
+    """Return the probability that at least one of `k` samples is right: `1 - C(n-c, k) / C(n, k)` for c right ones of
+    n.
 
     Unbiased (Chen et al. 2021, arXiv 2107.03374, equation 1), as the product of `1 - k/i` over n-c < i <= n, so that no
     binomial is ever formed. Raises ValueError for fewer than k samples.
@@ -26,7 +27,7 @@ def pass_at_k(num_samples: int, num_correct: int, *, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], *, k: int) -> float:
-    """The probability that the most frequent answer among `k` of the samples is right, over all choices of k.
+    """Return the probability that the most frequent answer among `k` of the samples is right, over all choices of k.
 
     Answers that are equally frequent share the vote: its value is the mean over them. None is no vote; if no sample
     votes, the value is 0. An answer that was judged both ways counts with the share of its samples that are right.
@@ -51,8 +52,9 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], *, k: 
 
 
 def _shared(others: Sequence[int], silent: int, *, m: int, left: int) -> Fraction:
-    """Choices of `left` samples from others and silent ones in which no other answer has more than m votes, each
-    counted as one of the `1 + t` answers that have m, where t others have as many."""
+    """Return the choices of `left` samples from others and silent ones in which no other answer has more than m votes,
+    each counted as one of the `1 + t` answers that have m, where t others have as many.
+    """
     ways = {(0, size): math.comb(silent, size) for size in range(min(silent, left) + 1)}  # (t, samples chosen)
     for count in others:
         after: dict[tuple[int, int], int] = {}
@@ -65,7 +67,7 @@ def _shared(others: Sequence[int], silent: int, *, m: int, left: int) -> Fractio
 
 
 def wilson_interval(share: float, num_trials: int) -> tuple[float, float]:
-    """The 95 % score interval of a share (Wilson 1927), which stays sensible near 0 and 1 and for few trials."""
+    """Return the 95 % score interval of a share (Wilson 1927), which stays sensible near 0 and 1 and for few trials."""
     centre = (share + Z * Z / (2 * num_trials)) / (1 + Z * Z / num_trials)
     spread = math.sqrt(share * (1 - share) / num_trials + Z * Z / (4 * num_trials**2))
     half = Z * spread / (1 + Z * Z / num_trials)
@@ -73,7 +75,7 @@ def wilson_interval(share: float, num_trials: int) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % interval of a mean over prompts by the central limit theorem; None for a single prompt.
+    """Return the 95 % interval of a mean over prompts by the central limit theorem; None for a single prompt.
 
     The samples of a prompt are no trials of their own: they enter as the prompt's mean (Miller 2024, arXiv 2411.00640).
     """

@@ -52,12 +52,12 @@ def best_over_second(scores_B: Tensor, groups_B: Tensor) -> Tensor:
 
 
 def _numbered(groups_B: Tensor) -> Tensor:
-    """The group of each response, numbered from 0 without gaps."""
+    """Return the group of each response, numbered from 0 without gaps."""
     return torch.unique(groups_B, return_inverse=True)[1]
 
 
 def _means(scores_B: Tensor, group_B: Tensor) -> Tensor:
-    """Mean of each group, float64 `[G]`."""
+    """Return the mean of each group, float64 `[G]`."""
     return torch.bincount(group_B, weights=scores_B.double()) / torch.bincount(group_B)
 
 

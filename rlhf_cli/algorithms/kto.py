@@ -89,8 +89,8 @@ SHARE = "desirable"
 def kto_metrics(
     log_ratios_B: Tensor, desirable_B: Tensor, z0: Tensor | float, *, beta: float, num_responses: int
 ) -> Metrics:
-    """Parts of means over all responses, `num_responses`, for `finish_kto_metrics`: rewards `beta h` of both kinds, the
-    share of desirable ones, and the accuracy.
+    """Return the parts of means over all responses, `num_responses`, for `finish_kto_metrics`: rewards `beta h` of both
+    kinds, the share of desirable ones, and the accuracy.
 
     `accuracy` is the share of all responses on their side of the baseline: desirable ones above it, undesirable ones
     below, a tie half.
@@ -107,7 +107,7 @@ def kto_metrics(
 
 
 def finish_kto_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics with the mean reward of each kind over that kind, and their difference.
+    """Return the metrics with the mean reward of each kind over that kind, and their difference.
 
     With no response of one kind its mean is 0 and `reward_margin` has no meaning.
     """

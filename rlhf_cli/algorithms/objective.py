@@ -35,11 +35,11 @@ class LossWeights:
 
 @dataclass(frozen=True)
 class PolicyColumns:
-    """What is known of the trained tokens of a micro-batch, `[K]`, besides the log-probs under training.
+    """Values of the trained tokens of a micro-batch, `[K]`, besides the log-probs under training.
 
     `rollout_K` from the engine that sampled; `cu` int64 `[B+1]` bounds the sequences; `old_K` from the anchor policy,
     None for the first update since the rollout: the model is its own anchor then and the ratio exactly 1; `ref_K` from
-    the reference, where the loss has a term of the KL divergence. All log-probs are of logits divided by the sampling
+    the reference, if the loss has a term of the KL divergence. All log-probs are of logits divided by the sampling
     temperature.
     """
 
@@ -136,7 +136,7 @@ def reinforce_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns,
 
 
 def _token_loss(logprobs_K: Tensor, anchor_K: Tensor, columns: PolicyColumns, settings: PolicyConfig) -> TokenLoss:
-    """Return what the loss of the settings returns. Raise RunError if a loss of others returns something else."""
+    """Return the loss of the settings with its metrics. Raise RunError if a loss of others returns something else."""
     name = settings.policy_loss
     found = load_target(POLICY_LOSSES[name].function if name in POLICY_LOSSES else name)(
         logprobs_K, anchor_K, columns, settings
@@ -159,7 +159,9 @@ def _fault_of_token_loss(found: Any, shape: torch.Size) -> str | None:
 
 
 def next_weights(weights: LossWeights, metrics: Mapping[str, float], *, settings: PolicyConfig) -> LossWeights:
-    """Weights for the next optimizer step, from the metrics of one; every rank, and the driver, comes to the same."""
+    """Return the weights for the next optimizer step, from the metrics of one; every rank, and the driver, comes to the
+    same.
+    """
     entropy = next_entropy_state(
         weights.entropy,
         entropy=metrics["entropy"],
@@ -180,7 +182,7 @@ def value_objective(
     totals: StepTotals,
     max_new_tokens: int,
 ) -> tuple[Tensor, Metrics]:
-    """(part of the critic's loss, with gradient; metrics without); the mean of the loss is that of the actor's.
+    """(part of the critic's loss, with gradient; metrics without); the loss is averaged as the actor's.
 
     `cu` int64 `[B+1]` bounds the sequences.
     """
@@ -218,7 +220,9 @@ def _split_moments(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict
 
 
 def _ratio_metrics(logprobs_K: Tensor, anchor_K: Tensor, flags: dict[str, Tensor], totals: StepTotals) -> Metrics:
-    """How far the model has moved from the anchor: `approx_kl` is k1 and `approx_k3` k3 of KL(anchor || model)."""
+    """Return how far the model has moved from the anchor: `approx_kl` is k1 and `approx_k3` k3 of KL(anchor ||
+    model).
+    """
     log_ratio_K = log_ratio(logprobs_K, anchor_K)
     return {
         "clip_low": token_mean(flags["clip_low"], totals),
@@ -234,7 +238,7 @@ def _ratio_metrics(logprobs_K: Tensor, anchor_K: Tensor, flags: dict[str, Tensor
 def _correction_metrics(
     anchor_K: Tensor, rollout_K: Tensor, weight_K: Tensor, corrected_K: Tensor, totals: StepTotals
 ) -> Metrics:
-    """How far engine and trainer disagree; there whether or not a correction is applied."""
+    """Return how far engine and trainer disagree, whether or not a correction is applied."""
     apart = mismatch(anchor_K, rollout_K)
     x_K, y_K = apart["old_prob"], apart["rollout_prob"]
     return {

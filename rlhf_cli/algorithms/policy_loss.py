@@ -17,7 +17,7 @@ TOKEN_METRICS = ("ratio", "clip_low", "clip_high", "clip_dual")
 
 
 def log_ratio(logprobs_K: Tensor, old_K: Tensor) -> Tensor:
-    """`logprobs - old`, limited to +-20 so that its exponential stays finite."""
+    """Return `logprobs - old`, limited to +-20 so that its exponential stays finite."""
     return (logprobs_K - old_K).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -43,7 +43,7 @@ def ppo_clip(
 def gspo(
     logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, cu: Tensor, *, eps_clip_low: float, eps_clip_high: float
 ) -> TokenLoss:
-    """The clipped surrogate with the sequence's ratio `s = exp(mean_t(logprobs - old))` at each of its tokens.
+    """Return the clipped surrogate with the sequence's ratio `s = exp(mean_t(logprobs - old))` at each of its tokens.
 
     arXiv 2507.18071, the token form of eq. 13: `sg(s) exp(logprobs - sg(logprobs))`, whose value is s and whose
     gradient by a token's log-prob is s. It is meant for the mean over sequences. `cu` `[B+1]` bounds the sequences.

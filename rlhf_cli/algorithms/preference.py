@@ -36,9 +36,9 @@ MAX_ODDS_LOGPROB = -1e-6
 class PairLogprobs:
     """Log-probs of B pairs, float `[B]`, summed over the trained tokens of each response.
 
-    Under the model, with gradient; under the reference, without, None where no loss needs one. `chosen_lengths` and
+    Under the model, with gradient; under the reference, without, None if no loss needs one. `chosen_lengths` and
     `rejected_lengths` are numbers of trained tokens. `aot_partner` and `bco_delta` (one number, or the same for every
-    pair) are constants of the step, None where no loss needs them.
+    pair) are constants of the step, None if no loss needs them.
     """
 
     chosen_logprobs: Tensor
@@ -53,7 +53,7 @@ class PairLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceSettings:
-    """What the losses can be tuned with; a row of the table names the ones it reads.
+    """The tunable numbers of the losses; a row of the table names the ones it reads.
 
     `label_smoothing`: share of pairs whose labels are taken to be swapped, below 0.5. `simpo_gamma`: reward by which
     the chosen response should lead. `discopop_tau`: temperature of the blend, at most 1, beyond which the loss grows
@@ -111,7 +111,7 @@ def sigmoid_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 def ipo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     """`(h_c / |c| - h_r / |r| - 1 / (2 beta))^2`, arXiv 2310.12036, eq. 17, beta its tau.
 
-    The paper writes sums; lengths are averaged out here as in TRL, whose source says that the authors meant it so.
+    The paper writes sums; lengths are averaged out here as in TRL, whose source reports that the authors meant it so.
     """
     chosen_B, rejected_B = _averaged(pairs, *log_ratios(pairs))
     return (chosen_B - rejected_B - 0.5 / settings.beta).square()
@@ -134,7 +134,7 @@ def robust_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 def sppo_hard_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     """`(h_c - 1 / (2 beta))^2 + (h_r + 1 / (2 beta))^2`: SPPO, arXiv 2405.00675, eq. 4.7, with eta = 1 / beta.
 
-    Hard: the chosen response wins with probability 1, where the paper asks a preference model.
+    Hard: the chosen response wins with probability 1, while the paper asks a preference model.
     """
     chosen_B, rejected_B = log_ratios(pairs)
     target = 0.5 / settings.beta
@@ -192,8 +192,8 @@ def aot_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
     """`-(1 - e) log s(beta (u - v')) - e log s(-beta (u - v'))`: AOT on pairs, arXiv 2406.05882.
 
     `u = chosen - rejected` under the model. The paper sorts u and `v = ref_chosen - ref_rejected` over the pairs and
-    compares equal ranks, so that the distribution of u dominates that of v; `v'`, `pairs.aot_partner`, is the v of
-    u's rank among all pairs of the step. v carries no gradient and ranks have none: this form has exactly the value
+    compares equal ranks, so that the distribution of u dominates that of v; `v'`, `pairs.aot_partner`, is v
+    at u's rank among all pairs of the step. v carries no gradient and ranks have none: this form has exactly the value
     and the gradient of the sorted one, pair by pair.
     """
     assert pairs.aot_partner is not None, "aot needs the partners from the whole step"
@@ -285,11 +285,8 @@ def mixed_loss(
 
 
 def aot_partners(pairs: PairLogprobs) -> Tensor:
-    """For each pair the `ref_chosen - ref_rejected` it is compared with in `aot`, `[B]`, without gradient.
-
-    `pairs` must be all pairs of the optimizer step, over all micro-batches and ranks: the sort is over what is given.
-    Their log-probs come from a pass over the step before its first update, by the same weights (and without dropout,
-    whose noise would change the ranks).
+    """Return `[B]`, for each pair the `ref_chosen - ref_rejected` that it is compared with in `aot`, without
+    gradient.
     """
     assert pairs.ref_chosen_logprobs is not None, "aot needs a reference"
     assert pairs.ref_rejected_logprobs is not None, "aot needs a reference"
@@ -313,13 +310,13 @@ def implicit_rewards(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Tenso
 
 
 def preference_metrics(pairs: PairLogprobs, *, beta: float, num_pairs: int) -> Metrics:
-    """Parts of the means over the step of the implicit rewards, their difference and the accuracy."""
+    """Return the parts of the means over the step of the implicit rewards, their difference and the accuracy."""
     chosen_B, rejected_B = implicit_rewards(pairs, beta=beta)
     return reward_metrics(chosen_B, rejected_B, num_pairs=num_pairs)
 
 
 def _rewards(pairs: PairLogprobs, beta: float) -> tuple[Tensor, Tensor]:
-    """The implicit rewards with gradient."""
+    """Return the implicit rewards with gradient."""
     chosen_B, rejected_B = log_ratios(pairs)
     return beta * chosen_B, beta * rejected_B
 
@@ -331,7 +328,7 @@ def _difference(pairs: PairLogprobs) -> Tensor:
 
 
 def _averaged(pairs: PairLogprobs, chosen_B: Tensor, rejected_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over tokens as means; a response without trained tokens has 0."""
+    """Return the sums over tokens as means; a response without trained tokens has 0."""
     return chosen_B / pairs.chosen_lengths.clamp(min=1.0), rejected_B / pairs.rejected_lengths.clamp(min=1.0)
 
 
@@ -341,5 +338,5 @@ def _smoothed(scaled_B: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _log_complement(logprobs_B: Tensor) -> Tensor:
-    """`log(1 - exp(logprobs))`, finite and without gradient where the probability is 1 to the last digits."""
+    """`log(1 - exp(logprobs))`, finite and without gradient if the probability is 1 to the last digits."""
     return torch.log(-torch.expm1(logprobs_B.clamp(max=MAX_ODDS_LOGPROB)))

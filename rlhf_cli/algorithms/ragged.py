@@ -13,30 +13,30 @@ SCAN_ROW = 32
 
 
 def segment_lengths(cu: Tensor) -> Tensor:
-    """Tokens in each segment, int64 `[B]`."""
+    """Return the tokens in each segment, int64 `[B]`."""
     return cu[1:] - cu[:-1]
 
 
 def segment_ids(cu: Tensor) -> Tensor:
-    """Number of the segment each token belongs to, int64 `[N]`."""
+    """Return the number of the segment each token belongs to, int64 `[N]`."""
     lengths_B = segment_lengths(cu)
     return torch.repeat_interleave(torch.arange(len(lengths_B), device=cu.device), lengths_B)
 
 
 def last_index(cu: Tensor) -> tuple[Tensor, Tensor]:
-    """(segments that have a token, position of the last token of each of them), both int64."""
+    """Return (segments that have a token, position of the last token of each of them), both int64."""
     occupied = torch.nonzero(segment_lengths(cu)).squeeze(1)
     return occupied, cu[occupied + 1] - 1
 
 
 def segment_sum(x_N: Tensor, cu: Tensor) -> Tensor:
-    """Sum of each segment `[B]`; 0 for an empty one."""
+    """Return the sum of each segment `[B]`; 0 for an empty one."""
     sums_B = torch.segment_reduce(x_N.double(), "sum", offsets=cu, initial=0.0)
     return sums_B.to(x_N.dtype)
 
 
 def segment_mean(x_N: Tensor, cu: Tensor) -> Tensor:
-    """Mean of each segment `[B]`; 0 for an empty one."""
+    """Return the mean of each segment `[B]`; 0 for an empty one."""
     sums_B = segment_sum(x_N.double(), cu)
     return (sums_B / segment_lengths(cu).clamp(min=1)).to(x_N.dtype)
 
@@ -82,7 +82,7 @@ def _scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
 
 
 def _decay_matrix(width: int, decay: float, *, device: torch.device) -> Tensor:
-    """`M[s, t] = decay ** (s - t)` for s >= t, else 0."""
+    """Return `M[s, t] = decay ** (s - t)` for s >= t, else 0."""
     steps = torch.arange(width, device=device, dtype=torch.float64)
     distance = steps.unsqueeze(1) - steps.unsqueeze(0)
     return torch.pow(torch.tensor(decay, dtype=torch.float64, device=device), distance.clamp(min=0)).tril()

@@ -46,7 +46,7 @@ def pairwise_reward_loss(
     margin_B: Tensor | None = None,
     center_rewards_coefficient: float = 0.0,
 ) -> Tensor:
-    """Loss per pair: a row of `REWARD_LOSSES`, plus `center_rewards_coefficient * (chosen + rejected)^2`.
+    """Return the loss per pair: a row of `REWARD_LOSSES`, plus `center_rewards_coefficient * (chosen + rejected)^2`.
 
     The second term holds the mean of the rewards at zero, which the first leaves open (arXiv 2312.09244, eq. 2).
     """
@@ -72,7 +72,7 @@ def pair_accuracy(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
 
 
 def reward_metrics(chosen_B: Tensor, rejected_B: Tensor, *, num_pairs: int) -> Metrics:
-    """Parts of the means over the step of both rewards, their difference and the accuracy."""
+    """Return the parts of the means over the step of both rewards, their difference and the accuracy."""
     chosen_B, rejected_B = chosen_B.detach(), rejected_B.detach()
     return {
         "chosen_reward": pair_mean(chosen_B, num_pairs),

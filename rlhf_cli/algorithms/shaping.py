@@ -13,7 +13,9 @@ from rlhf_cli.config.scoring import OnlineRewardConfig
 
 
 def normalised_scores(scores_B: Tensor, *, mean: float, std: float) -> Tensor:
-    """Scores of a reward model less their mean, in units of their spread, both of the data it was evaluated on."""
+    """Return the scores of a reward model less their mean, in units of their spread, both of the data it was evaluated
+    on.
+    """
     return (scores_B - mean) / std
 
 

@@ -1,8 +1,8 @@
 """The table of online algorithms: one row each, and nothing elsewhere branches on a name.
 
-A row says what an algorithm needs (a critic, a group of responses, a greedy response to each prompt) and how its
-advantages are computed. Which row a command takes, and the defaults of settings, are the command's; where the KL
-divergence counts and what the loss is are settings.
+A row names the needs of an algorithm (a critic, a group of responses, a greedy response to each prompt) and how its
+advantages are computed. Which row a command takes, and the defaults of settings, are the command's; the place of the KL
+divergence and the loss are settings.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,11 @@ from rlhf_cli.errors import RunError, UsageError
 class Experience:
     """What advantages are computed from: all responses of one rollout, tokens end to end.
 
-    `rewards_N` shaped token rewards; `parts` weight and clipped values `[B]` of each reward, where they are compared
+    `rewards_N` shaped token rewards; `parts` weight and clipped values `[B]` of each reward, if they are compared
     apart; `values_N` the critic's, None without one; `bootstrap_B` the value of the state each response ended in, None
     where all count as finished; `cu` int64 `[B+1]` bounds of the responses; `groups_B` int64, which prompt each
-    response answers (groups may differ in size where samples failed); `trained_B` bool, which responses are trained
-    on; `greedy_B` the reward of the greedy response to the same prompt, None where there is none.
+    response answers (groups may differ in size if samples failed); `trained_B` bool, which responses are trained
+    on; `greedy_B` the reward of the greedy response to the same prompt, None without one.
     """
 
     rewards_N: Tensor

@@ -4,10 +4,10 @@ from rlhf_cli.config.commands.data import DataCommandConfig
 
 
 def data(config: DataCommandConfig) -> None:
-    """Show how a command will read a data set: format, examples with what is trained, lengths, what is cut or dropped.
+    """Show how a command will read a data set: format, examples with their trained parts, lengths, lost rows.
 
-    Settings of the data are those of the command, which refuses the same rows with the same words. Only the tokenizer
-    is loaded. For ppo, DATASET stands for its prompt_data.
+    The settings of the data are the settings of the command, which refuses the same rows with the same words. Only
+    the tokenizer is loaded. For ppo, DATASET stands for its prompt_data.
     """
     from rlhf_cli.runs.data_preview import inspect_data
     from rlhf_cli.runs.data_view import show

@@ -11,7 +11,7 @@ OUTPUTS = ("output", "save_path", "ckpt_path", "write_pass_rate")
 
 
 def _object_text(value: Any) -> str:
-    """The JSON text of an object, which a YAML file may also write as a mapping."""
+    """Return the JSON text of an object, which a YAML file may also write as a mapping."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(found)

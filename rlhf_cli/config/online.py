@@ -171,7 +171,7 @@ class OnlineDeepSpeedConfig(DeepSpeedConfig):
     """Stage of the reward model, by default zero_stage."""
 
     def of(self, role: str) -> "OnlineDeepSpeedConfig":
-        """What holds for a role: "actor", "critic", "ref" or "reward"."""
+        """Return the settings of a role: "actor", "critic", "ref" or "reward"."""
         stage = getattr(self, f"{role}_zero_stage", None)
         return self if stage is None else self.model_copy(update={"zero_stage": stage})
 

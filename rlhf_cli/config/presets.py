@@ -35,20 +35,20 @@ DAPO_BUFFER_SHARE = 0.2
 
 
 def defaults_of_loss(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that go with the given `policy_loss`."""
+    """Return the defaults that go with the given `policy_loss`."""
     defaults = dict(GSPO) if given.get("policy_loss") == "gspo" else {}
     return _without_rivals(defaults, given)
 
 
 def defaults_of_pair_loss(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that go with the given `loss` on pairs, if it is a single one."""
+    """Return the defaults that go with the given `loss` on pairs, if it is a single one."""
     loss = given.get("loss")
     name = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
     return dict(LOSS_DEFAULTS.get(str(name), {}))
 
 
 def defaults_of_preset(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that go with the given `preset`, and with a `policy_loss` given beside it."""
+    """Return the defaults that go with the given `preset`, and with a `policy_loss` given beside it."""
     defaults = dict(PRESETS.get(str(given.get("preset")), {}))
     if given.get("preset") == "dapo":
         defaults["overlong_buffer_len"] = _share_of_response(given)
@@ -64,7 +64,9 @@ def defaults_of_preset(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def defaults_of_baseline(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that go with the given `baseline`: with a group's mean the divergence belongs into the loss."""
+    """Return the defaults that go with the given `baseline`: with a group's mean the divergence belongs into the
+    loss.
+    """
     if given.get("baseline") != "group" or not _is_true(given.get("use_kl_loss", True)):
         return {}
     return {"use_kl_loss": True, "kl_estimator": "k2"}
@@ -79,7 +81,7 @@ def _share_of_response(given: Mapping[str, Any]) -> int:
 
 
 def _without_rivals(defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Less what would overrule, or contradict, a setting that was given."""
+    """Return the defaults that neither overrule nor contradict a given setting."""
     rivals = {"eps_clip_low_high": "eps_clip", "overlong_buffer_len": "stop_properly_penalty_coef"}
     kept = {name: value for name, value in defaults.items() if rivals.get(name) not in given}
     if _is_true(given.get("use_kl_loss", False)):  # who asks for the divergence does not mean a coefficient of 0

@@ -32,7 +32,7 @@ class Parameter:
         )
 
     def read(self, text: str) -> Value:
-        """The value a text stands for. Raises ValueError if it is not allowed."""
+        """Return the value a text stands for. Raise ValueError if it is not allowed."""
         value = self.kind(text)
         if not abs(value) < float("inf") or (self.least is not None and value < self.least):
             raise ValueError(text)
@@ -201,7 +201,9 @@ def _row(name: str) -> RewardRow:
 
 
 def read_calls(texts: Iterable[str]) -> list[RewardCall]:
-    """Rewards that are added up. Raises ValueError if one is named twice or lacks the verdict that it needs."""
+    """Return the rewards that are added up. Raise ValueError if one is named twice or lacks the verdict that it
+    needs.
+    """
     calls = [read_call(text) for text in texts]
     names = [call.name for call in calls]
     if len(set(names)) < len(names):

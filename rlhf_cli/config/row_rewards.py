@@ -32,7 +32,7 @@ SOURCES = {
 
 
 def verifier_of(source: str, own: Mapping[str, str]) -> str | None:
-    """The verifier of a source, as one writes it for reward_funcs; None where nothing names one.
+    """Return the verifier of a source, as one writes it for reward_funcs; None if nothing names one.
 
     `own` mappings come before the built-in ones, and whole names before patterns. A source may also be the name of a
     verifier itself.
@@ -47,7 +47,7 @@ def verifier_of(source: str, own: Mapping[str, str]) -> str | None:
 
 
 def is_verifier(name: str) -> bool:
-    """Whether a reward can judge a row."""
+    """Return whether a reward can judge a row."""
     return row_of(name).kind == "verifier" and name != BY_ROW
 
 

@@ -22,7 +22,7 @@ class Call:
     values: Mapping[str, list[str]]
 
     def value(self, *names: str) -> str | None:
-        """The first value of the first of these flags that is given."""
+        """Return the first value of the first of these flags that is given."""
         return next((self.values[name][0] for name in names if self.values.get(name)), None)
 
 
@@ -45,7 +45,7 @@ def _not_needed(values: list[str], call: Call) -> None:
 
 
 def _only(*allowed: float, instead: str) -> Meaning:
-    """A word that has nothing to do at these values, and no counterpart at others."""
+    """Return the meaning of a word that has nothing to do at these values, and no counterpart at others."""
 
     def meaning(values: list[str], call: Call) -> None:
         try:
@@ -117,7 +117,7 @@ ESTIMATORS: dict[str, tuple[str, Settings, str]] = {
 
 
 def _estimator(values: list[str], call: Call) -> Settings | None:
-    """The estimator is the command here; a value that agrees with the command is accepted."""
+    """Accept an estimator that agrees with the command, because the estimator is the command here."""
     from rlhf_cli.config.plugins import is_target  # `rlhf --help` needs no pydantic
 
     value = values[0] if values else ""
@@ -132,7 +132,7 @@ def _estimator(values: list[str], call: Call) -> Settings | None:
 
 
 def _correction_threshold(values: list[str], call: Call) -> Settings:
-    """OpenRLHF's bounds: the upper one caps token_clip, both of them bound the kept ratios of the masks."""
+    """Return OpenRLHF's bounds: the upper one caps token_clip, both bound the kept ratios of the masks."""
     masks = call.value("vllm_is_correction_type") in ("icepop", "seq-mask-tis") or "use_icepop" in call.values
     if masks and len(values) == 2:
         return {"rollout_correction_range": values}

@@ -80,7 +80,7 @@ class AdapterPlan:
 
 
 def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> AdapterPlan | None:
-    """The model that the settings request: a new adapter, the one at `pretrain`, or None.
+    """Return the model that the settings request: a new adapter, the one at `pretrain`, or None.
 
     Raises:
         UsageError: the adapter at `pretrain` has another rank than requested, or its base has changed; settings
@@ -143,7 +143,7 @@ def _stored_config(folder: Path, adapter: LoraConfig) -> Any:
 
 
 def read_config(folder: Path) -> Any:
-    """PEFT's configuration of the adapter in a folder. UsageError unless it is a LoRA."""
+    """Return PEFT's configuration of the adapter in a folder. Raise UsageError unless it is a LoRA."""
     import peft
 
     config = peft.PeftConfig.from_pretrained(str(folder))
@@ -191,7 +191,7 @@ def load_with_adapter(
 
 
 def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
-    """Puts the adapter on the model and freezes everything else but a `score` head.
+    """Put the adapter on the model and freeze everything else but a `score` head.
 
     A new adapter changes nothing yet: one of its two factors is zero. Its weights have the model's type; DeepSpeed
     keeps float32 copies of trained weights.
@@ -236,7 +236,7 @@ def _require_linear_layers(model: PreTrainedModel) -> None:
 
 
 def _short_names(model: nn.Module) -> list[str]:
-    """The last parts of the names of layers with an adapter, or whole names where other layers end alike."""
+    """Return the last parts of the names of layers with an adapter, or whole names where other layers end alike."""
     tuned = _tuned(model)
     last = {name.rsplit(".", 1)[-1] for name in tuned}
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} | set(tuned)
@@ -245,7 +245,7 @@ def _short_names(model: nn.Module) -> list[str]:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether the model has an adapter."""
+    """Return whether the model has an adapter."""
     return hasattr(model, "adapter_fingerprint")
 
 
@@ -273,7 +273,7 @@ def scales(model: nn.Module) -> dict[str, float]:
 
 
 def parameters_said(model: nn.Module) -> str:
-    """How many parameters there are and, where not all, how many are trained: for the terminal."""
+    """Return for the terminal how many parameters there are and, if not all, how many are trained."""
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
     total = num_parameters(model)
     said = f"{total / 1e6:.1f}M parameters"
@@ -281,7 +281,7 @@ def parameters_said(model: nn.Module) -> str:
 
 
 def file_name(name: str) -> str:
-    """The name in PEFT's files of a parameter of the model."""
+    """Return the name in PEFT's files of a parameter of the model."""
     return PREFIX + name.replace(f".{ACTIVE}.", ".")
 
 
@@ -292,7 +292,7 @@ def save_adapter(
     *,
     state_dict: dict[str, torch.Tensor],
 ) -> None:
-    """Writes the adapter, whose whole trained weights are given, as a folder that PEFT loads; whole or not at all."""
+    """Write the adapter, whose whole trained weights are given, as a folder that PEFT loads; whole or not at all."""
     with whole_folder(path) as written:
         weights = {file_name(name): weight.contiguous() for name, weight in state_dict.items()}
         save_file(weights, written / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -303,7 +303,7 @@ def save_adapter(
 
 
 def describe_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Writes PEFT's configuration of the adapter, and the fingerprint of its base."""
+    """Write PEFT's configuration of the adapter, and the fingerprint of its base."""
     config = copy.deepcopy(model.peft_config[ACTIVE])
     config.inference_mode = True
     config.modules_to_save = [HEAD] if _has_head(model) else None

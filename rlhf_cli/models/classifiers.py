@@ -16,7 +16,7 @@ NEW_PADDING = "<|pad|>"
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Whether the model of this configuration has a score for a whole sequence."""
+    """Return whether the model of this configuration has a score for a whole sequence."""
     return any(kind.endswith(CLASSIFIER) for kind in config.architectures or [])
 
 
@@ -33,7 +33,7 @@ def refuse_classifier(config: PretrainedConfig, what: str) -> None:
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> str | None:
-    """A special token that ends no response and that the model has an embedding of; None if there is none.
+    """Return a special token that ends no response and that the model has an embedding of; None if there is none.
 
     It is the tokenizer's own padding token if that will do. A token that the chat template writes may end a turn.
     """
@@ -52,7 +52,8 @@ def padding_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) 
 
 
 def set_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer to save beside the model; a classifier and it get the same padding token, or neither has one.
+    """Return the tokenizer to save beside the model; a classifier and it get the same padding token, or neither has
+    one.
 
     transformers reads the score of a row at its last token that is not the padding token of config.json, and without
     one takes single rows only. The score stands at the end of the turn, which must not be taken for padding.

@@ -10,10 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def whole_folder(path: str | Path) -> Iterator[Path]:
-    """An empty folder beside `path` to fill, which becomes `path` when the block ends well.
-
-    The old folder at `path` stays until the new one is complete and on disk.
-    """
+    """Yield an empty folder beside `path` to fill, which becomes `path` when the block ends well."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f".{path.name}.writing-{os.getpid()}")
@@ -29,7 +26,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 
 
 def _open_to_readers(folder: Path) -> None:
-    """Files as readable as the folder: safetensors' own are their owner's alone, regardless of the umask."""
+    """Make files as readable as the folder: safetensors' own are their owner's alone, regardless of the umask."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file():
@@ -50,7 +47,7 @@ def _flush(entry: Path) -> None:
 
 
 def _put_in_place(written: Path, path: Path) -> None:
-    """Renames `written` to `path`; a folder already there changes places with it, so one is there at any moment."""
+    """Rename `written` to `path`; a folder already there changes places with it, so one is there at any moment."""
     if path.is_dir():
         _exchange(written, path)
     else:

@@ -7,11 +7,12 @@ M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep freed memory for the next tensor instead of returning it to the kernel; False without glibc.
+    """Make glibc keep freed memory for the next tensor instead of returning it to the kernel; return False without
+    glibc.
 
     Tensors above 32 MiB are otherwise mapped anew each time and filled with zeroed pages: a sixth to a quarter of a
-    training step with packs of 16k tokens is then spent in the kernel. For processes that train on a CPU; the memory
-    in use stays at its peak until they end.
+    training step with packs of 16k tokens is then spent in the kernel. For processes that train on a CPU; the memory in
+    use stays at its peak until they end.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

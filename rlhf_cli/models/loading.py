@@ -70,7 +70,7 @@ def resolve_model_path(pretrain: str) -> str:
 
 
 def weights_of(pretrain: str) -> str:
-    """A fingerprint of the model's weights: a folder may hold the weights of a later run."""
+    """Return a fingerprint of the model's weights: a folder may hold the weights of a later run."""
     return fingerprint(folder_of(resolve_model_path(pretrain)))
 
 
@@ -81,8 +81,9 @@ def _is_in_hub_cache(name: str) -> bool:
 
 
 def _hub_has_an_address() -> bool:
-    """Whether it is worth asking the Hub: without a network its client tries again for a minute before it reports
-    that."""
+    """Return whether it is worth asking the Hub: without a network its client tries again for a minute before it
+    reports that.
+    """
     host = urlsplit(ENDPOINT).hostname
     if getproxies():
         return True
@@ -116,7 +117,7 @@ def _model_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _naming_the_model(path: str, what: str) -> Iterator[None]:
-    """Turns transformers' errors about files and names into one sentence."""
+    """Turn transformers' errors about files and names into one sentence."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -138,7 +139,7 @@ def load_config(config: ModelSource) -> PretrainedConfig:
 
 
 def load_tokenizer(config: TokenizerSource) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the chat template of the settings if there is one.
+    """Return the model's tokenizer, with the chat template of the settings if there is one.
 
     No padding token is made up: training never pads, and one equal to the end of sequence would hide that token.
     """
@@ -146,7 +147,7 @@ def load_tokenizer(config: TokenizerSource) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(path: str, config: TokenizerSource) -> PreTrainedTokenizerBase:
-    """As `load_tokenizer` does, from that folder or Hub name whatever model the settings name."""
+    """Return the tokenizer as `load_tokenizer` does, from that folder or Hub name whatever model the settings name."""
     if Path(path).is_dir() and not _has_tokenizer(Path(path)):
         raise UsageError(f"pretrain {path!r} has no tokenizer (tokenizer.json)")
     with _naming_the_model(path, "the tokenizer"):
@@ -210,7 +211,8 @@ def load_value_backbone(
     partition: AbstractContextManager[None] | None = None,
     in_4bit: bool = False,
 ) -> PreTrainedModel:
-    """The model with a scalar head `score`; a head that the folder does not have starts near zero, always the same.
+    """Return the model with a scalar head `score`; a head that the folder does not have starts near zero, always the
+    same.
 
     Its weights are normal with spread 1 / (hidden size + 1): normed hidden states then give values well under 1.
     """
@@ -266,7 +268,9 @@ def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
 
 
 def _stretch(text: PretrainedConfig) -> float:
-    """How many times the positions of the configuration vLLM takes, for rotary ones that are scaled by a factor."""
+    """Return how many times the positions of the configuration vLLM takes, for rotary ones that are scaled by a
+    factor.
+    """
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
     if "gemma3" in text.model_type:
@@ -309,7 +313,7 @@ def _uses_fused_kernels(config: ModelConfig, architecture: PretrainedConfig) -> 
 
 
 def _quantised(config: ModelConfig) -> dict[str, Any]:
-    """What `from_pretrained` takes to quantise linear layers (NF4) on this process's GPU."""
+    """Return the arguments of `from_pretrained` that quantise linear layers (NF4) on this process's GPU."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -364,7 +368,9 @@ def _load(
 
 
 def dtype_note(config: ModelConfig) -> dict[str, str]:
-    """A line for the terminal, by its name, where models that run in this process would be slow in their type."""
+    """Return a line for the terminal, by its name, where models that run in this process would be slow in their
+    type.
+    """
     is_slow = config.param_dtype == "bf16" and not has_bf16_products()
     return {"Note": SLOW_BF16} if is_slow and not torch.cuda.is_available() else {}
 
@@ -380,7 +386,7 @@ def packed_attention(config: ModelConfig, architecture: PretrainedConfig) -> str
 
 
 def _complete_weights(model: PreTrainedModel, path: str, report: dict[str, Any], *, has_score_head: bool) -> None:
-    """Fills a scalar head that the folder need not have; any other weight that is missing is a UsageError."""
+    """Fill a scalar head that the folder need not have; any other weight that is missing is a UsageError."""
     missing = set(report["missing_keys"]) - set(model.all_tied_weights_keys)
     if "score.weight" in missing and not has_score_head:
         missing.remove("score.weight")
@@ -399,7 +405,7 @@ def _value_head(hidden_size: int) -> torch.Tensor:
 
 
 def fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Sets a parameter, or this rank's share of one that ZeRO-3 has partitioned."""
+    """Set a parameter, or this rank's share of one that ZeRO-3 has partitioned."""
     with torch.no_grad():
         if not hasattr(parameter, "ds_tensor"):
             parameter.copy_(values)
@@ -411,7 +417,7 @@ def fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Parameters of the whole model, each counted once, also where ZeRO-3 has partitioned them."""
+    """Return the parameters of the whole model, each counted once, also where ZeRO-3 has partitioned them."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
 
 

@@ -51,7 +51,8 @@ def token_logprobs(
     transform: LogitTransform | None = None,
     chunk_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities of `targets_K` in nats, float32 [K], and the entropies [K] of the distributions if asked for.
+    """Return the log-probabilities of `targets_K` in nats, float32 [K], and the entropies [K] of the distributions if
+    asked for.
 
     The logits are `transform(hidden_KD @ weight_VD.T + bias_V) / temperature`; the product is in the type of the
     operands, everything after it in float32 (float64 for float64 operands). Both results are differentiable with
@@ -145,11 +146,11 @@ class _Sum:
         self._total: torch.Tensor | None = None
 
     def add(self, part: torch.Tensor) -> None:
-        """Takes the part over."""
+        """Take the part over."""
         self._total = part if self._total is None else self._total.to(self._wide).add_(part)
 
     def value(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The sum in the parameter's type; zeros without a part."""
+        """Return the sum in the parameter's type; zeros without a part."""
         return torch.zeros_like(parameter) if self._total is None else self._total.to(parameter.dtype)
 
 
@@ -163,7 +164,7 @@ def _softmax_dtype(hidden: torch.Tensor) -> torch.dtype:
 
 
 def _logits(product: torch.Tensor, settings: _Settings) -> torch.Tensor:
-    """The head's output after transform and temperature; may be `product` itself."""
+    """Return the head's output after transform and temperature; may be `product` itself."""
     logits = product.to(_softmax_dtype(product))
     scale, softcap = settings.transform.scale, settings.transform.softcap
     if softcap is not None:

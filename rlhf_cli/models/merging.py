@@ -103,7 +103,7 @@ def added(weight: torch.Tensor, change: torch.Tensor, *, scale: float) -> torch.
 
 
 def in_folding_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All parameters; the factors of an adapter come right before the weight that they change."""
+    """Return all parameters; the factors of an adapter come right before the weight that they change."""
     named = dict(model.named_parameters())
     ordered = []
     for name, parameter in named.items():
@@ -118,7 +118,7 @@ def in_folding_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def parameters_without_adapter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of the model under the adapter, by the names they have without one, in the same order."""
+    """Return the parameters of the model under the adapter, by the names they have without one, in the same order."""
     return [(name.replace(BASE_LAYER, "."), p) for name, p in in_folding_order(model) if not _is_factor(name)]
 
 
@@ -148,7 +148,7 @@ def _is_factor(name: str) -> bool:
 
 
 def plan_shards(source: TensorSource, *, dtype: torch.dtype | None, max_bytes: int) -> list[list[str]]:
-    """Names of each shard: in the source's order, as many as fit, at least one."""
+    """Return the names of each shard: in the source's order, as many as fit, at least one."""
     shards: list[list[str]] = []
     size = max_bytes
     for name in source.names():
@@ -162,7 +162,9 @@ def plan_shards(source: TensorSource, *, dtype: torch.dtype | None, max_bytes: i
 
 
 def written_type(source: TensorSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """The type in which a tensor is written: the one asked for, which is for floating-point numbers, or its own."""
+    """Return the type in which a tensor is written: the one asked for, which is for floating-point numbers, or its
+    own.
+    """
     own = source.dtype(name)
     return dtype if dtype is not None and own.is_floating_point else own
 

@@ -62,7 +62,7 @@ class Decoder:
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """What models of this configuration do to the head's output."""
+    """Return the transform of the head's output that models of this configuration apply."""
     text = config.get_text_config()
     divisor = getattr(text, "logits_scaling", None)
     scale = getattr(text, "logit_scale", None)
@@ -86,7 +86,7 @@ class TokenHead(nn.Module):
         self._transform = transform
 
     def parameters_used(self) -> list[nn.Parameter]:
-        """The head's own parameters, in use during forward and backward of this module."""
+        """Return the head's own parameters, in use during forward and backward of this module."""
         return list(self._head[0].parameters(recurse=False))
 
     def forward(
@@ -122,13 +122,13 @@ class PolicyModel(nn.Module):
         return self._decoder.routers
 
     def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
-        """Pairs (module, parameter) for `deepspeed.zero.register_external_parameter`."""
+        """Return the pairs (module, parameter) for `deepspeed.zero.register_external_parameter`."""
         return [(self.head, parameter) for parameter in self.head.parameters_used()]
 
     def forward(
         self, pack: PackLike, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities float32 [K] of the pack's targets, and entropies [K] if asked for.
+        """Return the log-probabilities float32 [K] of the pack's targets, and entropies [K] if asked for.
 
         Only hidden states that predict a target are projected, and a few more if the pack is rounded up. Without
         targets the results are empty, and a backward pass from them gives every parameter a gradient of zero.
@@ -157,7 +157,7 @@ class ValueModel(nn.Module):
         return self._decoder.routers
 
     def forward(self, pack: PackLike) -> torch.Tensor:
-        """Values float32 [K]."""
+        """Return the values float32 [K]."""
         hidden_KD = self._decoder(rounded(pack, self.model.dtype), real=pack)
         return self.model.score(hidden_KD)[: pack.targets_K.numel()].squeeze(-1).float()
 

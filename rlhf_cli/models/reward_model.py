@@ -37,7 +37,7 @@ class RewardModelPlan:
 def find_reward_model(
     reward_pretrain: str, policy: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, normalize: bool
 ) -> RewardModelPlan:
-    """The reward model of the settings, loaded the way the policy is.
+    """Return the reward model of the settings, loaded the way the policy is.
 
     Raises UsageError if it is no model, has not one label, reads other token ids than the policy's tokenizer gives, or
     lacks the statistics for `normalize`.
@@ -49,7 +49,7 @@ def find_reward_model(
 
 
 def read_reward_model(source: ModelConfig, *, normalize: bool) -> tuple[RewardModelPlan, PreTrainedTokenizerBase]:
-    """A reward model and its tokenizer.
+    """Return a reward model and its tokenizer.
 
     Raises UsageError if it is no model, has not one label, or has no statistics and `normalize` asks for them.
     """

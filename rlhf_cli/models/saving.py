@@ -20,7 +20,7 @@ def save_hf(
     *,
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes model, tokenizer, chat template and generation settings to `path`, whole or not at all.
+    """Write model, tokenizer, chat template and generation settings to `path`, whole or not at all.
 
     `state_dict` (Hugging Face names) replaces the model's own weights, where those are partitioned. The old folder at
     `path` stays until the new one is complete and on disk.
@@ -33,14 +33,16 @@ def save_hf(
 
 
 def save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes a Hugging Face folder's files besides weights: configuration, tokenizer, template, generation."""
+    """Write a Hugging Face folder's files besides weights: configuration, tokenizer, template, generation."""
     tokenizer = set_padding(model, tokenizer)
     config_to_save(model).save_pretrained(folder)
     save_tokenizer(model, tokenizer, folder)
 
 
 def config_to_save(model: PreTrainedModel) -> PretrainedConfig:
-    """The model's configuration as `save_pretrained` writes it, but without a quantisation of weights in memory."""
+    """Return the model's configuration as `save_pretrained` writes it, but without a quantisation of weights in
+    memory.
+    """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
@@ -50,7 +52,7 @@ def config_to_save(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def save_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes tokenizer, template and generation settings."""
+    """Write tokenizer, template and generation settings."""
     make_generation_valid(model, tokenizer)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

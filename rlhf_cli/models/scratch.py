@@ -25,7 +25,7 @@ CHATML = (
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with ChatML template, trained on the texts; any text can be encoded."""
+    """Return a byte-level BPE tokenizer with ChatML template, trained on the texts; any text can be encoded."""
     # transformers reads the tokenizer of a Qwen2 folder with Qwen2's own rules, so it is trained with them
     rules = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
@@ -53,7 +53,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text in a row, also in lists of messages."""
+    """Yield every text in a row, also in lists of messages."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -70,7 +70,7 @@ def _with_roles(texts: Iterable[str], roles: list[str]) -> Iterable[str]:
 
 
 def new_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 causal language model with random weights from the seed, in bfloat16."""
+    """Return a Qwen2 causal language model with random weights from the seed, in bfloat16."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=-(-len(tokenizer) // 64) * 64,  # whole tiles for matrix kernels

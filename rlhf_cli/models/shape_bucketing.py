@@ -25,8 +25,8 @@ def rounded_length(length: int) -> int:
 
 
 def rounded(pack: PackLike, dtype: torch.dtype) -> PackLike:
-    """The pack as a model of this type takes it: with filler behind its tokens, or the pack itself. Its first K targets
-    are the pack's own.
+    """Return the pack as a model of this type takes it: with filler behind its tokens, or the pack itself. Its first K
+    targets are the pack's own.
     """
     if pack.input_ids_T.device.type != "cpu" or dtype != torch.bfloat16 or not has_bf16_products():
         return pack
@@ -55,7 +55,7 @@ def rounded(pack: PackLike, dtype: torch.dtype) -> PackLike:
 
 
 def _with_runs(cu_seqlens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Bounds with more runs of these lengths, one at most."""
+    """Return the bounds with more runs of these lengths, one at most."""
     return torch.cat([cu_seqlens, *(cu_seqlens[-1:] + length for length in lengths)])
 
 

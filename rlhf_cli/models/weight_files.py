@@ -32,7 +32,7 @@ class TensorSource(Protocol):
     """Named tensors that are read when they are asked for."""
 
     def names(self) -> list[str]:
-        """All names, in the order in which they are best read."""
+        """Return all names, in the order in which they are best read."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -40,7 +40,7 @@ class TensorSource(Protocol):
     def dtype(self, name: str) -> torch.dtype: ...
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, in memory of its own or of the file."""
+        """Return the whole tensor, in memory of its own or of the file."""
         ...
 
 
@@ -108,7 +108,7 @@ class RenamedTensors:
 
 
 def open_weights(folder: Path) -> SafetensorsFiles | TorchFiles:
-    """The weights of a model's folder. UsageError if there are none or some files are missing."""
+    """Return the weights of a model's folder. Raise UsageError if there are none or some files are missing."""
     for single, reader in (("model.safetensors", SafetensorsFiles), ("pytorch_model.bin", TorchFiles)):
         index = folder / f"{single}.index.json"
         if (folder / single).is_file():
@@ -122,7 +122,7 @@ def open_weights(folder: Path) -> SafetensorsFiles | TorchFiles:
 
 
 def folder_of(path: str) -> Path:
-    """The local folder of a resolved model path; a Hub name is fetched, or found in the cache."""
+    """Return the local folder of a resolved model path; a Hub name is fetched, or found in the cache."""
     if Path(path).is_dir():
         return Path(path)
     try:

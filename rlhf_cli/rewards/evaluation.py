@@ -56,7 +56,7 @@ class Evaluation:
 
 
 def evaluate_answers(prompts: Prompts, *, ks: Sequence[int] = (), pass_score: float | None = None) -> Evaluation:
-    """The figures of these prompts.
+    """Return the figures of these prompts.
 
     `accuracy` is avg@n, the share of right samples; `pass@k` and `maj@k` for each of `ks` are over the prompts that
     have k judged samples; `reward` is the mean score, `truncated` and `response_length` count failed ones too. A
@@ -85,14 +85,15 @@ def evaluate_answers(prompts: Prompts, *, ks: Sequence[int] = (), pass_score: fl
 
 
 def pass_rate(samples: Sequence[Answer], *, pass_score: float | None = None) -> float | None:
-    """Share of a prompt's judged samples that are right; None if none was judged."""
+    """Return the share of a prompt's judged samples that are right; None if none was judged."""
     correct = [is_right for answer in samples if (is_right := _is_right(answer.score, pass_score)) is not None]
     return _mean(correct) if correct else None
 
 
 def by_source(prompts: Iterable[tuple[str, Sequence[Answer]]]) -> dict[str, list[Sequence[Answer]]]:
-    """The samples of each prompt by the data set it is from; with several data sets, all prompts together come
-    first."""
+    """Return the samples of each prompt by the data set it is from; with several data sets, all prompts together come
+    first.
+    """
     found: dict[str, list[Sequence[Answer]]] = {}
     for source, samples in prompts:
         found.setdefault(source, []).append(samples)

@@ -85,7 +85,7 @@ class FileFeed:
         self._send(_Call(numbers, batch_of(requests, self._decode, needs=self._pool.about["needs"])))
 
     def ready(self) -> list[tuple[int, Part]]:
-        """Parts that have come since the last call, each with the number of its response. Never waits."""
+        """Return the parts that have come since the last call, each with the number of its response. Never waits."""
         self._advance()
         found, self._found = self._found, []
         return found

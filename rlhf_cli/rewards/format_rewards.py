@@ -17,7 +17,7 @@ def has_format(response: str) -> float:
 
 
 def tag_count(response: str) -> float:
-    """A quarter for each of the four tags that is there exactly once."""
+    """Return a quarter for each of the four tags that is there exactly once."""
     return sum(response.count(tag) == 1 for tag in TAGS) / len(TAGS)
 
 

@@ -16,7 +16,7 @@ MODEL_PART = "reward_model"
 
 
 def weights_of_all_parts(reward: ModelScoringConfig) -> dict[str, float]:
-    """The weight of every reward by the name of its part of a score."""
+    """Return the weight of every reward by the name of its part of a score."""
     return weights_of_parts(reward) | {MODEL_PART: reward.reward_model_weight}
 
 

@@ -50,7 +50,7 @@ DEFAULT_MAX_WORKERS = 4
 
 
 def weights_of_parts(config: RequestScoringConfig) -> dict[str, float]:
-    """The weight of each reward but a reward model's by the name of its part of a score."""
+    """Return the weight of each reward but a reward model's by the name of its part of a score."""
     names = [call.name for call in config.rewards]
     weights = dict.fromkeys(names, 1.0) | dict(zip(names, config.reward_weights, strict=False))
     weights[FILE_PART] = config.reward_func_weight
@@ -143,7 +143,7 @@ class Scorer:
         return next(filter(None, (_trial_fault(outcome, said, hint=hint) for outcome in outcomes)), "")
 
     def session(self) -> ScoringSession:
-        """A round of scoring whose responses come bit by bit; one at a time."""
+        """Return a round of scoring whose responses come bit by bit; one at a time."""
         return ScoringSession(
             self._config,
             weights=self._weights,
@@ -154,7 +154,7 @@ class Scorer:
         )
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """The score of each response, in order; failed ones have been retried `reward_retries` times.
+        """Return the score of each response, in order; failed ones have been retried `reward_retries` times.
 
         Raises RunError if the share of failed ones is above reward_max_failures.
         """
@@ -167,7 +167,7 @@ class Scorer:
 
 
 def _calls(config: RequestScoringConfig) -> list[RewardCall]:
-    """The rewards that are computed in workers; they go by their places in this list."""
+    """Return the rewards that are computed in workers; they go by their places in this list."""
     return [call for call in config.rewards if call.row.in_worker]
 
 
@@ -201,7 +201,7 @@ def _worker_pool(config: RequestScoringConfig) -> WorkerPool:
 
 
 def _file_pool(reward_func: str, config: RequestScoringConfig) -> WorkerPool:
-    """Workers for the user's file, one of which has loaded it."""
+    """Return the workers for the user's file, one of which has loaded it."""
     path, name = file_and_function(reward_func)
     if not path.is_file():
         raise UsageError(f"--reward_func {reward_func}: there is no such file")
@@ -229,7 +229,7 @@ def file_and_function(reward_func: str) -> tuple[Path, str | None]:
 
 
 def row_verifiers(config: RequestScoringConfig, sources: Sequence[str | None]) -> list[str]:
-    """The verifier of each row under by_row; empty without it.
+    """Return the verifier of each row under by_row; empty without it.
 
     Raises UsageError with the sources that have none, and how many rows name each.
     """
@@ -269,7 +269,7 @@ def _trial_fault(outcome: ItemOutcome, said: str, *, hint: str) -> str:
 
 
 def _reward_servers(config: RemoteScoringConfig, tell: Callable[[str], None] | None) -> RemoteRewards:
-    """The servers of the settings, all of which have answered."""
+    """Return the servers of the settings, all of which have answered."""
     key = api_key(config.remote_rm_api_key_env)
     check_servers(config.remote_rm_url, key=key, timeout=config.remote_rm_timeout)
     return RemoteRewards(

@@ -122,7 +122,9 @@ class ScoringSession:
         return numbers
 
     def ready(self) -> list[tuple[int, Score]]:
-        """Scores that are complete since the last call, each with the number of its response. Never waits."""
+        """Return the scores that are complete since the last call, each with the number of its response. Never
+        waits.
+        """
         self._collect()
         numbers, self._unreported = self._unreported, []
         return [(number, self._scores[number]) for number in numbers]
@@ -230,7 +232,7 @@ class ScoringSession:
             self._unreported.append(number)
 
     def _log(self) -> None:
-        """Each kind of failure once and in full; the person at the terminal gets one sentence if it matters."""
+        """Log each kind of failure once and in full; the person at the terminal gets one sentence if it matters."""
         failures = self._failures + (self._file.failures if self._file is not None else [])
         for failure, count in Counter(failures).items():
             logger.warning("%d rewards failed: %s\n%s", count, failure.reason, failure.trace)

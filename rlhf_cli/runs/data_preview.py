@@ -99,7 +99,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
 
 
 def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
-    """The command's own data settings. UsageError names a setting that it does not have."""
+    """Return the command's own data settings. Raise UsageError names a setting that it does not have."""
     fields = type(given).model_fields
     names = PROMPT_NAMES if command == "ppo" else {}
     values = {name: value for name, value in given if value != fields[name].default}
@@ -196,7 +196,7 @@ def _prompts(config: DataCommandConfig, settings: PromptConfig, tokenizer: Any) 
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """Decodes token ids to the very text they stand for, special tokens included."""
+    """Return a decoder of token ids to exactly their text, special tokens included."""
     return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

@@ -174,7 +174,7 @@ def _limit_line(preview: Preview) -> Text:
 
 
 def visible(text: str) -> str:
-    """The text with control characters spelled out: they would do something to the terminal."""
+    """Return the text with control characters spelled out: they would do something to the terminal."""
     return "".join(
         char if char in KEPT_CONTROLS or not unicodedata.category(char).startswith("C") else _spelled(char)
         for char in text

@@ -80,7 +80,7 @@ def find_parts(model: str, *, flag: str, base: str | None = None) -> Parts | Non
 
 
 def _engine_folder(path: Path, flag: str) -> Path | None:
-    """The saved engine that a checkpoint, or a folder in one, stands for; verified."""
+    """Return the saved engine that a checkpoint, or a folder in one, stands for; verified."""
     checkpoint = path.parent if (path / DEEPSPEED).is_dir() else path
     engines = sorted(folder.parent for folder in checkpoint.glob(f"*/{DEEPSPEED}"))
     if not engines or not (checkpoint / MANIFEST).is_file():
@@ -95,7 +95,7 @@ def _engine_folder(path: Path, flag: str) -> Path | None:
 
 
 def configuration(parts: Parts, *, trust_remote_code: bool) -> Any:
-    """The configuration of the whole model, with the class that it is of."""
+    """Return the configuration of the whole model, with the class that it is of."""
     from transformers import AutoConfig
 
     own = [parts.description / name for name in ("config.json", MODEL_FILE) if (parts.description / name).is_file()]
@@ -144,7 +144,7 @@ def write_whole(
 
 
 def read_back(folder: Path, config: Any, *, device_map: str | None, trust_remote_code: bool) -> Any:
-    """The model as transformers loads it from the folder; on the device "meta" without its weights.
+    """Return the model as transformers loads it from the folder; on the device "meta" without its weights.
 
     Raises:
         RunError: the folder lacks weights of the model, or has others.
@@ -163,7 +163,7 @@ def read_back(folder: Path, config: Any, *, device_map: str | None, trust_remote
 
 
 def _foreign_head(folder: Path) -> int | None:
-    """Outputs of the scalar head among an adapter's weights, if there is one."""
+    """Return the outputs of the scalar head among an adapter's weights, if there is one."""
     weights = SafetensorsFiles([_adapter_file(folder)])
     name = file_name("score.weight")
     return weights.shape(name)[0] if name in weights.names() else None
@@ -209,7 +209,7 @@ def _set_dtype(folder: Path, source: TensorSource, dtype: Any) -> None:
 
 
 def _auto_class(config: Any) -> Any:
-    """The class of transformers for this configuration: of models with a scalar head, or of language models."""
+    """Return the class of transformers for this configuration: of models with a scalar head, or of language models."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     has_head = (config.architectures or [""])[0].endswith("ForSequenceClassification")

@@ -84,7 +84,7 @@ class Walkthrough:
         return shlex.split(words)
 
     def _at(self, part: str) -> str:
-        """A path as a shell takes it."""
+        """Return a path as a shell takes it."""
         return shlex.quote(str(self.root / part))
 
 

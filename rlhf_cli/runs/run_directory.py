@@ -59,12 +59,12 @@ class RunDirectory:
         return self.root / EMA
 
     def log_of_rank(self, rank: int) -> Path:
-        """The file for the output of one rank."""
+        """Return the file for the output of one rank."""
         return self.logs / f"rank{rank}.log"
 
 
 def run_directory(settings: CheckpointConfig) -> RunDirectory:
-    """The paths these settings ask for; nothing is touched."""
+    """Return the paths these settings ask for; nothing is touched."""
     root = Path(settings.output)
     return RunDirectory(
         root=root,
@@ -205,7 +205,7 @@ def _leftovers(paths: RunDirectory) -> list[Path]:
 
 
 def _errors(paths: RunDirectory) -> list[Path]:
-    """Traces of unexpected errors."""
+    """Return the traces of unexpected errors."""
     return [path for pattern in ERRORS for path in paths.root.glob(pattern)]
 
 

@@ -68,12 +68,12 @@ class Reading:
 
 
 def is_measured(name: str) -> bool:
-    """Whether the metric is about time, speed or memory."""
+    """Return whether the metric is about time, speed or memory."""
     return name.startswith(MEASURED)
 
 
 def prominent(names: Iterable[str]) -> list[str]:
-    """The names in the order in which people look at them.
+    """Return the names in the order in which people look at them.
 
     Counts, measurements of time and memory, and the ends of intervals are left out.
     """
@@ -85,26 +85,26 @@ def prominent(names: Iterable[str]) -> list[str]:
 
 
 def interval(name: str, metrics: Mapping[str, float]) -> str:
-    """The ends of a metric's interval, if known, to be put behind its value."""
+    """Return the ends of a metric's interval, if known, to be put behind its value."""
     low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
     return "" if low is None or high is None else f" ({number(low)} to {number(high)})"
 
 
 def with_rest(phases: Mapping[str, float], total: float | None) -> dict[str, float]:
-    """The phases' seconds, and under "other" the rest of the total if it is above a hundredth."""
+    """Return the phases' seconds, and under "other" the rest of the total if it is above a hundredth."""
     rest = 0.0 if total is None else total - sum(phases.values())
     return {**phases, "other": rest} if total and rest > 0.01 * total else dict(phases)
 
 
 def title(name: str) -> str:
-    """The metric's name for people."""
+    """Return the metric's name for people."""
     if name.startswith("eval/"):
         return "evaluation " + title(name.removeprefix("eval/"))
     return TITLES.get(name, name.replace("_", " "))
 
 
 def number(value: float) -> str:
-    """At most four significant digits, at most seven characters for values below 10^9: 0.0312, 12.3k, 1.20e-05."""
+    """Return a number in at most four significant digits, and seven characters below 10^9: 0.0312, 12.3k, 1.20e-05."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -130,7 +130,7 @@ def scaled(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """21ms, 0.21s, 4.2s, 42s, 3:07, 1:02:40."""
+    """Return a time for people: 21ms, 0.21s, 4.2s, 42s, 3:07, 1:02:40."""
     if seconds < 0.0995:
         return f"{1000 * seconds:.{1 if seconds < 0.00095 else 0}f}ms"
     if seconds < 9.95:

@@ -41,7 +41,9 @@ class PhaseTimer:
             self._on_change(self._running[-1] if self._running else None)
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call, in the order in which phases first ran; counting starts anew."""
+        """Return the seconds by phase since the last call, in the order in which phases first ran; counting starts
+        anew.
+        """
         self._book()
         seconds, self.seconds = self.seconds, {}
         return seconds

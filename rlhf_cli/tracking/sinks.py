@@ -33,21 +33,21 @@ class MetricSink(Protocol):
 
 
 def plain_number(value: Any) -> float | int | bool:
-    """The Python number in a number, NumPy scalar or one-element tensor."""
+    """Return the Python number in a number, NumPy scalar or one-element tensor."""
     if isinstance(value, (bool, int, float)):
         return value
     return value.item()
 
 
 def json_number(value: float | int | bool) -> float | int | bool | str:
-    """The value as JSON can hold it: NaN and infinities become the strings "NaN", "Infinity" and "-Infinity"."""
+    """Return the value as JSON can hold it: NaN and infinities become the strings "NaN", "Infinity" and "-Infinity"."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     return value
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; none if there is no file. A last line cut short by a kill is left out."""
+    """Yield the objects of a JSON-lines file; none if there is no file. A last line cut short by a kill is left out."""
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -58,7 +58,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(output: Path) -> dict[int, dict[str, float]]:
-    """All metrics of a run by step, in order of steps; several lines of a step are merged."""
+    """Return all metrics of a run by step, in order of steps; several lines of a step are merged."""
     by_step: dict[int, dict[str, float]] = {}
     for record in read_lines(output / METRICS_FILE):
         metrics = by_step.setdefault(record.pop("step"), {})
@@ -67,7 +67,7 @@ def read_metrics(output: Path) -> dict[int, dict[str, float]]:
 
 
 def without_non_finite(value: Any) -> Any:
-    """The same structure with None for every NaN and infinity, which JSON cannot hold."""
+    """Return the same structure with None for every NaN and infinity, which JSON cannot hold."""
     if isinstance(value, Mapping):
         return {key: without_non_finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -202,7 +202,9 @@ class WandbSink:
 
 
 def import_wandb(name: str = "wandb") -> Any:
-    """The wandb package. UsageError if it or a key for it is missing: wandb itself would ask on the terminal."""
+    """Return the wandb package. Raise UsageError if it or a key for it is missing: wandb itself would ask on the
+    terminal.
+    """
     try:
         wandb = importlib.import_module(name)
     except ImportError as error:

@@ -20,7 +20,7 @@ class Summary:
 
 
 def summarise(output: Path) -> Summary:
-    """The totals of the run in `output`; empty if it has logged nothing."""
+    """Return the totals of the run in `output`; empty if it has logged nothing."""
     by_step = read_metrics(output)
     first: dict[str, float] = {}
     last: dict[str, float] = {}

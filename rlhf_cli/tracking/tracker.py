@@ -49,7 +49,7 @@ def check_tracking(config: TrackingConfig) -> None:
 
 
 class Tracker:
-    """Keeps and shows what a run reports.
+    """Keeps and shows the reports of a run.
 
     Everything a step reports must be reported before its checkpoint is saved: a run that is resumed at `resume_step`
     keeps exactly the reports up to it. With None all files begin anew. `saved` is what `state()` returned when the
@@ -223,7 +223,9 @@ class Tracker:
                 self._view.message(f"Warning: {name} is {metrics[name]} in {self._unit} {step}", style="red")
 
     def _print_rows(self, rows: Mapping[str, str]) -> None:
-        """Names and texts in two columns; long texts are wrapped within theirs on a terminal, kept whole elsewhere."""
+        """Return the names and texts in two columns; long texts are wrapped within theirs on a terminal, kept whole
+        elsewhere.
+        """
         width = max((len(name) for name in rows), default=0)
         for name, text in rows.items():
             if self._console.is_terminal:

@@ -24,10 +24,6 @@ CONSTRUCTS = {
 }
 WIDEST = 1.0
 BOUNDS: dict[str, tuple[float, float, float, float]] = {
-    "rlhf_cli/algorithms": (1.4, 2.0, 1.0, 1.0),
-    "rlhf_cli/backends": (1.8, 2.1, 1.0, 1.0),
-    "rlhf_cli/commands": (5.3, 1.0, 1.0, 2.0),
-    "rlhf_cli/tracking": (1.0, 1.6, 1.0, 1.0),
     "benchmarks": (7.0, 3.7, 1.0, 2.0),
     "tests": (7.9, 1.9, 2.6, 1.0),
     "pages": (2.3, 1.0, 1.0, 1.0),

@@ -24,7 +24,7 @@ class Island:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one rank of a role, or one rollout engine, runs."""
+    """The place of one rank of a role, or of one rollout engine."""
 
     role: str
     rank: int
@@ -41,16 +41,16 @@ class Layout:
     seats: tuple[Seat, ...]
 
     def of(self, role: str) -> list[Seat]:
-        """The seats of a role by rank."""
+        """Return the seats of a role by rank."""
         return [seat for seat in self.seats if seat.role == role]
 
     def local_size(self, role: str) -> int:
-        """Ranks of a role on a node, the same number on each."""
+        """Return the ranks of a role on a node, the same number on each."""
         seats = self.of(role)
         return sum(seat.island == seats[0].island for seat in seats)
 
     def users(self, island: int, gpu: int) -> list[str]:
-        """Roles that sit on one GPU."""
+        """Return the roles that sit on one GPU."""
         return self._users.get((island, gpu), [])
 
     @cached_property
@@ -92,7 +92,7 @@ _Place = tuple[int, tuple[int, ...]]
 def plan_layout(
     placement: PlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...], node_gpus: list[int]
 ) -> Layout:
-    """The places of the trained and frozen roles and of the rollout engines.
+    """Return the places of the trained and frozen roles and of the rollout engines.
 
     Args:
         roles: the roles this run has, of "actor", "critic", "ref", "reward".
@@ -125,7 +125,7 @@ def check_layout(placement: PlacementConfig, rollout: RolloutConfig, *, roles: t
 
 
 def _seats(places: dict[str, list[_Place]]) -> list[Seat]:
-    """Ranks in the order of their places; a seat is shared if another role sits on one of its GPUs."""
+    """Return the ranks in the order of their places; a seat is shared if another role sits on one of its GPUs."""
     users = Counter((island, gpu) for found in places.values() for island, gpus in found for gpu in gpus)
     return [
         Seat(role, rank, island, gpus, any(users[island, gpu] > 1 for gpu in gpus))
@@ -163,7 +163,7 @@ def _shape(placement: PlacementConfig, role: str) -> tuple[int, int]:
 
 
 def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:
-    """Islands of a pool, on nodes with the least that still suffices, so that large blocks stay whole."""
+    """Return the islands of a pool, on nodes with the least that still suffices, so that large blocks stay whole."""
     left = list(free)
     islands = []
     for size in pool.gpus_by_node:
@@ -181,13 +181,15 @@ def _take(free: list[int], pool: _Pool, *, total: list[int]) -> list[Island]:
 
 
 def _sizes(node_gpus: list[int]) -> str:
-    """Nodes by their number of GPUs, "3 x 8 + 1 x 4"."""
+    """Return the nodes by their number of GPUs, "3 x 8 + 1 x 4"."""
     counts = Counter(count for count in node_gpus if count)
     return " + ".join(f"{counts[size]} x {size}" for size in sorted(counts, reverse=True)) or "none"
 
 
 def _shared_engines(rollout: RolloutConfig, actor: tuple[int, int]) -> list[_Place]:
-    """Places of the engines on the GPUs of the actor, who sits on the first islands: weights reach them there alone."""
+    """Return the places of the engines on the GPUs of the actor, who sits on the first islands: weights reach them
+    there alone.
+    """
     size, count = rollout.vllm_tensor_parallel_size, rollout.vllm_num_engines
     num_nodes, gpus_per_node = actor
     if gpus_per_node % size:
@@ -205,13 +207,15 @@ def _shared_engines(rollout: RolloutConfig, actor: tuple[int, int]) -> list[_Pla
 
 
 def on_nodes(layout: Layout, nodes: Sequence[int]) -> Layout:
-    """The layout with each island on the node that the cluster has chosen for it, which need not be the planned one."""
+    """Return the layout with each island on the node that the cluster has chosen for it, which need not be the planned
+    one.
+    """
     moved = (replace(island, node=node) for island, node in zip(layout.islands, nodes, strict=True))
     return replace(layout, islands=tuple(moved))
 
 
 def describe(layout: Layout, *, unit: str) -> list[str]:
-    """The layout in a line per distinct set of roles and nodes alike, for printing before anything is loaded.
+    """Return the layout in a line per distinct set of roles and nodes alike, for printing before anything is loaded.
 
     Args:
         unit: the kind of a place on this cluster, "GPU" or "process".

@@ -116,7 +116,7 @@ class Reservation:
         self.layout = on_nodes(layout, self._nodes())
 
     def options(self, seat: Seat) -> dict[str, Any]:
-        """Options of the Ray actor that takes this seat."""
+        """Return the options of the Ray actor that takes this seat."""
         group = self._groups[seat.island]
         users = max(len(self.layout.users(seat.island, gpu)) for gpu in seat.gpus)
         return {
@@ -140,7 +140,9 @@ class Reservation:
         return _floor(1 / users) if len(seat.gpus) == 1 else 0
 
     def _ask(self, index: int) -> PlacementGroup:
-        """A bundle for each GPU of an island, so that ranks do not share one by accident; one for an engine's own."""
+        """Return a bundle for each GPU of an island, so that ranks do not share one by accident; one for an engine's
+        own.
+        """
         size = self.layout.islands[index].num_gpus
         is_engines_own = any(s.island == index and not s.shared and len(s.gpus) > 1 for s in self.layout.seats)
         count, gpus = (1, size) if is_engines_own else (size, 1)
@@ -148,7 +150,7 @@ class Reservation:
         return placement_group([bundle] * count, strategy="STRICT_PACK")
 
     def _nodes(self) -> list[int]:
-        """The number of each island's node; nodes that have joined the cluster meanwhile come last."""
+        """Return the number of each island's node; nodes that have joined the cluster meanwhile come last."""
         numbers = {node: number for number, node in enumerate(self._cluster.node_ids)}
         holders = [placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups]
         return [numbers.setdefault(node, len(numbers)) for node in holders]
@@ -173,11 +175,11 @@ class Reservation:
 
 
 def _cpus_per_place(layout: Layout, cluster: Cluster) -> float:
-    """One core for each place, or an even part of the cores."""
+    """Return one core for each place, or an even part of the cores."""
     share = min(1.0, 0.9 * cluster.num_cpus / max(1, layout.num_gpus))
     return _floor(share)
 
 
 def _floor(share: float) -> float:
-    """The share in Ray's steps of 0.0001, never more than it was: the users of a place must fit together."""
+    """Return the share in Ray's steps of 0.0001, never more than it was: the users of a place must fit together."""
     return int(share * 10_000) / 10_000

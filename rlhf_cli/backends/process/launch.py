@@ -58,7 +58,7 @@ def run_ranks(num_processes: int, arguments: list[str]) -> int:
 
 
 def _wait(launcher: subprocess.Popen[bytes]) -> int | None:
-    """Its exit status; None if it still runs after a moment."""
+    """Return the exit status; None if the process still runs after a moment."""
     with suppress(subprocess.TimeoutExpired):
         return launcher.wait(timeout=REPEAT_SECONDS)
     return None
@@ -74,7 +74,7 @@ def _signal_ranks(launcher: subprocess.Popen[bytes], signum: int) -> bool:
 
 
 def launch_command(num_processes: int, arguments: list[str], *, devices: str | None) -> list[str]:
-    """The deepspeed launcher's command line for ranks of `rlhf <arguments>` on this machine.
+    """Return the deepspeed launcher's command line for ranks of `rlhf <arguments>` on this machine.
 
     Args:
         devices: CUDA_VISIBLE_DEVICES, which the launcher replaces; "" and "-1" hide all GPUs.
@@ -102,7 +102,9 @@ def stop_with_launcher() -> None:
 
 
 def _launchers() -> list[psutil.Process]:
-    """The process that has started this rank; for deepspeed's two launchers, the one that has started that one too."""
+    """Return the process that has started this rank; for deepspeed's two launchers, the one that has started that one
+    too.
+    """
     parent = psutil.Process().parent()
     if parent is None:
         return []

@@ -46,7 +46,7 @@ class Dealer:
         return self.do_share_prompts()
 
     def plan(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
-        """Indices by rank and micro-batch."""
+        """Return the indices by rank and micro-batch."""
         if self._shares_prompts:
             return plan_groups(
                 sequences,
@@ -64,7 +64,7 @@ class Dealer:
         )
 
     def steps(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[UpdateSteps]:
-        """Every rank's share of the optimizer steps, `[rank][step]`; a step is an array of sample indices."""
+        """Return every rank's share of the optimizer steps, `[rank][step]`; a step is an array of sample indices."""
         shares = [UpdateSteps() for _ in range(self.num_ranks)]
         for indices in steps:
             chosen = [samples[i] for i in indices]
@@ -132,7 +132,7 @@ class TrainedRole(Generic[TrainedT]):
             self.group.all(lambda rank: rank.role.sleep_optimizer())
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint, as an estimate."""
+        """Return the bytes of a checkpoint, as an estimate."""
         return self.group.all(lambda rank: rank.role.checkpoint_bytes())[0]
 
     def save(self, directory: Path) -> None:
@@ -165,13 +165,13 @@ class ActorRole:
         self.wake, self.sleep, self.sleep_optimizer = trained.wake, trained.sleep, trained.sleep_optimizer
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """Log-probs of each sequence's trained tokens, in nats."""
+        """Return the log-probs of each sequence's trained tokens, in nats."""
         return self.trained.dealer.forward(self.trained.group, lambda rank, work: rank.logprobs(work), sequences)
 
     def update(
         self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
     ) -> list[dict[str, float]]:
-        """Metrics of each optimizer step."""
+        """Return the metrics of each optimizer step."""
         shares = self.trained.dealer.steps(samples, steps)
         metrics = self.trained.group.all_each(lambda rank, share: rank.update(share, on_policy, weights), shares)
         return [finish_policy_metrics(of_step) for of_step in metrics[0]]
@@ -185,11 +185,11 @@ class CriticRole:
         self.wake, self.sleep = trained.wake, trained.sleep
 
     def values(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """Values of the states before each sequence's trained tokens."""
+        """Return the values of the states before each sequence's trained tokens."""
         return self.trained.dealer.forward(self.trained.group, lambda rank, work: rank.values(work), sequences)
 
     def update(self, samples: Sequence[Sample], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
-        """Metrics of each optimizer step."""
+        """Return the metrics of each optimizer step."""
         shares = self.trained.dealer.steps(samples, steps)
         metrics = self.trained.group.all_each(lambda rank, share: rank.update(share), shares)
         return [finish_value_metrics(of_step) for of_step in metrics[0]]
@@ -224,7 +224,7 @@ class ReferenceRole:
             self._group.all(lambda rank: rank.sleep())
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """Log-probs of each sequence's trained tokens, in nats."""
+        """Return the log-probs of each sequence's trained tokens, in nats."""
         return self._dealer.forward(self._group, lambda rank, work: rank.logprobs(work), sequences)
 
     def move(self) -> None:
@@ -238,7 +238,7 @@ class ReferenceRole:
                 self._group.all_each(lambda rank, weights: rank.move(weights, alpha), [bucket[0]] * len(self._group))
 
     def num_bytes(self) -> int:
-        """Bytes that `save` writes."""
+        """Return the bytes that `save` writes."""
         return self._group.all(lambda rank: rank.num_bytes())[0]
 
     def save(self, directory: Path) -> None:
@@ -259,7 +259,7 @@ class BaseReference:
         self.wake, self.sleep = actor.wake, actor.sleep
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """Log-probs of each sequence's trained tokens, in nats."""
+        """Return the log-probs of each sequence's trained tokens, in nats."""
         return self._actor.dealer.forward(self._actor.group, lambda rank, work: rank.base_logprobs(work), sequences)
 
 
@@ -290,7 +290,7 @@ class RewardRole:
             self._group.all(lambda rank: rank.sleep())
 
     def scores(self, sequences: Sequence[TokenSequence]) -> list[float]:
-        """The score of each sequence, read at its last token; normalised if there are statistics."""
+        """Return the score of each sequence, read at its last token; normalised if there are statistics."""
         ends = [only_end(sequence) for sequence in sequences]
         scores_B = torch.from_numpy(
             np.concatenate(self._dealer.forward(self._group, lambda rank, work: rank.scores(work), ends))

@@ -78,14 +78,14 @@ class Packer:
         self._shares_prompts = settings.share_prompts and attention_name(hf_model.config) == VARLEN
 
     def shares_prompts(self) -> bool:
-        """Whether neighbours that share a prompt have it once."""
+        """Return whether neighbours that share a prompt have it once."""
         return self._shares_prompts
 
     def __call__(self, sequences: list[TokenSequence]) -> Pack:
         return pack_groups(sequences) if self._shares_prompts else pack(sequences)
 
     def samples(self, step: UpdateStep, names: tuple[str, ...]) -> list[SamplePack]:
-        """A rank's share of a step, with these columns."""
+        """Return a rank's share of a step, with these columns."""
         return [pack_samples(samples, names=names, pack_sequences=self) for samples in step.micro_batches]
 
 
@@ -111,7 +111,7 @@ class TrainedRank:
         self._average = None if ema_beta is None else WeightAverage(trained, beta=ema_beta)
 
     def train_step(self, micro_batches: list[SamplePack], loss: ComputeLoss) -> dict[str, float]:
-        """One optimizer step; its metrics."""
+        """Take one optimizer step and return its metrics."""
         metrics = self.engine.train_step(micro_batches, loss)
         if self._average is not None:
             self._average.update()
@@ -130,7 +130,7 @@ class TrainedRank:
         self.engine.wake()
 
     def checkpoint_bytes(self) -> int:
-        """Bytes that `save` writes, over all ranks, as an estimate."""
+        """Return the bytes that `save` writes, over all ranks, as an estimate."""
         return self.engine.checkpoint_bytes() + (self._average.num_bytes() if self._average else 0)
 
     def save(self, directory: Path) -> None:
@@ -169,12 +169,12 @@ class ActorRank:
         self._sender: WeightSender | None = None
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
+        """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
         forward = _logprobs_at(self.role.settings.temperature)
         return _infer(self.role.engine, micro_batches, forward, pack_sequences=self.role.packer)
 
     def update(self, steps: list[UpdateStep], on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
-        """Metrics of each optimizer step; on-policy, the model's own log-probs are the anchor."""
+        """Return the metrics of each optimizer step; on-policy, the model's own log-probs are the anchor."""
         policy = self.role.settings.policy
         anchor = () if on_policy else ("old_logprobs",)
         reference = ("ref_logprobs",) if policy.has_kl_loss else ()
@@ -209,12 +209,12 @@ class ActorRank:
         return as_in_checkpoint(hf_model, itertools.chain(parameters, persistent_buffers(hf_model)))
 
     def base_logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """The same as `logprobs` by the model under the adapter."""
+        """Return the same as `logprobs` by the model under the adapter."""
         with adapter_off(self.role.engine.module):
             return self.logprobs(micro_batches)
 
     def num_buckets(self) -> int:
-        """How many calls of `bucket` give all weights."""
+        """Return how many calls of `bucket` give all weights."""
         return len(list(buckets(list(self.role.hf_model.named_parameters()))))
 
     def bucket(self, number: int) -> dict[str, torch.Tensor]:
@@ -258,13 +258,13 @@ class CriticRank:
         self.role = TrainedRank(settings, hf_model, ValueModel(hf_model))
 
     def values(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Values of the states before the trained tokens of each micro-batch, float32 [K]."""
+        """Return the values of the states before the trained tokens of each micro-batch, float32 [K]."""
         return _infer(
             self.role.engine, micro_batches, lambda model, batch: model(batch), pack_sequences=self.role.packer
         )
 
     def update(self, steps: list[UpdateStep]) -> list[dict[str, float]]:
-        """Metrics of each optimizer step."""
+        """Return the metrics of each optimizer step."""
         return [
             self.role.train_step(self.role.packer.samples(step, self.COLUMNS), self._loss(step.totals))
             for step in steps
@@ -298,7 +298,7 @@ class ReferenceRank:
         self.engine = FrozenEngine(PolicyModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
+        """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
         forward = _logprobs_at(self._settings.temperature)
         return _infer(self.engine, micro_batches, forward, pack_sequences=self.packer)
 
@@ -307,7 +307,7 @@ class ReferenceRank:
         move_weights(self._hf_model, weights, alpha)
 
     def num_bytes(self) -> int:
-        """Bytes that `save` writes."""
+        """Return the bytes that `save` writes."""
         return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self._hf_model.parameters())
 
     def save(self, directory: Path) -> None:
@@ -339,7 +339,9 @@ class RewardRank:
         self.engine = FrozenEngine(ValueModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
 
     def scores(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Scores read at the marked tokens of each micro-batch, float32 [K]: at the tokens, not before them."""
+        """Return the scores read at the marked tokens of each micro-batch, float32 [K]: at the tokens, not before
+        them.
+        """
 
         def forward(model: nn.Module, batch: Pack) -> torch.Tensor:
             values_K: torch.Tensor = model(at_targets(batch))

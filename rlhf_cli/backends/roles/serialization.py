@@ -17,7 +17,7 @@ Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class MicroBatches(list[list[TokenSequence]]):
-    """The micro-batches of sequences of a rank; a list of lists again where it arrives."""
+    """The micro-batches of sequences of a rank; a list of lists again at the receiver."""
 
     def __reduce__(self) -> Reduced:
         sizes = [len(members) for members in self]
@@ -25,7 +25,7 @@ class MicroBatches(list[list[TokenSequence]]):
 
 
 class UpdateSteps(list[UpdateStep]):
-    """The optimizer steps of a rank, whose samples have the same columns; a list where it arrives.
+    """The optimizer steps of a rank, whose samples have the same columns; a list at the receiver.
 
     A sample of several steps travels once.
     """

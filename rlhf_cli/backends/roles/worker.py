@@ -25,13 +25,13 @@ class RayWorker:
         self._target: Any = None
 
     def address(self) -> tuple[str, int]:
-        """(IP address of this node, a free port) where the ranks of a role can meet."""
+        """(IP address of this node, a free port), at which the ranks of a role can meet."""
         import ray
 
         return ray.util.get_node_ip_address(), free_port()
 
     def visible_gpus(self) -> str:
-        """CUDA_VISIBLE_DEVICES as Ray set it for this process."""
+        """Return CUDA_VISIBLE_DEVICES as Ray set it for this process."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def build(self, environment: dict[str, str], factory: str, *args: Any) -> None:

@@ -1,6 +1,6 @@
 """All ranks of one role, addressed as one object from the driver.
 
-Leaves out what a rank computes (roles), how work is dealt to ranks (online_roles) and where they sit (placement).
+Ranks compute in ranks.py, groups.py deals work to them, and placement.py seats them.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class WorkerGroup(Generic[RankT]):
         return [worker.call.remote(call, share) for worker, share in zip(self._workers, work, strict=True)]
 
     def wait(self, calls: list[Any]) -> list[Any]:
-        """Results of the calls by rank.
+        """Return the results of the calls by rank.
 
         Raises:
             UsageError, RunError: as raised in the worker.
@@ -86,7 +86,7 @@ class WorkerGroup(Generic[RankT]):
         return self.wait([self._workers[0].address.remote()])[0]
 
     def visible_gpus(self) -> list[str]:
-        """CUDA_VISIBLE_DEVICES of every rank."""
+        """Return CUDA_VISIBLE_DEVICES of every rank."""
         return self.wait([worker.visible_gpus.remote() for worker in self._workers])
 
     def build(self, settings: RoleSettings, *, local_size: int) -> list[Any]:
@@ -112,7 +112,7 @@ class WorkerGroup(Generic[RankT]):
         return self.wait(self.start_each(call, work))
 
     def log_file(self, rank: int) -> Path:
-        """Where a rank's output goes."""
+        """Return the file of a rank's output."""
         return self._log_dir / f"{self.role}-{rank}.log"
 
     def _death(self, rank: int, error: RayActorError) -> ProcessDied:

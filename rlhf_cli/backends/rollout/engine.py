@@ -28,7 +28,7 @@ class EngineSettings:
     """How a rollout engine is built; the same for both engines.
 
     `max_model_len` bounds prompt plus response in tokens. `num_threads` are CPU threads of one worker (None: all
-    cores this process may use). `kv_cache_gib` bounds the KV cache where there is no GPU, whose share is
+    cores this process may use). `kv_cache_gib` bounds the KV cache if there is no GPU, whose share is
     `gpu_memory_utilization` instead; it is fixed rather than measured, so that the schedule of a batch, and with it
     every rounding, is the same in every process. `max_num_seqs` bounds the sequences of a step where vLLM does not know
     the card: on a CPU, and with transformers. `vllm_args` are further engine arguments of vLLM, which win
@@ -53,9 +53,9 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What came of a batch since the last look.
+    """The news of a batch since the last look.
 
-    `responses` are (number of the request in the batch, response); `is_last` says that no more will come.
+    `responses` are (number of the request in the batch, response); `is_last` is true if no more will come.
     """
 
     responses: list[tuple[int, Generation]]
@@ -129,25 +129,27 @@ class RequestBatch:
         self._is_closed = False
 
     def add(self, number: int, response: Generation) -> None:
-        """The response to the request of that number is finished."""
+        """Add the response to the request of that number."""
         with self._change:
             self._responses.append((number, response))
             self._change.notify_all()
 
     def close(self, error: Exception | None = None) -> None:
-        """No more responses will come, because of an error or because all have come."""
+        """End the batch, because of an error or because all responses have come."""
         with self._change:
             self._is_closed, self._error = True, error
             self._change.notify_all()
 
     async def collect(self) -> Arrivals:
-        """Responses since the last call; waits for one while there is any to come. Raises what closed the batch."""
+        """Return the responses since the last call; wait for one while there is any to come. Raise the error that
+        closed the batch.
+        """
         while not (arrivals := self._take()):
             await asyncio.to_thread(self._wait)
         return arrivals
 
     async def all(self, count: int) -> list[Generation]:
-        """The responses to a batch of `count` requests, in their order."""
+        """Return the responses to a batch of `count` requests, in their order."""
         found: dict[int, Generation] = {}
         is_last = False
         while not is_last:
@@ -172,7 +174,7 @@ class RequestBatch:
 
 
 def eos_token_ids(model_path: str | Path) -> list[int]:
-    """Token ids that end a response: those of the model's generation config, else of its config; sorted."""
+    """Token ids that end a response: from the model's generation config, else of its config; sorted."""
     for name in ("generation_config.json", "config.json"):
         file = Path(model_path) / name
         if file.exists():
@@ -186,7 +188,7 @@ def eos_token_ids(model_path: str | Path) -> list[int]:
 
 
 def check_lengths(requests: list[GenerationRequest], sampling: SamplingParams, *, max_model_len: int) -> None:
-    """Raises UsageError where a prompt is empty or leaves no room for `max_new_tokens`."""
+    """Raise UsageError if a prompt is empty or leaves no room for `max_new_tokens`."""
     for index, request in enumerate(requests):
         length = len(request.prompt_ids)
         if length == 0:

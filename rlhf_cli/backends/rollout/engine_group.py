@@ -34,7 +34,7 @@ MAX_RESTARTS = 3
 
 
 def rollout_backend(config: EngineConfig) -> str:
-    """The engine that generates: as asked for, or vLLM where it is installed. UsageError where it cannot."""
+    """Return the engine that generates: as asked for, or vLLM if it is installed. Raise UsageError if it cannot."""
     installed = importlib.util.find_spec("vllm") is not None
     if config.rollout_backend == "vllm" and not installed:
         raise UsageError("--rollout_backend vllm: vLLM is not installed; install rlhf-cli[vllm] (GPU) or rlhf-cli[cpu]")
@@ -47,7 +47,7 @@ def rollout_backend(config: EngineConfig) -> str:
 
 
 def described(config: RolloutConfig | SamplingConfig, backend: str) -> str:
-    """Return the number of engines, their kind and what a user adds to their arguments."""
+    """Return the number of engines, their kind and the arguments that a user adds."""
     added = f" with {config.vllm_args}" if config.engine_arguments else ""
     return f"{config.vllm_num_engines} x {backend}{added}"
 
@@ -66,7 +66,7 @@ class CallWorkers:
 
 @dataclass
 class _Batch:
-    """What the engines are at: shares are numbers of requests by engine, `calls` those that will bring responses."""
+    """The work of the engines: shares are numbers of requests by engine, `calls` those that will bring responses."""
 
     requests: list[GenerationRequest]
     sampling: SamplingParams
@@ -76,7 +76,7 @@ class _Batch:
     seen: set[int] = field(default_factory=set)
 
     def news(self, engine: int, arrivals: Arrivals) -> list[tuple[int, Generation]]:
-        """What has not come before, under the numbers of the whole batch."""
+        """Return the new responses, under the numbers of the whole batch."""
         named = [(self.shares[engine][place], response) for place, response in arrivals.responses]
         new = [(number, response) for number, response in named if number not in self.seen]
         self.seen |= {number for number, _ in new}
@@ -137,7 +137,7 @@ class EngineGroup:
         actor.group.all(lambda rank: rank.connect_engines(link))
 
     def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """One response per request, in their order."""
+        """Return one response per request, in their order."""
         self.begin(requests, sampling)
         found: dict[int, Generation] = {}
         while self.is_generating:
@@ -158,7 +158,7 @@ class EngineGroup:
         return bool(self._batch.calls)
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        """Responses that finished since the last call, each with the number of its request.
+        """Return the responses that finished since the last call, each with the number of its request.
 
         Waits for one, at most `timeout` seconds. An engine that died is started again and its share repeated as a
         whole: a request has the same seed again, and of two responses to it the first one counts.
@@ -223,7 +223,7 @@ class EngineGroup:
             self._ask_for_share(other)
 
     def _stop(self) -> dict[int, Exception]:
-        """Make all engines give up what they are at; return the engines that died meanwhile."""
+        """Make all engines give up their work; return the engines that died meanwhile."""
         running, self._batch.calls = self._batch.calls, {}
         for number in running.values():
             self._call(number, lambda host: host.engine.cut(0))
@@ -331,7 +331,7 @@ class EngineGroup:
 
 
 def _reason(error: Exception) -> str:
-    """One line of what Ray says of a failed call, whose text is otherwise a trace through several processes."""
+    """Return one line of Ray's error about a failed call, whose text is otherwise a trace through several processes."""
     return first_line(error.cause if isinstance(error, RayTaskError) else error)
 
 
@@ -345,7 +345,7 @@ def _get_all(calls: list[Any]) -> list[Any]:
 
 
 def balanced_shares(requests: list[GenerationRequest], count: int) -> list[list[int]]:
-    """Numbers of the requests of each engine, ascending: about as many expected tokens for each.
+    """Return the numbers of the requests of each engine, ascending: about as many expected tokens for each.
 
     The samples of a prompt stay together, so that an engine reads it once. Prompts are dealt by their cost, highest
     first, each to the engine with the least so far (longest processing time first, Graham 1969).

@@ -15,7 +15,7 @@ HOST_ENGINE = "rlhf_cli.backends.rollout.engine_host:host_engine"
 
 
 def make_engine(backend: str, model_path: str, settings: EngineSettings) -> RolloutEngine:
-    """The rollout engine of that name, in this process; a model of the Hub is fetched to this machine first."""
+    """Return the rollout engine of that name, in this process; a model of the Hub is fetched to this machine first."""
     model_path = str(folder_of(model_path))
     if backend == "vllm":
         from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
@@ -30,7 +30,7 @@ def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Roll
 
 
 def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "EngineHost":
-    """The same inside what a Ray worker calls."""
+    """Return the engine inside the object that a Ray worker calls."""
     return EngineHost(make_engine(backend, model_path, settings))
 
 
@@ -43,7 +43,7 @@ class EngineHost:
     async def begin(
         self, requests: list[GenerationRequest], sampling: SamplingParams, max_tokens: int | None
     ) -> Arrivals:
-        """Start a batch, cut where it was cut before, and wait for its first responses."""
+        """Start a batch, cut at the limit of before, and wait for its first responses."""
         await self.engine.begin(requests, sampling)
         if max_tokens is not None:
             await self.engine.cut(max_tokens)

@@ -14,7 +14,7 @@ _LOOK_SECONDS = 1.0
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """All living descendants of a process, without Python's resource tracker.
+    """Return all living descendants of a process, without Python's resource tracker.
 
     That one ends by itself with its parent and removes shared memory left behind; killing it leaks the memory.
     """
@@ -29,7 +29,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def end_processes(processes: list[psutil.Process], *, patience: float = 5.0) -> None:
-    """Waits up to `patience` seconds for the processes to end and kills those left.
+    """Wait up to `patience` seconds for the processes to end, then kill those left.
 
     A process is known by its start time too, so that a number given to another one meanwhile is left alone.
     """
@@ -41,10 +41,11 @@ def end_processes(processes: list[psutil.Process], *, patience: float = 5.0) -> 
 
 
 def end_with_owner() -> threading.Thread | None:
-    """Makes this process end when the one named in OWNER_VARIABLE has; the watching thread, None without a name.
+    """End this process when the process named in OWNER_VARIABLE has ended; return the watching thread, None without a
+    name.
 
     vLLM's processes outlive an owner that was killed: its engine core waits for requests for good. Called in the
-    workers, whose parent is that engine core (or the owner itself, where the worker runs inside the core).
+    workers, whose parent is that engine core (or the owner itself, if the worker runs inside the core).
     """
     owner = os.environ.get(OWNER_VARIABLE)
     if owner is None:

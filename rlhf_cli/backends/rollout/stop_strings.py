@@ -1,4 +1,4 @@
-"""Tells from tokens whether a response's text holds a stop string; the same for both rollout engines.
+"""Decides by tokens whether a response's text holds a stop string; the same for both rollout engines.
 
 Leaves out end-of-sequence tokens, which engines compare themselves.
 """
@@ -26,9 +26,10 @@ class StopStrings:
         self.num_tokens = max(len(text.encode()) for text in stop) + 1
 
     def end(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last token completed a stop string; `token_ids` are a response's, or its last `num_tokens`.
+        """Return whether the last token completed a stop string; `token_ids` are a response's, or its last
+        `num_tokens`.
 
-        Special tokens count as what they are written like. A character is there when all of its bytes are.
+        Special tokens count as their text. A character is there when all of its bytes are.
         """
         text = self._decode(list(token_ids[-self.num_tokens :]), skip_special_tokens=False)
         return any(stop in text for stop in self._stop)
@@ -44,6 +45,6 @@ def _decoder(tokenizer: Any) -> Callable[..., str]:
 
 @lru_cache(maxsize=1)
 def stop_strings(model_path: str, stop: tuple[str, ...], *, trust_remote_code: bool) -> StopStrings:
-    """The stop strings in tokens of that model. UsageError where it has no tokenizer."""
+    """Return the stop strings in tokens of that model. Raise UsageError if it has no tokenizer."""
     source = TokenizerSource(pretrain=model_path, trust_remote_code=trust_remote_code)
     return StopStrings(load_tokenizer(source), stop)

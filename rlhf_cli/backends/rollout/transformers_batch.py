@@ -25,23 +25,23 @@ _FINISHED_SHARE = 0.2  # of a batch's rows before the rest is copied together; a
 
 
 class SampledResponses:
-    """What was sampled so far, by request."""
+    """The sampled tokens so far, by request."""
 
     def __init__(self, num_requests: int, limit: int) -> None:
         self._tokens = np.zeros((num_requests, limit), dtype=np.int64)
         self._logprobs = np.zeros((num_requests, limit), dtype=np.float32)
 
     def add(self, step: int, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Enters the tokens that these requests got in this step."""
+        """Enter the tokens that these requests got in this step."""
         self._tokens[rows, step] = tokens
         self._logprobs[rows, step] = logprobs
 
     def last(self, row: int, length: int, count: int) -> list[int]:
-        """The last tokens, `count` at most, of a request that has `length`."""
+        """Return the last tokens, `count` at most, of a request that has `length`."""
         return self._tokens[row, max(0, length - count) : length].tolist()
 
     def finished(self, row: int, length: int, *, stopped: bool, version: int) -> Generation:
-        """The response to a request, which has that many tokens."""
+        """Return the response to a request, which has that many tokens."""
         return Generation(
             token_ids=self._tokens[row, :length].tolist(),
             logprobs=self._logprobs[row, :length].tolist(),
@@ -79,7 +79,7 @@ class TransformersBatch:
     def run(self, version: int, *, add: Callable[[int, Generation], None], max_tokens: Callable[[], int]) -> None:
         """Hand each response to `add`, with the number of its request, when it is finished.
 
-        `max_tokens` is looked at again for each token: responses that get longer than it says are given up.
+        `max_tokens` is looked at again for each token: responses that get longer are given up.
         """
         num_rows, limit = len(self._prompt_rows), self._sampling.max_new_tokens
         responses = SampledResponses(num_rows, limit)
@@ -110,7 +110,7 @@ class TransformersBatch:
         return ends
 
     def _prefill(self) -> torch.Tensor:
-        """Logits [rows, vocabulary] after the prompts; fills the cache and the mask, one row per request."""
+        """Return the logits [rows, vocabulary] after the prompts; fill the cache and the mask, one row per request."""
         lengths = torch.tensor([len(prompt) for prompt in self._prompts])
         mask = torch.arange(self._width) >= (self._width - lengths)[:, None]  # left padding
         input_ids = torch.zeros(mask.shape, dtype=torch.int64)
@@ -144,7 +144,7 @@ class TransformersBatch:
         return output.logits[:, -1], cache
 
     def _decode(self, token: torch.Tensor, step: int) -> torch.Tensor:
-        """Logits [rows, vocabulary] after one more token per row."""
+        """Return the logits [rows, vocabulary] after one more token per row."""
         if self._seen is not None:
             self._seen.scatter_(1, token[:, None], True)
         output = self._model(
@@ -158,7 +158,9 @@ class TransformersBatch:
         return output.logits[:, -1]
 
     def _decode_mask(self, length: int) -> torch.Tensor | None:
-        """What a new token sees: all but the padding. A 4D mask is taken as it is, which saves building one."""
+        """Return the mask of a new token: all but the padding. A 4D mask is taken as it is, which saves building
+        one.
+        """
         if self._mask is None:
             return None
         mask = self._mask[:, :length]
@@ -167,7 +169,7 @@ class TransformersBatch:
     def _compact(
         self, rows: torch.Tensor, token: torch.Tensor, alive: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Drops the rows that ended, once they are a fair share of the batch."""
+        """Drop the rows that ended, once they are a fair share of the batch."""
         if int((~alive).sum()) < max(1.0, _FINISHED_SHARE * len(rows)):
             return rows, token, alive
         keep = alive.nonzero()[:, 0]

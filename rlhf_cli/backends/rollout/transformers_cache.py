@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 
 class InPlaceLayer(DynamicLayer):
-    """Keys and values [rows, heads, capacity, head size]; `update` writes behind what is there and returns views."""
+    """Keys and values [rows, heads, capacity, head size]; `update` appends entries and returns views."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class InPlaceLayer(DynamicLayer):
         return self._length
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Makes row i the former row indices[i]; rows may be repeated or left out."""
+        """Make row i the former row indices[i]; rows may be repeated or left out."""
         self.keys = self._selected(self.keys, indices)
         self.values = self._selected(self.values, indices)
 
@@ -52,7 +52,7 @@ class InPlaceLayer(DynamicLayer):
 
 
 def has_only_full_attention(config: PretrainedConfig) -> bool:
-    """Whether every layer attends to the whole sequence."""
+    """Return whether every layer attends to the whole sequence."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:
         return set(layer_types) == {"full_attention"}
@@ -60,14 +60,14 @@ def has_only_full_attention(config: PretrainedConfig) -> bool:
 
 
 def decoding_cache(config: PretrainedConfig, *, capacity: int) -> Cache:
-    """An empty cache for sequences of up to `capacity` tokens."""
+    """Return an empty cache for sequences of up to `capacity` tokens."""
     if not has_only_full_attention(config):
         return DynamicCache(config=config)
     return Cache(layers=[InPlaceLayer(capacity) for _ in range(config.num_hidden_layers)])
 
 
 def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Cache:
-    """One cache with room for `capacity` tokens whose row i is row rows[i] of all the caches' rows in turn.
+    """Return one cache with room for `capacity` tokens whose row i is row rows[i] of all the caches' rows in turn.
 
     The caches hold the same number of tokens. The first one is changed and returned.
     """
@@ -84,7 +84,7 @@ def join_caches(caches: list[Cache], rows: torch.Tensor, *, capacity: int) -> Ca
 
 
 def select_rows(cache: Cache, indices: torch.Tensor) -> None:
-    """Keeps, drops or repeats the rows of a cache, in place."""
+    """Keep, drops or repeats the rows of a cache, in place."""
     for layer in cache.layers:
         layer.batch_select_indices(indices)
 
@@ -95,6 +95,6 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token of one sequence takes in the cache."""
+    """Return the bytes that one token of one sequence takes in the cache."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize

@@ -60,7 +60,9 @@ class TransformersEngine:
         self._batch = RequestBatch(0)
 
     async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """One response per request, in their order; the same requests give the same responses from the same weights."""
+        """Return one response per request, in their order; the same requests give the same responses from the same
+        weights.
+        """
         return await self._begin(requests, sampling).all(len(requests))
 
     async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
@@ -68,7 +70,7 @@ class TransformersEngine:
         self._batch = self._begin(requests, sampling)
 
     async def collect(self) -> Arrivals:
-        """Responses of the batch that finished since the last call; waits for one."""
+        """Return the responses of the batch that finished since the last call; waits for one."""
         return await self._batch.collect()
 
     async def cut(self, max_tokens: int) -> None:
@@ -87,41 +89,41 @@ class TransformersEngine:
         """Nothing to check: the engine has no process of its own."""
 
     async def sleep(self, level: int = 2) -> None:
-        """Moves the weights to host memory; nothing is lost at any level."""
+        """Move the weights to host memory; nothing is lost at any level."""
         self._asleep = True
         await self._run(self._leave_device)
 
     async def wake(self, tags: list[str] | None = None) -> None:
-        """Moves the weights back. Tags other than "weights" have nothing to wake."""
+        """Move the weights back. Tags other than "weights" have nothing to wake."""
         if tags is None or "weights" in tags:
             await self._run(lambda: self._model.to(self._device))
         if tags is None or "kv_cache" in tags:
             self._asleep = False
 
     async def is_asleep(self) -> bool:
-        """Whether the engine sleeps, fully or in part."""
+        """Return whether the engine sleeps, fully or in part."""
         return self._asleep
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Nothing to agree on: pushes are files."""
 
     async def start_weight_update(self) -> None:
-        """Opens an update; until it is finished nothing can be generated."""
+        """Open an update; until it is finished nothing can be generated."""
         self._updating = True
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Loads a push's manifest; RunError, with the weights unchanged, where something about it is wrong."""
+        """Load a push's manifest; RunError, with the weights unchanged, where something about it is wrong."""
         if not self._updating:
             raise RunError("weight push: update_weights was called before start_weight_update")
         await self._run(lambda: self._load(update_info))
 
     async def finish_weight_update(self, version: int) -> None:
-        """Closes the update: responses carry this version from now on."""
+        """Close the update: responses carry this version from now on."""
         self._updating = False
         self._version = version
 
     async def abort_weight_update(self) -> None:
-        """Closes an update that failed; the weights are the former ones."""
+        """Close an update that failed; the weights are the former ones."""
         self._updating = False
 
     @property
@@ -132,7 +134,7 @@ class TransformersEngine:
     async def weight_checksum(self) -> list[int]:
         """Checksum of the last push as it arrived, one per worker; equal to the sender's.
 
-        Before the first push, that of the weights the engine was built with.
+        Before the first push it is the checksum of the weights that the engine was built with.
         """
         if self._pushed_checksum is None:
             self._pushed_checksum = await self._run(
@@ -141,7 +143,7 @@ class TransformersEngine:
         return [self._pushed_checksum]
 
     async def shutdown(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _run(self, work: Callable[[], Result]) -> Result:
@@ -188,7 +190,7 @@ class TransformersEngine:
         return stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
 
     def _waves(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[int]]:
-        """Indices of the requests generated together: prompts of similar length, within the cache's size."""
+        """Yield the indices of the requests generated together: prompts of similar length, within the cache's size."""
         order = sorted(range(len(requests)), key=lambda index: (len(requests[index].prompt_ids), index))
         per_token = bytes_per_token(self._model.config.get_text_config(), self._model.dtype)
         budget = self._settings.kv_cache_gib * 2**30

@@ -1,6 +1,6 @@
 """Draws tokens from logits with one uniform number per row, and reports their log-probs.
 
-Leaves out where the logits and the numbers come from.
+The logits and the random numbers are arguments.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def request_uniforms(seeds: list[int], num_tokens: int) -> torch.Tensor:
 def sample_tokens(
     logits_BV: torch.Tensor, uniforms_B: torch.Tensor, sampling: SamplingParams, *, seen_BV: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B] int64 and their log-probs [B] float32 under the distribution they were drawn from.
+    """Return the tokens [B] int64 and their log-probs [B] float32 under the distribution they were drawn from.
 
     `seen_BV` marks the tokens of each row's prompt and response, for the repetition penalty. A token is the first one
     whose cumulative probability exceeds the row's uniform number (inverse transform sampling): one number per row is
@@ -100,7 +100,7 @@ def keep_top_k(logits_BV: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def keep_top_p(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The logits with -inf outside the smallest set of tokens whose probability reaches `top_p`."""
+    """Return the logits with -inf outside the smallest set of tokens whose probability reaches `top_p`."""
     ascending, order = logits_BV.sort(dim=-1)
     outside = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
     outside[:, -1] = False  # the likeliest token always stays
@@ -108,7 +108,7 @@ def keep_top_p(logits_BV: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _blocks(weights_BV: torch.Tensor) -> torch.Tensor:
-    """The weights [B, blocks, _BLOCK], filled up with zeros."""
+    """Return the weights [B, blocks, _BLOCK], filled up with zeros."""
     weights_BV = pad(weights_BV, (0, -weights_BV.shape[-1] % _BLOCK))
     return weights_BV.view(len(weights_BV), -1, _BLOCK)
 

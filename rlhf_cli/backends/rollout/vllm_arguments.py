@@ -1,4 +1,4 @@
-"""Arguments of a vLLM engine: what this program sets, and what a user adds with `--vllm_args`.
+"""Arguments of a vLLM engine: this program's, and a user's with `--vllm_args`.
 
 `python -m rlhf_cli.backends.rollout.vllm_arguments JSON` lets vLLM's own parser read a user's arguments, and fails with
 one sentence. It is a process of its own, because importing vLLM changes the environment of a process.

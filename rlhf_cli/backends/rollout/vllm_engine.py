@@ -63,7 +63,7 @@ class VllmEngine:
         self._processes = process_tree(os.getpid())
 
     async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """One response per request, in their order.
+        """Return one response per request, in their order.
 
         Raises EngineDead within a second of the death of one of the engine's processes, RunError while asleep.
         """
@@ -79,7 +79,9 @@ class VllmEngine:
         self._batch, self._serving = self._begin(requests, sampling)
 
     async def collect(self) -> Arrivals:
-        """Responses of the batch that finished since the last call; waits for one. EngineDead as of `generate`."""
+        """Return the responses of the batch that finished since the last call; waits for one. EngineDead as of
+        `generate`.
+        """
         return await self._batch.collect()
 
     async def cut(self, max_tokens: int) -> None:
@@ -93,7 +95,7 @@ class VllmEngine:
         if self._asleep or self._updating or self._weights_lost:
             raise RunError("the rollout engine was asked to generate while asleep or without complete weights")
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
-        if sampling.stop:  # what is wrong with them is found here: in the engine's core it would be the engine's end
+        if sampling.stop:  # a fault is found here: in the engine's core it would end the engine
             stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
         batch = RequestBatch(sampling.max_new_tokens)
         return batch, asyncio.create_task(self._serve(batch, requests, sampling))
@@ -132,13 +134,13 @@ class VllmEngine:
                 queue.close()
 
     async def _deliver(self, batch: RequestBatch, number: int, queue: "RequestOutputCollector") -> None:
-        """Adds a response when it is finished, unless it was given up."""
+        """Add a response when it is finished, unless it was given up."""
         output: Any = await queue.get()
         if output.outputs[0].finish_reason != "abort":
             batch.add(number, _generation(output, self._version))
 
     async def _cut(self, batch: RequestBatch, queues: list["RequestOutputCollector"], *, limit: int) -> None:
-        """Aborts responses that got longer than the batch allows.
+        """Abort responses that got longer than the batch allows.
 
         On a CPU not before every other one has ended, whose rounding the abort would change otherwise.
         """
@@ -153,59 +155,59 @@ class VllmEngine:
                 await self._llm.abort(too_long, internal=True)
 
     async def _drop(self, names: list[str]) -> None:
-        """Leaves the scheduler running and empty after a batch that was cancelled or refused."""
+        """Leave the scheduler running and empty after a batch that was cancelled or refused."""
         if not self._llm.errored:
             await self._llm.abort(names)
             await self._llm.resume_generation()
 
     async def check_alive(self) -> None:
-        """Raises EngineDead if a process of the engine has ended."""
+        """Raise EngineDead if a process of the engine has ended."""
         if self._llm.errored:
             raise EngineDead(_DEAD)
 
     async def sleep(self, level: int = 2) -> None:
-        """Halts the engine; on a GPU level 1 moves weights to the host and level 2 drops them. Frees the KV cache."""
+        """Halt the engine; on a GPU level 1 moves weights to the host and level 2 drops them. Frees the KV cache."""
         async with self._lock:
             await self._while_alive(self._llm.sleep(level=level))
         self._asleep = True
         self._weights_lost = level >= 2 and not self._on_cpu
 
     async def wake(self, tags: list[str] | None = None) -> None:
-        """Wakes parts ("weights", "kv_cache") or all; after level 2 weights have to be pushed before generating."""
+        """Wake parts ("weights", "kv_cache") or all; after level 2 weights have to be pushed before generating."""
         async with self._lock:
             await self._while_alive(self._llm.wake_up(tags))
             self._asleep = await self._while_alive(self._llm.is_sleeping())
 
     async def is_asleep(self) -> bool:
-        """Whether the engine sleeps, fully or in part."""
+        """Return whether the engine sleeps, fully or in part."""
         return self._asleep
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Opens the connection to the trainer; blocks until the trainer has come too (nccl)."""
+        """Open the connection to the trainer; blocks until the trainer has come too (nccl)."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._while_alive(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
     async def start_weight_update(self) -> None:
-        """Opens an update; until it is finished nothing can be generated."""
+        """Open an update; until it is finished nothing can be generated."""
         self._updating = True
         await self._control(self._llm.start_weight_update())
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receives a push or a part of it: for shm a manifest. RunError says what about it is wrong."""
+        """Receive a push or a part of it: for shm a manifest. Raise RunError with the fault."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         request = WeightTransferUpdateRequest(update_info=update_info)
         await self._control(self._llm.update_weights(request))
 
     async def finish_weight_update(self, version: int) -> None:
-        """Closes the update: responses carry this version from now on."""
+        """Close the update: responses carry this version from now on."""
         await self._control(self._llm.finish_weight_update(weight_version=str(version)))
         self._version = version
         self._updating = self._weights_lost = False
 
     async def abort_weight_update(self) -> None:
-        """Closes an update that failed before anything was loaded (shm); the weights are the former ones."""
+        """Close an update that failed before anything was loaded (shm); the weights are the former ones."""
         self._updating = False
 
     @property
@@ -219,7 +221,7 @@ class VllmEngine:
         return [checksum for checksum in found if checksum is not None]
 
     async def shutdown(self) -> None:
-        """Ends the engine and every process it started; a second call does nothing."""
+        """End the engine and every process it started; a second call does nothing."""
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:
@@ -236,7 +238,9 @@ class VllmEngine:
             raise RunError(_worker_message(error)) from error
 
     async def _while_alive(self, call: Awaitable[Result]) -> Result:
-        """The call's result; EngineDead where the engine dies meanwhile, as vLLM leaves some calls waiting forever."""
+        """Return the call's result; raise EngineDead if the engine dies meanwhile, as vLLM leaves some calls waiting
+        forever.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         task = asyncio.ensure_future(call)
@@ -296,7 +300,7 @@ def sampled_logprobs(flat: "FlatLogprobs", token_ids: list[int]) -> list[float]:
 
 
 def _worker_message(error: Exception) -> str:
-    """The sentence inside what vLLM wraps around a worker's exception."""
+    """Return the sentence inside what vLLM wraps around a worker's exception."""
     text = str(error)
     start = text.find("weight push")
     return text[start:].split("', please")[0] if start >= 0 else f"the engine's worker failed: {text}"

@@ -21,7 +21,7 @@ Update = tuple[list[int], bool]  # the new tokens of a request, whether it ends 
 
 
 class StoppingScheduler(Scheduler):
-    """Where a step is scheduled when the one before is done: on a CPU."""
+    """On a CPU a step is scheduled when the step before is done."""
 
     def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: Any) -> Update:
         update = super()._update_request_with_output(request, new_token_ids, **state)
@@ -29,7 +29,7 @@ class StoppingScheduler(Scheduler):
 
 
 class AsyncStoppingScheduler(AsyncScheduler):
-    """Where a step is scheduled while the one before runs: on a GPU."""
+    """On a GPU a step is scheduled while the step before runs."""
 
     def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: Any) -> Update:
         update = super()._update_request_with_output(request, new_token_ids, **state)

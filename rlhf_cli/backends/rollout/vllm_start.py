@@ -28,7 +28,7 @@ _CPU_BLOCK_TOKENS = 128
 
 
 def _environment(settings: EngineSettings, *, on_cpu: bool) -> dict[str, str]:
-    """Variables the engine's processes need when they start."""
+    """Return the variables the engine's processes need when they start."""
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
@@ -61,7 +61,7 @@ def _allow_handles(settings: EngineSettings) -> None:
 
 @contextmanager
 def engine_environment(settings: EngineSettings, *, on_cpu: bool) -> Iterator[None]:
-    """Sets the variables while the engine starts; vLLM's own additions (LD_PRELOAD) are taken back as well."""
+    """Set the variables while the engine starts; vLLM's own additions (LD_PRELOAD) are taken back as well."""
     _allow_handles(settings)
     before = dict(os.environ)
     os.environ.update(_environment(settings, on_cpu=on_cpu))
@@ -80,7 +80,7 @@ def cpu_probe() -> Iterator[bool]:
 
 
 def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
-    """The running engine; RunError with vLLM's first sentence where it does not start."""
+    """Return the running engine; raise RunError with vLLM's first sentence if it does not start."""
     if on_cpu:
         _check_head_size(model_path, settings)
     try:
@@ -94,7 +94,7 @@ def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
 
 
 def _start_failure(error: Exception) -> str:
-    """Why vLLM refused to start; where its settings did, their sentence and not pydantic's count of them."""
+    """Return why vLLM refused to start. For a wrong setting it is vLLM's sentence, not pydantic's count of errors."""
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"]).removeprefix("Value error, ").partition(". ")[0]
     return first_line(error)
@@ -130,7 +130,7 @@ def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "Async
     print("vLLM starts with", json.dumps(arguments, default=str), flush=True)
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(**arguments),
-        # vLLM's limits of whole batches; an AsyncLLM gets those of the smallest machine otherwise
+        # vLLM's limits of whole batches; an AsyncLLM otherwise gets the limits of the smallest machine
         usage_context=UsageContext.LLM_CLASS,
     )
 

@@ -1,7 +1,7 @@
 """Checkpoints on disk: written aside, verified, renamed, and only then are older ones removed.
 
 A checkpoint is a folder `step_000020` with whatever its writers put there and a manifest of all files, written
-last. Leaves out what is in it: that belongs to the trainers and engines that write it.
+last. Its contents belong to the trainers and engines that write it.
 """
 
 import json
@@ -36,7 +36,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    state: dict[str, Any]  # what the driver of the run put into `state.json`
+    state: dict[str, Any]  # the contents of `state.json`, from the driver of the run
 
 
 class CheckpointStore:
@@ -54,12 +54,12 @@ class CheckpointStore:
         self._free_bytes = free_bytes
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """Return the steps of the complete checkpoints, oldest first."""
         names = [path.parent.name.removeprefix("step_") for path in self._root.glob(f"step_*/{MANIFEST}")]
         return sorted(int(name) for name in names if name.isdigit())
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or None.
+        """Return the newest complete checkpoint, or None.
 
         Raises:
             UsageError: it is damaged.
@@ -129,7 +129,7 @@ class CheckpointStore:
         return aside
 
     def _remove_left_over(self) -> None:
-        """Remove what is half written or half removed; the run holds the folder, so no other run is at work in it."""
+        """Remove half-written and half-removed folders; the run holds the folder, so no other run is at work in it."""
         for pattern in (f"{ASIDE}*", f"{REMOVED}*"):
             for left_over in self._root.glob(pattern):
                 shutil.rmtree(left_over, ignore_errors=True)

@@ -65,7 +65,9 @@ def check_compiler(cuda_home: str | None) -> None:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total_steps: int) -> LambdaLR:
-    """The course of the learning rate, from transformers, begun one step later: there the first step has rate 0."""
+    """Return the course of the learning rate, from transformers, begun one step later: there the first step has
+    rate 0.
+    """
     special = {"min_lr_rate": optim.min_lr_ratio} if optim.lr_scheduler == "cosine_with_min_lr" else None
     course = get_scheduler(
         optim.lr_scheduler,
@@ -119,10 +121,10 @@ class DeepSpeedEngine:
         return self._engine.module
 
     def train_step(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> dict[str, float]:
-        """One optimizer step; returns the metrics of the whole step over all ranks, `grad_norm` and `lr`.
+        """Take one optimizer step; return the metrics of the whole step over all ranks, `grad_norm` and `lr`.
 
-        If a loss or the gradient is not finite, no rank changes anything: `skipped_steps` counts such steps of the
-        run, `skipped_in_a_row` those since the last good one, or since the start of this process.
+        If a loss or the gradient is not finite, no rank changes anything: `skipped_steps` counts such steps of the run,
+        `skipped_in_a_row` those since the last good one, or since the start of this process.
 
         Args:
             micro_batches: this rank's share; every rank has the same number.
@@ -153,7 +155,9 @@ class DeepSpeedEngine:
         return reduced | {"grad_norm": float(norm), "lr": float(lr)} | counts
 
     def _plain_grad_norm(self) -> float | None:
-        """The gradient norm where DeepSpeed leaves the step to the plain optimizer (fp32 at stage 0), else None."""
+        """Return the gradient norm where DeepSpeed leaves the step to the plain optimizer (fp32 at stage 0), else
+        None.
+        """
         if self._stage > 0 or self._engine.bfloat16_enabled():
             return None
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None]))
@@ -165,7 +169,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Any], compute_loss: ComputeLoss) -> dict[str, float]:
-        """The metrics of `compute_loss` over all micro-batches of all ranks, without training."""
+        """Return the metrics of `compute_loss` over all micro-batches of all ranks, without training."""
         self._engine.eval()
         total: Metrics = {}
         for micro_batch in micro_batches:
@@ -174,7 +178,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
-        """The results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
+        """Return the results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
         self._engine.eval()
         return [forward(self._engine, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
 
@@ -191,11 +195,13 @@ class DeepSpeedEngine:
     def whole(
         self, parameters: list[tuple[str, nn.Parameter]], *, bucket_bytes: int = BUCKET_BYTES
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same for parameters of the module under given names."""
+        """Yield the same for parameters of the module under given names."""
         yield from whole_weights(parameters, gather=self._stage == 3, bucket_bytes=bucket_bytes)
 
     def checkpoint_bytes(self) -> int:
-        """Bytes that `save` writes over all ranks: trained weights, master copy and two moments in float32."""
+        """Return the bytes that `save` writes over all ranks: trained weights, master copy and two moments in
+        float32.
+        """
         trained = [p for p in self.module.parameters() if p.requires_grad]
         return sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12) for p in trained)
 
@@ -258,7 +264,7 @@ class FrozenEngine:
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
-        """The results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
+        """Return the results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
         return [forward(self._module, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
 
     def sleep(self) -> None:
@@ -273,7 +279,9 @@ class FrozenEngine:
 
 
 def spreading_nan(loss: torch.Tensor) -> torch.Tensor:
-    """The loss, or NaN with gradients of NaN if it is not finite, which every rank sees in the gradient's norm."""
+    """Return the loss, or NaN with gradients of NaN if it is not finite, which every rank sees in the gradient's
+    norm.
+    """
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
@@ -297,7 +305,7 @@ def register_external_parameters(module: nn.Module) -> None:
 
 
 def frozen_names(module: nn.Module) -> set[str]:
-    """Names of parameters that are not trained, each under all its names."""
+    """Return the names of parameters that are not trained, each under all its names."""
     return {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
@@ -356,7 +364,7 @@ def move_weights(module: nn.Module, towards: Mapping[str, torch.Tensor], alpha: 
 def buckets(
     parameters: list[tuple[str, nn.Parameter]], limit: int = BUCKET_BYTES
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """The parameters in their order, as many at a time as have no more bytes than `limit`, and at least one."""
+    """Yield the parameters in their order, as many at a time as have no more bytes than `limit`, and at least one."""
     bucket: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in parameters:
@@ -371,7 +379,7 @@ def buckets(
 
 
 def rng_state() -> dict[str, Any]:
-    """Every random generator's state of this process."""
+    """Return every random generator's state of this process."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()

@@ -70,7 +70,7 @@ def leave_process_group() -> None:
 
 
 def device() -> torch.device:
-    """The device this rank computes on."""
+    """Return the device this rank computes on."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -80,7 +80,7 @@ def num_gpus() -> int:
 
 
 def reduce_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """The same metrics over all ranks: names ending in `_max` as maxima, all others as sums.
+    """Return the same metrics over all ranks: names ending in `_max` as maxima, all others as sums.
 
     Every rank must call it with the same names in the same order.
     """
@@ -102,7 +102,8 @@ def summed(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather_rows(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Rows of all ranks end to end, on this rank's device, and where this rank's begin; every rank must call it.
+    """Return the rows of all ranks end to end, on this rank's device, and where this rank's begin; every rank must call
+    it.
 
     Ranks may have different numbers of rows, of the same shape and type.
     """
@@ -115,7 +116,7 @@ def gather_rows(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on at least one rank; every rank must call it."""
+    """Return whether `flag` is true on at least one rank; every rank must call it."""
     if dist.get_world_size() == 1:
         return flag
     votes = torch.tensor(int(flag), device=device())

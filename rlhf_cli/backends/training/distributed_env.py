@@ -8,7 +8,7 @@ PORTS = (20_000, 32_000)
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on.
+    """Return a TCP port of this machine that nobody listens on.
 
     Below the range from which the kernel gives ports to connections (32768 on): one from that range is often taken
     before the rank that is to use it listens there.
@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def is_under_launcher() -> bool:
-    """Whether deepspeed, torchrun or the like has started this process as one of several ranks."""
+    """Return whether deepspeed, torchrun or the like has started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -43,14 +43,14 @@ def remove_stale_locks(*, poll_seconds: float = 0.5) -> None:
 
 
 def _age(lock: Path) -> float | None:
-    """Seconds since the file was made; None if there is none."""
+    """Return the seconds since the file was made; None if there is none."""
     with suppress(FileNotFoundError):
         return time.time() - lock.stat().st_mtime
     return None
 
 
 def _is_open(lock: Path) -> bool:
-    """Whether a process of this machine has the file open."""
+    """Return whether a process of this machine has the file open."""
     wanted = str(lock.resolve())
     for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
         with suppress(OSError):  # a process that has ended, or is not ours

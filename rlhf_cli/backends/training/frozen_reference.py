@@ -38,7 +38,7 @@ class FrozenReference:
         self.engine = FrozenEngine(PolicyModel(self._hf_model), settings, param_dtype=source.param_dtype)
 
     def infer(self, batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
-        """Results of `forward` on each micro-batch."""
+        """Return the results of `forward` on each micro-batch."""
         return self.engine.infer(batches, forward)
 
     def results(self, forward: Forward) -> Results:
@@ -78,7 +78,9 @@ def base_results(forward: Forward) -> Results:
 
 
 def kept_columns(source: ModelConfig, digest: str, compute: Callable[[], Columns]) -> Columns:
-    """Results of a model on data that `digest` stands for: of an earlier run, or computed by all ranks and kept."""
+    """Return the results of a model on data that `digest` stands for: of an earlier run, or computed by all ranks and
+    kept.
+    """
     key = hashlib.blake2b(digest_size=16)
     key.update(f"{weights_of(source.pretrain)} {source.param_dtype} {digest}".encode())
     path = user_cache("reference") / f"{key.hexdigest()}.npz"
@@ -95,7 +97,7 @@ def kept_columns(source: ModelConfig, digest: str, compute: Callable[[], Columns
 
 
 def _read(path: Path) -> Columns | None:
-    """The columns kept at `path`; None if there are none or they are damaged."""
+    """Return the columns kept at `path`; None if there are none or they are damaged."""
     try:
         with np.load(path) as stored:
             return dict(stored)

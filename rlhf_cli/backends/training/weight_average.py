@@ -39,7 +39,7 @@ class WeightAverage:
                 yield name, self._averages[name].to(parameter.dtype)
 
     def num_bytes(self) -> int:
-        """Bytes that `save` writes over all ranks."""
+        """Return the bytes that `save` writes over all ranks."""
         return sum(4 * getattr(p, "ds_numel", p.numel()) for _, p in self._parameters)
 
     def save(self, directory: Path) -> None:
@@ -53,7 +53,7 @@ class WeightAverage:
             self._averages = torch.load(directory / _file_name(), weights_only=True)
 
     def _kept(self) -> NamedParameters:
-        """The parameters of which this rank has an average."""
+        """Return the parameters of which this rank has an average."""
         return [(name, p) for name, p in self._parameters if _is_partitioned(p) or dist.get_rank() == 0]
 
 
@@ -70,7 +70,9 @@ def _own_part(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _put_together(own: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """The whole tensor, of the parameter's shape and type, from every rank's part, the last of which is padded."""
+    """Return the whole tensor, of the parameter's shape and type, from every rank's part, the last of which is
+    padded.
+    """
     part = own.to(distributed.device(), parameter.dtype)
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part)

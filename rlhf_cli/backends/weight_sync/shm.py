@@ -1,6 +1,6 @@
 """Weight pushes through files in shared memory: the trainer writes buckets, every engine on the machine maps them.
 
-Leaves out who tells the engines (a driver hands on the manifest) and other machines, which cannot see the files.
+The driver passes the manifest on to the engines. Other machines cannot see the files.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _folder_with_room(num_bytes: int, folders: tuple[str, ...]) -> Path:
-    """The first folder that exists and has room; containers often give /dev/shm only 64 MiB."""
+    """Return the first folder that exists and has room; containers often give /dev/shm only 64 MiB."""
     for folder in folders:
         if os.path.isdir(folder) and shutil.disk_usage(folder).free > num_bytes:
             return Path(folder)
@@ -94,7 +94,7 @@ class ShmTransport:
         remove_stale_pushes(self._folders)
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, Any]:
-        """The manifest of the written push; RunError if no folder has room."""
+        """Return the manifest of the written push; raise RunError if no folder has room."""
         self.close()
         try:
             return {"version": version, "buckets": list(self._buckets(named_tensors, version))}
@@ -167,7 +167,7 @@ def _map_bucket(bucket: dict[str, Any]) -> torch.Tensor:
 
 
 def read_push(manifest: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a push, mapped in place; RunError if a file is missing or cut."""
+    """Return the tensors of a push, mapped in place; raise RunError if a file is missing or cut."""
     named_tensors = []
     for bucket in manifest["buckets"]:
         raw = _map_bucket(bucket)
@@ -182,7 +182,7 @@ def read_push(manifest: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 def read_verified_push(
     manifest: dict[str, Any], expected: dict[str, tuple[int, ...]], *, optional: frozenset[str] = frozenset()
 ) -> tuple[list[tuple[str, torch.Tensor]], int]:
-    """The tensors of a push and their checksum, after names, shapes, count and checksum were found right.
+    """Return the tensors of a push and their checksum, after names, shapes, count and checksum were found right.
 
     RunError names the fault; nothing has been changed by then, so that an engine keeps its weights.
     """

@@ -116,7 +116,7 @@ class Ledger:
         self.checksum = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Enters one tensor; RunError if the name comes a second time."""
+        """Enter one tensor; raise RunError if the name comes a second time."""
         if name in self.names:
             raise RunError(f"weight push: tensor {name} was sent twice")
         self.names.add(name)
@@ -125,7 +125,7 @@ class Ledger:
         self.checksum = (self.checksum + (tensor_checksum(tensor) + key) * (2 * key + 1)) & _MASK
 
     def watch(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same tensors, each entered as it passes."""
+        """Yield the same tensors, each entered as it passes."""
         for name, tensor in named_tensors:
             self.add(name, tensor)
             yield name, tensor
@@ -150,12 +150,12 @@ class Idle:
     """The transport of every rank but the first: takes part in gathering the weights and sends nothing."""
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> None:
-        """Runs through the tensors: gathering them is a collective of all ranks."""
+        """Run through the tensors: gathering them is a collective of all ranks."""
         for _ in named_tensors:
             pass
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing: this transport holds nothing."""
 
 
 class WeightSender:
@@ -170,7 +170,7 @@ class WeightSender:
         self._dtype = dtype
 
     def send(self, named_tensors: NamedTensors, version: int) -> PushReport:
-        """Sends tensors under their Hugging Face names, in the engines' dtype; RunError if that is impossible.
+        """Send tensors under their Hugging Face names, in the engines' dtype; raise RunError if that is impossible.
 
         Tensors are taken one by one and not kept, so that they may be gathered on the way.
         """
@@ -183,12 +183,14 @@ class WeightSender:
         return PushReport(version, ledger.num_bytes, seconds, ledger.checksum, len(ledger.names), manifest)
 
     def close(self) -> None:
-        """Releases the transport's resources, for shm the files of the last push."""
+        """Release the transport's resources, for shm the files of the last push."""
         self._transport.close()
 
 
 def checkpoint_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Hugging Face model directory's tensors, from its safetensors headers; {} without any."""
+    """Return the names and shapes of a Hugging Face model directory's tensors, from its safetensors headers; {} without
+    any.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(Path(model_path).glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -199,7 +201,7 @@ def checkpoint_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def optional_tensors(config: Any) -> frozenset[str]:
-    """Names that a push may have or not: a head that shares the embedding's weight."""
+    """Return the names that a push may have or not: a head that shares the embedding's weight."""
     return frozenset({"lm_head.weight"}) if getattr(config, "tie_word_embeddings", False) else frozenset()
 
 

@@ -20,7 +20,7 @@ class WatchedModel:
         self._shapes = shapes
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """As the model's own."""
+        """Load weights as the model itself does, and note them."""
         held = list(weights)
         for name, tensor in held:
             self._ledger.add(name, tensor)
@@ -36,13 +36,13 @@ class Watching:
     pushed_checksum: int | None = None
 
     def start_weight_update(self) -> None:
-        """Opens a new ledger."""
+        """Open a new ledger."""
         self._ledger = Ledger()
         self._shapes: dict[str, tuple[int, ...]] = {}
         super().start_weight_update()  # type: ignore[misc]
 
     def receive_weights(self, update_info: Any) -> None:
-        """Receives with the model replaced by one that is watched: the engine only calls its `load_weights`."""
+        """Receive with the model replaced by one that is watched: the engine only calls its `load_weights`."""
         model = self.model
         self.model = WatchedModel(model, self._ledger, self._shapes)
         try:
@@ -51,7 +51,7 @@ class Watching:
             self.model = model
 
     def finish_weight_update(self) -> None:
-        """Closes the update; RunError names tensors of the checkpoint that did not arrive, or unknown ones."""
+        """Close the update; raise RunError names tensors of the checkpoint that did not arrive, or unknown ones."""
         super().finish_weight_update()  # type: ignore[misc]
         self.pushed_checksum = self._ledger.checksum
         expected = checkpoint_shapes(self.model_config.model)

@@ -61,7 +61,7 @@ class EngineClient:
         return self._num_engines * self._ranks_per_engine
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connects all engines; in an nccl group each engine's workers follow the workers of the engine before it."""
+        """Connect all engines; in an nccl group each engine's workers follow the workers of the engine before it."""
         infos = []
         for index in range(self._num_engines):
             info = dict(init_info)
@@ -71,15 +71,15 @@ class EngineClient:
         self._call(lambda host, info: host.engine.init_weight_transfer(info), infos)
 
     def start_weight_update(self) -> None:
-        """Opens the update on all engines."""
+        """Open the update on all engines."""
         self._call(lambda host, _: host.engine.start_weight_update(), [None] * self._num_engines)
 
     def update_weights(self, update_info: Any) -> None:
-        """Lets all engines receive; returns when all have."""
+        """Let all engines receive; return when all have."""
         self._call(lambda host, info: host.engine.update_weights(info), [update_info] * self._num_engines)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Closes the update on all engines under the version of this push."""
+        """Close the update on all engines under the version of this push."""
         self._call(lambda host, version: host.engine.finish_weight_update(version), [self.version] * self._num_engines)
 
 
@@ -91,18 +91,18 @@ class PushSource:
         self.named_tensors: NamedTensors = ()
 
     def metadata(self) -> list[TensorSpec]:
-        """Names, types and shapes in the order of the tensors; read before anything is gathered."""
+        """Return the names, types and shapes in the order of the tensors; read before anything is gathered."""
         return self._specs
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies: vLLM collects a buffer's worth before it packs them, gathered weights are gone by then."""
+        """Yield copies: vLLM collects a buffer's worth before it packs them, and gathered weights are gone by then."""
         for name, tensor in self.named_tensors:
             yield name, tensor.clone()
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the sender and the engines' workers meet for nccl: an address of the sender's host and a free port."""
+    """The meeting place of sender and engines' workers for nccl: an address of the sender's host and a free port."""
 
     address: str
     port: int
@@ -117,7 +117,7 @@ def buffer_bytes(specs: list[TensorSpec]) -> int:
 def trainer_init_info(
     backend: Literal["nccl", "ipc"], *, rank: int, num_workers: int, buffer_size: int, rendezvous: Rendezvous | None
 ) -> Any:
-    """vLLM's description of this trainer rank; rank 0 is the one that sends."""
+    """Return vLLM's description of this trainer rank; rank 0 is the one that sends."""
     if backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
@@ -145,13 +145,13 @@ class VllmTransport:
         self._client = client
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> None:
-        """Sends in the order of the specs and returns when every engine has loaded and closed the update."""
+        """Send in the order of the specs and return when every engine has loaded and closed the update."""
         self._client.version = version
         self._source.named_tensors = named_tensors
         self._engine.send_weights()
 
     def close(self) -> None:
-        """Leaves the nccl group."""
+        """Leave the nccl group."""
         self._engine.shutdown()
 
 
@@ -163,7 +163,7 @@ def connect(
     rank: int,
     rendezvous: Rendezvous | None = None,
 ) -> VllmTransport:
-    """The transport of this trainer rank, connected to all engines; called on every rank, rank 0 sends.
+    """Return the transport of this trainer rank, connected to all engines; called on every rank, rank 0 sends.
 
     `specs` are the same tensors in the same order as in every push, in the type they are sent in. ipc needs the
     trainer's rank i on the GPU of the engines' worker i.

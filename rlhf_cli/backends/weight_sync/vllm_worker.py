@@ -51,10 +51,10 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:
-    """Packs heads again that share the embedding's weight.
+    """Pack heads again that share the embedding's weight.
 
-    No tensor of a push carries their name, so the reload leaves them alone; but the CPU build multiplies with a
-    packed copy, which would stay the former weights for good. Does nothing on a GPU.
+    No tensor of a push carries their name, so the reload leaves them alone; but the CPU build multiplies with a packed
+    copy, which would stay the former weights for good. Does nothing on a GPU.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
@@ -89,12 +89,12 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Nothing to do before the push was verified."""
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """As the base class, whose torch.accelerator.synchronize() a CPU build lacks."""
+        """Update weights as the base class does, whose torch.accelerator.synchronize() a CPU build lacks."""
         assert isinstance(update_info, dict)
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Verifies, then loads. The CPU build re-packs linear weights, hence the layerwise reload around it."""
+        """Verify, then loads. The CPU build re-packs linear weights, hence the layerwise reload around it."""
         expected = checkpoint_shapes(self.model_config.model)
         optional = optional_tensors(self.model_config.hf_config)
         named_tensors, checksum = read_verified_push(asdict(update_info), expected, optional=optional)
@@ -109,7 +109,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Nothing is left to do."""
 
     def shutdown(self) -> None:
-        """Holds nothing."""
+        """Do nothing: this engine holds nothing."""
 
 
 class WatchedNcclEngine(Watching, Reconnecting, NCCLWeightTransferEngine):

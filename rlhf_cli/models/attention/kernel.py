@@ -55,7 +55,7 @@ class Operands:
     window: int
 
     def check(self) -> None:
-        """Raises ValueError for what would let a kernel read or write outside of the tensors."""
+        """Raise ValueError for what would let a kernel read or write outside of the tensors."""
         if self.query.shape[1] % self.key.shape[1] or self.key.shape[:2] != self.value.shape[:2]:
             raise ValueError("query heads are not a multiple of the heads of key and value")
         lengths, lengths_k = self.cu_seqlens.diff(), self.cu_seqlens_k.diff()
@@ -79,7 +79,7 @@ class VarlenKernel:
         return output
 
     def backward(self, grad: torch.Tensor, of: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of query, key and value in their shapes and types."""
+        """Return the gradients of query, key and value in their shapes and types."""
         grads = of.query.new_empty(of.query.shape), of.key.new_empty(of.key.shape), of.value.new_empty(of.value.shape)
         self._call("backward", of, [grad, of.query, of.key, of.value], grads)
         return grads
@@ -106,8 +106,9 @@ class VarlenKernel:
 
 @functools.cache
 def varlen_kernel() -> VarlenKernel | None:
-    """The kernel for this machine, built if it has to be; None, with a warning that gives the reason, if it cannot
-    be."""
+    """Return the kernel for this machine, built if it has to be; None, with a warning that gives the reason, if it
+    cannot be.
+    """
     try:
         return VarlenKernel(ctypes.CDLL(str(build())))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
@@ -118,7 +119,7 @@ def varlen_kernel() -> VarlenKernel | None:
 
 
 def build() -> Path:
-    """The library's file in the user's cache, compiled unless it is there.
+    """Return the library's file in the user's cache, compiled unless it is there.
 
     Raises OSError without a compiler or if the cache cannot be written, RuntimeError without a home folder,
     CalledProcessError if the compiler fails.

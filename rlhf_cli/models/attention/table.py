@@ -38,7 +38,7 @@ class AttentionBackend:
 
 
 def has_cuda_varlen() -> bool:
-    """Whether PyTorch's variable-length kernel is here, with windows, and runs on this GPU."""
+    """Return whether PyTorch's variable-length kernel is here, with windows, and runs on this GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
         return False
     try:

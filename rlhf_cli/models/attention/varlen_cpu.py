@@ -73,7 +73,9 @@ def varlen_attention_backward(
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value, in their shapes and types; key and value are added up in float32."""
+    """Return the gradients of query, key and value, in their shapes and types; key and value are added up in
+    float32.
+    """
     if kernel := _kernel(query):
         return kernel.backward(grad, Operands(query, key, value, cu_seqlens, cu_seqlens_k, scale, window))
     num_groups, wide = key.shape[1], _wide(query.dtype)
@@ -135,12 +137,12 @@ def _grouped(tensor_THD: torch.Tensor, num_groups: int) -> torch.Tensor:
 
 
 def _rows(tensor_GNTD: torch.Tensor, queries: slice) -> torch.Tensor:
-    """[groups, heads of a group * rows, size]: the heads that share a key head become rows of one product."""
+    """Return [groups, heads of a group * rows, size]: the heads that share a key head become rows of one product."""
     return tensor_GNTD[:, :, queries].flatten(1, 2)
 
 
 def _blocks(cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int) -> Iterator[tuple[slice, slice, int]]:
-    """(queries, keys, offset) of all sequences: near-equal blocks of about BLOCK queries, all keys they see.
+    """Return (queries, keys, offset) of all sequences: near-equal blocks of about BLOCK queries, all keys they see.
 
     `offset` is the number of keys that come before the one of the first query.
     """
@@ -188,7 +190,7 @@ def _attend_backward(
     *,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     wide = _wide(query_BRD.dtype)
     probabilities = _probabilities(query_BRD, key_BTD, mask, scale=scale)
     grad_probabilities = torch.bmm(grad_BRD.to(wide), value_BTD.to(wide).transpose(1, 2))

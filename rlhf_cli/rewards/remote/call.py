@@ -57,7 +57,7 @@ class UnfitBatch(Exception):
 
 
 def reward_session(key: str | None) -> aiohttp.ClientSession:
-    """A session that shows the key, if there is one, and never follows a server to another address."""
+    """Return a session that shows the key, if there is one, and never follows a server to another address."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
 
@@ -65,7 +65,7 @@ def reward_session(key: str | None) -> aiohttp.ClientSession:
 async def post_batch(
     session: aiohttp.ClientSession, url: str, requests: Sequence[ScoreRequest], *, timeout: float
 ) -> list[ItemOutcome]:
-    """The outcome of each request of a batch.
+    """Return the outcome of each request of a batch.
 
     Raises CallFailed, ServerBusy or UnfitBatch if the server has no rewards for the batch.
     """
@@ -118,7 +118,7 @@ def _refusal(response: aiohttp.ClientResponse, said: bytes) -> Exception:
 
 
 def _parsed(said: bytes) -> Any:
-    """The JSON of an answer. Raises ValueError, also for one that is nested too deeply."""
+    """Return the JSON of an answer. Raise ValueError, also for one that is nested too deeply."""
     try:
         return json.loads(said)
     except RecursionError:
@@ -126,7 +126,7 @@ def _parsed(said: bytes) -> Any:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """How long to wait: the server's wish, bounded by a tenth of a second and ten seconds, else one second."""
+    """Return how long to wait: the server's wish, bounded by a tenth of a second and ten seconds, else one second."""
     with suppress(ValueError, TypeError):
         return min(max(0.1, float(retry_after or 1.0)), 10.0)
     return 1.0
@@ -142,7 +142,7 @@ def _detail(said: bytes) -> str:
 
 
 def outcomes_of(said: bytes, expected: int) -> list[ItemOutcome]:
-    """The outcomes in an answer. Raises CallFailed unless it is `{"rewards": [...]}` with as many as expected."""
+    """Return the outcomes in an answer. Raise CallFailed unless it is `{"rewards": [...]}` with as many as expected."""
     try:
         answer = _parsed(said)
     except ValueError:

@@ -118,7 +118,7 @@ class RemoteRewards:
         return [item.future for item in items]
 
     def feed(self) -> "RemoteFeed":
-        """Responses that arrive bit by bit."""
+        """Return the responses that arrive bit by bit."""
         return RemoteFeed(self)
 
     def _run(self) -> None:
@@ -190,12 +190,14 @@ class RemoteRewards:
         return not server.is_away and any(self._is_for(item, server) for item in self._waiting)
 
     def _is_for(self, item: _Item, server: _Server) -> bool:
-        """Whether this server should be asked: it did not fail with the item, or no other is left."""
+        """Return whether this server should be asked: it did not fail with the item, or no other is left."""
         others = (other.url for other in self._servers if not other.is_away)
         return server.url not in item.tried or item.tried.issuperset(others)
 
     def _take_batch(self, server: _Server) -> list[_Item]:
-        """Items from the head of the line; one that a call has failed with goes alone, for it may be to blame."""
+        """Return items from the head of the line; an item that a call has failed with goes alone, for it may be to
+        blame.
+        """
         batch: list[_Item] = []
         left: deque[_Item] = deque()
         size = 0 if server.is_away else self._batch_size
@@ -291,7 +293,7 @@ class RemoteRewards:
                 self._tell(sentence)
 
     def _give_up(self) -> None:
-        """No server has been there for long: fail waiting and new items until a server is there again."""
+        """Fail waiting and new items until a server is there again, because none has been there for long."""
         self._is_given_up = True
         waiting, self._waiting = list(self._waiting), deque()
         self._fail_all(waiting)
@@ -330,7 +332,7 @@ class RemoteFeed:
         self._futures += futures
 
     def ready(self) -> list[tuple[int, ItemOutcome]]:
-        """Outcomes that have come since the last call, each with the number of its response. Never waits."""
+        """Return the outcomes that have come since the last call, each with the number of its response. Never waits."""
         done = [number for number in self._unseen if self._futures[number].done()]
         self._unseen = sorted(set(self._unseen).difference(done))
         return [(number, self._futures[number].result()) for number in done]

@@ -68,7 +68,7 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 
 
 def seccomp_filter(machine: str) -> bytes:
-    """The filter for a machine named as `platform.machine()` does, an array of `struct sock_filter`.
+    """Return the filter for a machine named as `platform.machine()` does, an array of `struct sock_filter`.
 
     Raises KeyError for another machine than x86_64 and aarch64.
     """

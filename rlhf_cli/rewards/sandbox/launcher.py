@@ -84,7 +84,7 @@ def _run(request: "dict[str, Any]", control: int, status: int) -> None:
 
 
 def _wait(child: int, wake: int, control: int, *, deadline: float) -> int | str:
-    """The wait status of a child that has ended, or why it has to: `time`, or `asked` by the control pipe."""
+    """Return the wait status of a child that has ended, or why it has to: `time`, or `asked` by the control pipe."""
     waiting = select.poll()
     for descriptor in (wake, control):
         waiting.register(descriptor, select.POLLIN)
@@ -102,7 +102,7 @@ def _wait(child: int, wake: int, control: int, *, deadline: float) -> int | str:
 
 
 def _wake_on_child() -> int:
-    """A descriptor that can be read when a child has ended."""
+    """Return a descriptor that can be read when a child has ended."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
@@ -124,7 +124,7 @@ def _kill_group(leader: int) -> None:
 
 
 def _fork(run: "Callable[[], None]", status: int) -> int:
-    """A child that does something and ends, never returning into this program."""
+    """Return a child that does something and ends, never returning into this program."""
     child = os.fork()
     if child:
         return child
@@ -168,10 +168,7 @@ def _enter_namespaces() -> None:
 
 
 def _enter_as_root(other: int) -> None:
-    """The same by root, whom the kernel does not hold to a number of processes: the program runs as another.
-
-    A map of two users has to be written by a process that stayed outside.
-    """
+    """Enter as root, whom the kernel does not hold to a number of processes: the program runs as another user."""
     launcher = os.getpid()
     entered, enter = os.pipe()
     mapper = os.fork()
@@ -233,7 +230,7 @@ def _init(request: "dict[str, Any]", alive: tuple[int, int], status: int) -> Non
 
 
 def _make_root(request: "dict[str, Any]") -> None:
-    """A root in memory with the interpreter, its libraries, scratch folders and the program's input files."""
+    """Make a root in memory with the interpreter, its libraries, scratch folders and the program's input files."""
     sealed_folder = _SEALED | kernel.MOUNT_ATTR_NODEV
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     _mount_memory(_MOUNT_POINT, size=_ROOT_SIZE)
@@ -254,7 +251,7 @@ def _make_root(request: "dict[str, Any]") -> None:
 
 
 def _make_scratch(request: "dict[str, Any]") -> None:
-    """All that can be written: folders that share one bounded piece of memory, the program and its input files."""
+    """Make all writable folders, which share one bounded piece of memory, with the program and its input files."""
     scratch = f"{_MOUNT_POINT}/scratch"
     os.mkdir(scratch)
     texts = {name: request[name].encode() for name in ("program", "stdin")}

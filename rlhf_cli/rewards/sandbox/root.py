@@ -31,7 +31,7 @@ class RootPlan:
 
 @functools.cache
 def root_plan() -> RootPlan:
-    """The root for the interpreter of this process, without the virtual environment it may run in."""
+    """Return the root for the interpreter of this process, without the virtual environment it may run in."""
     present = [folder for folder in _LIBRARY_FOLDERS if os.path.isdir(folder)]
     links = tuple((folder, os.readlink(folder)) for folder in present if os.path.islink(folder))
     folders: list[str] = []
@@ -44,12 +44,14 @@ def root_plan() -> RootPlan:
 
 
 def base_python() -> str:
-    """The interpreter that a virtual environment's one leads to."""
+    """Return the interpreter that a virtual environment's one leads to."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def _python_folders() -> list[str]:
-    """The interpreter's library folders, under the name it was built or started with and under their real one."""
+    """Return the interpreter's library folders, under the name it was built or started with and under their real
+    one.
+    """
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix, "installed_base": sys.base_prefix}
     base |= {"installed_platbase": sys.base_exec_prefix}
     standard = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]

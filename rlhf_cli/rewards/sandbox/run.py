@@ -188,7 +188,7 @@ def _filter() -> bytes:
 
 
 def _encodable(text: str) -> str:
-    """The text as UTF-8 can hold it: a model may write half of a surrogate pair."""
+    """Return the text as UTF-8 can hold it: a model may write half of a surrogate pair."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -317,7 +317,7 @@ class _End:
 
 @contextmanager
 def _pipe() -> Iterator[tuple[_End, _End]]:
-    """The reading and the writing end of a pipe."""
+    """Return the reading and the writing end of a pipe."""
     ends = tuple(map(_End, os.pipe()))
     try:
         yield ends[0], ends[1]

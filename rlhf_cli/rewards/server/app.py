@@ -47,7 +47,7 @@ class _Question(BaseModel):
 
 
 def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str) -> FastAPI:
-    """The application: `POST /get_reward` for clients with the key, `GET /health` for everybody."""
+    """Yield the application: `POST /get_reward` for clients with the key, `GET /health` for everybody."""
     batcher = Batcher(score, max_waiting=config.max_queue, max_together=TEXTS_TOGETHER)
 
     @asynccontextmanager
@@ -76,7 +76,7 @@ def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str) -> FastAPI:
 
 
 def _shows(request: Request, key: str) -> bool:
-    """Whether a request has the key, found out in a time that does not depend on the key."""
+    """Return whether a request has the key, found out in a time that does not depend on the key."""
     shown = request.headers.get("Authorization", "")
     return hmac.compare_digest(shown.encode(), f"Bearer {key}".encode())
 
@@ -99,7 +99,7 @@ async def _body(request: Request, config: ServeConfig) -> bytes:
 
 
 def _questions(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
-    """The responses to score. Raises HTTPException for a body that is not as it should be."""
+    """Return the responses to score. Raise HTTPException for a body that is not as it should be."""
     try:
         asked = _Question.model_validate_json(body)
     except ValidationError as error:
@@ -151,13 +151,13 @@ async def _scores(batcher: Batcher, requests: list[ScoreRequest], request: Reque
 
 
 def _answer(scores: list[Score]) -> dict[str, Any]:
-    """A failed reward is null, and its detail is the reason."""
+    """Return the body of an answer: a failed reward is null, and its detail is the reason."""
     details = ["" if score.value is not None else score.detail.partition("\n")[0] for score in scores]
     return {"rewards": [score.value for score in scores], "details": details}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Return whether an address is reached from this machine alone."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -192,5 +192,5 @@ class StoppableServer(uvicorn.Server):
         await self._serve(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end; asked ten times a second."""
+        """Return whether to end; asked ten times a second."""
         return await super().on_tick(counter) or self._stop()

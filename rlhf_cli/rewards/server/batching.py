@@ -44,7 +44,7 @@ class Batcher:
     async def ask(
         self, requests: Sequence[ScoreRequest], *, is_abandoned: Callable[[], Awaitable[bool]]
     ) -> list[Score]:
-        """The score of each response.
+        """Return the score of each response.
 
         Raises QueueFull, Abandoned if the client is gone by its turn, or the error of scoring.
         """

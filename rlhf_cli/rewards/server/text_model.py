@@ -34,11 +34,11 @@ class TextRewardModel:
         self._model, self._max_len, self._max_tokens = model, max_len, max_tokens
 
     def scores(self, texts: Sequence[str]) -> list[float | str]:
-        """The score of each text, read at its end, or why it has none.
+        """Return the score of each text, read at its end, or why it has none.
 
-        A text gets the tokenizer's beginning of text and end of sequence if it lacks them: a reward model learned
-        to read its score there, and responses come as texts without it. A response that was cut gets one too, unlike
-        in the reward role: its text alone does not show it.
+        A text gets the tokenizer's beginning of text and end of sequence if it lacks them: a reward model learned to
+        read its score there, and responses come as texts without it. A response that was cut gets one too, unlike in
+        the reward role: its text alone does not show it.
         """
         ids = [self._ended(prompt) for prompt in self._tokeniser.prompts(list(texts), plain=True)]
         problems = [self._problem(row) for row in ids]

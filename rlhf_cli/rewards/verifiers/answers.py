@@ -21,7 +21,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _boxed_span(text: str) -> tuple[int, int] | None:
-    """Where the content of that box begins and ends."""
+    """Return the bounds of that box's content."""
     open_braces: list[int | None] = []  # for each open brace the start of its box's content, None if it is no box
     last: tuple[int, int] | None = None
     for match in _BRACES.finditer(text):

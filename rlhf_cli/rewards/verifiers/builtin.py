@@ -32,7 +32,7 @@ NO_LABEL = Verdict("failed", "the prompt has no label to compare with")
 
 
 def exact(response: str, label: str | None) -> Verdict:
-    """Whether the whole response is the label, apart from white space around it."""
+    """Return whether the whole response is the label, apart from white space around it."""
     if label is None:
         return NO_LABEL
     answer = response.strip()
@@ -42,7 +42,8 @@ def exact(response: str, label: str | None) -> Verdict:
 
 
 def gsm8k(response: str, label: str | None) -> Verdict:
-    """Whether the number behind the last `####` is the label's, words after it ignored as in the data set's own metric.
+    """Return whether the number behind the last `####` is the label's, words after it ignored as in the data set's own
+    metric.
 
     The label is a number or a solution that ends in `#### number`.
     """
@@ -52,14 +53,18 @@ def gsm8k(response: str, label: str | None) -> Verdict:
 
 
 def boxed(response: str, label: str | None) -> Verdict:
-    r"""Whether the number in the last balanced `\boxed{}` (or `\fbox{}`) is the label's; text around it is ignored."""
+    """Return whether the number in the last balanced `\boxed{}` (or `\fbox{}`) is the label's; text around it is
+    ignored.
+    """
     content = last_boxed(response)
     number = None if content is None else parse_number(content)
     return _compare(number, content, label, missing=r"no balanced \boxed{} in the response")
 
 
 def _compare(number: Number | None, answer: str | None, label: str | None, *, missing: str) -> Verdict:
-    """The verdict on an answer, None if there is none. A useless label comes first: it is no fault of the response."""
+    """Return the verdict on an answer, None if there is none. A useless label comes first: it is no fault of the
+    response.
+    """
     if label is None:
         return NO_LABEL
     expected = label_number(label)
@@ -74,12 +79,12 @@ def _compare(number: Number | None, answer: str | None, label: str | None, *, mi
 
 
 def label_number(label: str) -> Number | None:
-    """The number of a label: the label itself, what stands behind its last `####`, or in its last box."""
+    """Return the number of a label: the label itself, what stands behind its last `####`, or in its last box."""
     marker, line = after_marker(label)
     content = last_boxed(label)
     return parse_number(line if marker else label if content is None else content)
 
 
 def short(text: str, limit: int = 100) -> str:
-    """The text as it may stand in a sentence."""
+    """Return the text as it may stand in a sentence."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -13,7 +13,7 @@ _LEADING = re.compile(r"\s*\(?\s*(?P<letter>[A-Za-z])\s*(?:[).:]|$)")
 
 
 def multiple_choice(response: str, label: str | None, *, choices: int) -> Verdict:
-    r"""Whether the response chooses the letter of the label, out of the first `choices` of the alphabet.
+    """Return whether the response chooses the letter of the label, out of the first `choices` of the alphabet.
 
     The choice is in the last `\boxed{}` or `<answer>`: `B`, `(B)` or `B. because`; else behind the last "answer is",
     "answer:", "choice" or "option", else a line that begins with a letter as a list does or is nothing but one.
@@ -45,7 +45,7 @@ def _chosen(response: str, letters: str) -> str | None:
 
 
 def _leading(text: str, letters: str) -> str | None:
-    """The letter that a text is or begins with, as in `(b) because`."""
+    """Return the letter that a text is or begins with, as in `(b) because`."""
     match = _LEADING.match(_STYLE.sub(r"\1", text))
     letter = match["letter"].upper() if match else ""
     return letter if letter and letter in letters else None

@@ -45,10 +45,10 @@ def code(
 
 
 def grade(response: str, label: str | None, *, limits: CodeLimits, sandboxed: bool) -> Verdict:
-    """The verdict on an answer, whose value is the share of tests that it passes.
+    """Return the verdict on an answer, whose value is the share of tests that it passes.
 
-    correct if it passes all, wrong if it does not, invalid without a block of code; failed if the
-    label has no tests or the sandbox broke. Tests that are not over within the seconds of all are not passed.
+    correct if it passes all, wrong if it does not, invalid without a block of code; failed if the label has no tests or
+    the sandbox broke. Tests that are not over within the seconds of all are not passed.
     """
     if label is None:
         return NO_LABEL
@@ -90,12 +90,14 @@ def last_code_block(text: str) -> str | None:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two texts have the same words in the same lines, apart from white space and empty lines around them."""
+    """Return whether two texts have the same words in the same lines, apart from white space and empty lines around
+    them.
+    """
     return _words(printed) == _words(expected)
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether two JSON values are equal; a truth value is no number. Arguments nested too deep are not."""
+    """Return whether two JSON values are equal; a truth value is no number. Arguments nested too deep are not."""
     try:
         return _same(value, expected)
     except RecursionError:
@@ -123,7 +125,7 @@ class _Grading:
         self.trouble = ""
 
     def passed(self, tests: Tests) -> Iterator[bool]:
-        """Whether each test is passed, in order. Raises SandboxError."""
+        """Yield whether each test is passed, in order. Raise SandboxError."""
         if isinstance(tests, StdinTests):
             for given, expected in zip(tests.inputs, tests.outputs, strict=True):
                 yield self._prints(given, expected)
@@ -161,7 +163,7 @@ class _Grading:
         return results
 
     def _run(self, program: str, stdin: str, *, seconds: float) -> ProgramOutcome | None:
-        """How a program ended; None if there is no time left to run it."""
+        """Return the end of a program; None if there is no time left to run it."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             self.trouble = self.trouble or f"{self._limits.total_seconds:g} s were not enough for all of them"
@@ -173,7 +175,7 @@ class _Grading:
 
 
 def _said(stdout: str, word: str) -> dict[int, Any]:
-    """Results by the number of the test; the last line may have been cut."""
+    """Return the results by the number of the test; the last line may have been cut."""
     said: dict[int, Any] = {}
     for line in stdout.split("\n"):
         if line.startswith(word):
@@ -184,7 +186,7 @@ def _said(stdout: str, word: str) -> dict[int, Any]:
 
 
 def _is_value(text: str, expected: Any) -> bool:
-    """Whether the JSON of a returned value is the expected one, which some data sets wrap in a list."""
+    """Return whether the JSON of a returned value is the expected one, which some data sets wrap in a list."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -43,7 +43,7 @@ Tests = StdinTests | FunctionTests | AssertTests
 
 
 def parse_tests(label: str) -> Tests:
-    """The tests of a label. Raises ValueError, whose message ends the sentence "the label ..."."""
+    """Return the tests of a label. Raise ValueError, whose message ends the sentence "the label ..."."""
     try:
         content = json.loads(label)
     except (ValueError, RecursionError):
@@ -85,7 +85,9 @@ def _text(value: Any) -> str:
 
 
 def _of_function(name: str, inputs: list[Any], outputs: list[Any]) -> FunctionTests:
-    """Arguments are a list, or text with one JSON value a line; then the value is JSON too."""
+    """Return the tests of a function: arguments are a list, or text with one JSON value a line; then the value is JSON
+    too.
+    """
     if not name.isidentifier():
         raise ValueError(f"has fn_name {name!r}, which is no name of a function")
     arguments, values = [], []
@@ -110,7 +112,7 @@ def _of_pieces(pieces: list[str]) -> AssertTests:
 
 
 def _of_text(text: str) -> AssertTests:
-    """Tests are the top-level assertions; without any, the last statement is one (`check(candidate)`)."""
+    """Return the top-level assertions; without any, the last statement is one (`check(candidate)`)."""
     statements = _parsed(text).body
     if not statements:
         raise ValueError("has no tests: it is empty")

@@ -43,7 +43,7 @@ _LONGEST_SET = 16  # members that are compared with each other in any order
 
 
 def math(response: str, label: str | None) -> Verdict:
-    r"""Whether the answer of a response equals the label.
+    """Return whether the answer of a response equals the label.
 
     The answer is the last balanced `\boxed{}` or the last `<answer>..</answer>`, whichever begins later, else the last
     number. The label is an answer, or a solution with one in its last box or behind `####`.
@@ -62,7 +62,7 @@ def math(response: str, label: str | None) -> Verdict:
 
 
 def find_answer(response: str) -> str | None:
-    """The answer of a response as it is written there, None if it has none."""
+    """Return the answer of a response as it is written there, None if it has none."""
     tagged = tagged_answer(response)
     if tagged is None:
         return last_number(response)
@@ -71,7 +71,7 @@ def find_answer(response: str) -> str | None:
 
 
 def same_answer(one: str, other: str) -> bool:
-    """Whether two answers are the same, whatever their form."""
+    """Return whether two answers are the same, whatever their form."""
     number, other_number = parse_number(one), parse_number(other)
     if number is not None and other_number is not None:
         return same_number(number, other_number)
@@ -114,7 +114,7 @@ def _same_lists(one: _List, other: _List) -> bool:
 
 
 def _same_members(one: list[str], other: list[str]) -> bool:
-    """Whether each part has its equal in the other list, in whatever order."""
+    """Return whether each part has its equal in the other list, in whatever order."""
     left = list(other)
     for part in one:
         equal = next((candidate for candidate in left if same_answer(part, candidate)), None)
@@ -150,7 +150,7 @@ def _core(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text without typesetting, to be compared as text."""
+    """Return the text without typesetting, to be compared as text."""
     text = text.strip()
     if wrapped := _WRAPPED.fullmatch(text):
         text = wrapped["dollars"] or wrapped["round"] or wrapped["square"] or ""
@@ -213,7 +213,7 @@ def _tokens(text: str) -> Iterator[tuple[re.Match[str], int]]:
 
 
 def _around(text: str) -> tuple[str, str]:
-    """The brackets around all of a text, empty if there are none."""
+    """Return the brackets around all of a text, empty if there are none."""
     opening = next((bracket for bracket in ("(", "[", r"\{") if text.startswith(bracket)), "")
     closing = next((bracket for bracket in (r"\}", ")", "]") if text.endswith(bracket)), "")
     if not opening or not closing:

@@ -51,7 +51,7 @@ class Number:
 
 
 def parse_number(text: str) -> Number | None:
-    """The number that the whole text is, with at most a unit behind it; None if it is anything else."""
+    """Return the number that the whole text is, with at most a unit behind it; None if it is anything else."""
     cleaned = _clean(text)
     match = _NUMBER.match(cleaned)
     if match is None:
@@ -61,13 +61,13 @@ def parse_number(text: str) -> Number | None:
 
 
 def leading_number(text: str) -> Number | None:
-    """The number that the text begins with, whatever words follow it; None if it begins with anything else."""
+    """Return the number that the text begins with, whatever words follow it; None if it begins with anything else."""
     match = _NUMBER.match(_clean(text))
     return None if match is None else _number(match, unit="")
 
 
 def last_number(text: str) -> str | None:
-    """The last number in a text as it is written there, sign, fraction and percent sign included."""
+    """Return the last number in a text as it is written there, sign, fraction and percent sign included."""
     end = max(map(text.rfind, "0123456789")) + 1
     start = max(end - MAX_NUMBER_LENGTH + _AFTER_NUMBER, 0)
     if end == 0 or (start > 0 and text[start].isdigit() and text[start - 1].isdigit()):
@@ -78,10 +78,10 @@ def last_number(text: str) -> str | None:
 
 
 def same_number(one: Number, other: Number) -> bool:
-    """Whether two numbers are equal.
+    """Return whether two numbers are equal.
 
-    Units are compared if both have one. A percentage equals the bare number before the sign as well as the
-    hundredth part of it, because labels are written both ways; two percentages are compared as written.
+    Units are compared if both have one. A percentage equals the bare number before the sign as well as the hundredth
+    part of it, because labels are written both ways; two percentages are compared as written.
     """
     if one.unit and other.unit and one.unit != other.unit:
         return False
@@ -92,7 +92,7 @@ def same_number(one: Number, other: Number) -> bool:
 
 
 def _clean(text: str) -> str:
-    """The text without typesetting around and inside numbers; empty if it is too long to be one."""
+    """Return the text without typesetting around and inside numbers; empty if it is too long to be one."""
     text = text.strip()
     if len(text) > MAX_NUMBER_LENGTH:
         return ""

@@ -50,7 +50,8 @@ def _number(value: object) -> float:
 
 
 def with_alternatives(row: RewardRow, verifier: Callable[..., Any]) -> Callable[..., Any]:
-    """The verifier, for which a label that is a JSON list of texts names several right answers, if it compares answers.
+    """Return the verifier, for which a label that is a JSON list of texts names several right answers, if it compares
+    answers.
 
     Skywork-OR1's ground truths are such lists.
     """

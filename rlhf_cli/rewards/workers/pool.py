@@ -99,13 +99,13 @@ class WorkerPool:
         return _Desk(self).load_one()
 
     def feed(self) -> "Feed":
-        """Items that arrive bit by bit; one feed at a time."""
+        """Return the items that arrive bit by bit; one feed at a time."""
         assert self._feed is None or self._feed.is_closed, "the pool's last feed is still open"
         self._feed = Feed(self)
         return self._feed
 
     def map(self, items: Sequence[Any]) -> list[ItemOutcome]:
-        """The outcome of each item, in order. No failure of an item is raised."""
+        """Return the outcome of each item, in order. No failure of an item is raised."""
         with self.feed() as feed:
             feed.add(items)
             return feed.finish()
@@ -152,7 +152,7 @@ class Feed:
         return numbers
 
     def ready(self) -> list[tuple[int, ItemOutcome]]:
-        """Outcomes that have come since the last call, each with the number of its item. Never waits."""
+        """Return the outcomes that have come since the last call, each with the number of its item. Never waits."""
         with self._changed:
             self._raise_defect()
             unseen, self._unseen = self._unseen, []
@@ -294,7 +294,7 @@ class _Desk:
                 self._lose(worker, Failure("timeout", self._lateness(worker)))
 
     def _patience(self, busy: Sequence[WorkerProcess]) -> float | None:
-        """Seconds until the workers must be looked at; None if only the bell can announce something."""
+        """Return the seconds until the workers must be looked at; None if only the bell can announce something."""
         if not busy:
             return None
         left = min(self._deadline(worker) for worker in busy) - time.monotonic()

@@ -78,7 +78,7 @@ class WorkerProcess:
         self.socket.setblocking(False)
 
     def receive(self) -> list[Any] | None:
-        """Answers that have arrived; None if the worker is gone and all its messages are read."""
+        """Return the answers that have arrived; None if the worker is gone and all its messages are read."""
         try:
             data = self.socket.recv(_RECEIVE_SIZE)
         except BlockingIOError:
@@ -96,11 +96,13 @@ class WorkerProcess:
         return [json.loads(line) for line in lines]
 
     def is_gone(self) -> bool:
-        """Whether the process has ended, whoever holds its socket. It is not reaped, so its number stays taken."""
+        """Return whether the process has ended, whoever holds its socket. It is not reaped, so its number stays
+        taken.
+        """
         return self._exit_status() is not None
 
     def last_words(self) -> str:
-        """How a process that ended by itself did so, as the end of a sentence."""
+        """Return how a process ended by itself, as the end of a sentence."""
         for _ in range(100):
             status = self._exit_status()
             if status is not None:

@@ -22,7 +22,7 @@ FUNCTIONS = ("reward_func", "compute_score")
 
 
 def load(argument: dict[str, Any]) -> Callable[[UserBatch], Any]:
-    """The handler of a worker: a result for each response, from a function called `name` of the file at `path`.
+    """Return the handler of a worker: a result for each response, from a function called `name` of the file at `path`.
 
     `args` are parameters of the function. If the function is async, the handler's result has to be awaited. The
     handler's `about` names the function's form, and the large columns that have to be sent.
@@ -57,7 +57,7 @@ async def _checked_later(waits: list[Awaitable[Any]], expected: int, log: Log, *
 
 
 def _import(path: Path) -> Any:
-    """The file as a module; it may import what lies beside it, as if it were run."""
+    """Return the file as a module; it may import what lies beside it, as if it were run."""
     sys.path.insert(0, str(path.parent))
     loader = importlib.machinery.SourceFileLoader("reward_file", str(path))
     spec = importlib.util.spec_from_loader("reward_file", loader)

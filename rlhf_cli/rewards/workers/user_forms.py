@@ -41,11 +41,11 @@ class Log:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def metric(self, name: str, value: Any) -> None:
-        """TRL's `log_metric`."""
+        """Log a metric, as TRL's `log_metric`."""
         self.metrics[name] = value
 
     def extra(self, column: str, values: Any) -> None:
-        """TRL's `log_extra`; columns of text are no metrics."""
+        """Log a column, as TRL's `log_extra`; columns of text are no metrics."""
         self.metrics[column] = values
 
 

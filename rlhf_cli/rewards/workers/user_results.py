@@ -50,7 +50,7 @@ def checked(result: Any, expected: int, *, logged: dict[str, Any] | None = None)
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and lists in place of numpy's arrays and tensors."""
+    """Return the numbers and lists in place of numpy's arrays and tensors."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -116,7 +116,7 @@ def _failed(problem: str, *, malformed: bool) -> UserResult:
 
 
 def _number(value: Any) -> float | None:
-    """The finite number that something is, None if it is none."""
+    """Return the finite number that something is, None if it is none."""
     return _result(value)["value"]
 
 

@@ -125,7 +125,7 @@ def die_with_parent(lifeline_fd: int, parent: int) -> None:
 
 
 def _load(loader: str, argument: Any) -> Callable[[Any], Any]:
-    """The function that `module:function` returns for the argument."""
+    """Return the function that `module:function` returns for the argument."""
     module, _, function = loader.partition(":")
     handle: Callable[[Any], Any] = getattr(importlib.import_module(module), function)(argument)
     return handle
@@ -159,7 +159,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _own_trace(error: BaseException) -> str:
-    """The traceback from the first frame of the user's own on."""
+    """Return the traceback from the first frame of the user's own on."""
     start = error.__traceback__
     while start is not None and not _is_own(start.tb_frame.f_code.co_filename):
         start = start.tb_next
@@ -167,6 +167,6 @@ def _own_trace(error: BaseException) -> str:
 
 
 def _is_own(filename: str) -> bool:
-    """Whether a file is neither of this package nor of Python or an installed package."""
+    """Return whether a file is neither of this package nor of Python or an installed package."""
     foreign = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return not filename.startswith(("<", _REWARDS, *foreign))

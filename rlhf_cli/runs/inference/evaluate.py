@@ -184,7 +184,7 @@ class _Answered:
 
 
 def _answered(root: Path) -> Iterator[_Answered]:
-    """The prompts with their samples, model by model."""
+    """Yield the prompts with their samples, model by model."""
     for (pretrain, index), rows in groupby(
         read_lines(root / SAMPLES), key=lambda row: (row["pretrain"], row["prompt_index"])
     ):

@@ -38,7 +38,7 @@ class Chunks:
         return number * self.size, min((number + 1) * self.size, self.num_prompts)
 
     def whole(self, num_rows: int) -> int:
-        """Chunks whose rows are all among the first `num_rows`."""
+        """Return the chunks whose rows are all among the first `num_rows`."""
         if num_rows >= self.num_prompts * self.num_samples:
             return len(self)
         return num_rows // (self.size * self.num_samples)
@@ -46,10 +46,7 @@ class Chunks:
 
 @contextmanager
 def answers_folder(output: str | None) -> Iterator[Path]:
-    """The folder of that name; without a name one that is gone after the block.
-
-    A failure leaves it, since messages name the logs in it.
-    """
+    """Yield the folder of that name; without a name, a folder that is gone after the block."""
     if output is not None:
         yield Path(output)
         return

@@ -226,7 +226,7 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
 def _answer(
     answering: InferenceRun, prompts: Sequence[Prompt], config: InferenceConfig, *, first: int, timer: PhaseTimer
 ) -> Answers:
-    """Responses to prompts, the first of which is number `first`, from which the seeds of its requests are counted."""
+    """Answer prompts, the first of which is number `first`, from which the seeds of its requests are counted."""
     sampling = config.sampling
     asked = [prompt for prompt in prompts for _ in range(sampling.n_samples_per_prompt)]
     count = first * sampling.n_samples_per_prompt
@@ -253,7 +253,7 @@ def _answer(
 
 
 def sampling_params(sampling: SamplingConfig) -> SamplingParams:
-    """The settings as engines take them."""
+    """Return the settings as engines take them."""
     is_greedy = sampling.temperature == 0
     return SamplingParams(
         sampling.max_new_tokens,
@@ -276,7 +276,9 @@ def _metrics(answers: Answers) -> dict[str, float]:
 
 
 def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> list[dict[str, Any]]:
-    """Rows of samples.jsonl: prompt_index counts the prompts, row the rows of the data set they come from."""
+    """Return the rows of samples.jsonl: prompt_index counts the prompts, row the rows of the data set they come
+    from.
+    """
     rows = []
     for place, prompt in enumerate(answers.prompts):
         number, sample = divmod(place, examinee.chunks.num_samples)

@@ -42,7 +42,7 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
 
 
 def make_objective(loss: PairLossConfig) -> DPOObjective:
-    """The objective of these settings. UsageError for a setting that none of the losses reads."""
+    """Return the objective of these settings. Raise UsageError for a setting that none of the losses reads."""
     read = {name for row in preference_losses(loss.loss) for name in row.settings}
     names = ("beta", "label_smoothing", "simpo_gamma", "discopop_tau", "orpo_lambda")
     given: dict[str, Any] = {name: getattr(loss, name) for name in names}

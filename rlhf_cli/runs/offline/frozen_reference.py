@@ -81,7 +81,7 @@ def pair_reference(
     model: TrainedModel,
     deepspeed: DeepSpeedConfig,
 ) -> tuple[Items, ReferenceHooks]:
-    """The pairs with the reference's log-probabilities, or the reference that is asked in every step."""
+    """Return the pairs with the reference's log-probabilities, or the reference that is asked in every step."""
     infer: dpo.Infer | None = None
     moves: dict[str, Any] = {}
     if objective.needs_reference and settings.precompute_ref_log_probs:
@@ -118,7 +118,7 @@ def labelled_reference(
     model: TrainedModel,
     deepspeed: DeepSpeedConfig,
 ) -> tuple[Items, ReferenceHooks]:
-    """The responses with the reference's log-probabilities, or the reference that is asked in every step."""
+    """Return the responses with the reference's log-probabilities, or the reference that is asked in every step."""
     reference = None
     if settings.precompute_ref_log_probs:
         forwards: Forwards = {kto.REF: kto.matched_logprobs, kto.MISMATCHED_REF: kto.mismatched_logprobs}
@@ -142,7 +142,7 @@ class _Precomputed:
         return FrozenReference(self._source, self._deepspeed)
 
     def added_to(self, items: Items, digest: Callable[[Any], str]) -> Items:
-        """The items with the columns."""
+        """Return the items with the columns."""
         evaluated = None if items.eval_data is None else self._completed(items.eval_data, digest)
         return Items(self._completed(items.data, digest), evaluated)
 

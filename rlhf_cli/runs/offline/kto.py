@@ -48,7 +48,9 @@ def kto_task(config: KTOConfig) -> OfflineTask:
 
 
 def balance(data: LabelledData, loss: UnpairedLossConfig) -> str:
-    """Whether the weights make up for the numbers of both kinds, for the terminal. UsageError if one is missing."""
+    """Return whether the weights make up for the numbers of both kinds, for the terminal. Raise UsageError if one is
+    missing.
+    """
     num_desirable = int(data.desirable.sum())
     num_undesirable = len(data.desirable) - num_desirable
     try:

@@ -75,7 +75,7 @@ class ReferenceHooks:
 
 
 def no_reference(items: Items, share: Share) -> tuple[Items, ReferenceHooks]:
-    """For objectives that compare with nothing."""
+    """Return the items unchanged, for objectives that compare with nothing."""
     del share
     return items, ReferenceHooks()
 

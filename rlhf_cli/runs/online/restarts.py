@@ -14,9 +14,8 @@ def with_restarts(
     has_checkpoint: Callable[[], bool],
     say: Callable[[str], None],
 ) -> Finished:
-    """How `attempt(continues)` ended, called again from the last checkpoint, or the start, after a process has died.
-
-    An attempt leaves no process behind, also when it fails. Other errors would come again: they are raised.
+    """Return how `attempt(continues)` ended; call it again from the last checkpoint, or the start, after a process has
+    died.
     """
     restarts = 0
     while True:

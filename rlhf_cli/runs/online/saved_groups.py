@@ -21,7 +21,7 @@ def save_surplus(folder: Path, groups: Sequence[PromptGroup]) -> None:
 
 
 def load_surplus(folder: Path) -> list[PromptGroup]:
-    """The groups of a checkpoint."""
+    """Return the groups of a checkpoint."""
     with gzip.open(folder / FILE, "rt", encoding="utf-8") as file:
         return [_group(**json.loads(line)) for line in file]
 

@@ -96,11 +96,11 @@ class OnlineRoles:
             self._push(0)  # the engines have started with the base
 
     def with_scorer(self, scorer: Scorer) -> Roles:
-        """The roles as the loop takes them."""
+        """Return the roles as the loop takes them."""
         return Roles(self.actor, self.critic, self.reference, self.reward_model, self.engines, scorer, self._moving)
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of all trained roles, as an estimate."""
+        """Return the bytes of a checkpoint of all trained roles, as an estimate."""
         trained = sum(trained.checkpoint_bytes() for trained in self._all_trained().values())
         return trained + (self._moving.num_bytes() if self._moving else 0)
 
@@ -221,7 +221,7 @@ class OnlineRoles:
         )
 
     def _source(self, role: str) -> TrainedModel | RewardModelPlan:
-        """The model of a role; the reference starts as the policy."""
+        """Return the model of a role; the reference starts as the policy."""
         models = self._models
         source = {"critic": models.critic, "reward": models.reward}.get(role, models.policy)
         assert source is not None
@@ -291,5 +291,5 @@ def role_settings(
 
 
 def shares_gpus(layout: Layout) -> bool:
-    """Whether rollout engines sit on GPUs of other roles."""
+    """Return whether rollout engines sit on GPUs of other roles."""
     return any(seat.shared for seat in layout.of(ENGINE))

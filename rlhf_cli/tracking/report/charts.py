@@ -42,12 +42,12 @@ class Frame:
     values: tuple[float, float]
 
     def x(self, step: float) -> float:
-        """Pixels from the left."""
+        """Return the pixels from the left."""
         low, high = self.steps
         return LEFT + (step - low) / (high - low) * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Pixels from the top."""
+        """Return the pixels from the top."""
         low, high = self.values
         return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
 
@@ -60,9 +60,9 @@ def line_chart(
     broken: Sequence[int] = (),
     from_zero: bool = False,
 ) -> str:
-    """The series over steps (called `unit`) in one SVG; `broken` steps (not finite) are marked at the bottom.
+    """Return the series over steps (called `unit`) in one SVG; `broken` steps (not finite) are marked at the bottom.
 
-    The values' axis spans what the series have, with `from_zero` also 0.
+    The values' axis spans the values of the series, with `from_zero` also 0.
     """
     drawn = [
         (line, list(line.points) if line.marked else binned(line.points, MAX_POINTS)) for line in series if line.points
@@ -98,7 +98,7 @@ def stacked_bars(
     unit: str,
     size: tuple[int, int],
 ) -> str:
-    """Seconds by phase for each step, or mean seconds of neighbouring steps if there are many."""
+    """Return the seconds by phase for each step, or mean seconds of neighbouring steps if there are many."""
     if not steps:
         return ""
     edges = [len(steps) * i // min(MAX_BARS, len(steps)) for i in range(min(MAX_BARS, len(steps)) + 1)]
@@ -133,7 +133,7 @@ def stacked_bars(
 def svg(
     frame: Frame, parts: Sequence[str], hover: Sequence[Mapping[str, object]], *, unit: str, labels: Sequence[str] = ()
 ) -> str:
-    """The drawing with the data that pointing at it shows."""
+    """Return the drawing with the data that pointing at it shows."""
     data = {
         "s": hover,
         "x": [frame.steps[0], frame.steps[1]],
@@ -175,7 +175,7 @@ def grid(frame: Frame, ticks: Sequence[float], *, unit: str, x_labels: Sequence[
 
 
 def draw_line(frame: Frame, kept: Sequence[tuple[float, float]], line: Series, *, faint: bool) -> str:
-    """A path through the points; dots if they are marked or too few for a line."""
+    """Return a path through the points; dots if they are marked or too few for a line."""
     at = [(frame.x(step), frame.y(value)) for step, value in kept]
     colour = f"var(--c{line.colour})"
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
@@ -186,7 +186,7 @@ def draw_line(frame: Frame, kept: Sequence[tuple[float, float]], line: Series, *
 
 
 def binned(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[float, float]]:
-    """The points, or the means of that many runs of neighbours."""
+    """Return the points, or the means of that many runs of neighbours."""
     if len(points) <= limit:
         return [(float(step), value) for step, value in points]
     edges = [len(points) * i // limit for i in range(limit + 1)]
@@ -239,7 +239,7 @@ def padded(low: float, high: float) -> tuple[float, float]:
 
 
 def tick_label(value: float, gap: float) -> str:
-    """The value with as many decimals as its distance to the next tick needs."""
+    """Return the value with as many decimals as its distance to the next tick needs."""
     if abs(value) < gap * 1e-6:
         return "0"
     if abs(value) >= 10_000:

@@ -68,7 +68,7 @@ def read_stage(path: Path) -> Stage:
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """The settings of a run by group; a comment line above settings names their group."""
+    """Return the settings of a run by group; a comment line above settings names their group."""
     groups: dict[str, dict[str, Any]] = {}
     if not path.exists():
         return groups
@@ -81,7 +81,7 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_rollouts(path: Path) -> ReportRollouts:
-    """Samples of steps spread over the whole run, the first of each; very long texts are cut.
+    """Return the samples of steps spread over the whole run, the first of each; very long texts are cut.
 
     Goes through the file twice, so that memory does not grow with it.
     """
@@ -104,14 +104,14 @@ def read_rollouts(path: Path) -> ReportRollouts:
 
 
 def spread(items: list[int], limit: int) -> list[int]:
-    """At most so many of the items, evenly spread, the first and the last among them."""
+    """Return at most so many of the items, evenly spread, the first and the last among them."""
     if len(items) <= limit:
         return items
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def shorten(value: Any, file: str) -> Any:
-    """The value, a very long text cut with a note of how much is missing."""
+    """Return the value, a very long text cut with a note of how much is missing."""
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return f"{value[:MAX_TEXT]} … ({len(value) - MAX_TEXT} more characters in {file})"
     return value
@@ -123,5 +123,5 @@ def points(stage: Stage, name: str) -> list[tuple[int, float]]:
 
 
 def non_finite_steps(stage: Stage, name: str) -> list[int]:
-    """Steps whose value of the metric is NaN or infinite."""
+    """Return the steps whose value of the metric is NaN or infinite."""
     return [step for step, row in stage.metrics.items() if name in row and not math.isfinite(row[name])]

@@ -52,7 +52,7 @@ def write_report(
     """Write <output>/report.html and return its path.
 
     Args:
-        output: the run directory that the page is about, or where the page of several runs goes.
+        output: the run directory of the page, or the folder for the page of several runs.
         stages: run directories in order, each a part of the page; `output` alone by default.
         headline: the results shown first, by name; by default the main metrics of the last stage.
     """
@@ -65,7 +65,7 @@ def write_report(
 
 
 def page(name: str, stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -> str:
-    """The whole page."""
+    """Return the whole page."""
     links = "".join(f'<a href="#stage{i}">{escape(stage.command)}</a>' for i, stage in enumerate(stages))
     body = "".join(stage_section(stage, number=i) for i, stage in enumerate(stages))
     commands = " → ".join(stage.command for stage in stages)
@@ -82,7 +82,7 @@ def page(name: str, stages: Sequence[Stage], headline: Mapping[str, float | str]
 
 
 def tiles(stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -> str:
-    """The figures one looks for first."""
+    """Return the figures one looks for first."""
     if headline is not None:
         shown = [(name, value if isinstance(value, str) else number(value), "") for name, value in headline.items()]
     else:
@@ -115,7 +115,7 @@ def stage_section(stage: Stage, *, number: int) -> str:
 
 
 def curves(stage: Stage) -> str:
-    """A chart for each metric, or group of metrics: the main ones at once, the others folded."""
+    """Return a chart for each metric, or group of metrics: the main ones at once, the others folded."""
     charts = chart_groups(stage)
     if not charts:
         return '<p class="soft">This run has logged nothing yet.</p>'
@@ -150,7 +150,7 @@ def chart_groups(stage: Stage) -> list[tuple[str, list[str]]]:
 
 
 def chart_card(stage: Stage, heading: str, names: list[str], *, wide: bool) -> str:
-    """One card with its chart; the last value is written beside the heading."""
+    """Return one card with its chart; the last value is written beside the heading."""
     series = [
         Series(title(name), points(stage, name), colour=i + 1, marked=name.startswith("eval/"))
         for i, name in enumerate(names)
@@ -217,7 +217,7 @@ def times(stage: Stage) -> str:
 
 
 def measured_cards(stage: Stage) -> str:
-    """Charts of speed and memory."""
+    """Return the charts of speed and memory."""
     logged = {name for metrics in stage.metrics.values() for name in metrics}
     speed = sorted(name for name in logged if name.startswith("perf/"))
     memory = sorted(name for name in logged if name.startswith("memory/"))
@@ -227,7 +227,7 @@ def measured_cards(stage: Stage) -> str:
 
 
 def evaluations(stage: Stage) -> str:
-    """All evaluations as a table, the newest first."""
+    """Return all evaluations as a table, the newest first."""
     rows = [
         (step, {name: value for name, value in metrics.items() if name.startswith("eval/")})
         for step, metrics in reversed(stage.metrics.items())
@@ -281,13 +281,13 @@ def browser(heading: str, rollouts: ReportRollouts, *, unit: str) -> str:
 
 
 def script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in, whatever a model wrote."""
+    """Return JSON that cannot end the script element it stands in, whatever a model wrote."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def settings(stage: Stage) -> str:
-    """All settings of the run by group, folded."""
+    """Return all settings of the run by group, folded."""
     if not stage.settings:
         return ""
     groups = "".join(
@@ -303,5 +303,5 @@ def settings(stage: Stage) -> str:
 
 
 def setting_text(value: Any) -> str:
-    """A setting as it stands in config.yaml."""
+    """Return a setting as it stands in config.yaml."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,6 +1,6 @@
-"""The script of the report page: values where one points at a chart, and the browser of rollouts.
+"""The script of the report page: values at the pointer in a chart, and the browser of rollouts.
 
-Works on what the page holds already and puts text only where it cannot become markup (`textContent`).
+Works on the contents of the page and inserts text only as text, so that it cannot become markup (`textContent`).
 """
 
 SCRIPT = """

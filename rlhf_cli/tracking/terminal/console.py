@@ -38,7 +38,9 @@ class TerminalConsole(Console):
 
 
 def open_console(stream: io.TextIOBase) -> Console:
-    """A console on `stream`: colours and live views on a terminal, else plain text without any escape sequence."""
+    """Return a console on `stream`: colours and live views on a terminal, else plain text without any escape
+    sequence.
+    """
     file = cast(TextIO, stream)
     interactive = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
     if interactive:
@@ -128,7 +130,8 @@ class Terminal:
 
 
 def quiet_process(log_file: Path) -> Terminal:
-    """The terminal for our own output; descriptors 1 and 2 of this process go to `log_file` (appended) from here on.
+    """Return the terminal for our own output; descriptors 1 and 2 of this process go to `log_file` (appended) from here
+    on.
 
     Use as a context manager, or call `restore()`. An exception that leaves the block has its trace written to the log
     file, and the path of that file is printed.

@@ -28,7 +28,7 @@ class EvaluatedModel:
     evaluation: Evaluation
 
     def as_json(self) -> dict[str, Any]:
-        """All figures; `low` and `high` are the ends of the 95 % interval."""
+        """Return all figures; `low` and `high` are the ends of the 95 % interval."""
         figures = {}
         for name, figure in self.evaluation.figures.items():
             low, high = figure.interval or (None, None)
@@ -38,8 +38,9 @@ class EvaluatedModel:
 
 
 def evaluation_table(results: Sequence[EvaluatedModel]) -> Table:
-    """One row for each result: the values, and, under figures of quality, their 95 % intervals. Figures without news
-    are in the JSON only: pass@1 and maj@1 beside the mean, and a reward that is 1 for right responses and 0 for others.
+    """Return one row for each result: the values, and, under figures of quality, their 95 % intervals. Figures without
+    news are in the JSON only: pass@1 and maj@1 beside the mean, and a reward that is 1 for right responses and 0 for
+    others.
     """
     shown = [_told(result) for result in results]
     names = list(dict.fromkeys(name for figures in shown for name in figures))
@@ -74,7 +75,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def _told(result: EvaluatedModel) -> dict[str, Figure]:
-    """The figures that are worth a column."""
+    """Return the figures that are worth a column."""
     figures = result.evaluation.figures
     silent = {"pass@1", "maj@1"}
     if "accuracy" in figures and figures["reward"].value == figures["accuracy"].value:
@@ -89,7 +90,7 @@ def _heading(name: str, num_samples: int) -> str:
 
 
 def _cell(name: str, figures: Mapping[str, Figure], counts: Mapping[str, float]) -> Text:
-    """The value, shares in percent; under it the interval if it is a figure of quality."""
+    """Return the value, shares in percent; under it the interval if it is a figure of quality."""
 
     def written(value: float) -> str:
         return f"{100 * value:.1f}" if name.startswith(SHARES) else number(value)

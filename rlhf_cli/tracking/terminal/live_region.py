@@ -34,7 +34,7 @@ class LiveRegion(RenderHook):
         self._thread.start()
 
     def stop(self) -> None:
-        """Draw a last time and leave the lines where they are."""
+        """Draw a last time and leave the lines in place."""
         if self._done.is_set():
             return
         self._done.set()

@@ -56,7 +56,7 @@ class Course:
             self._steps_per_point *= 2
 
     def sparkline(self, cells: int) -> str:
-        """The whole course in so many characters at most."""
+        """Return the whole course in so many characters at most."""
         points = self._points + ([mean(self._open)] if self._open else [])
         bins = min(cells, len(points))
         edges = [len(points) * i // bins for i in range(bins + 1)] if bins else [0]
@@ -109,7 +109,7 @@ class LiveView:
         self._region.stop()
 
     def lines(self, width: int) -> list[Text]:
-        """The view as lines of at most `width` cells."""
+        """Return the view as lines of at most `width` cells."""
         blocks = [[self._progress(width)], self._metrics(width), self._phase_lines(width), [self._status()]]
         lines = [Text()]
         for block in blocks:
@@ -135,7 +135,7 @@ class LiveView:
         )
 
     def _metrics(self, width: int) -> list[Text]:
-        """Metrics in columns, read down each column."""
+        """Return the metrics in columns, read down each column."""
         columns = min(MAX_COLUMNS, max(1, (width - 1) // MIN_COLUMN_CELLS))
         cells = (width - 1 - GAP * (columns - 1)) // columns
         names = prominent(name for name in self._latest if not name.startswith("eval/"))[: MAX_METRIC_ROWS * columns]
@@ -160,7 +160,7 @@ class LiveView:
         return line
 
     def _phase_lines(self, width: int) -> list[Text]:
-        """A bar with the shares of the last step's phases, and what its colours mean."""
+        """Return a bar with the shares of the last step's phases, and what its colours mean."""
         total = sum(self._phases.values())
         if total <= 0:
             return []
@@ -194,10 +194,10 @@ class LiveView:
 
 
 def mean(values: list[float]) -> float:
-    """The arithmetic mean."""
+    """Return the arithmetic mean."""
     return sum(values) / len(values)
 
 
 def phase_style(name: str) -> str:
-    """The colour of a phase, the same in every run."""
+    """Return the colour of a phase, the same in every run."""
     return PHASE_STYLES.get(name) or FURTHER_STYLES[sum(name.encode()) % len(FURTHER_STYLES)]

@@ -22,13 +22,13 @@ class View(Protocol):
     """Shows a run while it goes on."""
 
     def phase(self, name: str | None) -> None:
-        """A phase began, or none is running."""
+        """Note that a phase began, or that none is running."""
 
     def step(self, reading: Reading) -> None:
-        """A step ended."""
+        """Note that a step ended."""
 
     def message(self, text: str, *, style: str = "") -> None:
-        """A line that stays."""
+        """Show a line that stays."""
 
     def close(self) -> None:
         """Nothing more will change."""
@@ -45,7 +45,7 @@ class Pace:
         self._recent = deque([(start_step, self.began)], maxlen=STEPS_OF_PACE + 1)
 
     def reach(self, step: int) -> None:
-        """A step is done."""
+        """Note that a step is done."""
         self.step = step
         self._recent.append((step, self._clock()))
 
@@ -95,7 +95,7 @@ class PlainView:
 
 
 def plain_line(reading: Reading, pace: Pace, *, unit: str) -> str:
-    """The step, the metrics one looks at first, the longest phases, speed and time left."""
+    """Return the step, the metrics one looks at first, the longest phases, speed and time left."""
     width = len(str(pace.total_steps))
     parts = [f"{unit} {reading.step:>{width}}/{pace.total_steps}"]
     parts += [f"{name} {number(reading.metrics[name])}" for name in prominent(reading.metrics)[:PLAIN_METRICS]]

@@ -30,11 +30,11 @@ class InferringEngine(Protocol):
     """One rank of a model that can be asked without training."""
 
     def infer(self, micro_batches: list[Any], forward: Callable[[nn.Module, Any], torch.Tensor]) -> list[torch.Tensor]:
-        """Results of `forward` on each micro-batch."""
+        """Return the results of `forward` on each micro-batch."""
 
 
 def batch_logprobs(model: nn.Module, batch: PairBatch) -> torch.Tensor:
-    """Log-probabilities [2 P] of the responses of a micro-batch."""
+    """Return the log-probabilities [2 P] of the responses of a micro-batch."""
     return sequence_logprobs(model, batch.pack)
 
 
@@ -48,7 +48,7 @@ class DPOObjective:
     nll_loss_coef: float = 0.0
 
     def __call__(self, model: nn.Module, batch: PairBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
-        """This micro-batch's part of the mean loss over the pairs of the step."""
+        """Return this micro-batch's part of the mean loss over the pairs of the step."""
         pairs = pair_logprobs(batch_logprobs(model, batch), batch)
         loss = sequence_mean(mixed_loss(self.names, self.weights, pairs, self.settings), totals)
         nll = -sequence_mean(pairs.chosen_logprobs / pairs.chosen_lengths, totals)
@@ -100,7 +100,7 @@ class PairPreparation:
         return self.reference is not None or bool(self.objective.step_constants)
 
     def __call__(self, engine: InferringEngine, batches: list[PairBatch]) -> list[PairBatch]:
-        """The micro-batches of this rank with the columns that were missing."""
+        """Return the micro-batches of this rank with the columns that were missing."""
         if self.reference is not None:
             found = self.reference(engine, batches)
             batches = [

@@ -35,7 +35,7 @@ class LabelledBatch:
     baseline: float | None = None
 
     def to(self, device: torch.device | str) -> "LabelledBatch":
-        """The same micro-batch on another device."""
+        """Return the same micro-batch on another device."""
         return replace(
             self,
             pack=self.pack.to(device),
@@ -45,7 +45,7 @@ class LabelledBatch:
         )
 
     def with_columns(self, **columns: torch.Tensor) -> "LabelledBatch":
-        """The same micro-batch with more columns."""
+        """Return the same micro-batch with more columns."""
         return replace(self, columns=self.columns | columns)
 
 
@@ -73,7 +73,7 @@ class LabelledItems:
         return self.data.num_trained
 
     def collate(self, indices: collections.abc.Sequence[int]) -> LabelledBatch:
-        """The responses as one packed micro-batch."""
+        """Return the responses as one packed micro-batch."""
         items = [self.data.items[index] for index in indices]
         others = [self.data.items[self.partners[index]] for index in indices]
         pairs = zip(items, others, strict=True)
@@ -87,11 +87,7 @@ class LabelledItems:
 
 
 def partners_of(data: LabelledData) -> np.ndarray:
-    """For each item the number of another one whose response is put under its prompt, int64 [N].
-
-    The item half the data further on, or the next one after it with another prompt: alternatives to one prompt stand
-    next to each other.
-    """
+    """Return for each item the number of another item whose response is put under its prompt, int64 [N]."""
     num_items = len(data.items)
     prompts = [hash(data.items[number].prompt_ids.tobytes()) for number in range(num_items)]
     partners = np.zeros(num_items, dtype=np.int64)
@@ -102,12 +98,12 @@ def partners_of(data: LabelledData) -> np.ndarray:
 
 
 def matched_logprobs(model: nn.Module, batch: LabelledBatch) -> torch.Tensor:
-    """Log-probabilities [P] of the responses."""
+    """Return the log-probabilities [P] of the responses."""
     return sequence_logprobs(model, batch.pack)
 
 
 def mismatched_logprobs(model: nn.Module, batch: LabelledBatch) -> torch.Tensor:
-    """Log-probabilities [P] of the mismatched responses."""
+    """Return the log-probabilities [P] of the mismatched responses."""
     return sequence_logprobs(model, batch.mismatched)
 
 
@@ -119,7 +115,7 @@ class KTOObjective:
     settings: UnpairedSettings
 
     def __call__(self, model: nn.Module, batch: LabelledBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
-        """This micro-batch's part of the mean loss over the responses of the step."""
+        """Return this micro-batch's part of the mean loss over the responses of the step."""
         assert batch.baseline is not None, "the step's baseline was not measured"
         log_ratios_P = matched_logprobs(model, batch) - batch.columns[REF]
         loss_P = UNPAIRED_LOSSES[self.name].function(log_ratios_P, batch.desirable_P, batch.baseline, self.settings)
@@ -152,7 +148,7 @@ class KTOPreparation:
     gather: Gather
 
     def __call__(self, engine: InferringEngine, batches: list[LabelledBatch]) -> list[LabelledBatch]:
-        """The micro-batches of this rank with columns and baseline."""
+        """Return the micro-batches of this rank with columns and baseline."""
         needs_baseline = self.objective.needs_baseline
         if self.reference is not None:
             batches = _with_reference(batches, REF, self.reference.matched(engine, batches))

@@ -38,7 +38,7 @@ class ItemData(Protocol):
         """Trained tokens of each item."""
 
     def collate(self, indices: Sequence[int]) -> Any:
-        """The packed micro-batch of these items; an idle one for no items."""
+        """Return the packed micro-batch of these items; an idle one for no items."""
 
 
 class Engine(Protocol):
@@ -70,7 +70,7 @@ class Share:
     quadratic_cost: float
 
     def deal(self, data: ItemData, indices: np.ndarray) -> list[list[int]]:
-        """Numbers of the items of each of this rank's micro-batches."""
+        """Return the numbers of the items of each of this rank's micro-batches."""
         plan = plan_packs(
             data.lengths[indices].tolist(),
             max_tokens=self.batch.train_max_tokens_per_gpu,
@@ -81,7 +81,7 @@ class Share:
         return [[int(indices[i]) for i in members] for members in plan[self.rank]]
 
     def micro_batches(self, data: ItemData, indices: np.ndarray) -> tuple[list[Any], StepTotals]:
-        """This rank's packed micro-batches of the items, and the totals over all ranks."""
+        """Return this rank's packed micro-batches of the items, and the totals over all ranks."""
         packs = [data.collate(members) for members in self.deal(data, indices)]
         num_tokens = int(data.num_trained[indices].sum())
         return packs, StepTotals(num_tokens=num_tokens, num_sequences=len(indices))
@@ -177,7 +177,8 @@ def train(
 def evaluate(
     engine: Engine, objective: Objective, *, data: ItemData, share: Share, hooks: OfflineHooks
 ) -> dict[str, float]:
-    """The objective's metrics over all evaluation items, as one global mean; an `accuracy` with its 95 % interval.
+    """Return the objective's metrics over all evaluation items, as one global mean; an `accuracy` with its 95 %
+    interval.
 
     Packed a training batch at a time, so that memory does not grow with the number of items. The interval,
     `accuracy_low` and `accuracy_high`, takes the items as independent.
@@ -195,7 +196,7 @@ def evaluate(
 
 
 def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]:
-    """The objective as the engine calls it, with the totals of the current step filled in."""
+    """Return the objective as the engine calls it, with the totals of the current step filled in."""
     return lambda model, micro_batch: objective(model, micro_batch, totals)
 
 
@@ -211,5 +212,5 @@ def too_many_skipped(metrics: Mapping[str, float], limit: int) -> str | None:
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something done every so many steps (-1: only at the end) is due after this step."""
+    """Return whether something done every so many steps (-1: only at the end) is due after this step."""
     return step == last or (every > 0 and step % every == 0)

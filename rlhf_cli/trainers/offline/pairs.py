@@ -30,11 +30,11 @@ class PairBatch:
     columns: dict[str, torch.Tensor]
 
     def to(self, device: torch.device | str) -> "PairBatch":
-        """The same micro-batch on another device."""
+        """Return the same micro-batch on another device."""
         return PairBatch(self.pack.to(device), {name: column.to(device) for name, column in self.columns.items()})
 
     def with_column(self, name: str, column: torch.Tensor) -> "PairBatch":
-        """The same micro-batch with one more column."""
+        """Return the same micro-batch with one more column."""
         return replace(self, columns=self.columns | {name: column})
 
 
@@ -63,7 +63,7 @@ class PairItems:
         return self.data.num_trained
 
     def collate(self, indices: collections.abc.Sequence[int]) -> PairBatch:
-        """The pairs as one packed micro-batch."""
+        """Return the pairs as one packed micro-batch."""
         trees = [tree_of(self.data.pairs[index]) for index in indices]
         packed = pack_trees(trees, share_prompts=self.share_prompts, read_ends=self.read_ends)
         chosen = np.array(indices, dtype=np.int64)
@@ -71,12 +71,12 @@ class PairItems:
 
 
 def tree_of(pair: Pair) -> Tree:
-    """A pair as a prompt with two continuations, the chosen one first."""
+    """Return a pair as a prompt with two continuations, the chosen one first."""
     return Tree(pair.prompt_ids, (pair.chosen, pair.rejected))
 
 
 def sequence_logprobs(model: nn.Module, pack: Pack) -> torch.Tensor:
-    """Log-probabilities of the sequences of a pack, float32 [B]: sums over their trained tokens, in nats."""
+    """Return the log-probabilities of the sequences of a pack, float32 [B]: sums over their trained tokens, in nats."""
     return segment_sum(model(pack)[0], pack.cu_trained)
 
 

@@ -17,7 +17,7 @@ class ReferenceQuery(Protocol):
     """A model that is only asked."""
 
     def infer(self, batches: list[Any], forward: Callable[[torch.nn.Module, Any], torch.Tensor]) -> list[torch.Tensor]:
-        """Results of `forward` on each micro-batch."""
+        """Return the results of `forward` on each micro-batch."""
 
 
 def all_results(
@@ -42,7 +42,7 @@ def all_results(
 
 
 def _numbered(members: list[int], result: torch.Tensor) -> torch.Tensor:
-    """Each number with the item that it is of, float64 [R, 2].
+    """Return each number with the item that it is of, float64 [R, 2].
 
     One number a row: a rank that never had an item cannot know how many others have for each.
     """

@@ -24,7 +24,7 @@ class RewardObjective:
     center_rewards_coefficient: float
 
     def __call__(self, model: nn.Module, batch: PairBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
-        """This micro-batch's part of the mean loss over the pairs of the step."""
+        """Return this micro-batch's part of the mean loss over the pairs of the step."""
         rewards_B = model(batch.pack)
         chosen_P, rejected_P = rewards_B[0::2], rewards_B[1::2]
         loss_P = pairwise_reward_loss(
@@ -46,6 +46,6 @@ class RewardObjective:
 
 
 def finish_reward_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics of a step with the spread of its rewards instead of their mean square."""
+    """Return the metrics of a step with the spread of its rewards instead of their mean square."""
     rest = {name: value for name, value in metrics.items() if name != SQUARE}
     return rest | {"reward_std": math.sqrt(max(0.0, metrics[SQUARE] - metrics["reward"] ** 2))}

@@ -29,12 +29,12 @@ class SequenceItems:
         return self.data.num_trained
 
     def collate(self, indices: collections.abc.Sequence[int]) -> Pack:
-        """The sequences as one packed micro-batch."""
+        """Return the sequences as one packed micro-batch."""
         return pack([self.data.sequences[index] for index in indices])
 
 
 def sft_objective(model: nn.Module, pack: Pack, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
-    """This micro-batch's part of the mean negative log-likelihood of the step's trained tokens, in nats."""
+    """Return this micro-batch's part of the mean negative log-likelihood of the step's trained tokens, in nats."""
     logprobs_K, _ = model(pack)
     loss = token_mean(-logprobs_K, totals)
     return loss, {"loss": loss.detach()}

@@ -48,7 +48,7 @@ class Rollouts:
         return torch.tensor(np.cumsum([0] + [len(logprobs) for logprobs in self.rollout_logprobs]))
 
     def only(self, keep_B: torch.Tensor) -> "Rollouts":
-        """Those of the responses that a boolean names."""
+        """Return the responses that a boolean selects."""
         kept = torch.nonzero(keep_B).squeeze(1).tolist()
         return Rollouts(
             sequences=[self.sequences[i] for i in kept],
@@ -94,7 +94,7 @@ def scored_rollouts(
 
 
 def with_greedy(rollouts: Rollouts, greedy: Rollouts) -> Rollouts:
-    """The responses to prompts whose greedy response has a score too."""
+    """Return the responses to prompts whose greedy response has a score too."""
     return rollouts.only(torch.isin(rollouts.groups_B, greedy.groups_B))
 
 
@@ -112,7 +112,8 @@ class Evaluated:
 
 
 def with_last_states(rollouts: Rollouts) -> list[TokenSequence]:
-    """The sequences with one more target behind the cut ones, so that a critic also values the state they ended in.
+    """Return the sequences with one more target behind the cut ones, so that a critic also values the state they ended
+    in.
 
     No state before a token sees it, so that the target may be any token.
     """
@@ -123,7 +124,7 @@ def with_last_states(rollouts: Rollouts) -> list[TokenSequence]:
 
 
 def split_last_values(values: list[np.ndarray], truncated_B: torch.Tensor) -> tuple[list[np.ndarray], torch.Tensor]:
-    """(values of the states before each response token, `bootstrap_B`) from values under `with_last_states`."""
+    """Return (values of the states before each response token, `bootstrap_B`) from values under `with_last_states`."""
     cuts = truncated_B.tolist()
     own = [values[:-1] if cut else values for values, cut in zip(values, cuts, strict=True)]
     last = [float(values[-1]) if cut else 0.0 for values, cut in zip(values, cuts, strict=True)]
@@ -224,12 +225,12 @@ MAX_SOURCES = 32
 
 
 def rollout_metrics(generations: Sequence[Generation], scores: Sequence[Score]) -> dict[str, float]:
-    """Rewards, verdicts and lengths of an iteration's responses; failed rewards are not averaged in."""
+    """Return the rewards, verdicts and lengths of an iteration's responses; failed rewards are not averaged in."""
     return rollout_rewards(scores) | length_metrics(generations)
 
 
 def rollout_rewards(scores: Sequence[Score]) -> dict[str, float]:
-    """Rewards, verdicts and the metrics that rewards report besides; failed rewards are not averaged in."""
+    """Return the rewards, verdicts and the metrics that rewards report besides; failed rewards are not averaged in."""
     values = [score.value for score in scores if score.value is not None]
     judged = [score.status for score in scores if score.status in ("correct", "wrong", "invalid")]
     metrics = {
@@ -248,7 +249,9 @@ def rollout_rewards(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def source_metrics(questions: Sequence[ScoreRequest], scores: Sequence[Score]) -> dict[str, float]:
-    """Rewards and verdicts by the source that rows name, if they name several, but not too many to look at."""
+    """Return the rewards and verdicts by the source that rows name, if they name several, but not too many to look
+    at.
+    """
     found: dict[str, list[Score]] = {}
     for question, score in zip(questions, scores, strict=True):
         if question.source is not None:
@@ -264,7 +267,7 @@ def source_metrics(questions: Sequence[ScoreRequest], scores: Sequence[Score]) -
 
 
 def zero_std_metrics(scores: Sequence[Score], groups: Sequence[int]) -> dict[str, float]:
-    """The share of groups whose scores are all equal, as TRL calls it; {} if there is no group of two scores.
+    """Return the share of groups whose scores are all equal, as TRL calls it; {} if there is no group of two scores.
 
     Args:
         groups: the number of each response's group.
@@ -278,7 +281,7 @@ def zero_std_metrics(scores: Sequence[Score], groups: Sequence[int]) -> dict[str
 
 
 def failure_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """The share of rewards that failed, and how many did in each way, of the ways in which some did."""
+    """Return the share of rewards that failed, and how many did in each way, of the ways in which some did."""
     counts = Counter(score.failure for score in scores if score.failure is not None)
     share = {"reward_failed": float(np.mean([score.status == "failed" for score in scores]))}
     return share | {f"reward/failed_{kind}": float(count) for kind, count in sorted(counts.items())}
@@ -290,7 +293,7 @@ def greedy_metrics(greedy: Rollouts | None) -> dict[str, float]:
 
 
 def length_metrics(generations: Sequence[Generation]) -> dict[str, float]:
-    """Lengths of responses in tokens, and the share that was cut at the limit."""
+    """Return the lengths of responses in tokens, and the share that was cut at the limit."""
     lengths = np.array([len(generation.token_ids) for generation in generations])
     return {
         "response_length": float(lengths.mean()),
@@ -353,7 +356,7 @@ def score_requests(
 def sample_rows(
     requests: Sequence[ScoreRequest], generations: Sequence[Generation], scores: Sequence[Score]
 ) -> list[dict[str, Any]]:
-    """Rows for samples.jsonl."""
+    """Return the rows for samples.jsonl."""
     return [
         {
             "prompt": request.prompt,

@@ -77,12 +77,12 @@ class EvaluationState:
     best: Best | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The state as JSON can hold it."""
+        """Return the state as JSON can hold it."""
         return asdict(self)
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "EvaluationState":
-        """The state of which `plain` made this."""
+        """Return the state of which `plain` made this."""
         return cls(plain["evaluated"], None if plain["best"] is None else Best(**plain["best"]))
 
 
@@ -166,7 +166,7 @@ class Evaluator:
         return answers, sample_rows(questions, generations, scores)
 
     def _better(self, metrics: Mapping[str, float], iteration: int) -> Best | None:
-        """A new best, if this is one."""
+        """Return a new best, if this is one."""
         key = self.task.config.best_metric_key
         if key is None:
             return None
@@ -225,7 +225,9 @@ def score_responses(
     generations: Sequence[Generation],
     questions: list[ScoreRequest],
 ) -> list[Score]:
-    """The score of each response from all rewards; the reward model reads up to its last token, also of cut ones."""
+    """Return the score of each response from all rewards; the reward model reads up to its last token, also of cut
+    ones.
+    """
     scores = scorer.score(questions)
     if reward_model is None:
         return scores

@@ -44,7 +44,7 @@ class ScoredResponses:
 
 
 def flat(groups: Sequence[PromptGroup]) -> ScoredResponses:
-    """The responses of all groups."""
+    """Return the responses of all groups."""
     return ScoredResponses(
         [group.prompt for group in groups for _ in group.scores],
         [generation for group in groups for generation in group.generations],
@@ -76,7 +76,7 @@ def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Useful
 
 
 def longest_needed(groups: Iterable[PromptGroup | None], missing: int, config: DynamicSamplingConfig) -> int | None:
-    """Tokens of the longest response up to the group that makes the batch full; None as long as it is not.
+    """Return the tokens of the longest response up to the group that makes the batch full; None as long as it is not.
 
     Args:
         groups: in the order of the prompts, None for one that is not complete yet; not read beyond the first such.

@@ -240,7 +240,7 @@ def _scored(
 def _with_model_scores(
     model: RewardModel, reward: OnlineRewardConfig, *responses: ScoredResponses
 ) -> tuple[ScoredResponses, ...]:
-    """The responses with the reward model's scores added; it reads up to the last token, also of cut ones."""
+    """Return the responses with the reward model's scores added; it reads up to the last token, also of cut ones."""
     pairs = [pair for found in responses for pair in zip(found.prompts, found.generations, strict=True)]
     with awake(model):
         values = model.scores([as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation in pairs])
@@ -254,7 +254,7 @@ def _with_model_scores(
 
 
 def _evaluate(roles: Roles, settings: OnlineSettings, rollouts: Rollouts, *, needs_old: bool) -> Evaluated:
-    """Log-probs and values under the models as they are before the update."""
+    """Return the log-probs and values under the models as they are before the update."""
     ref = old = values = bootstrap_B = None
     if roles.reference is not None:
         with awake(roles.reference):
@@ -313,7 +313,9 @@ def awake(role: Sleeper) -> Iterator[None]:
 
 
 def _mean(steps: Sequence[dict[str, float]], *, prefix: str) -> dict[str, float]:
-    """Metrics over the optimizer steps of an iteration: means, and maxima of counts and of names that end in `_max`."""
+    """Return the metrics over the optimizer steps of an iteration: means, and maxima of counts and of names that end in
+    `_max`.
+    """
     names = steps[0].keys()
     merge = {name: np.max if name.endswith("_max") or name.startswith("skipped_") else np.mean for name in names}
     return {prefix + name: float(merge[name]([step[name] for step in steps])) for name in names}

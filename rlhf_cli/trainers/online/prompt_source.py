@@ -23,7 +23,7 @@ def planned_iterations(num_prompts: int, settings: OnlineSettings) -> int:
 
 
 def _batches(num_prompts: int, settings: OnlineSettings, *, batch_size: int) -> StepBatches:
-    """Indices of the prompts, in an order of its own in every episode, in batches."""
+    """Return the indices of the prompts, in an order of its own in every episode, in batches."""
     return StepBatches(
         num_prompts, batch_size=batch_size, epochs=settings.rollout.num_episodes, seed=settings.batch.seed
     )
@@ -41,7 +41,7 @@ class RolloutSource:
     tell: Callable[[str], None]
 
     def is_used_up(self, state: LoopState) -> bool:
-        """Whether nothing is left to train on; known beforehand under dynamic sampling alone."""
+        """Return whether nothing is left to train on; known beforehand under dynamic sampling alone."""
         is_taken = state.num_taken == self._num_places and not (state.postponed or state.surplus)
         return self.settings.dynamic is not None and is_taken
 

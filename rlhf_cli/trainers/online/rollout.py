@@ -95,16 +95,16 @@ class Round:
         self._scores |= {self._added[number]: score for number, score in found.items()}
 
     def group(self, slot: int) -> PromptGroup | None:
-        """The responses to the prompt of that number; None if one of them, or its score, is not there."""
+        """Return the responses to the prompt of that number; None if one of them, or its score, is not there."""
         first = slot * self._sampler.num_samples
         return self._group(slot, range(first, first + self._sampler.num_samples))
 
     def groups(self) -> list[PromptGroup | None]:
-        """The responses to all prompts."""
+        """Return the responses to all prompts."""
         return [self.group(slot) for slot in range(len(self._asked))]
 
     def greedy_groups(self) -> list[PromptGroup]:
-        """The greedy response to each prompt, if they were asked for."""
+        """Return the greedy response to each prompt, if they were asked for."""
         first = len(self._requests)
         numbers = range(len(self._asked)) if self._sampler.greedy else range(0)
         found = (self._group(slot, range(first + slot, first + slot + 1)) for slot in numbers)
@@ -139,7 +139,7 @@ class Round:
         return number - sampled if number >= sampled else number // self._sampler.num_samples
 
     def _place(self, number: int) -> GroupPlace:
-        """The place of a response in its group; a greedy one is a group of its own."""
+        """Return the place of a response in its group; a greedy one is a group of its own."""
         place, num_samples = self._asked[self._slot(number)].place, self._sampler.num_samples
         if number >= len(self._requests):
             return GroupPlace(f"{place} greedy", 0, 1)
@@ -171,7 +171,7 @@ class Rollout:
 
 
 def sample_once(sampler: Sampler, asked: Sequence[AskedPrompt], timer: PhaseTimer) -> Rollout:
-    """Every prompt's group, whatever its scores are."""
+    """Return every prompt's group, whatever its scores are."""
     with Round(sampler, asked) as one:
         with timer("generate"):
             sampler.engines.wake_cache()
@@ -265,7 +265,7 @@ def _until_full(num_slots: int, missing: int, config: DynamicSamplingConfig) -> 
 
 
 def _filter_metrics(judged: Sequence[PromptGroup], config: DynamicSamplingConfig) -> dict[str, float]:
-    """Shares of the judged groups by usefulness, and the metrics of all their responses."""
+    """Return the shares of the judged groups by usefulness, and the metrics of all their responses."""
     if not judged:
         return {}
     found = [usefulness(group.scores, config) for group in judged]
@@ -277,12 +277,12 @@ def _filter_metrics(judged: Sequence[PromptGroup], config: DynamicSamplingConfig
 
 
 def request_seed(seed: int, place: int, sample: int, *, num_samples: int) -> int:
-    """The seed of one request; requests are counted through the run by the place of their prompt."""
+    """Return the seed of one request; requests are counted through the run by the place of their prompt."""
     return scattered_seed(seed, place * num_samples + sample)
 
 
 def mean_lengths(groups: Sequence[PromptGroup]) -> dict[str, float]:
-    """Mean response length in tokens by source of the prompts."""
+    """Return the mean response length in tokens by source of the prompts."""
     lengths: dict[str, list[int]] = {}
     for group in groups:
         found = [len(generation.token_ids) for generation in group.generations]

@@ -48,7 +48,7 @@ class OnlineSettings:
         return self.policy.init_kl_coef > 0 and not self.policy.use_kl_loss
 
     def reference_moves(self, iteration: int) -> bool:
-        """Whether the reference moves after this iteration."""
+        """Return whether the reference moves after this iteration."""
         return self.reference.ref_sync_steps > 0 and iteration % self.reference.ref_sync_steps == 0
 
     @property
@@ -78,7 +78,7 @@ class LoopState:
     surplus: Sequence[PromptGroup] = ()
 
     def plain(self) -> dict[str, Any]:
-        """All but the groups, as it goes into JSON."""
+        """Return all but the groups, as it goes into JSON."""
         return {name: value for name, value in vars(self).items() if name != "surplus"}
 
     @property
@@ -88,5 +88,5 @@ class LoopState:
 
 
 def first_state(policy: PolicyConfig) -> LoopState:
-    """The start of a run."""
+    """Return the start of a run."""
     return LoopState(iteration=0, kl_coef=policy.init_kl_coef, entropy_coef=policy.entropy_loss_coef)

@@ -76,7 +76,7 @@ class StepCounts:
 
 
 def count_steps(num_samples: int, batch: BatchConfig, *, iterations: int) -> StepCounts:
-    """Steps of a run of that many iterations over that many samples each."""
+    """Return the steps of a run of that many iterations over that many samples each."""
     last = plan_updates(num_samples, batch, iteration=iterations)
     frozen = max(0, batch.freezing_actor_steps) if isinstance(batch, ActorCriticBatchConfig) else 0
     return StepCounts(actor=(iterations - frozen) * len(last.actor), critic=iterations * len(last.critic))
