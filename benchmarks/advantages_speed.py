@@ -19,7 +19,7 @@ MEAN_LENGTHS = (20, 200, 2_000, 20_000)
 
 
 def make_batch(num_tokens: int, mean_length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards, values and segment bounds; lengths are exponential, as those of sampled responses roughly are."""
+    """Rewards, values and segment bounds; lengths are exponential, roughly as in sampled responses."""
     generator = torch.Generator().manual_seed(0)
     draws = torch.rand(2 * num_tokens // mean_length + 100, generator=generator)
     ends = torch.cumsum((-draws.log() * mean_length).long() + 1, 0)

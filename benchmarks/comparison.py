@@ -1,4 +1,4 @@
-"""What the comparisons with TRL share: one process a run, all variants in turns, and the table of what they measured.
+"""The common part of the comparisons with TRL: one process a run, all variants in turns, and their table of figures.
 
 Which variants there are, and on which data, is the business of the scripts; which trainer TRL runs is in trl_run.py.
 """
@@ -25,9 +25,9 @@ OPTIMIZER_FLAGS = ["--adam_betas", *BETAS, "--lr_warmup_ratio", WARM_UP_SHARE, "
 
 @dataclass(frozen=True)
 class Result:
-    """What one process measured: by step, and the most memory in MiB that it held from its start to its end.
+    """The figures of one process: by step, and the most memory in MiB that it held from its start to its end.
 
-    `course` is what the steps are judged by, a loss or a reward; nothing where there is nothing to judge.
+    `course` judges the steps, by a loss or a reward; it is empty if there is nothing to judge.
     """
 
     seconds: list[float]
@@ -38,7 +38,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Measure:
-    """What a comparison counts, what its course is, and the first steps, which do not count."""
+    """The counted unit of a comparison, its course, and its first steps, which do not count."""
 
     unit: str
     course: str
@@ -71,7 +71,7 @@ class Setting:
 
 
 Variant = Callable[[Setting, str], Result]
-"""(setting, name of the variant) -> what one run of it measured."""
+"""(setting, name of the variant) -> the figures of one run of it."""
 
 
 def run_rlhf(setting: Setting, name: str, *, command: str, flags: list[str]) -> Result:
@@ -127,7 +127,7 @@ def run_script(
 def run_spec(
     folder: Path, name: str, *, script: str, spec: dict[str, Any], environment: dict[str, str]
 ) -> tuple[dict[str, Any], float]:
-    """Run a script beside this one: what it wrote to the file its specification names, and its peak memory in MiB."""
+    """Run a script beside this one. Return the contents of its result file, and its peak memory in MiB."""
     stem, result = Path(script).stem, folder / f"{name}.result.json".replace(" ", "_")
     given = folder / f"{stem}.json"
     given.write_text(json.dumps(spec | {"result": str(result)}))
@@ -149,7 +149,7 @@ def trl_environment(folder: Path) -> dict[str, str]:
 
 
 def install_trl(folder: Path) -> None:
-    """TRL alone, in a folder of its own; what it needs is installed already."""
+    """TRL alone, in a folder of its own; its dependencies are installed already."""
     if not (folder / "trl" / "trl").is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder / "trl"), TRL]
         subprocess.run(command, check=True)
@@ -172,7 +172,7 @@ def in_turns(
 
 
 def figure(speed: float) -> str:
-    """A speed in digits, those behind the point where they count."""
+    """Return a speed in digits, with decimals if they count."""
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:.2f}"
 
 

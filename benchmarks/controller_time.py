@@ -5,7 +5,7 @@
 The loop, dealing to ranks and engines, making bytes of what travels, decoding, advantages, metrics and samples with
 their files are real and count; ranks, engines and rewards are fakes whose time does not (driver_fakes.py). It is PPO
 with a critic and a reference in two optimizer steps, the most that a driver has to do. Prints milliseconds an
-iteration and by which power of the samples they grow, and writes a chart. Exits with 1 where that is not linear.
+iteration and by which power of the samples they grow, and writes a chart. Exits with 1 if the growth is not linear.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def fake_roles(elsewhere: Elsewhere, settings: OnlineSettings, *, num_ranks: int
 
 
 def iteration_seconds(material: Material, *, num_samples: int, num_ranks: int, iterations: int) -> list[float]:
-    """The driver's own seconds for each iteration of a run, without those that warm up."""
+    """Return the driver's own seconds for each iteration of a run, without warm-up."""
     elsewhere, settings = Elsewhere(), settings_of(num_samples)
     marks: list[float] = []
     total = iterations + WARM_UP_ITERATIONS
@@ -143,7 +143,7 @@ def iteration_seconds(material: Material, *, num_samples: int, num_ranks: int, i
 def growth(seconds: Mapping[int, float]) -> float:
     """The power of the samples by which time grows: 1 is linear, less where every iteration has a fixed part.
 
-    Least squares over the logarithms of the larger half of the sizes, where the fixed part counts least.
+    Least squares over the logarithms of the larger half of the sizes, in which the fixed part counts least.
     """
     sizes = sorted(seconds)[-max(2, (len(seconds) + 1) // 2) :]
     return float(np.polyfit(np.log(sizes), np.log([seconds[size] for size in sizes]), deg=1)[0])

@@ -28,7 +28,7 @@ PEER = "TRL"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tokenised, for which model, and where caches and results go."""
+    """The data to tokenise, the model, and the folders of caches and results."""
 
     folder: Path
     rows: Path
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Seconds that a way took, and what it made."""
+    """The seconds of one way, and its result."""
 
     seconds: float
     tokens: int
@@ -73,7 +73,7 @@ def by_trl(setting: Setting, *, num_proc: int | None) -> Prepared:
 
 
 def ways(setting: Setting) -> dict[str, Callable[[], Prepared]]:
-    """Every way to prepare the rows, in the order of a round; the second finds what the first kept."""
+    """Every way to prepare the rows, in the order of a round; the second finds the cache of the first."""
     cores = os.cpu_count()
     return {
         "rlhf": partial(by_rlhf, setting),
@@ -88,7 +88,7 @@ def one_round(setting: Setting) -> dict[str, float]:
     empty_cache(setting.folder)
     found = {name: way() for name, way in ways(setting).items()}
     ours, theirs = found["rlhf"], found[PEER]
-    # What the template writes behind the end of turn is not trained here, and is there.
+    # The text that the template writes behind the end of turn is not trained here, and is there.
     if len({made.tokens for made in found.values()}) > 1 or ours.trained > theirs.trained:
         raise SystemExit(f"the ways do not make the same tokens: {found}")
     return {name: made.seconds for name, made in found.items()}

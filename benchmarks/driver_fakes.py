@@ -1,7 +1,7 @@
 """What answers the driver of an online run in controller_time.py: ranks, engines and rewards that take no time of it.
 
-Answers are constants, or were drawn before. Time spent here is kept apart, but for what the driver does itself for a
-call: choosing who gets what, and making bytes of it.
+Answers are constants, or were drawn before. Time spent here is kept apart, but for the driver's own work for a
+call: dealing values to ranks, and making bytes of them.
 """
 
 import pickle
@@ -38,7 +38,7 @@ class Elsewhere:
 
 
 class FakeRanks:
-    """Ranks of a role; what they are sent and what they answer becomes bytes in the driver, as under Ray."""
+    """Ranks of a role; their arguments and results become bytes in the driver, as under Ray."""
 
     def __init__(self, elsewhere: Elsewhere, *, moments: Sequence[str] = ()) -> None:
         self._elsewhere = elsewhere

@@ -5,10 +5,10 @@
 packing    forward and backward over the same sequences, packed and padded
 logits     log-probabilities in chunks against the whole matrix of logits: time and peak memory
 training   whole DeepSpeed steps: tokens/s, share of the GPU's peak (MFU), sleep and wake of the trainer
-rollout    vLLM, where it is installed: tokens/s, sleep and wake of the engine, push of weights by ipc
+rollout    vLLM, if it is installed: tokens/s, sleep and wake of the engine, push of weights by ipc
 
 Random weights in the shape of Qwen2.5's models, so that nothing is downloaded. Needs torch, transformers and
-DeepSpeed. Ends with 2 where no GPU is visible.
+DeepSpeed. Ends with 2 if no GPU is visible.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PEAK_TFLOPS = (
 
 
 def peak_tflops(name: str) -> float | None:
-    """Peak of the GPU of this name, None where it is not listed."""
+    """Return the peak of the GPU of this name, None if it is not listed."""
     return next((float(peak) for part, peak in PEAK_TFLOPS if part in name), None)
 
 

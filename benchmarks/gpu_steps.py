@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Files:
-    """What the commands read, and the folder for what they write."""
+    """The inputs of the commands, and the folder for their output."""
 
     model: Path
     rows: Path

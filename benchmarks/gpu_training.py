@@ -53,7 +53,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result: what was measured under which setting, figures by their unit."""
+    """One line of the result: a setting, and its figures by their unit."""
 
     part: str
     setting: str
@@ -119,10 +119,10 @@ def padded_tensors(batch: Sequence[TokenSequence], device: torch.device) -> dict
 
 @dataclass(frozen=True)
 class Cost:
-    """What one repetition took."""
+    """The time and memory of one repetition."""
 
     seconds: float
-    peak_gib: float | None  # None where the device does not count it
+    peak_gib: float | None  # None if the device does not count it
 
 
 def measure(run: Callable[[], object], scale: Scale) -> Cost | None:

@@ -12,7 +12,7 @@ both have 128 tokens. Responses differ, as samplers do; rewards have to take abo
 
 Prints trained samples per second without the first step, which is start-up; ratios to TRL's best setting; the course of
 the rewards; and an iteration of `rlhf` beside its parts alone (grpo_parts.py): vLLM's generation, and forward and
-backward. The memory of `rlhf` is that of all its processes.
+backward. The memory of `rlhf` is the sum over all its processes.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def run_part(setting: Setting, name: str, *, part: str, dtype: str) -> Result:
 
 
 def part_name(part: str, dtype: str) -> str:
-    """What a part alone is called in the table."""
+    """The names of the parts alone in the table."""
     return f"{part} alone {dtype}"
 
 
@@ -192,7 +192,7 @@ def courses(results: Mapping[str, Sequence[Result]]) -> str:
 
 
 def beside_parts(results: Mapping[str, Sequence[Result]], dtype: str) -> str | None:
-    """An iteration of `rlhf` beside the sum of its parts alone; None where one of them was not measured."""
+    """Return an iteration of `rlhf` beside the sum of its parts alone; None if a part was not measured."""
     names = [f"rlhf {dtype}", part_name("generation", dtype), part_name("training", dtype)]
     if not all(name in results for name in names):
         return None

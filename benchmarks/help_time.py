@@ -2,7 +2,7 @@
 
     python benchmarks/help_time.py [RUNS]
 
-Exits 1 where one takes longer than the limit. Counts user and system time of the process, so that a busy machine
+Exits with 1 if one takes longer than the limit. Counts user and system time of the process, so that a busy machine
 changes little.
 """
 

@@ -28,7 +28,7 @@ def dense_logprobs(hidden_KD: torch.Tensor, weight_VD: torch.Tensor, targets_K: 
 
 
 class PeakMemory:
-    """Bytes above what was in use at the start, at most, on the device of a tensor."""
+    """The largest growth in bytes since the start, on the device of a tensor."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -56,7 +56,7 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, float]:
     hidden = torch.randn(options.tokens, options.hidden, dtype=dtype, device=device, requires_grad=True)
     weight = torch.randn(options.vocabulary, options.hidden, dtype=dtype, device=device).mul_(0.02).requires_grad_()
     targets = torch.randint(options.vocabulary, (options.tokens,), device=device)
-    # Loads what the first backward pass and the first matrix products load, so that it is not counted.
+    # Loads the libraries of the first backward pass and matrix products, so that they are not counted.
     token_logprobs(hidden[:2], weight[:64], targets[:2] % 64)[0].sum().backward()
     hidden.grad = weight.grad = None
 

@@ -1,11 +1,11 @@
-"""Host memory over the iterations of an online run: it has to stay where it is once everything has been touched.
+"""Host memory over the iterations of an online run: it has to stay the same once everything has been touched.
 
     python benchmarks/memory_iterations.py [--iterations 200] [--rollout_backend vllm] [--param_dtype fp32]
         [--folder DIR]
 
 Runs `rlhf ppo` with actor, critic, reference and a rollout engine on a tiny model and reads the memory of all processes
 of the run from its metrics.jsonl. Prints the memory over fifths of the run and a line through all but the first, and
-writes a chart. Exits with 1 where the line rises by more than the limit.
+writes a chart. Exits with 1 if the line rises by more than the limit.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 Runs `rlhf ppo` with the 11M-parameter Qwen2 of the other benchmarks, critic and reference included, and reads its
 metrics.jsonl. Work is generation, forward passes and training; everything else (rewards, advantages, the push of
-weights, and what no phase accounts for) is overhead, and has to stay below 15 %. Exits with 1 where it does not.
+weights, and time outside of all phases) is overhead, and has to stay below 15 %. Exits with 1 if it does not.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def shares(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def overhead(parts: Mapping[str, float]) -> float:
-    """What is not generation, forward passes or training."""
+    """Everything but generation, forward passes and training."""
     return sum(share for name, share in parts.items() if name not in WORK)
 
 

@@ -4,14 +4,14 @@
 
 Everything is as in sft_vs_trl.py: the 11M-parameter model, a process for each run, the same tokens in the same order
 from the same weights with the same batch size, optimizer and schedule. `kto` takes twice as many responses in a step
-as the others take pairs. Trained tokens are those of the responses, of both sides of a pair.
+as the others take pairs. Trained tokens are the tokens of the responses, of both sides of a pair.
 
-A precomputed reference is not in the seconds of the steps, but its memory counts: no run finds that of another. TRL
-1.16 ignores padding_free for dpo, so there is no such setting here.
+A precomputed reference is not in the seconds of the steps, but its memory counts: no run finds another run's reference.
+TRL 1.16 ignores padding_free for dpo, so there is no such setting here.
 
 The mismatched responses by which kto measures its baseline differ, and so do the baselines: TRL shifts responses by one
-within what it takes at once, `rlhf` takes a partner from far off that no batch size changes. Losses of kto are compared
-where there is no baseline, in apo_zero_unpaired.
+within a micro-batch, `rlhf` takes a partner from far off that no batch size changes. Losses of kto are compared
+in apo_zero_unpaired, which has no baseline.
 """
 
 import argparse

@@ -31,7 +31,7 @@ CHARTS = {"cost": "us a token", "peak_memory": "peak memory, MiB"}
 
 @dataclass(frozen=True)
 class Point:
-    """What a run of a command measured on `rows` rows a step, whose sequences have `length` tokens."""
+    """The figures of a command on `rows` rows a step, whose sequences have `length` tokens."""
 
     command: str
     length: int
@@ -46,7 +46,7 @@ class Point:
 
     @property
     def cost(self) -> float:
-        """Microseconds of a token: where they do not change, time is linear."""
+        """Return the microseconds of a token: if they do not change, time is linear."""
         return self.seconds / self.tokens * 1e6
 
 

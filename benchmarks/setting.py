@@ -1,4 +1,4 @@
-"""What the benchmarks share: the small model, word problems to train it on, and a line about the machine.
+"""The common part of the benchmarks: the small model, word problems to train it on, and a line about the machine.
 
 Leaves out all measuring.
 """
@@ -97,7 +97,7 @@ def run_quietly(command: list[str], *, log: Path, environment: dict[str, str] | 
 
 
 def peak_memory(pid: int) -> float:
-    """The most memory in MiB that a running process has held so far; 0 where Linux does not say or it has ended."""
+    """Return the most memory in MiB that a running process has held so far; 0 if Linux does not report it."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

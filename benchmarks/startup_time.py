@@ -1,8 +1,8 @@
-"""Where the time goes from a command to its first step or iteration, and from its last line to its end.
+"""The use of time from a command to its first step or iteration, and from its last line to its end.
 
     python benchmarks/startup_time.py [COMMAND ...]
 
-Trains a tiny model for two steps or iterations with each command: sft, ppo and grpo, or those that are named. Prints
+Trains a tiny model for two steps or iterations with each command: sft, ppo and grpo, or the named ones. Prints
 the seconds of the wall until each line, and for each process when it began and the CPU time that it took. To be run
 with nothing beside it.
 """
@@ -20,7 +20,7 @@ import psutil
 from setting import RLHF, machine
 
 POLL_SECONDS = 0.1
-MARKS = {  # what a line begins with -> what has happened by then
+MARKS = {  # start of a line -> the event it reports
     "Starting on": "Ray has started",
     "  Output": "everything is built",
     "step 1": "the first step is done",
@@ -96,7 +96,7 @@ def watch_processes(command: subprocess.Popen, begin: float, lives: dict[int, Li
 
 
 def note(process: psutil.Process, begin: float, lives: dict[int, Life]) -> None:
-    """Write down what a process is called by now and the CPU time that it has taken."""
+    """Write down the present name of a process and the CPU time that it has taken."""
     try:
         title, times = " ".join(process.cmdline()), process.cpu_times()
     except psutil.Error:

@@ -20,7 +20,7 @@ NOT_TRAINED = -100
 
 
 class TimedSFT(SFTTrainer):
-    """Counts the seconds of preparing alone, without those of making a trainer."""
+    """Counts the seconds of the preparation, without the construction of a trainer."""
 
     seconds: float
 

@@ -3,7 +3,7 @@
     python trl_run.py SPEC.json
 
 The rows arrive tokenised, so that both programs train the same tokens; they are taken in their order. Prints nothing:
-the result (seconds, what was trained, and loss or reward of every step) is written to the file that the specification
+the result (seconds, trained units, and loss or reward of every step) is written to the file that the specification
 names.
 """
 
@@ -66,7 +66,7 @@ class TokenisedDPO(EarlierRates, DPOTrainer):
 
 
 class TokenisedKTO(EarlierRates, KTOTrainer):
-    """Only adds the mismatched responses, as the parent class does: each row has that of the row before it."""
+    """Only adds the mismatched responses, as the parent class does: each row has the response of the row before it."""
 
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: KTOConfig, *names: Any) -> Dataset:
         def shifted(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -84,9 +84,9 @@ class SampledGRPO(EarlierRates, GRPOTrainer):
 
 @dataclass(frozen=True)
 class Kind:
-    """A trainer, what it trains, and how much of a row of its data set counts as trained: tokens, or responses to it.
+    """A trainer, its model, and how much of a row of its data set counts as trained: tokens, or responses to it.
 
-    `course` is what it logs for every step and is judged by; `arguments` are for the trainer alone.
+    `course` is the metric that it logs for every step and that judges it; `arguments` are for the trainer alone.
     """
 
     trainer: Callable[..., Any]

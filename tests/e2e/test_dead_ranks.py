@@ -22,7 +22,7 @@ NOTICED_SECONDS = 30.0
 
 
 class Rank:
-    """What a worker holds: computes for longer than the test may take."""
+    """The object of a worker: computes for longer than the test may take."""
 
     def pid(self) -> int:
         return os.getpid()

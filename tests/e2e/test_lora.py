@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def merge(model: Path, output: Path, *words: object) -> None:
-    """`rlhf merge` in this process, which has imported what it needs."""
+    """`rlhf merge` in this process, which has imported the libraries."""
     assert cli.main([str(word) for word in ("merge", "--model", model, "--output", output, *words)]) == 0
 
 
@@ -157,7 +157,7 @@ def test_actor_and_critic_train_adapters_online_and_engines_sample_from_the_merg
     assert {path.stem for path in (place / "ppo" / "logs").glob("*-*.log")} == {"actor-0", "critic-0", "engine-0"}
     assert first["kl"] == 0.0  # a new adapter changes nothing, and the reference is the model under it
     assert abs(second["kl"]) > 1e-4
-    # From the adapter on: before the first iteration the engines get what it has learned.
+    # From the adapter on: before the first iteration the engines get its weights.
     exact = ("--rollout_backend", "transformers", "--param_dtype", "fp32", "--max_iterations", 1)
     (third,) = sums_online(place, "rloo", "--pretrain", place / "ppo", *exact, "rloo")
     assert abs(third["kl"]) > 1e-4

@@ -127,7 +127,7 @@ def test_code_outside_the_program_decides_a_run_in_all_its_processes(model, tmp_
     assert metrics["reward"] == metrics["reward/digits"] > 0
     leads = [lead for start in range(0, 12, 3) for lead in leads_over_median(samples[start : start + 3])]
     assert metrics["advantage_abs"] == pytest.approx(mean(map(abs, leads)))
-    # The ratio is 1 in the only step, so the loss is twice that of REINFORCE, but for the correction of the rollout.
+    # The ratio is 1 in the only step, so the loss is twice REINFORCE's, but for the correction of the rollout.
     assert metrics["policy_loss"] == pytest.approx(-2 * mean(leads), rel=0.01)
     assert (output / "course.csv").read_text().split() == [f"1,reward,{metrics['reward']}"]
 

@@ -129,7 +129,7 @@ def wait_for_an_iteration(output: Path, process: subprocess.Popen) -> None:
 
 
 def kill_driver(process: subprocess.Popen, *, seconds: float = 30) -> None:
-    """kill -9 of the command alone: what it started, its Ray included, has to notice by itself and end."""
+    """Kill the command alone with -9: its processes, Ray included, have to notice by themselves and end."""
     started = psutil.Process(process.pid).children(recursive=True)
     assert {"raylet", "gcs_server"} <= {child.name() for child in started}
     process.kill()

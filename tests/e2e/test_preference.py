@@ -57,7 +57,7 @@ class Place:
 
     @property
     def caches(self) -> dict[str, str]:
-        """Variables of commands that keep what they compute in this folder."""
+        """Variables of commands that keep their results in this folder."""
         built = os.environ.get("TORCH_EXTENSIONS_DIR", get_default_build_root())
         return {"TORCH_EXTENSIONS_DIR": built, "XDG_CACHE_HOME": str(self.folder / "cache")}
 

@@ -1,4 +1,4 @@
-"""Two real ranks compute what one rank does, at every ZeRO stage, and go on from their checkpoints to the bit."""
+"""Two real ranks compute as one rank does, at every ZeRO stage, and continue from their checkpoints to the bit."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def start_ranks(num_ranks: int, models: list[str], folder: Path) -> list[subproc
 
 @pytest.fixture(scope="module")
 def results(tiny_model_dir, tiny_moe_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
-    """What each rank has found, by (rank, number of ranks)."""
+    """The findings of each rank, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("ranks")
     processes = {n: start_ranks(n, [tiny_model_dir, tiny_moe_dir], folder) for n in (1, 2)}
     found = {}

@@ -28,7 +28,7 @@ ANY_GROUP = SMALL["FLAGS"] + " --dynamic_filtering_reward_range -9 9"  # every a
 
 
 def run(*words: str, **environment: str) -> str:
-    """What a command says that has to succeed; `rlhf` is that of this Python."""
+    """Return the output of a command that has to succeed; `rlhf` belongs to this Python."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path} | environment
     done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=500)

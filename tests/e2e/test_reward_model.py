@@ -62,7 +62,7 @@ def sample_rows(run: Path) -> list[dict]:
 
 
 def test_rewards_are_the_scores_of_the_reward_model(folder, run):
-    """Recomputed from the text with transformers, one sequence at a time, where the text gives back its tokens."""
+    """Recomputed from the text with transformers, one sequence at a time, if the text gives back its tokens."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "rm" / "model")
     model = AutoModelForSequenceClassification.from_pretrained(folder / "rm" / "model", dtype=torch.float32)
     model.config.pad_token_id = None  # else transformers looks for the last token before the padding

@@ -58,7 +58,7 @@ def test_a_run_goes_on_without_a_killed_server_and_ends_by_name_without_any(
     servers[0].process.kill()
     servers[0].process.wait()
     wait_for_iterations(output, process, num_iterations(output) + 4)
-    servers[1].process.send_signal(signal.SIGSTOP)  # it holds its connections and says nothing
+    servers[1].process.send_signal(signal.SIGSTOP)  # it holds its connections and answers nothing
     began = time.monotonic()
     said, _ = process.communicate(timeout=120)
     assert time.monotonic() - began < 60

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 PATIENCE = 240  # seconds for anything: the machine may be busy with other things
 STEPS, SAVE_STEPS = 24, 3
 MARK = "RLHF_TEST_RUN"
-UNEQUAL = ("time/", "perf/", "memory/")  # metrics that say how fast it was
+UNEQUAL = ("time/", "perf/", "memory/")  # metrics of speed and memory
 RLHF, DEEPSPEED, TORCHRUN = (str(Path(sys.executable).parent / name) for name in ("rlhf", "deepspeed", "torchrun"))
 LAUNCHERS = {
     "one process": [RLHF, "sft"],
@@ -61,7 +61,7 @@ class Running:
         wait_until(lambda: "\nstep " in self.log.read_text(), what="a step is done", running=self)
 
     def press_ctrl_c(self) -> None:
-        """What a terminal does: the signal goes to the foreground process group."""
+        """Send the signal to the foreground process group, as a terminal does."""
         os.killpg(self.main.pid, signal.SIGINT)
 
     def wait(self) -> int:
@@ -244,7 +244,7 @@ def kill_while_writing(place: Place, name: str, *, launcher: str) -> None:
 
 
 def stop(place: Place, name: str, *, launcher: str, press: Callable[[Running], None]) -> None:
-    """Ask for a stop after a step; it must be done, saved and said."""
+    """Ask for a stop after a step; it must end, save and report so."""
     running = place.start(name, launcher, "--load_checkpoint")
     running.wait_for_a_step()
     press(running)

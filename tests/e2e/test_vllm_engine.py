@@ -72,7 +72,7 @@ def engine(model_dir):
 
 @pytest.fixture(scope="module")
 def first_responses(engine):
-    """What the engine answers before anything else was asked of it."""
+    """The engine's responses before any other request."""
     return engine.generate(REQUESTS, SAMPLING)
 
 

@@ -105,7 +105,7 @@ GENERATION = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 OPENING = {"Qwen 3": "<think>\n\n</think>\n\n"}
-"""What a template writes after the generation prompt of the last turn, and the model has to generate, by name."""
+"""The text after the generation prompt of the last turn that the model has to generate, by template."""
 TRAINABLE = {
     "ChatML": CHATML,
     "Qwen 2.5": QWEN_2_5,

@@ -1,4 +1,4 @@
-"""A vLLM engine under test: its tiny model, its requests, and the trainer's log-probs of what it answers."""
+"""A vLLM engine under test: its tiny model, its requests, and the trainer's log-probs of its responses."""
 
 import asyncio
 from pathlib import Path

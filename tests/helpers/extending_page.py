@@ -1,4 +1,4 @@
-"""Files of code that docs/extending.md shows, written out as the page says."""
+"""Files of code that docs/extending.md shows, written out as the page describes."""
 
 import re
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""`rlhf` commands that are forked from one process that has imported what they need.
+"""`rlhf` commands that are forked from one process that has imported their libraries.
 
-A command imports torch, transformers and the program for five seconds before it does anything. Tests that look at what
-a command leaves, or that stop it with a signal, need not wait for that each time. Tests of launchers and of a second
+A command imports torch, transformers and the program for five seconds before it does anything. Tests that look at the
+output of a command, or that stop it with a signal, need not wait for that each time. Tests of launchers and of a second
 Ctrl-C start their own processes.
 
 The server is this file as a program: it reads one request a line, forks, and answers with the process id and, when the
@@ -39,12 +39,12 @@ SECONDS = 600.0
 
 
 def run_rlhf(*words: object, status: int = 0, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command and return what it prints on both outputs.
+    """Run a command and return its text on both outputs.
 
     Args:
         words: the command's words, without `rlhf`.
         status: the exit status that the command must have.
-        environment: variables that the command has besides those of this process.
+        environment: variables that the command has besides the variables of this process.
     """
     with started_rlhf(*words, environment=environment, is_leader=False) as command:
         return command.finish(status=status)
@@ -89,7 +89,7 @@ class Command:
         return psutil.pid_exists(self._pid)  # the server takes the exit status of a command at once
 
     def printed(self) -> str:
-        """Return what the command has printed up to now on both outputs."""
+        """Return the text of the command on both outputs up to now."""
         self._output.seek(0)
         return self._output.read()
 
@@ -101,7 +101,7 @@ class Command:
             os.killpg(self._pid, signum)
 
     def finish(self, *, status: int = 0, seconds: float = SECONDS) -> str:
-        """Wait for the end of the command, which must have this exit status; return what the command has printed."""
+        """Wait for the end of the command, which must have this exit status; return its text."""
         found = self._wait(seconds)
         assert found == status, self.printed()
         return self.printed()

@@ -30,7 +30,7 @@ def joined(opening: str, closing: str, between: str = "") -> Callable[[list[dict
 class Family:
     """A template with its special tokens, the first of which ends a turn.
 
-    `says` is how the assistant's text is written, `calls` its tool calls (None where there is no place for them), and
+    `says` writes the assistant's text, `calls` its tool calls (None if there is no place for them), and
     `thinks` whether thoughts of the last turn stay.
     """
 
@@ -229,7 +229,7 @@ MISTRAL_7B = (  # the system prompt stands in the last turn, if that is the user
     ).replace("ANSWER", "' ' + message.content")
 )
 
-PHI_3 = (  # what tools say is left out; an end of text behind everything
+PHI_3 = (  # results of tools are left out; an end of text behind everything
     "{% for message in messages %}"
     "{% if message.role in ('system', 'user', 'assistant') %}"
     "{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endif %}"
@@ -334,4 +334,4 @@ FAMILIES = {
     "DeepSeek V3": Family(DEEPSEEK_V3.replace("OPENED", ""), DEEPSEEK_SPECIALS, **DEEPSEEK),
     "DeepSeek R1": Family(DEEPSEEK_V3.replace("OPENED", "<think>\\n"), DEEPSEEK_SPECIALS, **DEEPSEEK),
 }
-"""Templates by the model they are in the manner of; `system` is False where there is no place for a system message."""
+"""Templates in the manner of models, by name; `system` is False if there is no place for a system message."""

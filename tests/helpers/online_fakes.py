@@ -37,7 +37,7 @@ class FakeModel:
         self.updates: list[tuple[list[Sample], list[list[int]]]] = []
         self.on_policy: list[bool] = []
         self.weights: list[LossWeights | None] = []
-        self.found: dict[str, float] = {}  # what each step of an update reports besides
+        self.found: dict[str, float] = {}  # further metrics of each step of an update
         self.error: Exception | None = None
 
     def _note(self, what: str) -> None:
@@ -92,7 +92,7 @@ class FakeEngines:
         self.journal = journal
         self.requests: list[list[GenerationRequest]] = []
         self.sampling: list[SamplingParams] = []
-        self.arrives: Callable[[int, Generation], float] = lambda number, response: number  # first what is least
+        self.arrives: Callable[[int, Generation], float] = lambda number, response: number  # the least comes first
         self.limits: list[int] = []
         self.longest = 4
         self._left: list[tuple[int, Generation]] = []
@@ -138,7 +138,7 @@ class FakeEngines:
 
 
 class FakeScorer:
-    """A response is worth its length; `fails` says which of an iteration's responses cannot be scored."""
+    """A response is worth its length; `fails` selects the responses of an iteration that cannot be scored."""
 
     def __init__(self, journal: list[str], fails: Callable[[int], bool]) -> None:
         self.journal, self.fails = journal, fails

@@ -135,7 +135,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of some steps."""
+    """The results of some steps."""
 
     metrics: list[dict[str, float]]
     weights: dict[str, torch.Tensor]

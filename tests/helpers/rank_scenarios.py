@@ -1,6 +1,6 @@
-"""What one rank does in the tests of several ranks: `python rank_scenarios.py MODEL OUT`, with a rank's environment.
+"""The work of one rank in the tests of several ranks: `python rank_scenarios.py MODEL OUT`, with a rank's environment.
 
-Every scenario runs on one rank and on two; the tests compare what each rank has written.
+Every scenario runs on one rank and on two; the tests compare the files of all ranks.
 """
 
 import sys
@@ -111,7 +111,7 @@ def average(model: str, stage: int) -> dict[str, torch.Tensor]:
 
 
 def moved(model: str) -> dict[str, torch.Tensor]:
-    """A frozen, partitioned policy that has moved halfway to zero; the first rank says where to."""
+    """A frozen, partitioned policy that has moved halfway to zero; the first rank decides the place."""
     hf_model, module = load_policy(model, 3)
     FrozenEngine(module, DeepSpeedConfig(zero_stage=3), param_dtype="fp32")
     named = list(hf_model.named_parameters())
@@ -183,7 +183,7 @@ def evaluation(model: str) -> dict[str, float]:
 
 
 def decisions() -> list[Any]:
-    """What the first rank's number and its refusal become on this rank."""
+    """Return the number and the refusal of the first rank, as this rank gets them."""
 
     def refuse() -> None:
         raise UsageError(f"rank {dist.get_rank()} refuses")

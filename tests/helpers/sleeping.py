@@ -26,7 +26,7 @@ def trained_weights(
     between: Callable[[DeepSpeedEngine, PolicyModel], AfterStep] = do_nothing,
     sleeps: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the weights after three steps; `between` gives what is called after each of them."""
+    """Return the weights after three steps; `between` is called after each of them."""
     module = PolicyModel(load(model, stage, lora_rank=lora_rank, dtype="bf16"))
     engine = DeepSpeedEngine(
         module,

@@ -28,7 +28,7 @@ class Trained:
             (ValueModel if value else PolicyModel)(self.hf_model), stage, dtype=dtype, learning_rate=0.02
         )
         if value:
-            self.hf_model.config.reward_mean = 0.25  # what `rlhf rm` says of its model
+            self.hf_model.config.reward_mean = 0.25  # as `rlhf rm` writes
             batches = [Layout().share().micro_batches(Items(make_sequences(6)), np.arange(6))[0] for _ in range(2)]
             for packs in batches:
                 engine.train_step(packs, lambda model, batch: ((model(batch) - 1).square().mean(), {}))
@@ -44,7 +44,7 @@ class Trained:
         self.checkpoint = store.path(2)
 
     def outputs(self):
-        """What the model in training gives, padded attention instead of packs."""
+        """Return the outputs of the model in training, with padded attention instead of packs."""
         return outputs(self.hf_model)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark scripts compute themselves, checked by hand; their measuring parts run at toy size."""
+"""The benchmark scripts' own computations, checked by hand; their measuring parts run at toy size."""
 
 import importlib
 import json

@@ -34,7 +34,7 @@ ROOT_FLAGS = {"--help", "--version", "--install-completion", "--show-completion"
 
 
 class Command(NamedTuple):
-    """A documented command: where it is, and its words after `rlhf`."""
+    """A documented command: its place, and its words after `rlhf`."""
 
     where: str
     words: list[str]
@@ -53,7 +53,7 @@ def code_of(text: str) -> Iterator[tuple[int, str]]:
 
 
 def logical_lines(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """The same lines with those that end in a backslash joined to the next."""
+    """Return the lines, each line that ends in a backslash joined to the next."""
     start, joined = 0, ""
     for number, line in lines:
         start, joined = start or number, joined + line.strip().removesuffix("\\") + " "
@@ -121,7 +121,7 @@ def after_program(words: list[str]) -> list[str]:
 
 
 def check(words: list[str]) -> None:
-    """Raise UsageError, naming what is wrong, unless the words after `rlhf` are a valid command line."""
+    """Raise UsageError, which names the fault, unless the words after `rlhf` are a valid command line."""
     words = [word for word in words if not word.startswith("--local_rank")]
     if not words or words[0].startswith("-") or words[0].isupper():  # `rlhf --help`, `rlhf COMMAND --help`
         unknown = [word for word in words if word.startswith("-") and word not in ROOT_FLAGS]
@@ -161,7 +161,7 @@ def parse(cls: type[BaseModel], words: list[str]) -> None:
 
 
 def without_placeholders(words: list[str], known: Mapping[str, Flag]) -> list[str]:
-    """The words with `$SEED`, `<seed>` and `SEED` replaced by the default where a flag takes no text; a variable inside
+    """The words with `$SEED`, `<seed>` and `SEED` replaced by the default if a flag takes no text; a variable inside
     a word counts as a number."""
     replaced = list(words)
     for number, word in enumerate(words):
@@ -177,7 +177,7 @@ def without_placeholders(words: list[str], known: Mapping[str, Flag]) -> list[st
 
 
 def least_of_the_rest(words: list[str], known: Mapping[str, Flag]) -> list[str]:
-    """What has to be added for the words to be a whole command."""
+    """Return the words that make these words a whole command."""
     flags = {underscores(word.split("=", 1)[0]).removeprefix("__") for word in words if word.startswith("--")}
     missing = [flag for flag in known.values() if flag.required and flag.name not in flags]
     added = [part for flag in missing for part in (f"--{flag.name}", str((flag.choices or ("x",))[0]))]

@@ -24,8 +24,6 @@ CONSTRUCTS = {
 }
 WIDEST = 1.0
 BOUNDS: dict[str, tuple[float, float, float, float]] = {
-    "benchmarks": (7.0, 3.7, 1.0, 2.0),
-    "tests": (7.9, 1.9, 2.6, 1.0),
     "pages": (2.3, 1.0, 1.0, 1.0),
 }
 

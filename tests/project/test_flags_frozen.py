@@ -17,7 +17,7 @@ from rlhf_cli.options import build_config, from_yaml, to_yaml
 
 FROZEN = Path(__file__).with_name("flags.txt")
 UPDATE = "UPDATE_FLAGS=1 .venv/bin/python -m pytest tests/project/test_flags_frozen.py"
-# What a command needs besides its required settings, for checks that look at several settings at once.
+# Settings that a command needs besides its required ones, for checks that look at several settings at once.
 ALSO_NEEDED = {"reward_funcs": "gsm8k"}
 EVALUATED = {"eval_dataset": "x"}
 # Settings that are only valid together with others.
@@ -64,7 +64,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "use_kl_loss": {"kl_estimator": "k3"},
     "zpg": {"zero_stage": "3"},
 }
-# Samples where the type alone does not give a valid one.
+# Valid values of settings whose type alone does not give one.
 SAMPLES = {
     "advantage_estimator": "math:hypot",
     "best_metric_key": "eval/reward",

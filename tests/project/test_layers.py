@@ -38,7 +38,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def imported_on_load(tree: ast.Module) -> set[str]:
-    """The same, leaving out what is inside functions and under `if TYPE_CHECKING`."""
+    """Return the same without imports inside functions and under `if TYPE_CHECKING`."""
     names = set()
     nodes: list[ast.AST] = list(tree.body)
     while nodes:
@@ -55,7 +55,7 @@ def imported_on_load(tree: ast.Module) -> set[str]:
 
 
 def offences(name: str, source: str) -> list[str]:
-    """What a module breaks: `name` is its path in the package, 'trainers/offline/loop.py'."""
+    """Return the rules that a module breaks: `name` is its path in the package, 'trainers/offline/loop.py'."""
     member = name.split("/")[0].removesuffix(".py")
     tree = ast.parse(source)
     everywhere = imported(tree)

@@ -343,7 +343,7 @@ def test_value_objective_and_explained_variance_add_up_over_micro_batches() -> N
 
 @pytest.mark.parametrize(
     ("kind", "weights"),
-    # What a token weighs: 1 of the 4; 1 of 2 responses with 3 and 1; 1 of 2 responses of up to 5.
+    # The weight of a token: 1 of the 4; 1 of 2 responses with 3 and 1; 1 of 2 responses of up to 5.
     [("token_mean", [1 / 4] * 4), ("seq_mean", [1 / 6, 1 / 6, 1 / 6, 1 / 2]), ("seq_sum_norm", [1 / 10] * 4)],
 )
 def test_the_mean_of_the_value_loss_is_the_actors(kind: LossAgg, weights: list[float]) -> None:

@@ -23,7 +23,7 @@ from rlhf_cli.algorithms.reward_model import pair_mean
 from rlhf_cli.config.preference import PAIR_LOSSES
 
 LN2, LN3 = math.log(2), math.log(3)
-DELTA = 0.3  # of bco_pair, where a test does not measure it
+DELTA = 0.3  # of bco_pair, unless a test measures it
 
 
 def make_pairs(num_pairs: int = 9, seed: int = 1, dtype: torch.dtype = torch.float64) -> PairLogprobs:

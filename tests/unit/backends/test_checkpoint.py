@@ -1,4 +1,4 @@
-"""Checkpoints are written whole or not at all, and what is read back is what was written."""
+"""Checkpoints are written whole or not at all, and read back as they were written."""
 
 import gc
 import json
@@ -262,7 +262,7 @@ def test_a_really_full_disk_leaves_the_previous_checkpoint(small_disk):
         save_with_torch(folder / "model.pt")
     gc.collect()  # the error holds torch's writer, and that the file
     assert contents(small_disk) == before
-    with pytest.raises(RunError, match="no room for a checkpoint"):  # asked beforehand, the disk itself says so
+    with pytest.raises(RunError, match="no room for a checkpoint"):  # the disk itself is asked beforehand
         store.check_space(2 * MEGABYTE)
     write(store, 3, bytes(MEGABYTE // 2))
     assert store.steps() == [3]

@@ -1,4 +1,4 @@
-"""The engine on one rank, with real DeepSpeed: what a step computes does not depend on how it is cut up or stored."""
+"""The engine on one rank, with real DeepSpeed: the result of a step does not depend on how it is cut up or stored."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What PyTorch's compiler finds: ninja, and of locks only those of live processes."""
+"""PyTorch's compiler finds ninja, and only locks of live processes."""
 
 import os
 import shutil

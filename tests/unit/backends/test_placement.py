@@ -35,7 +35,7 @@ def gpus_taken(layout: Layout, num_nodes: int) -> list[int]:
 
 
 def assert_sound(layout: Layout, node_gpus: list[int]) -> None:
-    """What holds for every layout: within the nodes, ranks complete, seats on islands, sharing said truly."""
+    """Check the facts of every layout: within the nodes, ranks complete, seats on islands, sharing described."""
     assert all(taken <= free for taken, free in zip(gpus_taken(layout, len(node_gpus)), node_gpus, strict=True))
     assert layout.num_gpus == sum(gpus_taken(layout, len(node_gpus)))
     for role in {seat.role for seat in layout.seats}:

@@ -1,4 +1,4 @@
-"""Starting Ray where it cannot run."""
+"""Starting Ray on machines on which it cannot run."""
 
 import pytest
 

@@ -64,7 +64,7 @@ def test_top_p_below_the_likeliest_token_leaves_that_one():
 
 
 def kept(probabilities, **sampling):
-    """What is left of a distribution, renormalised."""
+    """Return the rest of a distribution, renormalised."""
     logits = torch.tensor([probabilities]).log()
     return processed_logits(logits, SamplingParams(1, **sampling)).softmax(-1)[0].tolist()
 

@@ -1,4 +1,4 @@
-"""Stop strings are found in tokens where they are found in the whole text, and no later."""
+"""Stop strings are found in tokens at their place in the whole text, and no later."""
 
 import random
 
@@ -32,7 +32,7 @@ def sentence_piece():
 
 
 def first_end(stop, token_ids):
-    """Number of tokens of a response at its end, None where none of them ends it."""
+    """Return the number of tokens of a response at its end, None if no token ends it."""
     return next((n for n in range(1, len(token_ids) + 1) if stop.end(token_ids[:n])), None)
 
 

@@ -142,7 +142,7 @@ def test_a_cut_gives_up_longer_responses_and_changes_no_other(engine, tiny_model
     small.cut(limit)
     found = collected(small)
     short = {number: one for number, one in whole.items() if len(one.token_ids) <= limit}
-    # Longer ones may have been finished before the engine was told.
+    # Longer ones may have been finished before the engine knew.
     assert {number: one for number, one in found.items() if number in short} == short
     assert all(whole[number] == one for number, one in found.items())
     assert len(found) < len(whole)

@@ -23,7 +23,7 @@ def test_frozen_tensors_have_one_copy_in_host_memory_that_is_not_written_again()
     host = weight.data_ptr()
     copies.come_back(CPU)
     assert weight.data_ptr() != host
-    weight.data[0] = 9.0  # unseen: what comes next shows that the copy of before is used
+    weight.data[0] = 9.0  # unseen: the next lines show that the earlier copy is used
     copies.leave()
     assert (weight.data_ptr(), weight.tolist()) == (host, [0.0, 1.0, 2.0, 3.0])
 

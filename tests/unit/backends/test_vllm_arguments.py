@@ -1,4 +1,4 @@
-"""Engine arguments of vLLM: what the program sets, what a user may add, and how wrong ones are refused."""
+"""Engine arguments of vLLM: the program's, the user's, and refusals of wrong ones."""
 
 import importlib.util
 import re

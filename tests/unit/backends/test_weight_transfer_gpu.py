@@ -1,4 +1,4 @@
-"""The nccl and ipc paths in their logic: who is told what, in which order, and what proves that it arrived."""
+"""The nccl and ipc paths in their logic: the calls, their order, and the proof of arrival."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Weight pushes through files: what is written is what is read, and what is wrong is named."""
+"""Weight pushes through files: tensors are read as written, and faults are named."""
 
 import os
 import subprocess

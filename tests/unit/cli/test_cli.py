@@ -1,4 +1,4 @@
-"""The program as a whole: exit statuses, what is printed where, completion, and what help costs."""
+"""The program as a whole: exit statuses, output, completion, and the cost of help."""
 
 import os
 import re
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def rlhf(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a real process of the program prints and returns."""
+    """Run a real process of the program; return its output and exit status."""
     command = [sys.executable, "-m", "rlhf_cli", *args]
     env = {**os.environ, "COLUMNS": "80", **environment}
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=REPOSITORY, timeout=60, check=False)

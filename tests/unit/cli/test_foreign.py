@@ -1,4 +1,4 @@
-"""Other tools' words: what is accepted, rewritten or refused, on command lines as their users write them."""
+"""Other tools' words: accepted, rewritten or refused, on command lines as their users write them."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Settings: what a flag, a YAML line and a default become, and what a mistake is answered with."""
+"""Settings: values of flags, YAML lines and defaults, and messages for mistakes."""
 
 from pathlib import Path
 from typing import ClassVar, Literal

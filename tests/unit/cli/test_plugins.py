@@ -1,4 +1,4 @@
-"""Code of others that settings name: where it is found, and which code is refused before anything starts."""
+"""Code of others that settings name: its place, and which code is refused before anything starts."""
 
 import re
 from pathlib import Path

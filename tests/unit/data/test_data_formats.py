@@ -1,4 +1,4 @@
-"""How rows of each format become conversations, and how formats are told apart."""
+"""How rows of each format become conversations, and how formats are distinguished."""
 
 import json
 import math

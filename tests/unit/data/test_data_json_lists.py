@@ -1,4 +1,4 @@
-"""JSON lists are read through a window: what is found does not depend on its size, and memory not on the file's."""
+"""JSON lists are read through a window: results do not depend on its size, and memory not on the file's."""
 
 import json
 import mmap

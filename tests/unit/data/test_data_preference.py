@@ -1,4 +1,4 @@
-"""Tokenised preference pairs and labelled responses: what is prompt, what is trained, what is cut or dropped."""
+"""Tokenised preference pairs and labelled responses: prompt, trained tokens, cut and dropped rows."""
 
 import json
 import random
@@ -124,7 +124,7 @@ def test_turns_of_the_user_within_a_branch_are_not_trained(tmp_path):
 
 
 def test_what_a_template_writes_differently_before_the_response_is_not_prompt(tmp_path):
-    # Qwen 3's empty thought stands before the last turn only, so that it is where the sides part.
+    # Qwen 3's empty thought stands before the last turn only, so that the sides part there.
     tokenizer = make_tokenizer(QWEN_3)
     row = {"chosen": dialogue("What?", "one"), "rejected": dialogue("What?", "three", "Why?", "four")}
     (pair,) = pairs(tmp_path, tokenizer, row).pairs

@@ -1,4 +1,4 @@
-"""How rows become preference pairs and labelled responses, and what is said of those that do not."""
+"""How rows become preference pairs and labelled responses, and the messages about other rows."""
 
 import json
 

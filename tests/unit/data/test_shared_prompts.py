@@ -1,4 +1,4 @@
-"""Responses to one prompt, packed with the prompt once: the plan, and what a model makes of it."""
+"""Responses to one prompt, packed with the prompt once: the plan, and a model's outputs."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every family of templates on every kind of conversation: what is trained is the assistant's text and end of turn."""
+"""Every family of templates on every kind of conversation: the assistant's text and end of turn are trained."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Adapters: what is trained and what is not, on every ZeRO stage, switched off, saved, loaded and continued."""
+"""Adapters: trained and frozen parameters, on every ZeRO stage, switched off, saved, loaded and continued."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Which models run with Liger's kernels, and what is replaced: its function is a stand-in here."""
+"""Which models run with Liger's kernels, and the replaced parts: its function is a stand-in here."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -86,7 +86,7 @@ def test_gradients_pass_gradcheck_in_float64(softcap):
 
 
 def test_blocks_within_a_chunk_do_not_change_the_result():
-    # One row of this vocabulary takes more than half of what a block may take: every row is a block of its own.
+    # One row of this vocabulary takes more than half of a block's limit: every row is a block of its own.
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(5, 4, generator=generator).requires_grad_()
     weight = torch.randn(150_000, 4, generator=generator).requires_grad_()

@@ -65,7 +65,7 @@ def model(request):
 
 
 def read(model, batch):
-    """What a model gives for a pack, in one tensor [.., K], and the gradients of its sum of squares."""
+    """Return a model's outputs for a pack, in one tensor [.., K], and the gradients of its sum of squares."""
     found = model(batch, with_entropy=True) if isinstance(model, PolicyModel) else (model(batch),)
     values = torch.stack(found)
     model.zero_grad()

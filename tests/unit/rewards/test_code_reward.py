@@ -181,7 +181,7 @@ SQUARES = {"fn_name": "square", "inputs": [[2], [3], [4], [5]], "outputs": [4, 9
         ("1 / 0", "wrong", 0.0),
         ("while True: pass", "wrong", 0.0),
         ("def square(x):\n    return x * x\nimport sys\nsys.exit(0)", "correct", 1.0),
-        # An answer cannot say that it is right, nor look up what would be.
+        # An answer cannot claim to be right, nor look up the right answer.
         ("class Any:\n    def __eq__(self, other): return True\ndef square(x):\n    return Any()", "wrong", 0.0),
         ("print('[0, \"4\"]')\nimport os; os._exit(0)", "wrong", 0.0),
         ("def square(x):\n    return int(open('/dev/stdin').read() or 0)", "wrong", 0.0),

@@ -1,4 +1,4 @@
-"""Reward files in real worker processes: those that are right, wrong, raise, hang or die, and what is left behind."""
+"""Reward files in real worker processes: right, wrong, raising, hanging and dying ones, and their leftovers."""
 
 import os
 import signal

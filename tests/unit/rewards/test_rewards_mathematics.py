@@ -1,4 +1,4 @@
-"""The verifier `math`: which answer is found, what is equal to what, and that nothing hangs."""
+"""The verifier `math`: the answer that is found, equal answers, and that nothing hangs."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The client of reward servers against real HTTP servers of this process, which answer as a test tells them."""
+"""The client of reward servers against real HTTP servers of this process, which answer as a test decides."""
 
 import json
 import socket
@@ -39,7 +39,7 @@ def lengths(body: dict) -> Answer:
 
 @dataclass
 class Server:
-    """What a test sees of a server, and decides about its answers."""
+    """A test's view of a server, and its decisions about answers."""
 
     answer: Callable[[dict], Answer] = lengths
     health: Answer = (404, b"", {})
@@ -123,7 +123,7 @@ def reasons(outcomes: list[ItemOutcome]) -> set[tuple[str, str]]:
 
 
 def dead_url() -> str:
-    """Where nobody listens."""
+    """Return an address at which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{probe.getsockname()[1]}/get_reward"
@@ -274,7 +274,9 @@ def test_a_lone_server_that_falls_silent_is_told_and_not_asked_again_before_it_a
     server.answer, server.health = silent, (503, b"", {})
     with RemoteRewards([server.url], key=None, timeout=2.0, retries=5, batch_size=4, tell=told.append) as client:
         outcomes = ask(client, requests(2))
-        assert reasons(outcomes) == {("raised", f"{server.url} answered with status 503")}  # what the last probe found
+        assert reasons(outcomes) == {
+            ("raised", f"{server.url} answered with status 503")
+        }  # the finding of the last probe
         assert server.num_queries == [2]  # for all its retries
         assert told == [
             f"the reward server {server.url} did not answer within 2 s: it is left out until it answers a probe, and "

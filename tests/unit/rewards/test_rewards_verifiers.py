@@ -203,7 +203,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.timeout(60)  # what is not linear in these takes minutes to years
+@pytest.mark.timeout(60)  # anything worse than linear takes minutes to years
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_responses_are_judged(text: str) -> None:
     for verifier in VERIFIERS.values():

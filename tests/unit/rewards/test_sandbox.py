@@ -1,6 +1,6 @@
 """The sandbox of code rewards: how programs end, and programs that try to get out of it.
 
-What counts is what happened on this machine, not what a program was told. Attacks run twice: behind all guards, and
+The effect on this machine counts, not the result that a program saw. Attacks run twice: behind all guards, and
 with the seccomp filter taken away, so that namespaces and limits have to hold by themselves.
 """
 
@@ -573,7 +573,7 @@ for number in (0, 65534):
     assert outcome.stdout.split() == ["0"] * 6 + ["1000"] * 6, outcome.stderr
 
 
-# --- where it is not possible, or not wanted
+# --- machines and runs without a sandbox
 
 
 def test_without_namespaces_it_is_refused_in_one_sentence():

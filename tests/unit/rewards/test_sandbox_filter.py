@@ -14,7 +14,7 @@ ALLOW, NOT_THERE, NOT_PERMITTED, KILLED = "allowed", errno.ENOSYS, errno.EPERM, 
 
 
 def decision(code: bytes, arch: int, number: int, *arguments: int) -> str | int:
-    """What a seccomp filter answers to a system call: a small interpreter of the instructions of BPF it uses."""
+    """Return the answer of a seccomp filter to a system call: a small interpreter of its BPF instructions."""
     values = [*arguments, *[0] * (6 - len(arguments))]
     call = struct.pack("=IIQ6Q", number, arch, 0, *values)
     instructions = list(struct.iter_unpack("=HBBI", code))

@@ -338,7 +338,7 @@ class Gate:
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    """Start a call; the result is there when what is returned is called."""
+    """Start a call; the returned function waits for the result."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(function(*arguments)))
     thread.start()

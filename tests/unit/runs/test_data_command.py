@@ -1,4 +1,4 @@
-"""`rlhf data`: what it shows is what the training command gets, in words, marks and counts."""
+"""`rlhf data`: it shows the items of the training command, in words, marks and counts."""
 
 import io
 import json
@@ -67,7 +67,7 @@ def preview(command: str, dataset: str, model: str, **settings):
 
 
 def page(command: str, dataset: str, model: str, *, terminal: int | None = None, **settings) -> str:
-    """What is printed; on a terminal of so many columns if they are given."""
+    """Return the printed text; on a terminal of so many columns if they are given."""
     stream = io.StringIO()
     plain = Console(file=stream)
     console = Console(file=stream, force_terminal=True, color_system="256", width=terminal) if terminal else plain

@@ -1,4 +1,4 @@
-"""`rlhf generate` without processes: its folder, where it continues, seeds, rows and scores."""
+"""`rlhf generate` without processes: its folder, continuation, seeds, rows and scores."""
 
 import json
 from dataclasses import replace
@@ -132,7 +132,7 @@ DATA = PromptData(
 
 
 class FakeEngines:
-    """Says its request's first token and seed."""
+    """Responds with its request's first token and seed."""
 
     def __init__(self):
         self.batches = []

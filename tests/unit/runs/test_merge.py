@@ -213,7 +213,7 @@ def test_what_is_not_lora_is_refused(tiny_llama_dir, tmp_path):
             merge(folder, tmp_path / "out")
 
 
-# What is refused
+# Refusals
 
 
 def test_an_adapter_for_another_base_is_refused(tiny_model_dir, tiny_llama_dir, tmp_path):

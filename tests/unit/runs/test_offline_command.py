@@ -1,4 +1,4 @@
-"""What the offline commands refuse before anything is loaded, and what they say of a model."""
+"""Refusals of the offline commands before anything is loaded, and their lines about a model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The online commands: which settings each one has, what presets mean, and what is refused before anything starts."""
+"""The online commands: settings of each, meaning of presets, and refusals before anything starts."""
 
 from typing import Any
 

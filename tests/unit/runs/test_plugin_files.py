@@ -1,4 +1,4 @@
-"""What a continued run reports about files with others' code."""
+"""A continued run reports changed files with others' code."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Going on after a process has died: how often, from where, and what is not worth another attempt."""
+"""Going on after a process has died: how often, from which state, and failures that are not worth another attempt."""
 
 import pickle
 
@@ -10,7 +10,7 @@ from rlhf_cli.trainers.offline.loop import Finished
 
 
 class Attempts:
-    """Attempts that end as they are told, one after the other."""
+    """Attempts that end as the test decides, one after the other."""
 
     def __init__(self, *outcomes: Exception | Finished) -> None:
         self.outcomes = list(outcomes)

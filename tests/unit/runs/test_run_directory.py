@@ -1,4 +1,4 @@
-"""What may already be in a run's folder, and what a new run removes from it."""
+"""Allowed contents of a run's folder, and the files that a new run removes from it."""
 
 import json
 import shutil
@@ -373,7 +373,7 @@ def test_a_run_that_is_not_built_costs_an_earlier_one_its_logs_alone(tmp_path):
     before[paths.logs / "driver.log"] = b"it could not be built"
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     prepare_run_directory(settings(tmp_path, overwrite=True), "", keep=False)
-    assert names(paths.logs) == {"driver.log"}  # what is being written stays when the folder is prepared
+    assert names(paths.logs) == {"driver.log"}  # a file that is being written stays when the folder is prepared
 
 
 def test_what_a_run_that_was_not_built_left_is_no_earlier_run(tmp_path):

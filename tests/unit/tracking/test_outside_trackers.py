@@ -1,4 +1,4 @@
-"""Trackers of others: the page's example gets what a run reports, and a class without the methods is refused."""
+"""Trackers of others: the page's example gets a run's metrics, and a class without the methods is refused."""
 
 import io
 

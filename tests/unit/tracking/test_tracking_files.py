@@ -1,4 +1,4 @@
-"""What a run leaves in its directory, and that a resumed run leaves the same."""
+"""The files of a run in its directory, and that a resumed run leaves the same."""
 
 import io
 import json
@@ -243,7 +243,7 @@ def test_tensorboard_of_a_resumed_run_shows_each_step_once(tmp_path):
 
 
 class FakeWandb:
-    """Records what wandb would be told."""
+    """Records the calls of wandb."""
 
     Settings = staticmethod(lambda **given: given)
 

@@ -1,4 +1,4 @@
-"""The report says what the files of a run say, and nothing in it can act or load."""
+"""The report shows the contents of a run's files, and nothing in it can act or load."""
 
 import json
 import math
@@ -231,7 +231,7 @@ def test_line_is_drawn_where_its_values_are():
 def test_line_over_an_axis_from_zero():
     series = [Series("seconds", [(0, 2.0), (10, 4.0)])]
     drawing = line_chart(series, unit="step", size=(162, 136), from_zero=True)
-    assert 'd="M50.0 60.0L150.0 10.0"' in drawing  # half as high as its end, and only what it has
+    assert 'd="M50.0 60.0L150.0 10.0"' in drawing  # half as high as its end, and no more
 
 
 def test_bars_are_as_high_as_their_seconds():

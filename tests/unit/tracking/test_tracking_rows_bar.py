@@ -9,7 +9,7 @@ from rlhf_cli.tracking.terminal.rows_bar import MOMENT, rows_bar
 
 
 def shown(*, terminal=True, wanted=True, seconds=MOMENT + 1):
-    """What is on the console while 1,000 of 4,000 rows are done, and what the same console shows at the end."""
+    """Return the console's text while 1,000 of 4,000 rows are done, and its text at the end."""
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100)
     times = iter([0.0, seconds, seconds])

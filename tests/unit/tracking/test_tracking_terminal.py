@@ -1,4 +1,4 @@
-"""What is seen on a terminal, in a pipe, and in the log file: real descriptors, real child processes."""
+"""Output on a terminal, in a pipe, and in the log file: real descriptors, real child processes."""
 
 import io
 import os
@@ -160,7 +160,7 @@ def test_reader_that_is_gone_does_not_stop_the_run(tmp_path):
 
 
 def run_in_terminal(output: Path, *, term: str, columns: int = 80) -> str:
-    """What the run writes to a real pseudo-terminal."""
+    """Return the run's output on a real pseudo-terminal."""
     parent, child = pty.openpty()
     ioctl(child, TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     command = [sys.executable, "-c", TRACKED_RUN, str(output), "0.1"]
@@ -256,7 +256,7 @@ class Screen:
     def feed(self, text: str) -> None:
         while text:
             if text.startswith("\x1b[1A"):
-                self.rows.pop()  # what is below the cursor is drawn again anyway
+                self.rows.pop()  # lines below the cursor are drawn again anyway
                 text = text[4:]
             elif text.startswith("\x1b[2K"):
                 self.rows[-1] = ""

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups count, by hand, and that neither timing nor a resume changes what is trained on."""
+"""Dynamic sampling: which groups count, by hand, and that neither timing nor a resume changes the training data."""
 
 import dataclasses
 import json
@@ -103,7 +103,7 @@ def test_surplus_comes_out_of_a_checkpoint_as_it_went_in(tmp_path):
 
 
 def even(request: ScoreRequest) -> Score:
-    """Right where the sum of the digits is even."""
+    """Right if the sum of the digits is even."""
     return RIGHT if sum(map(int, request.response)) % 2 == 0 else WRONG
 
 

@@ -1,4 +1,4 @@
-"""The offline loop with a fake engine: what is trained in which step, and when something else is due."""
+"""The offline loop with a fake engine: the items of each step, and the steps of everything else."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Evaluation in the online loop with fakes: when it happens, what it reports, and that training does not notice."""
+"""Evaluation in the online loop with fakes: its times, its reports, and that training does not change."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -176,7 +176,7 @@ def test_no_request_of_an_evaluation_has_the_seed_of_one_of_training():
 
 
 def verdicts(run: Evaluated, shares: list[list[bool]]) -> None:
-    """Makes the scorer judge: in the n-th evaluation, responses are right as the n-th list says."""
+    """Makes the scorer judge: in the n-th evaluation, responses are right by the n-th list."""
     left = iter(shares)
     plain = run.scorer.score
 
@@ -241,7 +241,7 @@ def test_the_best_so_far_belongs_to_the_checkpoint():
     second = Evaluated(eval_steps=1, best_metric_key="eval/accuracy", state=state)
     verdicts(second, RISING_AND_FALLING[3:])
     second(state=LoopState(**vars(first.saved[-1])))
-    assert list(second.tracker.evaluations) == [3, 4]  # that of iteration 2 is in the checkpoint
+    assert list(second.tracker.evaluations) == [3, 4]  # the evaluation of iteration 2 is in the checkpoint
     assert second.best == [Best(4, 1.0)]
     assert EvaluationState.of(json.loads(json.dumps(EvaluationState().plain()))) == EvaluationState()
 

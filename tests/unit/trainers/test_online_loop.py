@@ -1,4 +1,4 @@
-"""The online loop with fakes: who is called when and with what, and what a resumed run repeats."""
+"""The online loop with fakes: the order and arguments of calls, and the repetitions of a resumed run."""
 
 import dataclasses
 import json
@@ -359,7 +359,7 @@ def test_the_critic_has_as_many_steps_as_it_is_given_and_the_actor_keeps_its_own
     run(total_iterations=1)
     (_, actor), (_, critic) = run.actor.updates[0], run.critic.updates[0]
     assert [len(step) for step in actor] == [6, 6]
-    assert [len(step) for step in critic] == [2, 2, 1, 1] * 2  # of even size where the number divides
+    assert [len(step) for step in critic] == [2, 2, 1, 1] * 2  # of even size if the number divides
     assert [[i for step in half for i in step] for half in (critic[:4], critic[4:])] == actor
 
 
@@ -375,7 +375,7 @@ def test_the_critic_is_trained_alone_at_first_and_the_engines_get_the_same_weigh
     assert (len(run.critic.updates), len(run.actor.updates)) == (3, 1)
     assert [call for call in run.journal if call.startswith("engines.receive")] == [
         f"engines.receive_weights {iteration}" for iteration in (1, 2, 3)
-    ]  # those that slept have lost the weights they had
+    ]  # the ones that slept have lost their weights
     assert "loss" not in run.tracker.logged[0][1]
     assert "critic/loss" in run.tracker.logged[0][1]
 
@@ -405,7 +405,7 @@ def test_the_critic_is_asked_for_the_last_state_of_cut_responses_alone():
     assert any(cut)
     assert not all(cut)
     for is_cut, before, sample in zip(cut, plain.critic.updates[0][0], run.critic.updates[0][0], strict=True):
-        # The fake critic says 0, .1, .2, .3 and, of the state after four tokens, .4; gamma and lambda are 1.
+        # The fake critic returns 0, .1, .2, .3 and, of the state after four tokens, .4; gamma and lambda are 1.
         more = 0.4 if is_cut else 0.0
         assert sample.columns["returns"].tolist() == pytest.approx((before.columns["returns"] + more).tolist())
         assert sample.sequence.num_trained == len(sample.columns["old_values"])

@@ -1,6 +1,6 @@
 """Every online command in this process, on real engines and tiny models: equal settings give equal runs, bit for bit.
 
-Leaves out Ray: the ranks and the rollout engine are called where they are. Everything else is what a run has.
+Leaves out Ray: the ranks and the rollout engine are called in this process. Everything else is as in a run.
 """
 
 import asyncio

@@ -150,7 +150,7 @@ def test_reference_columns_give_the_steps_of_a_reference_that_is_asked(tiny_mode
 
 
 class Asked:
-    """Stands for a frozen model: `forward` finds what it gives in the micro-batch alone."""
+    """Stands for a frozen model: `forward` computes its result from the micro-batch alone."""
 
     def infer(self, batches, forward):
         return [forward(None, batch) for batch in batches]
