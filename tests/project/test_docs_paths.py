@@ -32,5 +32,5 @@ def test_a_file_that_does_not_exist_is_found():
 
 def test_the_table_of_places_has_few_rows():
     text = (REPOSITORY / "docs/architecture.md").read_text()
-    table = text.partition("## Where to find what")[2].partition("\nTo add something")[0]
+    table = text.partition("## Where to find things")[2].partition("\nTo add something")[0]
     assert 0 < len([line for line in table.splitlines() if line.startswith("| ")]) - 1 <= MOST_ROWS

@@ -1,4 +1,4 @@
-"""Compiled attention on a CPU: equal to the operators it replaces, for every processor, and replaced if it cannot be built.
+"""Compiled attention on a CPU: equal to the operators it replaces, for every processor, or replaced.
 
 The operators themselves are held to a loop over positions in test_attention.py.
 """
