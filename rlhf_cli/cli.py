@@ -83,6 +83,8 @@ class CommandGroup(HelpPageGroup):
             and (here := COMMANDS_ELSEWHERE.get(args[0].removeprefix("openrlhf.cli.")))
         ):
             raise UsageError(f"{args[0]} is called here: rlhf {here}")
+        if args and ":" in args[0]:
+            return args[0], outside_command(args[0]), args[1:]
         name, _, rest = super().resolve_command(ctx, args)
         return name, load_command(name, self.table[name]) if name else None, rest
 
@@ -95,6 +97,26 @@ def command_function(entry: Entry) -> Callable[[Any], None]:
 def load_command(name: str, entry: Entry) -> Any:
     """Return the Typer command of a table entry; import its module."""
     return command_of(name, command_function(entry))
+
+
+def outside_command(text: str) -> Any:
+    """Return the Typer command of code outside this program, `file.py:NAME` or `module:NAME`.
+
+    Raises:
+        UsageError: there is no such code, or it takes no config.
+    """
+    from rlhf_cli.config.plugins import FORMS, absolute, is_target, load_target
+    from rlhf_cli.flags import config_class
+
+    if not is_target(text):
+        raise UsageError(f"{text} is no command, and no code as {FORMS}")
+    function = load_target(absolute(text))
+    try:
+        config_class(function)
+    except (TypeError, KeyError, AssertionError, NameError) as error:
+        name = text.rpartition(":")[2]
+        raise UsageError(f"{text}: {name} has to take `config`, annotated with a class of settings groups") from error
+    return command_of(text, function)
 
 
 def command_of(name: str, function: Callable[[Any], None]) -> Any:
@@ -142,7 +164,7 @@ def main(args: Sequence[str] | None = None, *, group: type[CommandGroup] = Comma
     """Run the program; the exit status: 0 done, 1 failure, 2 wrong usage, 130 interrupted."""
     rest_collector()
     words = list(sys.argv[1:] if args is None else args)
-    called = next((word for word in words if word in group.table), None)
+    called = next((word for word in words if word in group.table or ":" in word), None)
     try:
         outcome = typer.main.get_command(make_app(group)).main(words, prog_name="rlhf", standalone_mode=False)
         if outcome == 130:

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from extending_page import page_file
 from forked import run_rlhf
 
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
@@ -118,15 +119,16 @@ class Place:
         """Return the name of a run that no run before had, so that a test can be repeated."""
         return f"{kind}_{len(self._started)}"
 
-    def start(self, name: str, launcher: str, *flags: str, **settings: str) -> Running:
-        """`rlhf sft` with output in the folder of that name."""
+    def start(self, name: str, launcher: str | list[str], *flags: str, **settings: str) -> Running:
+        """Start `rlhf sft`, or a command like it, with output in the folder of that name."""
         data = str(self.folder / "sums.jsonl")
         usual = {"pretrain": str(self.folder / "tiny"), "dataset": data, "output": str(self.folder / name)}
         usual |= {"train_batch_size": "8", "max_epochs": "3", "learning_rate": "1e-2", "param_dtype": "fp32"}
         usual |= {"save_steps": str(SAVE_STEPS), "eval_dataset": data, "eval_steps": "10"}
         words = [word for key, value in (usual | settings).items() for word in (f"--{key}", value)]
         log = self.folder / f"{name}-{len(self._started)}.log"
-        running = Running([*LAUNCHERS[launcher], *words, "--no_use_tensorboard", *flags], log)
+        command = LAUNCHERS[launcher] if isinstance(launcher, str) else launcher
+        running = Running([*command, *words, "--no_use_tensorboard", *flags], log)
         self._started.append(running)
         return running
 
@@ -193,6 +195,19 @@ def test_every_launcher_trains_the_same_model(place, finished, launcher):
     said = (place.folder / name / "config.yaml").read_text()
     assert "train_batch_size: 8" in said
     assert (place.folder / name / "report.html").stat().st_size > 1000
+
+
+def test_a_command_outside_the_program_trains_as_its_parts_do(place, finished):
+    """The focal loss of docs/extending.md with exponent 0 is the loss of `rlhf sft`."""
+    command = [RLHF, f"{page_file(place.folder, 'focal_sft.py')}:focal_sft", "--focus", "0"]
+    name = place.new_name("focal")
+    running = place.start(name, command)
+    assert running.wait() == 0, running.log.read_text()[-3000:]
+    expected = place.metrics(finished("one process"))
+    found = place.metrics(name)
+    assert {line.pop(name) for line in found for name in [*line] if name.endswith("focal_weight")} == {1.0}
+    assert found == expected
+    assert place.weights(name) == place.weights(finished("one process"))
 
 
 def test_several_ranks_show_their_progress_once(place, finished):

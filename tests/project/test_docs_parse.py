@@ -9,13 +9,16 @@ import shlex
 from collections.abc import Iterator, Mapping
 from itertools import dropwhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from extending_page import page_file
 from pydantic import BaseModel
 
 from rlhf_cli import cli
+from rlhf_cli.config.plugins import load_target
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, config_class, flags_of
 from rlhf_cli.options import build_config, typer_command, underscores
@@ -129,11 +132,17 @@ def check(words: list[str]) -> None:
             raise UsageError(f"unknown flag {unknown[0]}")
         return
     name, *flags = words
-    if name not in cli.COMMANDS:
+    file = name.partition(":")[0]
+    if name not in cli.COMMANDS and not file.endswith(".py"):
         raise UsageError(f"unknown command {name}")
     if "--help" in flags or not flags:
         return
-    parse(config_class(cli.command_function(cli.COMMANDS[name])), flags)
+    if name in cli.COMMANDS:
+        parse(config_class(cli.command_function(cli.COMMANDS[name])), flags)
+    else:
+        with TemporaryDirectory() as folder:
+            page_file(Path(folder), file)
+            parse(config_class(load_target(f"{folder}/{name}")), flags)
 
 
 def parse(cls: type[BaseModel], words: list[str]) -> None:
