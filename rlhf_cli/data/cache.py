@@ -56,7 +56,9 @@ def cache_folder(setting: str, num_rows: int) -> Path | None:
     return Path(setting).expanduser()
 
 
-def kept_path(config: OfflineDataConfig, tokenizer: Any, rows: Rows, *, kind: str, formats: list[str]) -> Path | None:
+def kept_path(
+    config: OfflineDataConfig, tokenizer: object, rows: Rows, *, kind: str, formats: list[str]
+) -> Path | None:
     """Return the path at which the items of these rows are kept, None if they are not kept.
 
     They are not kept if the cache is off, if rows come from a source without a checksum, or if the folder of `auto`
@@ -106,7 +108,7 @@ class Kept:
     """A table of an earlier run, and the counts of its report."""
 
     table: StoredTable
-    counts: dict[str, Any]
+    counts: dict[str, object]
 
 
 def read_kept(path: Path, schema: pa.Schema) -> Kept | None:
@@ -159,7 +161,7 @@ class KeptTableWriter(TableWriter):
                 "give another folder with --data_cache DIR, or --data_cache off"
             ) from error
 
-    def keep(self, counts: dict[str, Any]) -> StoredTable:
+    def keep(self, counts: dict[str, object]) -> StoredTable:
         """Return the table of everything written, and keep it under its name from now on."""
         self.close()
         said = json.dumps(counts).encode()

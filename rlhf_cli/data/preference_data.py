@@ -5,7 +5,6 @@ A prompt is stored once for both sides of a pair. How items are packed is the bu
 
 import collections.abc
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -169,7 +168,7 @@ def load_pairs(
         pair = formats[row.source.name].read(row)
         return pair, [Conversation(pair.prompt + side, pair.tools) for side in (pair.chosen, pair.rejected)]
 
-    def make(encoded: Encoded[Preference], report: DataReport) -> list[dict[str, Any]]:
+    def make(encoded: Encoded[Preference], report: DataReport) -> list[dict[str, object]]:
         return _pair(encoded, config, report)
 
     encoder = _tried(Encoder(config, tokenizer), config, report)
@@ -212,7 +211,7 @@ def load_labelled(
         listed = formats[row.source.name].read(row)
         return listed, [Conversation(labelled.prompt + labelled.response, labelled.tools) for labelled in listed]
 
-    def make(encoded: Encoded[list[Labelled]], report: DataReport) -> list[dict[str, Any]]:
+    def make(encoded: Encoded[list[Labelled]], report: DataReport) -> list[dict[str, object]]:
         return _responses(encoded, config, report)
 
     encoder = _tried(Encoder(config, tokenizer), config, report)
@@ -255,7 +254,7 @@ def _not_empty(table: StoredTable, report: DataReport) -> StoredTable:
     return table
 
 
-def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataReport) -> list[dict[str, Any]]:
+def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataReport) -> list[dict[str, object]]:
     whole = [_answer(tokens, encoded.read.prompt) for tokens in encoded.tokens]
     if whole[0].ids == whole[1].ids:
         raise encoded.row.error("chosen and rejected are the same tokens")
@@ -282,7 +281,9 @@ def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataR
     return [item | {"margin": encoded.read.margin}]
 
 
-def _responses(encoded: Encoded[list[Labelled]], config: OfflineDataConfig, report: DataReport) -> list[dict[str, Any]]:
+def _responses(
+    encoded: Encoded[list[Labelled]], config: OfflineDataConfig, report: DataReport
+) -> list[dict[str, object]]:
     items = []
     for labelled, tokens in zip(encoded.read, encoded.tokens, strict=True):
         whole = [_answer(tokens, labelled.prompt)]
@@ -320,7 +321,7 @@ def _num_shared(chosen: Tokens, rejected: Tokens) -> int:
     return next((place for place, (a, b) in pairs if a != b), limit)
 
 
-def _branch(name: str, tokens: Tokens, num_prompt: int) -> dict[str, Any]:
+def _branch(name: str, tokens: Tokens, num_prompt: int) -> dict[str, object]:
     spans = [(start - num_prompt, stop - num_prompt) for start, stop in tokens.spans]
     ids = tokens.ids[num_prompt:]
     return {f"{name}_ids": ids, f"{name}_spans": flat(spans), f"{name}_length": len(ids)}

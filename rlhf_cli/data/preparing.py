@@ -107,11 +107,11 @@ class DataReport:
         self.unthought_turns += max(side.num_unthought for side in sides)
         self.inlined_thoughts += max(side.num_inlined for side in sides)
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, object]:
         """Return all counts, without the facts that are known before any row is read."""
         return {name: value for name, value in asdict(self).items() if name not in KNOWN_BEFORE}
 
-    def take(self, counts: dict[str, Any]) -> None:
+    def take(self, counts: dict[str, object]) -> None:
         """Take over the counts of an earlier reading of the same data."""
         for name, value in counts.items():
             setattr(self, name, value)
@@ -273,7 +273,7 @@ class Preparation(Generic[T]):
 
     schema: pa.Schema
     read: Callable[[Row], tuple[T, list[Conversation | Document]]]
-    make: Callable[[Encoded[T], DataReport], list[dict[str, Any]]]
+    make: Callable[[Encoded[T], DataReport], list[dict[str, object]]]
     encoder: Encoder
     drops_invalid: bool
     progress: Progress
@@ -295,7 +295,7 @@ class Preparation(Generic[T]):
     def _fill(self, writer: TableWriter, rows: Rows, report: DataReport) -> TableWriter:
         numbers = {source.name: number for number, source in enumerate(rows.sources)}
         for num_rows, drafts, tokens in self._tokenised(rows):
-            items: list[dict[str, Any]] = []
+            items: list[dict[str, object]] = []
             for draft, found in zip(drafts, tokens, strict=True):
                 origin = {"source": numbers[draft.row.source.name], "index": draft.row.index}
                 items += [item | origin for item in self._made(draft, found, report)]
@@ -335,7 +335,7 @@ class Preparation(Generic[T]):
         except RowFault as fault:
             return Draft(row, None, [], fault)
 
-    def _made(self, draft: Draft, tokens: Found, report: DataReport) -> list[dict[str, Any]]:
+    def _made(self, draft: Draft, tokens: Found, report: DataReport) -> list[dict[str, object]]:
         """Return the items of a row, none if the row is at fault and such rows are dropped."""
         try:
             if isinstance(tokens, RowFault):

@@ -5,7 +5,6 @@ Sequences lie in a file that is mapped into memory, so that data may be larger t
 
 import collections.abc
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -106,7 +105,7 @@ def load_sft_sequences(
     def read(row: Row) -> tuple[None, list[Conversation | Document]]:
         return None, [formats[row.source.name].read(row)]
 
-    def make(encoded: Encoded[None], report: DataReport) -> list[dict[str, Any]]:
+    def make(encoded: Encoded[None], report: DataReport) -> list[dict[str, object]]:
         return _sequence(encoded, config, report)
 
     preparation = Preparation(SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress)
@@ -125,7 +124,7 @@ def load_sft_sequences(
     )
 
 
-def _sequence(encoded: Encoded[None], config: DataConfig, report: DataReport) -> list[dict[str, Any]]:
+def _sequence(encoded: Encoded[None], config: DataConfig, report: DataReport) -> list[dict[str, object]]:
     tokens = encoded.tokens
     if config.pretrain_mode:
         tokens = [part.all_trained() for part in tokens]

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlhf_cli.foreign.openrlhf import FLAT_NAMES
 from rlhf_cli.foreign.table import OF_COMMAND, OWN_AND_FOREIGN, TABLE, Call, Foreign, Refused
@@ -53,8 +52,8 @@ def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -
 
 
 def translate_settings(
-    values: Mapping[str, Any], *, command: str, known: Mapping[str, int], typed: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], Translation]:
+    values: Mapping[str, object], *, command: str, known: Mapping[str, int], typed: Mapping[str, object] | None = None
+) -> tuple[dict[str, object], Translation]:
     """Replace the foreign names and forms among the settings of a YAML file.
 
     Args:
@@ -96,7 +95,7 @@ def _is_switched_off(behind: list[str]) -> bool:
     return bool(behind) and behind[0].lower() in SWITCH_WORDS and behind.pop(0).lower() != "true"
 
 
-def _listed(value: Any) -> list[str]:
+def _listed(value: object) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
 
 
@@ -121,7 +120,7 @@ def _without_sections(words: Sequence[str], done: Translation) -> list[str]:
     return flat
 
 
-def _settings_without_sections(values: Mapping[str, Any], done: Translation) -> dict[str, Any]:
+def _settings_without_sections(values: Mapping[str, object], done: Translation) -> dict[str, object]:
     """Replace OpenRLHF's names with sections among the settings of a file."""
     replaced = {name: FLAT_NAMES[name] for name in values if name in FLAT_NAMES}
     for name, own in replaced.items():

@@ -58,7 +58,7 @@ class AdapterPlan:
     in_4bit: bool
     seed: int
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the settings that have to be equal for a checkpoint of it to be continued."""
         config = self.config
         targets = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)

@@ -83,10 +83,10 @@ def fuse(model: PreTrainedModel, *, apply: Callable[..., None] | None = None) ->
     print(f"Liger's kernels for {', '.join(chosen)}", flush=True)
 
 
-def by_device(fused: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def by_device(fused: Callable[..., object], plain: Callable[..., object]) -> Callable[..., object]:
     """Return a rotary function that is `fused` on a GPU and `plain` elsewhere."""
 
-    def rotate(query: Any, *others: Any, **options: Any) -> Any:
+    def rotate(query: Any, *others: object, **options: object) -> object:
         return (fused if query.is_cuda else plain)(query, *others, **options)
 
     return rotate

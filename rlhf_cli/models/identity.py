@@ -6,7 +6,6 @@ Weights have theirs in weight_files.
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +22,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of all that decides which tokens a text has."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a tokenizer in Python
-        model: Any = sorted(tokenizer.get_vocab().items())
+        model: object = sorted(tokenizer.get_vocab().items())
     else:
         model = {key: value for key, value in json.loads(backend.to_str()).items() if key not in OF_A_CALL}
     return _hash([type(tokenizer).__name__, model, dict(tokenizer.special_tokens_map)])
@@ -40,5 +39,5 @@ def configuration_fingerprint(pretrain: str) -> str:
     return _hash({key: value for key, value in written.items() if key not in OF_A_FILE})
 
 
-def _hash(value: Any) -> str:
+def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -34,14 +34,14 @@ class LastMLP:
         finally:
             self._rows_R = None
 
-    def _take(self, mlp: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _take(self, mlp: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...]:
         if self._rows_R is None or len(args) != 1:
             return args
         (hidden_1TD,) = args
         self._num_tokens = hidden_1TD.shape[1]
         return (hidden_1TD.index_select(1, self._rows_R),)
 
-    def _put_back(self, mlp: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _put_back(self, mlp: nn.Module, args: tuple[object, ...], output: object) -> object:
         if self._rows_R is None or len(args) != 1:
             return output
         if isinstance(output, tuple):  # of a mixture of experts, with what its router chose

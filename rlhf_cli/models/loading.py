@@ -312,7 +312,7 @@ def _uses_fused_kernels(config: ModelConfig, architecture: PretrainedConfig) -> 
     )
 
 
-def _quantised(config: ModelConfig) -> dict[str, Any]:
+def _quantised(config: ModelConfig) -> dict[str, object]:
     """Return the arguments of `from_pretrained` that quantise linear layers (NF4) on this process's GPU."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -324,7 +324,7 @@ def _quantised(config: ModelConfig) -> dict[str, Any]:
     return {"quantization_config": quantization, "device_map": {"": torch.cuda.current_device()}}
 
 
-def placed_on(device: torch.device | None) -> dict[str, Any]:
+def placed_on(device: torch.device | None) -> dict[str, object]:
     """Return what `from_pretrained` takes to read weights straight onto a GPU, without a copy in host memory."""
     return {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
 
@@ -337,7 +337,7 @@ def _load(
     in_4bit: bool = False,
     has_score_head: bool = False,
     device: torch.device | None = None,
-    **options: Any,
+    **options: object,
 ) -> PreTrainedModel:
     path = resolve_model_path(config.pretrain)
     dtype = DTYPES[config.param_dtype]

@@ -104,7 +104,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs_K: torch.Tensor | None, grad_entropy_K: torch.Tensor | None
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         hidden_KD, weight_VD, bias_V, targets_K, entropy_K = ctx.saved_tensors
         if grad_logprobs_K is None:
             grad_logprobs_K = torch.zeros(len(targets_K), dtype=_softmax_dtype(hidden_KD), device=hidden_KD.device)

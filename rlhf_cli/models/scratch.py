@@ -5,7 +5,6 @@ The tokenizer is byte-level BPE by the rules of Qwen2: digits are kept apart, so
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -52,7 +51,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     )
 
 
-def texts_in(value: Any) -> Iterator[str]:
+def texts_in(value: object) -> Iterator[str]:
     """Yield every text in a row, also in lists of messages."""
     if isinstance(value, str):
         yield value

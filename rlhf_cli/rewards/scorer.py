@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rlhf_cli.config.rewards import RewardCall, read_call
 from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
@@ -171,7 +171,7 @@ def _calls(config: RequestScoringConfig) -> list[RewardCall]:
     return [call for call in config.rewards if call.row.in_worker]
 
 
-def _settings(config: RequestScoringConfig, call: RewardCall) -> dict[str, Any]:
+def _settings(config: RequestScoringConfig, call: RewardCall) -> dict[str, object]:
     return {name: getattr(config, name) for name in call.row.settings}
 
 

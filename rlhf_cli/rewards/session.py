@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rlhf_cli.config.plugins import called_name
 from rlhf_cli.config.row_rewards import verifier_of
@@ -150,7 +150,7 @@ class ScoringSession:
             self._log()
         return self._scores
 
-    def _item(self, request: ScoreRequest, place: int) -> list[Any]:
+    def _item(self, request: ScoreRequest, place: int) -> list[object]:
         """Return a worker's item; a text reward gets the response with the tag that its prompt ends with."""
         row = self._of_workers[place].row
         opened = row.kind == "text" and request.prompt.rstrip().endswith(_OPENED)

@@ -119,7 +119,7 @@ def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
 class DataReading:
     """How an offline command loads its data, which field of that has the items, and how an item is shown."""
 
-    load: Callable[..., Any]
+    load: Callable[..., object]
     items: str
     parts: Callable[[Any, Decode], list[PreviewPart]]
     facts: Callable[[Any], dict[str, str]]
@@ -133,7 +133,7 @@ def _controls(report: ControlReport) -> Happened:
     return Happened(what, report.control_rows, [f"first: {report.control_at}", *listed])
 
 
-def _offline(title: str, reading: DataReading, data: Any, config: DataCommandConfig, tokenizer: Any) -> Preview:
+def _offline(title: str, reading: DataReading, data: Any, config: DataCommandConfig, tokenizer: object) -> Preview:
     report, items, decode = data.report, getattr(data, reading.items), decoder(tokenizer)
     examples = [
         ShownExample(place + 1, data.where(place), reading.parts(items[place], decode), reading.facts(items[place]))
@@ -161,7 +161,7 @@ def _offline(title: str, reading: DataReading, data: Any, config: DataCommandCon
     )
 
 
-def _prompts(config: DataCommandConfig, settings: PromptConfig, tokenizer: Any) -> Preview:
+def _prompts(config: DataCommandConfig, settings: PromptConfig, tokenizer: object) -> Preview:
     decode = decoder(tokenizer)
     data = load_prompts(settings, tokenizer, max_new_tokens=config.data.max_new_tokens, seed=config.show.seed)
     report = data.report

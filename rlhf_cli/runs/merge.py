@@ -1,7 +1,6 @@
 """The body of `rlhf merge`: write a whole model (`model_export.py`) and read it again. Nothing is uploaded."""
 
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli.backends.process.output_lock import new_output
 from rlhf_cli.backends.training.checkpoint import MANIFEST
@@ -59,7 +58,7 @@ def _why_nothing(path: Path) -> str:
     return f"--model {path} is neither an adapter ({ADAPTER_FILE}) nor a checkpoint ({MANIFEST})"
 
 
-def reload(folder: Path, config: Any, *, max_bytes: int, trust_remote_code: bool) -> str:
+def reload(folder: Path, config: object, *, max_bytes: int, trust_remote_code: bool) -> str:
     """Read the folder with transformers: it must hold the whole model. Up to a size the model also computes.
 
     Raises:

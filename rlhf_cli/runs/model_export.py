@@ -94,7 +94,7 @@ def _engine_folder(path: Path, flag: str) -> Path | None:
     return chosen[0]
 
 
-def configuration(parts: Parts, *, trust_remote_code: bool) -> Any:
+def configuration(parts: Parts, *, trust_remote_code: bool) -> object:
     """Return the configuration of the whole model, with the class that it is of."""
     from transformers import AutoConfig
 
@@ -124,10 +124,10 @@ def whole_weights(parts: Parts, config: Any, *, trust_remote_code: bool) -> Tens
 
 def write_whole(
     parts: Parts,
-    config: Any,
+    config: object,
     folder: Path,
     *,
-    dtype: Any = None,
+    dtype: object = None,
     max_bytes: int = SHARD_BYTES,
     trust_remote_code: bool = False,
 ) -> int:
@@ -143,7 +143,7 @@ def write_whole(
     return num_files
 
 
-def read_back(folder: Path, config: Any, *, device_map: str | None, trust_remote_code: bool) -> Any:
+def read_back(folder: Path, config: object, *, device_map: str | None, trust_remote_code: bool) -> Any:
     """Return the model as transformers loads it from the folder; on the device "meta" without its weights.
 
     Raises:
@@ -201,7 +201,7 @@ def _describe(parts: Parts, config: Any, folder: Path, *, trust_remote_code: boo
         shutil.copyfile(code, folder / code.name)
 
 
-def _set_dtype(folder: Path, source: TensorSource, dtype: Any) -> None:
+def _set_dtype(folder: Path, source: TensorSource, dtype: object) -> None:
     """Say in the configuration of which type the weights are; transformers loads them in it."""
     file = folder / "config.json"
     written = str(dtype or source.dtype(source.names()[0])).removeprefix("torch.")

@@ -63,7 +63,7 @@ from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.saving import save_all_but_weights, save_hf
 
 
-def _transport(link: EngineLink, hf_model: Any) -> Transport:
+def _transport(link: EngineLink, hf_model: object) -> Transport:
     if link.backend == "shm":
         return ShmTransport() if dist.get_rank() == 0 else Idle()
     client = EngineClient(link.call_engines, num_engines=link.num_engines, ranks_per_engine=link.ranks_per_engine)
@@ -156,7 +156,7 @@ class TrainedRank:
         save_weights(self._average.weights(), self.hf_model, self._tokenizer, directory)
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> object:
         return load_tokenizer(self.settings.model)
 
 
@@ -381,12 +381,14 @@ def _logprobs_at(temperature: float) -> Callable[[nn.Module, Any], torch.Tensor]
     return lambda model, batch: model(batch, temperature=temperature)[0]
 
 
-def save_whole_model(engine: DeepSpeedEngine, hf_model: Any, tokenizer: Any, directory: Path) -> None:
+def save_whole_model(engine: DeepSpeedEngine, hf_model: object, tokenizer: object, directory: Path) -> None:
     """Write the model, or the adapter on it, in Hugging Face format; all ranks call it, rank 0 writes."""
     save_weights(engine.named_weights(hf_model, only_trained=is_adapted(hf_model)), hf_model, tokenizer, directory)
 
 
-def save_weights(named: Iterable[tuple[str, torch.Tensor]], hf_model: Any, tokenizer: Any, directory: Path) -> None:
+def save_weights(
+    named: Iterable[tuple[str, torch.Tensor]], hf_model: object, tokenizer: object, directory: Path
+) -> None:
     """Write given weights of the model, or of the adapter on it; all ranks call it, rank 0 writes."""
     is_writer = dist.get_rank() == 0
     weights = {name: weight.to("cpu", copy=True) for name, weight in named if is_writer}
@@ -398,7 +400,7 @@ def save_weights(named: Iterable[tuple[str, torch.Tensor]], hf_model: Any, token
     distributed.barrier()
 
 
-def describe_model(hf_model: Any, tokenizer: Any, directory: Path) -> None:
+def describe_model(hf_model: object, tokenizer: object, directory: Path) -> None:
     """Write beside a saved engine what its weights need to become a Hugging Face folder; rank 0 writes."""
     if dist.get_rank() == 0:
         folder = directory / DESCRIPTION

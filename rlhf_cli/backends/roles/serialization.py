@@ -13,7 +13,7 @@ from rlhf_cli.backends.roles.settings import UpdateStep
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
 
-Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+Reduced = tuple[Callable[..., object], tuple[object, ...]]
 
 
 class MicroBatches(list[list[TokenSequence]]):

@@ -22,7 +22,7 @@ class RayWorker:
     def __init__(self, *, environment: dict[str, str], log_file: Path) -> None:
         os.environ |= environment
         log_to(log_file)
-        self._target: Any = None
+        self._target: object = None
 
     def address(self) -> tuple[str, int]:
         """(IP address of this node, a free port), at which the ranks of a role can meet."""
@@ -34,12 +34,12 @@ class RayWorker:
         """Return CUDA_VISIBLE_DEVICES as Ray set it for this process."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
-    def build(self, environment: dict[str, str], factory: str, *args: Any) -> None:
+    def build(self, environment: dict[str, str], factory: str, *args: object) -> None:
         """Make the object this worker holds: `factory(*args)`, of a factory named as "module:name"."""
         os.environ |= environment
         self._target = _made(factory, *args)
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, function: Callable[..., object], *args: object) -> object:
         """Return `function(target, *args)` of the object that this worker holds."""
         return function(self._target, *args)
 
@@ -47,17 +47,17 @@ class RayWorker:
 class AsyncRayWorker(RayWorker):
     """A worker whose object has coroutines; calls may overlap."""
 
-    async def build(self, environment: dict[str, str], factory: str, *args: Any) -> None:  # type: ignore[override]
+    async def build(self, environment: dict[str, str], factory: str, *args: object) -> None:  # type: ignore[override]
         """Make the object this worker holds: `factory(*args)`, off the event loop."""
         os.environ |= environment
         self._target = await asyncio.to_thread(_made, factory, *args)
 
-    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def call(self, function: Callable[..., Any], *args: object) -> object:
         """Await `function(target, *args)`, a coroutine of the object that this worker holds."""
         return await function(self._target, *args)
 
 
-def _made(factory: str, *args: Any) -> Any:
+def _made(factory: str, *args: object) -> object:
     rest_collector()
     made = resolve_name(factory)(*args)
     resume_collector()

@@ -41,7 +41,7 @@ class WorkerGroup(Generic[RankT]):
     def __len__(self) -> int:
         return len(self._workers)
 
-    def start(self, call: Callable[[RankT], object]) -> list[Any]:
+    def start(self, call: Callable[[RankT], object]) -> list[object]:
         """Begin the same call on every rank; `wait` for the results."""
         return [worker.call.remote(call) for worker in self._workers]
 
@@ -49,7 +49,7 @@ class WorkerGroup(Generic[RankT]):
         """Begin a call with its own work on every rank; `wait` for the results."""
         return [worker.call.remote(call, share) for worker, share in zip(self._workers, work, strict=True)]
 
-    def wait(self, calls: list[Any]) -> list[Any]:
+    def wait(self, calls: list[object]) -> list[Any]:
         """Return the results of the calls by rank.
 
         Raises:
@@ -70,7 +70,7 @@ class WorkerGroup(Generic[RankT]):
                 raise self._death(rank, error) from error
         return list(ray.get(calls))
 
-    def _raise_if_one_died(self, pending: dict[Any, int]) -> None:
+    def _raise_if_one_died(self, pending: dict[object, int]) -> None:
         """Raise ProcessDied if a rank is gone: ranks that were waiting for it fail too, perhaps earlier."""
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=DEATH_SECONDS) if pending else ([], [])
         for call in done:
@@ -89,7 +89,7 @@ class WorkerGroup(Generic[RankT]):
         """Return CUDA_VISIBLE_DEVICES of every rank."""
         return self.wait([worker.visible_gpus.remote() for worker in self._workers])
 
-    def build(self, settings: RoleSettings, *, local_size: int) -> list[Any]:
+    def build(self, settings: RoleSettings, *, local_size: int) -> list[object]:
         """Begin making the role in every rank; `wait` for the calls.
 
         Args:
@@ -148,8 +148,8 @@ def start_engine(
     threads: int,
     environment: dict[str, str],
     factory: str,
-    args: tuple[Any, ...],
-) -> tuple[Any, Any]:
+    args: tuple[object, ...],
+) -> tuple[object, object]:
     """(worker, building call) of one rollout engine."""
     worker = _worker(AsyncRayWorker, seat, reservation, log_dir=log_dir, threads=threads)
     return worker, worker.build.remote(environment, factory, *args)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
@@ -48,7 +48,7 @@ class EngineSettings:
     num_threads: int | None = None
     max_num_seqs: int = 256
     kv_cache_gib: int = 1
-    vllm_args: Mapping[str, Any] = field(default_factory=dict)
+    vllm_args: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ class RolloutEngine(Protocol):
     async def wake(self, tags: list[str] | None = None) -> None:
         """Take memory again, for `weights`, `kv_cache` or both."""
 
-    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+    async def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Prepare for the first push of weights."""
 
     async def start_weight_update(self) -> None:
         """Begin a push of weights."""
 
-    async def update_weights(self, update_info: dict[str, Any]) -> None:
+    async def update_weights(self, update_info: dict[str, object]) -> None:
         """Load a part of a push."""
 
     async def finish_weight_update(self, version: int) -> None:

@@ -58,7 +58,7 @@ class CallWorkers:
 
     workers: list[Any]
 
-    def __call__(self, call: HostCall, given: Sequence[Any]) -> None:
+    def __call__(self, call: HostCall, given: Sequence[object]) -> None:
         """Call `call(host, value)` for every engine with its value, and wait."""
         pairs = zip(self.workers, given, strict=True)
         _get_all([worker.call.remote(call, value) for worker, value in pairs])
@@ -71,7 +71,7 @@ class _Batch:
     requests: list[GenerationRequest]
     sampling: SamplingParams
     shares: list[list[int]]
-    calls: dict[Any, int] = field(default_factory=dict)
+    calls: dict[object, int] = field(default_factory=dict)
     max_tokens: int | None = None
     seen: set[int] = field(default_factory=set)
 
@@ -95,7 +95,7 @@ class EngineGroup:
 
     def __init__(
         self,
-        start: Callable[[int], tuple[Any, Any]],
+        start: Callable[[int], tuple[Any, object]],
         *,
         num_engines: int,
         takes_turns: bool,
@@ -325,7 +325,7 @@ class EngineGroup:
     def _each(self, numbers: Iterable[int], call: EngineCall[Result]) -> list[Result]:
         return _get_all([self._call(number, call) for number in numbers])
 
-    def _call(self, number: int, call: EngineCall[object]) -> Any:
+    def _call(self, number: int, call: EngineCall[object]) -> object:
         """Begin a call of the host of an engine; the function must name plain values only, as Ray sends it."""
         return self._workers[number].call.remote(call)
 
@@ -335,7 +335,7 @@ def _reason(error: Exception) -> str:
     return first_line(error.cause if isinstance(error, RayTaskError) else error)
 
 
-def _get_all(calls: list[Any]) -> list[Any]:
+def _get_all(calls: list[object]) -> list[Any]:
     try:
         return list(ray.get(calls))
     except RayTaskError as error:

@@ -3,8 +3,6 @@
 Imports nothing that trains: the process of an engine starts as early as it can.
 """
 
-from typing import Any
-
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineSettings, RolloutEngine
 from rlhf_cli.config.plugins import is_target, load_target
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
@@ -49,7 +47,7 @@ class EngineHost:
             await self.engine.cut(max_tokens)
         return await self.engine.collect()
 
-    async def take_push(self, manifest: dict[str, Any], version: int) -> None:
+    async def take_push(self, manifest: dict[str, object], version: int) -> None:
         """Load a push from shared memory."""
         await self.engine.start_weight_update()
         await self.engine.update_weights(manifest)

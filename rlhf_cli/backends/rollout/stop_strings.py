@@ -19,7 +19,7 @@ class StopStrings:
     text at least, so that no stop string spans more tokens than it has bytes in UTF-8.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: object, stop: Sequence[str]) -> None:
         self._decode = _decoder(tokenizer)
         self._stop = stop
         # one more, since decoders of SentencePiece models drop a blank before the first token they are given

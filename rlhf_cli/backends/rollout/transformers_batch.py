@@ -131,7 +131,7 @@ class TransformersBatch:
             self._seen = _tokens_of(self._prompts, vocabulary=logits.shape[-1]).to(self._device)[rows]
         return logits[rows]
 
-    def _forward_prompts(self, input_ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def _forward_prompts(self, input_ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, object]:
         cache = decoding_cache(self._config, capacity=self._width)
         output = self._model(
             input_ids=input_ids,

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -104,14 +104,14 @@ class TransformersEngine:
         """Return whether the engine sleeps, fully or in part."""
         return self._asleep
 
-    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+    async def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Nothing to agree on: pushes are files."""
 
     async def start_weight_update(self) -> None:
         """Open an update; until it is finished nothing can be generated."""
         self._updating = True
 
-    async def update_weights(self, update_info: dict[str, Any]) -> None:
+    async def update_weights(self, update_info: dict[str, object]) -> None:
         """Load a push's manifest; RunError, with the weights unchanged, where something about it is wrong."""
         if not self._updating:
             raise RunError("weight push: update_weights was called before start_weight_update")
@@ -160,7 +160,7 @@ class TransformersEngine:
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in tied_names}
 
     @torch.no_grad()
-    def _load(self, manifest: dict[str, Any]) -> None:
+    def _load(self, manifest: dict[str, object]) -> None:
         own = self._tensors()
         optional = frozenset(self._model.state_dict()) - frozenset(own)
         expected: dict[str, tuple[int, ...]] = {}

@@ -54,7 +54,7 @@ def is_eager(settings: EngineSettings, *, on_cpu: bool) -> bool:
     return on_cpu if settings.enforce_eager is None else settings.enforce_eager
 
 
-def _device_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
+def _device_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, object]:
     """Return the engine arguments that differ between a CPU and GPUs.
 
     A GPU's limits of sequences and tokens in a step are left to vLLM, which knows the card. On a CPU they are fixed,
@@ -120,7 +120,7 @@ def _check_name(name: str, known: set[str]) -> None:
         raise UsageError(f"--vllm_args: vLLM has no engine argument {name}{hint}")
 
 
-def parsed_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def parsed_arguments(given: Mapping[str, object]) -> dict[str, object]:
     """Return a user's arguments as vLLM's own parser reads them from a command line. Raises UsageError."""
     from vllm import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -146,13 +146,13 @@ def parsed_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: switches[name] if name in switches else found[name] for name in given}
 
 
-def _switch(name: str, value: Any) -> bool:
+def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"--vllm_args: {name} must be true or false, not {json.dumps(value)}")
     return value
 
 
-def _words(name: str, value: Any, *, takes_many: bool) -> list[str]:
+def _words(name: str, value: object, *, takes_many: bool) -> list[str]:
     """Return an argument with its value as words of a command line."""
     if value is None:
         raise UsageError(f"--vllm_args: {name} has no value; leave it out for vLLM's own default")
@@ -161,7 +161,7 @@ def _words(name: str, value: Any, *, takes_many: bool) -> list[str]:
     return [f"--{name}={_text(value)}"]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

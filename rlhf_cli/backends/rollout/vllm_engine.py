@@ -117,7 +117,7 @@ class VllmEngine:
         queues: list[RequestOutputCollector] = []
         try:
             for name, request in zip(names, requests, strict=True):
-                prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_ids}
+                prompt: object = {"type": "token", "prompt_token_ids": request.prompt_ids}
                 params = _vllm_sampling(request, sampling, self._eos)
                 queues.append(await self._llm.add_request(name, prompt, params))
             await self._llm.resume_generation()
@@ -182,7 +182,7 @@ class VllmEngine:
         """Return whether the engine sleeps, fully or in part."""
         return self._asleep
 
-    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+    async def init_weight_transfer(self, init_info: dict[str, object]) -> None:
         """Open the connection to the trainer; blocks until the trainer has come too (nccl)."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -193,7 +193,7 @@ class VllmEngine:
         self._updating = True
         await self._control(self._llm.start_weight_update())
 
-    async def update_weights(self, update_info: dict[str, Any]) -> None:
+    async def update_weights(self, update_info: dict[str, object]) -> None:
         """Receive a push or a part of it: for shm a manifest. Raise RunError with the fault."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -258,7 +258,7 @@ class VllmEngine:
                 await asyncio.wait({task}, timeout=_POLL_SECONDS)
 
 
-def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: list[int]) -> Any:
+def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: list[int]) -> object:
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
 

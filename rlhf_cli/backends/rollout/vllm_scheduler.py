@@ -5,8 +5,6 @@ many is chance, and with them the rounding of all others of the batch. Here a re
 the string, as it does at an end of sequence. vLLM imports this in its engine core.
 """
 
-from typing import Any
-
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -23,7 +21,7 @@ Update = tuple[list[int], bool]  # the new tokens of a request, whether it ends 
 class StoppingScheduler(Scheduler):
     """On a CPU a step is scheduled when the step before is done."""
 
-    def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: Any) -> Update:
+    def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: object) -> Update:
         update = super()._update_request_with_output(request, new_token_ids, **state)
         return _ended_at_stop_strings(request, update, self.vllm_config)
 
@@ -31,7 +29,7 @@ class StoppingScheduler(Scheduler):
 class AsyncStoppingScheduler(AsyncScheduler):
     """On a GPU a step is scheduled while the step before runs."""
 
-    def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: Any) -> Update:
+    def _update_request_with_output(self, request: Request, new_token_ids: list[int], **state: object) -> Update:
         update = super()._update_request_with_output(request, new_token_ids, **state)
         return _ended_at_stop_strings(request, update, self.vllm_config)
 

@@ -202,7 +202,7 @@ def _problem(path: Path, size: int, probe: int) -> str | None:
     return None if _probe(path) == probe else "has other contents than were written"
 
 
-def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
+def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, object]) -> None:
     """Raise UsageError if the checkpoint was written by a run with another identity.
 
     Args:
@@ -215,18 +215,18 @@ def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
         )
 
 
-def differences(written: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+def differences(written: Mapping[str, object], identity: Mapping[str, object]) -> str:
     """Return a clause for each of the first entries that differ, "" if none does; long values are not shown."""
     found = [_difference(name, written, value) for name, value in identity.items() if _differs(name, written, value)]
     more = [f"{len(found) - SHOWN_DIFFERENCES} further differences"] if len(found) > SHOWN_DIFFERENCES else []
     return "; ".join([*found[:SHOWN_DIFFERENCES], *more])
 
 
-def _differs(name: str, written: Mapping[str, Any], value: Any) -> bool:
+def _differs(name: str, written: Mapping[str, object], value: object) -> bool:
     return name not in written or written[name] != value
 
 
-def _difference(name: str, written: Mapping[str, Any], value: Any) -> str:
+def _difference(name: str, written: Mapping[str, object], value: object) -> str:
     if name not in written:
         return f"it does not record {name}"
     then, now = repr(written[name]), repr(value)

@@ -49,7 +49,7 @@ def deepspeed_config(
     check_deepspeed(settings, param_dtype=param_dtype)
     sums = settings.grad_accum_dtype or ("bf16" if _is_plain_bf16(settings, param_dtype) else "fp32")
     overlap = overlaps(settings, num_gpus=num_gpus)
-    zero: dict[str, Any] = {"stage": settings.zero_stage, "overlap_comm": overlap}
+    zero: dict[str, object] = {"stage": settings.zero_stage, "overlap_comm": overlap}
     if overlap and num_gpus > 1:
         zero["reduce_bucket_size"] = OVERLAP_BUCKET
     if settings.zero_stage == 3:

@@ -314,7 +314,7 @@ def without_frozen_weights(module: nn.Module) -> Iterator[None]:
     """Within the block the state dict has no frozen weights; DeepSpeed itself forgets the second names of tied ones."""
     frozen = frozen_names(module)
 
-    def drop(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    def drop(_: nn.Module, state: dict[str, object], prefix: str, __: object) -> None:
         for name in frozen:
             state.pop(prefix + name, None)
 
@@ -378,7 +378,7 @@ def buckets(
         yield bucket
 
 
-def rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, object]:
     """Return every random generator's state of this process."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():

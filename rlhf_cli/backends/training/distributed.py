@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import deepspeed
 import torch
@@ -129,7 +129,7 @@ def by_first_rank(decide: Callable[[], T]) -> T:
 
     Other ranks would wait for a first rank that refuses to go on, and their own files may differ from its files.
     """
-    outcome: list[Any] = [None, None]
+    outcome: list[object] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = decide()

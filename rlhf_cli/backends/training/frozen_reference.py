@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -26,7 +25,7 @@ from rlhf_cli.models.policy import PolicyModel
 
 SYNC_FILE = "reference.safetensors"
 Columns = dict[str, np.ndarray]
-Results = Callable[[DeepSpeedEngine, list[Any]], list[torch.Tensor]]
+Results = Callable[[DeepSpeedEngine, list[object]], list[torch.Tensor]]
 
 
 class FrozenReference:
@@ -37,7 +36,7 @@ class FrozenReference:
         self._hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
         self.engine = FrozenEngine(PolicyModel(self._hf_model), settings, param_dtype=source.param_dtype)
 
-    def infer(self, batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
+    def infer(self, batches: Sequence[object], forward: Forward) -> list[torch.Tensor]:
         """Return the results of `forward` on each micro-batch."""
         return self.engine.infer(batches, forward)
 
@@ -70,7 +69,7 @@ class FrozenReference:
 def base_results(forward: Forward) -> Results:
     """(engine, micro-batches) -> results of `forward` by the base under the trained adapter."""
 
-    def infer(engine: DeepSpeedEngine, batches: list[Any]) -> list[torch.Tensor]:
+    def infer(engine: DeepSpeedEngine, batches: list[object]) -> list[torch.Tensor]:
         with adapter_off(engine.module):
             return engine.infer(batches, forward)
 

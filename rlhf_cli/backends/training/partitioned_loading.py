@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 from deepspeed.runtime.zero import DeepSpeedTensorOverride, Init
 from transformers.integrations import HfDeepSpeedConfig
@@ -19,7 +18,7 @@ def partitioned_loading(settings: DeepSpeedConfig, *, param_dtype: str) -> Abstr
 
 
 @contextmanager
-def _partitioned(config: dict[str, Any]) -> Iterator[None]:
+def _partitioned(config: dict[str, object]) -> Iterator[None]:
     """Partition within the block, and leave the types of tensors alone.
 
     transformers looks for a live HfDeepSpeedConfig and enters `zero.Init` by itself. That would create every tensor in

@@ -11,7 +11,7 @@ from rlhf_cli.algorithms.load_balance import balance_part
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.models.routers import RouterRecorder
 
-Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
+Loss = Callable[[nn.Module, object], tuple[torch.Tensor, Metrics]]
 
 
 class RouterLoss:
@@ -36,7 +36,7 @@ class RouterLoss:
         whole = distributed.summed(torch.stack(counts).sum(0, dtype=torch.float64)).float()
         counts_E, num_rows = whole[:-1], whole[-1]
 
-        def with_router_loss(model: nn.Module, micro_batch: Any) -> tuple[torch.Tensor, Metrics]:
+        def with_router_loss(model: nn.Module, micro_batch: object) -> tuple[torch.Tensor, Metrics]:
             with self._recorder.recorded() as found:
                 loss, metrics = compute_loss(model, micro_batch)
             part = torch.stack([balance_part(sums, counts_E, num_rows) for sums in found]).sum()

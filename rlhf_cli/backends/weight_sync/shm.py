@@ -44,7 +44,7 @@ class _Bucket:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        self.tensors: list[dict[str, Any]] = []
+        self.tensors: list[dict[str, object]] = []
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # weights may be confidential
         self._file: BinaryIO = os.fdopen(descriptor, "wb", buffering=0)
 
@@ -59,7 +59,7 @@ class _Bucket:
             left = left[self._file.write(left) :]
         self.size = _aligned(self.size + raw.nbytes)
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> dict[str, object]:
         os.ftruncate(self._file.fileno(), self.size)
         self._file.close()
         return {"path": str(self.path), "size": self.size, "tensors": self.tensors}
@@ -105,7 +105,7 @@ class ShmTransport:
             self.close()
             raise
 
-    def _buckets(self, named_tensors: NamedTensors, version: int) -> Iterator[dict[str, Any]]:
+    def _buckets(self, named_tensors: NamedTensors, version: int) -> Iterator[dict[str, object]]:
         bucket: _Bucket | None = None
         count = 0
         for name, tensor in named_tensors:
@@ -180,7 +180,7 @@ def read_push(manifest: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 
 def read_verified_push(
-    manifest: dict[str, Any], expected: dict[str, tuple[int, ...]], *, optional: frozenset[str] = frozenset()
+    manifest: dict[str, object], expected: dict[str, tuple[int, ...]], *, optional: frozenset[str] = frozenset()
 ) -> tuple[list[tuple[str, torch.Tensor]], int]:
     """Return the tensors of a push and their checksum, after names, shapes, count and checksum were found right.
 

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -63,13 +63,13 @@ class PushReport:
     seconds: float
     checksum: int
     num_tensors: int
-    manifest: dict[str, Any] | None = None
+    manifest: dict[str, object] | None = None
 
 
 class Transport(Protocol):
     """Moves one push to the engines; `send` returns the manifest for a driver to hand on, or None if it did it."""
 
-    def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, Any] | None: ...
+    def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, object] | None: ...
 
     def close(self) -> None: ...
 
@@ -200,7 +200,7 @@ def checkpoint_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def optional_tensors(config: Any) -> frozenset[str]:
+def optional_tensors(config: object) -> frozenset[str]:
     """Return the names that a push may have or not: a head that shares the embedding's weight."""
     return frozenset({"lm_head.weight"}) if getattr(config, "tie_word_embeddings", False) else frozenset()
 

@@ -19,7 +19,7 @@ class WatchedModel:
         self._ledger = ledger
         self._shapes = shapes
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Load weights as the model itself does, and note them."""
         held = list(weights)
         for name, tensor in held:
@@ -31,7 +31,7 @@ class WatchedModel:
 class Watching:
     """Comes before one of vLLM's engines among the bases of a class."""
 
-    model: Any
+    model: object
     model_config: Any
     pushed_checksum: int | None = None
 
@@ -41,7 +41,7 @@ class Watching:
         self._shapes: dict[str, tuple[int, ...]] = {}
         super().start_weight_update()  # type: ignore[misc]
 
-    def receive_weights(self, update_info: Any) -> None:
+    def receive_weights(self, update_info: object) -> None:
         """Receive with the model replaced by one that is watched: the engine only calls its `load_weights`."""
         model = self.model
         self.model = WatchedModel(model, self._ledger, self._shapes)
@@ -62,7 +62,7 @@ class Watching:
 class Reconnecting:
     """Comes before an engine with a communicator of its own among the bases of a class."""
 
-    def init_transfer_engine(self, init_info: Any) -> None:
+    def init_transfer_engine(self, init_info: object) -> None:
         """Join the trainer's group. Leave the former one first: it would keep its buffers on the GPU for good."""
         self.shutdown()  # type: ignore[attr-defined]
         super().init_transfer_engine(init_info)  # type: ignore[misc]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _BUFFER_BYTES = 256 << 20
 
 HostCall = Callable[["EngineHost", Any], Awaitable[object]]
-CallEngines = Callable[[HostCall, Sequence[Any]], None]
+CallEngines = Callable[[HostCall, Sequence[object]], None]
 """Calls a function of every engine's host with a value of its own, and waits for all of them."""
 
 
@@ -34,7 +34,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
-def tensor_specs(hf_model: Any) -> list[TensorSpec]:
+def tensor_specs(hf_model: object) -> list[TensorSpec]:
     """Return the tensors of a push in their order; under ZeRO-3 the weights need not be gathered for it."""
     named = [*parameters_without_adapter(hf_model), *persistent_buffers(hf_model)]
     return [
@@ -74,7 +74,7 @@ class EngineClient:
         """Open the update on all engines."""
         self._call(lambda host, _: host.engine.start_weight_update(), [None] * self._num_engines)
 
-    def update_weights(self, update_info: Any) -> None:
+    def update_weights(self, update_info: object) -> None:
         """Let all engines receive; return when all have."""
         self._call(lambda host, info: host.engine.update_weights(info), [update_info] * self._num_engines)
 
@@ -116,7 +116,7 @@ def buffer_bytes(specs: list[TensorSpec]) -> int:
 
 def trainer_init_info(
     backend: Literal["nccl", "ipc"], *, rank: int, num_workers: int, buffer_size: int, rendezvous: Rendezvous | None
-) -> Any:
+) -> object:
     """Return vLLM's description of this trainer rank; rank 0 is the one that sends."""
     if backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

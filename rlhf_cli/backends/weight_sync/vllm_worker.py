@@ -45,7 +45,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     """A push's manifest."""
 
     version: int
-    buckets: list[dict[str, Any]]
+    buckets: list[dict[str, object]]
     checksum: int
     num_tensors: int
 
@@ -88,7 +88,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def start_weight_update(self) -> None:
         """Nothing to do before the push was verified."""
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def update_weights(self, update_info: dict[str, object] | list[dict[str, object]]) -> None:
         """Update weights as the base class does, whose torch.accelerator.synchronize() a CPU build lacks."""
         assert isinstance(update_info, dict)
         self.receive_weights(self.parse_update_info(update_info))

@@ -23,7 +23,7 @@ class ToolCall:
     """A function the assistant asks for."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, object]
     id: str | None = None
 
 
@@ -42,7 +42,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str = ""
-    weight: Any = field(default=None, compare=False)
+    weight: object = field(default=None, compare=False)
 
     def with_reasoning_in_text(self) -> "Message":
         """Return the message with its reasoning before the content, in the tags of reasoning models."""
@@ -87,7 +87,7 @@ class Preference:
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
     margin: float | None
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, object], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Labelled:
     prompt: tuple[Message, ...]
     response: tuple[Message, ...]
     desirable: bool
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, object], ...] = ()
 
 
 def fault_of_order(messages: tuple[Message, ...]) -> str | None:

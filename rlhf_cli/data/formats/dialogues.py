@@ -8,12 +8,12 @@ from typing import Any
 GROUND_TRUTH = "ground_truth"
 
 
-def is_bare_dialogue(value: Any) -> bool:
+def is_bare_dialogue(value: object) -> bool:
     """Return whether a row is a list of messages instead of an object with columns."""
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
-def row_of_dialogue(messages: list[dict[str, Any]]) -> dict[str, Any]:
+def row_of_dialogue(messages: list[dict[str, object]]) -> dict[str, object]:
     """Return the row that a list of messages means: a prompt with its ground truth, or a conversation."""
     last = messages[-1]
     if GROUND_TRUTH not in last:
@@ -23,7 +23,7 @@ def row_of_dialogue(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {"prompt": messages[:-1], GROUND_TRUTH: value}
 
 
-def row_of_numbered(row: dict[str, Any]) -> dict[str, Any]:
+def row_of_numbered(row: dict[str, Any]) -> dict[str, object]:
     """Return the row, or the list it means if its columns are places of a list: `datasets` reads lists so."""
     places = [str(place) for place in range(len(row))]
     if not row or list(row) != places or not all(isinstance(message, dict) for message in row.values()):
@@ -31,6 +31,6 @@ def row_of_numbered(row: dict[str, Any]) -> dict[str, Any]:
     return row_of_dialogue([_filled(message) for message in row.values()])
 
 
-def _filled(message: dict[str, Any]) -> dict[str, Any]:
+def _filled(message: dict[str, object]) -> dict[str, object]:
     """Return the message without the keys that only other messages have, which are null in a table."""
     return {key: value for key, value in message.items() if value is not None}

@@ -7,7 +7,6 @@ row for each response, with its label.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf_cli.data.formats.conversations import (
     Labelled,
@@ -202,7 +201,7 @@ def _are_whole(present: Present, wanted: PairColumns, columns: tuple[str, ...]) 
     return whole
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     """Return whether a cell is a conversation with its prompt, instead of the response alone."""
     if isinstance(value, str):
         return is_transcript(value)

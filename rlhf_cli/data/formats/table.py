@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf_cli.config.rewards import row_of
 from rlhf_cli.data.formats.conversations import (
@@ -117,7 +116,7 @@ def choose_prompt_format(
     return PromptFormat(columns, read_prompt, read_label, prompt)
 
 
-def _is_answered(value: Any) -> bool:
+def _is_answered(value: object) -> bool:
     """Return whether a cell is a transcript that ends with the assistant's answer."""
     return is_transcript(value) and prompt_of_transcript(value) != without_answer(value)
 
@@ -244,7 +243,7 @@ def _label_text(row: Row, columns: tuple[str, ...], *, required: bool, verifiers
     return text
 
 
-def _fault_of_structure(column: str, value: dict[str, Any] | list[Any], verifiers: Sequence[str]) -> str | None:
+def _fault_of_structure(column: str, value: dict[str, object] | list[object], verifiers: Sequence[str]) -> str | None:
     """Return the reason why an object or a list is no label for these verifiers, None if it is one."""
     keys = list(value) if isinstance(value, dict) else []
     inside = next((key for key in LABEL_COLUMNS if key in keys and TESTS_KEY not in keys), None)

@@ -12,7 +12,7 @@ from rlhf_cli.data.reading.sources import Row
 TOOLS_COLUMN = "tools"
 
 
-def tool_calls_of(row: Row, number: int, role: Role, value: Any) -> tuple[ToolCall, ...]:
+def tool_calls_of(row: Row, number: int, role: Role, value: object) -> tuple[ToolCall, ...]:
     """Return the calls in `tool_calls` of message `number`. Raise UsageError that names the row and the fault."""
     value = _parsed(value)
     if not value:
@@ -24,7 +24,7 @@ def tool_calls_of(row: Row, number: int, role: Role, value: Any) -> tuple[ToolCa
     return tuple(_tool_call(row, number, _parsed(call)) for call in value)
 
 
-def tools_of(row: Row) -> tuple[dict[str, Any], ...]:
+def tools_of(row: Row) -> tuple[dict[str, object], ...]:
     """Return the functions in a row's column `tools`: a list of JSON schemas, as a list or as JSON text; none without
     it.
     """
@@ -54,7 +54,7 @@ def _tool_call(row: Row, number: int, call: Any) -> ToolCall:
     return ToolCall(function["name"], arguments, str(call_id) if call_id else None)
 
 
-def _tool(row: Row, number: int, tool: Any) -> dict[str, Any]:
+def _tool(row: Row, number: int, tool: Any) -> dict[str, object]:
     """Return one function in the wrapping that templates expect."""
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -65,7 +65,7 @@ def _tool(row: Row, number: int, tool: Any) -> dict[str, Any]:
     return tool if "function" in tool else {"type": "function", "function": tool}
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> object:
     """Return the value of JSON text; return anything else, and other text, unchanged."""
     if not isinstance(value, str):
         return value

@@ -1,7 +1,7 @@
 """Conversations written as one text, in the manner of Anthropic's hh-rlhf: '\\n\\nHuman: ...\\n\\nAssistant: ...'."""
 
 import re
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from rlhf_cli.data.formats.conversations import Message
 
@@ -9,7 +9,7 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 """What begins a turn."""
 
 
-def is_transcript(value: Any) -> TypeGuard[str]:
+def is_transcript(value: object) -> TypeGuard[str]:
     """Return whether a cell is a conversation in one text."""
     return isinstance(value, str) and value.startswith("\n\nHuman:")
 

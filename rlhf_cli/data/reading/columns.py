@@ -6,7 +6,7 @@ Which columns make a format is the business of `formats` and `preference_formats
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from rlhf_cli.data.formats.conversations import Message, Role
 from rlhf_cli.data.formats.tools import tool_calls_of
@@ -22,7 +22,7 @@ CONTEXT_COLUMNS = ("input", "context")
 BESIDE_PROMPT = (*CONTEXT_COLUMNS, "history")
 """Columns that belong to a prompt, refused unless they are read: the last has LLaMA-Factory's earlier turns."""
 
-EMPTY: tuple[Any, ...] = (None, "", [], {})
+EMPTY: tuple[object, ...] = (None, "", [], {})
 """Values of an empty cell; 0 is a value."""
 IMAGE_COLUMNS = ("image", "images", "video", "videos")
 """What belongs to the text of a row and is no text."""
@@ -101,17 +101,17 @@ class Present:
         return found[0] if found else None
 
 
-def is_dialogue(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+def is_dialogue(value: object) -> TypeGuard[list[dict[str, object]]]:
     """Return whether a cell is a list of messages."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def format_of(listed: list[dict[str, Any]]) -> str:
+def format_of(listed: list[dict[str, object]]) -> str:
     """Name of the format that a list of messages has, by its first."""
     return "sharegpt" if "from" in listed[0] else "messages"
 
 
-def keys_of(listed: list[dict[str, Any]]) -> tuple[str, str]:
+def keys_of(listed: list[dict[str, object]]) -> tuple[str, str]:
     """Return the keys of role and text in a list of messages."""
     return MESSAGE_KEYS[format_of(listed)]
 
@@ -175,7 +175,7 @@ def messages_of(row: Row, column: str, keys: tuple[str, str]) -> tuple[Message, 
     return tuple(_message(row, number, entry, keys) for number, entry in enumerate(listed, start=1))
 
 
-def _message(row: Row, number: int, entry: Any, keys: tuple[str, str]) -> Message:
+def _message(row: Row, number: int, entry: object, keys: tuple[str, str]) -> Message:
     role_key, text_key = keys
     called = isinstance(entry, dict) and bool(entry.get("tool_calls"))
     if not isinstance(entry, dict) or role_key not in entry or (text_key not in entry and not called):
@@ -194,7 +194,7 @@ def _message(row: Row, number: int, entry: Any, keys: tuple[str, str]) -> Messag
     return Message(role, content or "", calls, reasoning=reasoning, weight=weight, **named)
 
 
-def _reasoning(row: Row, number: int, role: Role, entry: dict[str, Any]) -> str:
+def _reasoning(row: Row, number: int, role: Role, entry: dict[str, object]) -> str:
     """Return the assistant's thought if the message has it apart, else ""."""
     given = {key: entry[key] for key in REASONING_KEYS if entry.get(key)}
     if not given:
@@ -209,7 +209,7 @@ def _reasoning(row: Row, number: int, role: Role, entry: dict[str, Any]) -> str:
     return reasoning if reasoning.strip() else ""
 
 
-def _parts_text(row: Row, number: int, content: Any) -> str | None:
+def _parts_text(row: Row, number: int, content: object) -> str | None:
     """Return the text of a message, whose content may be OpenAI's list of parts."""
     if content is None or isinstance(content, str):
         return content
@@ -230,18 +230,18 @@ def text_of(row: Row, column: str) -> str:
     raise row.error(f"column {column!r} is not text but {described(value, row, column)}")
 
 
-def described(value: Any, row: Row, column: str) -> str:
+def described(value: object, row: Row, column: str) -> str:
     """Return a description of a cell's wrong content, for messages."""
     if column not in row:
         return f"missing; columns present: {', '.join(row)}"
     return "null" if value is None else f"a {type(value).__name__}: {value!r:.60}"
 
 
-TRUTHS: dict[Any, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+TRUTHS: dict[object, bool] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 """Labels of desirable and undesirable responses, in lower case; the numbers 1 and 0 are equal to True and False."""
 
 
-def truth(value: Any) -> bool | None:
+def truth(value: object) -> bool | None:
     """Return whether a label marks a response as desirable, None for any other label."""
     known = value.strip().lower() if isinstance(value, str) else value
     return TRUTHS.get(known) if isinstance(known, str | int | float) else None

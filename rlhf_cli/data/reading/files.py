@@ -46,7 +46,7 @@ class Table:
 
     path: str
     num_rows: int
-    read: Callable[[int], dict[str, Any]]
+    read: Callable[[int], dict[str, object]]
     place: Callable[[int], str]
     checksum: Callable[[], str] | None = None
 
@@ -119,7 +119,7 @@ def _json_lines(mapped: mmap.mmap, path: str) -> Table:
         long_enough[number] = bool(mapped[starts[number] : ends[number]].strip())
     lines = np.flatnonzero(long_enough)
 
-    def read(index: int) -> dict[str, Any]:
+    def read(index: int) -> dict[str, object]:
         number = lines[index]
         try:
             row = DECODER.decode(mapped[starts[number] : ends[number]].decode("utf-8-sig"))
@@ -150,7 +150,7 @@ def _line_ends(mapped: mmap.mmap) -> np.ndarray:
 def _json_list(mapped: mmap.mmap, path: str) -> Table:
     bounds = np.fromiter(element_bounds(mapped, path), dtype=np.int64)
 
-    def read(index: int) -> dict[str, Any]:
+    def read(index: int) -> dict[str, object]:
         start, stop = bounds[index : index + 2]
         return checked_object(DECODER.raw_decode(mapped[start:stop].decode())[0], f"{path} row {index + 1}")
 

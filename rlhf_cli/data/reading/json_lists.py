@@ -92,7 +92,7 @@ class _Cursor:
                 return self._text[self._position : self._position + 1]
             self._move(self._window)
 
-    def value(self, where: str) -> Any:
+    def value(self, where: str) -> object:
         """Return the value that starts here and go on behind it. Errors that have no column name `where` instead."""
         while True:
             try:
@@ -140,7 +140,7 @@ def blocks(mapped: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, byte
         yield first, mapped[first : min(first + BLOCK, stop)]
 
 
-def checked_object(row: Any, where: str) -> dict[str, Any]:
+def checked_object(row: Any, where: str) -> dict[str, object]:
     """Return the row if it is an object or a list of messages. Raise UsageError otherwise."""
     if is_bare_dialogue(row):
         return row_of_dialogue(row)

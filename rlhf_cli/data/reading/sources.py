@@ -40,20 +40,20 @@ class Row(dict[str, Any]):
     A key with dots that is no column reaches into objects: `row["extra_info.question"]`.
     """
 
-    def __init__(self, values: dict[str, Any], source: "Source", index: int) -> None:
+    def __init__(self, values: dict[str, object], source: "Source", index: int) -> None:
         super().__init__(values)
         self.source = source
         self.index = index
 
-    def __missing__(self, key: str) -> Any:
-        found: Any = dict(self) if "." in key else _ABSENT
+    def __missing__(self, key: str) -> object:
+        found: object = dict(self) if "." in key else _ABSENT
         for part in key.split("."):
             found = found.get(part, _ABSENT) if isinstance(found, dict) else _ABSENT
         if found is _ABSENT:
             raise KeyError(key)
         return found
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """Return the value of a column or of an entry inside a column."""
         try:
             return self[key]
@@ -310,7 +310,7 @@ def _table_of(loaded: Any, path: str) -> Table:
     if len(loaded) == 0:
         raise UsageError(f"{path} is empty: it has no rows")
 
-    def read(index: int) -> dict[str, Any]:
+    def read(index: int) -> dict[str, object]:
         return row_of_numbered(loaded[index])
 
     return Table(path, len(loaded), read, lambda index: f"row {index + 1}", lambda: str(loaded._fingerprint))

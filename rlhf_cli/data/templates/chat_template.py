@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -50,7 +49,7 @@ class ChatTemplate:
     `kwargs` are variables of the template's own, such as Qwen 3's `enable_thinking`, which every rendering gets.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object] | None = None) -> None:
         self._tokenizer = tokenizer
         self._text = TemplateText(tokenizer, kwargs)
 

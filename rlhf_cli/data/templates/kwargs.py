@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from rlhf_cli.data.reading.sources import Row
 
@@ -10,7 +9,7 @@ KWARGS_COLUMN = "chat_template_kwargs"
 """Column of the same name as the setting, as TRL has it."""
 
 
-def template_kwargs_of(row: Row) -> dict[str, Any]:
+def template_kwargs_of(row: Row) -> dict[str, object]:
     """Return the row's own variables: an object, or JSON text of one; none without the column.
 
     Parquet gives every row the entries of all rows; an entry without a value is none.

@@ -3,7 +3,6 @@
 import itertools
 import json
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf_cli.data.formats.conversations import Message, ToolCall
 from rlhf_cli.data.reading.columns import REASONING_KEYS
@@ -21,10 +20,10 @@ class MessageForm:
     reasoning_key: str = REASONING_KEYS[0]
     as_parts: bool = False
 
-    def entry(self, message: Message) -> dict[str, Any]:
+    def entry(self, message: Message) -> dict[str, object]:
         """Return the message as templates get it, without empty keys: templates test whether a key is there."""
         named = {"tool_call_id": message.tool_call_id, "name": message.name}
-        entry: dict[str, Any] = {"role": message.role, "content": message.content}
+        entry: dict[str, object] = {"role": message.role, "content": message.content}
         entry |= {key: value for key, value in named.items() if value is not None}
         if message.reasoning:
             entry[self.reasoning_key] = message.reasoning
@@ -35,7 +34,7 @@ class MessageForm:
             entry["content"] = [{"type": "text", "text": message.content}]
         return entry
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
+    def _call(self, call: ToolCall) -> dict[str, object]:
         text = json.dumps(call.arguments, ensure_ascii=False)
         function = {"name": call.name, "arguments": text if self.arguments_as_text else call.arguments}
         return {"type": "function", "function": function, **({"id": call.id} if call.id is not None else {})}

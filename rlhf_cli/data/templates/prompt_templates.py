@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,7 +30,7 @@ class PromptTemplate:
     template: jinja2.Template
     system_prompt: str | None
 
-    def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, Any] | None = None) -> str:
+    def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, object] | None = None) -> str:
         """Return the text that generation starts from. Raise TemplateFault for more than one question."""
         if row_kwargs:
             raise TemplateFault("chat_template_kwargs need a chat template, and prompt_template takes its place")

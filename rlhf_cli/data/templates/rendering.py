@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -44,10 +43,10 @@ class Renderer:
         return ChatTemplate(self._tokenizer, self._kwargs)
 
     @cached_property
-    def _kwargs(self) -> dict[str, Any]:
+    def _kwargs(self) -> dict[str, object]:
         return dict(json.loads(self._config.chat_template_kwargs))
 
-    def _template_for(self, row_kwargs: Mapping[str, Any]) -> ChatTemplate:
+    def _template_for(self, row_kwargs: Mapping[str, object]) -> ChatTemplate:
         """Return the template with a row's own variables, which replace the settings'; equal variables share a
         template.
         """
@@ -60,7 +59,7 @@ class Renderer:
             self._of_rows[key] = ChatTemplate(self._tokenizer, {**self._kwargs, **row_kwargs})
         return self._of_rows[key]
 
-    def example(self, example: Conversation | Document, row_kwargs: Mapping[str, Any] | None = None) -> Pieces:
+    def example(self, example: Conversation | Document, row_kwargs: Mapping[str, object] | None = None) -> Pieces:
         """Return an example to train on. Raise TemplateFault if it cannot be rendered.
 
         Args:
@@ -78,7 +77,7 @@ class Renderer:
         said = replace(_whole(response.with_reasoning_in_text().content), num_inlined=int(bool(response.reasoning)))
         return Pieces((Rendered(self._around(tuple(before)), (), None), said), plain=True)
 
-    def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, Any] | None = None) -> str:
+    def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, object] | None = None) -> str:
         """Return the text that generation starts from. Raise TemplateFault if it cannot be rendered."""
         if self._config.apply_chat_template:
             template = self._template_for(row_kwargs or {})

@@ -57,7 +57,7 @@ class TemplateText:
     `kwargs` are variables of the template's own, such as Qwen 3's `enable_thinking`, which every rendering gets.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object] | None = None) -> None:
         if tokenizer.chat_template is None:
             raise UsageError(
                 "the tokenizer has no chat template: give one with --tokenizer_chat_template FILE, "
@@ -156,7 +156,7 @@ class TemplateText:
         except TemplateFault:
             return None
 
-    def _marked_text(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
+    def _marked_text(self, variables: dict[str, object]) -> tuple[str, list[Span]]:
         """Return the text that transformers renders, and the spans of the generation blocks."""
         given = {name: value for name, value in variables.items() if name != "messages"}
         (text,), (marked,) = render_jinja_template(
@@ -167,7 +167,7 @@ class TemplateText:
         )
         return text, marked
 
-    def _text(self, variables: dict[str, Any]) -> str:
+    def _text(self, variables: dict[str, object]) -> str:
         """Return the text that transformers renders, in a quarter of the time: jinja's `render` goes through all
         globals every time.
         """
@@ -177,7 +177,7 @@ class TemplateText:
         return "".join(template.root_render_func(context))
 
     @cached_property
-    def _globals(self) -> dict[str, Any]:
+    def _globals(self) -> dict[str, object]:
         """What every template may use."""
         return dict(compiled_template(self._template).globals)
 

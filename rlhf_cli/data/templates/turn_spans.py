@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rlhf_cli.data.formats.conversations import Message, ToolCall
 
@@ -180,7 +179,7 @@ def left_out(messages: Sequence[Message], text: str, spans: Sequence[Span]) -> M
     return None
 
 
-def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
     """Return the number of characters, or tokens, at the start that two have in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
@@ -192,7 +191,7 @@ def skip_space(text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def _values(arguments: Any) -> Iterator[Any]:
+def _values(arguments: object) -> Iterator[object]:
     """Yield keys, and values that are no lists or objects themselves."""
     if isinstance(arguments, dict):
         for key, value in arguments.items():
@@ -205,7 +204,7 @@ def _values(arguments: Any) -> Iterator[Any]:
         yield arguments
 
 
-def _end_of(text: str, value: Any, place: int, stop: int | None = None) -> int:
+def _end_of(text: str, value: object, place: int, stop: int | None = None) -> int:
     """Return the first end from `place` on of a value, as it is or as JSON; -1 if it is not there before `stop`."""
     for write in (_plain, _json, json.dumps):
         written = write(value)
@@ -216,9 +215,9 @@ def _end_of(text: str, value: Any, place: int, stop: int | None = None) -> int:
     return -1
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return str(value).strip()
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value.strip() if isinstance(value, str) else value, ensure_ascii=False)

@@ -85,7 +85,7 @@ def attend_cuda(
     kernel: Callable[..., torch.Tensor],
     *,
     window: int,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> torch.Tensor:
     """Attention output [T, heads, size] by `kernel`, which has the interface of `torch.nn.attention.varlen`.
 

@@ -110,7 +110,7 @@ def _(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[object, ...], output: torch.Tensor) -> None:
     *tensors, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(*tensors)
 

@@ -161,7 +161,7 @@ def outcomes_of(said: bytes, expected: int) -> list[ItemOutcome]:
     ]
 
 
-def _failure(found: UserResult, detail: Any) -> Failure:
+def _failure(found: UserResult, detail: object) -> Failure:
     line = " ".join(str(detail or "").split())[:MAX_DETAIL]
     return Failure("bad_result", f"failed: {line}" if line else found["problem"])
 

@@ -211,7 +211,7 @@ def _write(path: str, text: str) -> None:
 # --- init: process 1 of the sandbox
 
 
-def _init(request: "dict[str, Any]", alive: tuple[int, int], status: int) -> None:
+def _init(request: "dict[str, object]", alive: tuple[int, int], status: int) -> None:
     kernel.die_with_parent(signal.SIGKILL)
     os.close(alive[1])
     if select.select([alive[0]], [], [], 0)[0]:

@@ -104,12 +104,12 @@ def run_program(
         return Launch(request, limits).outcome()
 
 
-def sandboxed_request(program: str, stdin: str, limits: Limits) -> dict[str, Any]:
+def sandboxed_request(program: str, stdin: str, limits: Limits) -> dict[str, object]:
     """Return the launcher's request."""
     return _request(program, stdin, limits) | {"sandboxed": True, "filter": _filter()} | asdict(root_plan())
 
 
-def _request(program: str, stdin: str, limits: Limits) -> dict[str, Any]:
+def _request(program: str, stdin: str, limits: Limits) -> dict[str, object]:
     return {"program": _encodable(program), "stdin": _encodable(stdin)} | asdict(limits)
 
 
@@ -195,7 +195,7 @@ def _encodable(text: str) -> str:
 class Launch:
     """One launcher process from its start to its end."""
 
-    def __init__(self, request: dict[str, Any], limits: Limits) -> None:
+    def __init__(self, request: dict[str, object], limits: Limits) -> None:
         self._request, self._limits = request, limits
         self._stdout, self._stderr, self._status = bytearray(), bytearray(), bytearray()
         self._is_over_output = False
@@ -215,9 +215,9 @@ class Launch:
             raise SandboxError(f"the sandbox could not be made ({said})")
         return self._told(lines)
 
-    def _reports(self) -> dict[str, Any]:
+    def _reports(self) -> dict[str, object]:
         """Return the messages of launcher and init, together."""
-        said: dict[str, Any] = {}
+        said: dict[str, object] = {}
         stream = io.BytesIO(self._status)
         while stream.tell() < len(self._status):
             said |= marshal.load(stream)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli.config.scoring import CODE_SHARE
 from rlhf_cli.rewards.sandbox.run import Limits, ProgramOutcome, SandboxError, run_program
@@ -96,7 +95,7 @@ def same_output(printed: str, expected: str) -> bool:
     return _words(printed) == _words(expected)
 
 
-def same_value(value: Any, expected: Any) -> bool:
+def same_value(value: object, expected: object) -> bool:
     """Return whether two JSON values are equal; a truth value is no number. Arguments nested too deep are not."""
     try:
         return _same(value, expected)
@@ -104,7 +103,7 @@ def same_value(value: Any, expected: Any) -> bool:
         return False
 
 
-def _same(value: Any, expected: Any) -> bool:
+def _same(value: object, expected: object) -> bool:
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(_same, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
@@ -130,7 +129,7 @@ class _Grading:
             for given, expected in zip(tests.inputs, tests.outputs, strict=True):
                 yield self._prints(given, expected)
         elif isinstance(tests, FunctionTests):
-            request: dict[str, Any] = {"function": tests.name, "tests": tests.arguments}
+            request: dict[str, object] = {"function": tests.name, "tests": tests.arguments}
             for result, value in zip(self._results(request, len(tests.values)), tests.values, strict=True):
                 yield isinstance(result, str) and _is_value(result, value)
         else:
@@ -144,9 +143,9 @@ class _Grading:
         outcome = self._run(self._code, given, seconds=self._limits.timeout)
         return outcome is not None and outcome.ended == "finished" and same_output(outcome.stdout, expected)
 
-    def _results(self, request: dict[str, Any], count: int) -> list[Any]:
+    def _results(self, request: dict[str, object], count: int) -> list[object]:
         """Return the harness's report on each test; None if it has none. A test that ends it is not tried again."""
-        results: list[Any] = [None] * count
+        results: list[object] = [None] * count
         first = 0
         while first < count:
             word = secrets.token_hex(16)
@@ -174,9 +173,9 @@ class _Grading:
         return outcome
 
 
-def _said(stdout: str, word: str) -> dict[int, Any]:
+def _said(stdout: str, word: str) -> dict[int, object]:
     """Return the results by the number of the test; the last line may have been cut."""
-    said: dict[int, Any] = {}
+    said: dict[int, object] = {}
     for line in stdout.split("\n"):
         if line.startswith(word):
             with contextlib.suppress(ValueError, RecursionError, TypeError):
@@ -185,7 +184,7 @@ def _said(stdout: str, word: str) -> dict[int, Any]:
     return said
 
 
-def _is_value(text: str, expected: Any) -> bool:
+def _is_value(text: str, expected: object) -> bool:
     """Return whether the JSON of a returned value is the expected one, which some data sets wrap in a list."""
     try:
         value = json.loads(text)

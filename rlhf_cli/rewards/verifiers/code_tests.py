@@ -25,8 +25,8 @@ class FunctionTests:
     """A function (or a method of a class `Solution`), its arguments and the value it has to return, test by test."""
 
     name: str
-    arguments: tuple[list[Any], ...]
-    values: tuple[Any, ...]
+    arguments: tuple[list[object], ...]
+    values: tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _of_pairs(content: dict[str, Any]) -> Tests:
     return StdinTests(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a program's input or output: text, or a list of its lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
@@ -84,7 +84,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def _of_function(name: str, inputs: list[Any], outputs: list[Any]) -> FunctionTests:
+def _of_function(name: str, inputs: list[Any], outputs: list[object]) -> FunctionTests:
     """Return the tests of a function: arguments are a list, or text with one JSON value a line; then the value is JSON
     too.
     """

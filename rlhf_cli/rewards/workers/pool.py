@@ -57,7 +57,7 @@ class WorkerPool:
     def __init__(
         self,
         loader: str,
-        argument: Any,
+        argument: object,
         *,
         limit: float,
         num_workers: int = 1,
@@ -104,7 +104,7 @@ class WorkerPool:
         self._feed = Feed(self)
         return self._feed
 
-    def map(self, items: Sequence[Any]) -> list[ItemOutcome]:
+    def map(self, items: Sequence[object]) -> list[ItemOutcome]:
         """Return the outcome of each item, in order. No failure of an item is raised."""
         with self.feed() as feed:
             feed.add(items)
@@ -141,7 +141,7 @@ class Feed:
     ) -> None:
         self.close()
 
-    def add(self, items: Iterable[Any]) -> range:
+    def add(self, items: Iterable[object]) -> range:
         """Have items worked on; the numbers they got, counted from 0. Returns at once."""
         lines = [json.dumps(item) for item in items]
         with self._changed:

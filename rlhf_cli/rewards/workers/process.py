@@ -37,7 +37,7 @@ worker.main(*map(int, numbers))
 class WorkerProcess:
     """One worker process: owns it, its socket and the lifeline that ends it together with this process."""
 
-    def __init__(self, loader: str, argument: Any) -> None:
+    def __init__(self, loader: str, argument: object) -> None:
         task = json.dumps([loader, argument])
         self.socket, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()

@@ -14,8 +14,8 @@ from rlhf_cli.rewards.records import BadResult
 class UserRow(TypedDict):
     """A row of the prompts: its columns, and its prompt as text, or as messages if the row has messages."""
 
-    prompt: Any
-    columns: dict[str, Any]
+    prompt: object
+    columns: dict[str, object]
 
 
 class UserBatch(TypedDict):
@@ -38,13 +38,13 @@ class UserBatch(TypedDict):
 class Log:
     """Metrics that a function reports through the callbacks it gets; lists by response, or one number for all."""
 
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, object] = field(default_factory=dict)
 
-    def metric(self, name: str, value: Any) -> None:
+    def metric(self, name: str, value: object) -> None:
         """Log a metric, as TRL's `log_metric`."""
         self.metrics[name] = value
 
-    def extra(self, column: str, values: Any) -> None:
+    def extra(self, column: str, values: object) -> None:
         """Log a column, as TRL's `log_extra`; columns of text are no metrics."""
         self.metrics[column] = values
 
@@ -57,17 +57,17 @@ def _rows(batch: UserBatch) -> list[UserRow]:
     return [batch["rows"][place] for place in batch["row_of"]]
 
 
-def _columns(batch: UserBatch) -> dict[str, list[Any]]:
+def _columns(batch: UserBatch) -> dict[str, list[object]]:
     """Return every column of the rows, with None for rows that lack it."""
     rows = [row["columns"] for row in _rows(batch)]
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
-def _own(batch: UserBatch, _: Log) -> dict[str, list[Any]]:
+def _own(batch: UserBatch, _: Log) -> dict[str, list[object]]:
     return _columns(batch) | {name: batch[name] for name in OWN}  # type: ignore[literal-required]
 
 
-def _of_trl(batch: UserBatch, log: Log) -> dict[str, Any]:
+def _of_trl(batch: UserBatch, log: Log) -> dict[str, object]:
     prompts = [row["prompt"] for row in _rows(batch)]
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -78,7 +78,7 @@ def _of_trl(batch: UserBatch, log: Log) -> dict[str, Any]:
     return columns | given | {"log_metric": log.metric, "log_extra": log.extra}
 
 
-def _truths(batch: UserBatch) -> list[Any]:
+def _truths(batch: UserBatch) -> list[object]:
     """Return ground truths as the rows have them: verl's may be objects."""
     models = [row["columns"].get("reward_model") for row in _rows(batch)]
     return [
@@ -97,17 +97,17 @@ def _of_verl(batch: UserBatch, _: Log) -> dict[str, list[Any]]:
     }
 
 
-def _of_verl_batch(batch: UserBatch, log: Log) -> dict[str, Any]:
+def _of_verl_batch(batch: UserBatch, log: Log) -> dict[str, object]:
     return {f"{name}s": values for name, values in _of_verl(batch, log).items()}
 
 
-def _of_easyr1(batch: UserBatch, _: Log) -> dict[str, Any]:
+def _of_easyr1(batch: UserBatch, _: Log) -> dict[str, object]:
     columns = zip(batch["responses"], batch["lengths"], _truths(batch), strict=True)
     names = ("response", "response_length", "ground_truth")
     return {"reward_inputs": [dict(zip(names, values, strict=True)) for values in columns]}
 
 
-def _of_easyr1_each(batch: UserBatch, log: Log) -> dict[str, Any]:
+def _of_easyr1_each(batch: UserBatch, log: Log) -> dict[str, object]:
     return {"reward_input": _of_easyr1(batch, log)["reward_inputs"]}
 
 
@@ -157,7 +157,7 @@ class Signature:
         return ["rows", *reads] if not self.by_place or self.names or self.takes_all else reads
 
 
-def signature_of(reward: Callable[..., Any], args: Mapping[str, Any]) -> Signature:
+def signature_of(reward: Callable[..., object], args: Mapping[str, object]) -> Signature:
     """Return how a user's function is called. Raises BadResult if it has no known form or cannot take `args`."""
     try:
         parameters = list(inspect.signature(reward).parameters.values())

@@ -59,7 +59,7 @@ class EvalRun:
 
     config: EvalConfig
     examinees: list[ModelUnderTest]
-    identity: dict[str, Any]
+    identity: dict[str, object]
     rows: int | None
 
     @property

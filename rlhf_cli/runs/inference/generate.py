@@ -5,7 +5,6 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
 from rlhf_cli.backends.process.output_lock import output_lock
@@ -39,7 +38,7 @@ class _GenerateRun:
 
     config: GenerateConfig
     examinee: ModelUnderTest
-    identity: dict[str, Any]
+    identity: dict[str, object]
     done: int | None  # chunks
 
     @property

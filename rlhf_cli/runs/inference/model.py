@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.models.classifiers import refuse_classifier
@@ -25,8 +24,8 @@ class InferenceModel:
     """A language model before its weights are loaded; `parts` is set if engines cannot load the model as it is."""
 
     source: ModelSource
-    architecture: Any  # PretrainedConfig
-    tokenizer: Any
+    architecture: object  # PretrainedConfig
+    tokenizer: object
     parts: Parts | None = None
 
     def fingerprint(self) -> str:

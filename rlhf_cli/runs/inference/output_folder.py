@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli.backends.training.checkpoint import differences
 from rlhf_cli.config.generate import AnswersOutputConfig
@@ -76,7 +75,7 @@ def check_folder(root: Path, out: AnswersOutputConfig) -> None:
         )
 
 
-def rows_done(root: Path, out: AnswersOutputConfig, identity: Mapping[str, Any]) -> int | None:
+def rows_done(root: Path, out: AnswersOutputConfig, identity: Mapping[str, object]) -> int | None:
     """Return the number of responses in the folder; None if no run is continued.
 
     Raises:
@@ -101,7 +100,7 @@ def num_lines(path: Path) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))
 
 
-def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, Any], *, keep: bool) -> None:
+def prepare_folder(root: Path, config_yaml: str, identity: Mapping[str, object], *, keep: bool) -> None:
     """Make the folder, write the settings and the identity, and remove earlier contents unless they are kept.
 
     A whole model that a killed run has left for its engines is always removed.

@@ -50,7 +50,7 @@ class ModelUnderTest:
     reward_model: RewardModelPlan | None
     chunks: Chunks
     first_step: int = 1
-    cells: Mapping[str, Any] = field(default_factory=dict)
+    cells: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class InferenceHooks:
     should_stop: Callable[[], bool]
 
 
-def examinee(config: InferenceConfig, *, first_step: int = 1, cells: Mapping[str, Any] | None = None) -> ModelUnderTest:
+def examinee(
+    config: InferenceConfig, *, first_step: int = 1, cells: Mapping[str, object] | None = None
+) -> ModelUnderTest:
     """Return the model of the settings with its prompts. Raise UsageError if they do not fit."""
     sampling, backend = config.sampling, rollout_backend(config.sampling)
     model = find_inference_model(config.model)
@@ -107,14 +109,14 @@ def examinee(config: InferenceConfig, *, first_step: int = 1, cells: Mapping[str
     )
 
 
-def _reward_model(config: InferenceConfig, tokenizer: Any) -> RewardModelPlan | None:
+def _reward_model(config: InferenceConfig, tokenizer: object) -> RewardModelPlan | None:
     if config.reward.reward_pretrain is None:
         return None
     policy = ModelConfig(**config.model.model_dump())
     return find_reward_model(config.reward.reward_pretrain, policy, tokenizer, normalize=config.reward.normalize_reward)
 
 
-def model_identity(examinee: ModelUnderTest) -> dict[str, Any]:
+def model_identity(examinee: ModelUnderTest) -> dict[str, object]:
     """Return the facts that must be equal if the rows of two runs are answers of one model to the same prompts."""
     return {
         "fingerprint of the weights": examinee.model.fingerprint(),
@@ -123,7 +125,7 @@ def model_identity(examinee: ModelUnderTest) -> dict[str, Any]:
     }
 
 
-def settings_identity(config: InferenceConfig) -> dict[str, Any]:
+def settings_identity(config: InferenceConfig) -> dict[str, object]:
     """Return the settings that must be equal too if two runs are one. The number of engines may differ."""
     sampling, reward = config.sampling, config.reward
     return {
@@ -275,7 +277,7 @@ def _metrics(answers: Answers) -> dict[str, float]:
     return metrics | {"num_tokens": float(sum(len(generation.token_ids) for generation in answers.generations))}
 
 
-def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> list[dict[str, Any]]:
+def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> list[dict[str, object]]:
     """Return the rows of samples.jsonl: prompt_index counts the prompts, row the rows of the data set they come
     from.
     """
@@ -301,7 +303,7 @@ def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> l
     return rows
 
 
-def _score_cells(score: Score) -> dict[str, Any]:
+def _score_cells(score: Score) -> dict[str, object]:
     return {
         "score": score.value,
         "scores": score.parts,

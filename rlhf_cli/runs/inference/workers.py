@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat, describe, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
@@ -139,7 +139,7 @@ def _start_engines(places: _Places, ranks: WorkerGroup["RewardRank"] | None) -> 
         vllm_args=sampling.engine_arguments,
     )
 
-    def start(number: int) -> tuple[Any, Any]:
+    def start(number: int) -> tuple[object, object]:
         seat = places.layout.of(ENGINE)[number]
         return start_engine(
             seat,

@@ -22,7 +22,7 @@ from rlhf_cli.trainers.offline import dpo, kto
 from rlhf_cli.trainers.offline.loop import Share
 from rlhf_cli.trainers.offline.reference_logprobs import all_results, digest_of_pairs, digest_of_responses
 
-Forwards = dict[str, Callable[[Any, Any], Any]]
+Forwards = dict[str, Callable[[object, Any], object]]
 """The queries to the reference, by the column it becomes."""
 
 
@@ -63,7 +63,7 @@ def _source(reference: FrozenReferenceConfig, model: TrainedModel) -> ModelConfi
 
 def reference_identity(
     reference: FrozenReferenceConfig, model: TrainedModel, *, is_needed: bool = True
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the facts about the reference that must be equal for a checkpoint to be continued."""
     source = _source(reference, model).pretrain if is_needed else None
     weights = model_identity("reference", source)
@@ -97,7 +97,7 @@ def pair_reference(
     return items, ReferenceHooks(prepare=preparation if preparation.is_needed else None, **moves)
 
 
-def _moves(frozen: FrozenReference, settings: ReferenceConfig) -> dict[str, Any]:
+def _moves(frozen: FrozenReference, settings: ReferenceConfig) -> dict[str, object]:
     """Return the hooks that move the reference; none if it stays."""
     if settings.ref_sync_steps == 0:
         return {}
@@ -146,7 +146,7 @@ class _Precomputed:
         evaluated = None if items.eval_data is None else self._completed(items.eval_data, digest)
         return Items(self._completed(items.data, digest), evaluated)
 
-    def _completed(self, part: Any, digest: Callable[[Any], str]) -> Any:
+    def _completed(self, part: Any, digest: Callable[[object], str]) -> object:
         said = " ".join([digest(part), *self._forwards])
         return replace(part, columns=part.columns | kept_columns(self._source, said, lambda: self._columns(part)))
 

@@ -1,7 +1,5 @@
 """The task of `rlhf rm`: its data, model and objective."""
 
-from typing import Any
-
 from rlhf_cli.config.commands.rm import RMConfig
 from rlhf_cli.models.classifiers import padding_token, refuse_several_labels
 from rlhf_cli.models.loading import load_value_backbone
@@ -36,7 +34,7 @@ def rm_task(config: RMConfig) -> OfflineTask:
     )
 
 
-def reward_statistics(evaluated: dict[str, float]) -> dict[str, Any]:
+def reward_statistics(evaluated: dict[str, float]) -> dict[str, object]:
     """Return mean and std of the rewards on the evaluation data for the model's configuration (`--normalize_reward`).
 
     Without evaluation data both are None: they replace statistics of the model that training began with.

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.config.commands.online import OnlineConfig
@@ -18,7 +17,7 @@ from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.online.evaluation import Best, EvaluationState, EvaluationTask, Evaluator
 
 
-def load_evaluation_prompts(config: OnlineConfig, tokenizer: Any) -> PromptData | None:
+def load_evaluation_prompts(config: OnlineConfig, tokenizer: object) -> PromptData | None:
     """Return the held-out prompts, rendered as the training prompts; None if no data set is given."""
     evaluation = config.evaluation
     if evaluation.eval_dataset is None:

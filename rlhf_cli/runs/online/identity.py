@@ -1,7 +1,6 @@
 """The identity of an online run, which must be equal for a checkpoint to be continued."""
 
 from pathlib import Path
-from typing import Any
 
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.config.commands.online import FilteringConfig, OnlineConfig
@@ -41,7 +40,7 @@ def online_identity(
     command: str,
     algorithm: Algorithm,
     iterations: int,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the facts that must be equal for a checkpoint to be continued, as JSON.
 
     The settings of the objective are part of it; the number of passes over an iteration's responses is not.
@@ -67,7 +66,7 @@ def online_identity(
     }
 
 
-def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, Any]:
+def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, object]:
     placement, policy, critic = config.placement, models.policy, models.critic
     roles = {
         "zero_stage": config.deepspeed.zero_stage,
@@ -88,7 +87,7 @@ def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, Any]:
     }
 
 
-def _rewards(reward: OnlineRewardConfig) -> dict[str, Any]:
+def _rewards(reward: OnlineRewardConfig) -> dict[str, object]:
     return {
         **objective_identity(reward, besides=HOW_REWARDS_RUN),
         "reward_func": Path(reward.reward_func).name if reward.reward_func else None,
@@ -96,7 +95,7 @@ def _rewards(reward: OnlineRewardConfig) -> dict[str, Any]:
     }
 
 
-def _filtering(config: OnlineConfig) -> dict[str, Any]:
+def _filtering(config: OnlineConfig) -> dict[str, object]:
     """Return which groups count; the number of prompts that are asked for them is not part of it."""
     if not isinstance(config, FilteringConfig):
         return {}

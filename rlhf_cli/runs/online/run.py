@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from rich.console import Console
 
@@ -87,10 +86,10 @@ class _OnlineRun:
     paths: RunDirectory
     store: CheckpointStore
     resume: Checkpoint | None
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: dict[str, object] = field(default_factory=dict)
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> object:
         """The policy's tokenizer."""
         return self.models.policy.tokenizer
 

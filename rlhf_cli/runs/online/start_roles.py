@@ -134,7 +134,7 @@ class OnlineRoles:
     def __exit__(self, *error: object) -> None:
         self.engines.shutdown()
 
-    def _build_models(self, groups: dict[str, WorkerGroup[Any]]) -> None:
+    def _build_models(self, groups: dict[str, WorkerGroup[object]]) -> None:
         """Build all models; one after the other if they take turns on GPUs, because each fills a GPU at first."""
         sleepers = {"actor": self.actor, "critic": self.critic, "ref": self.reference, "reward": self.reward_model}
         one_by_one = self._takes_turns and self._where.cluster.has_gpus
@@ -148,7 +148,7 @@ class OnlineRoles:
                 assert sleeper is not None
                 sleeper.sleep()
 
-    def _begin_building(self, group: WorkerGroup[Any]) -> list[Any]:
+    def _begin_building(self, group: WorkerGroup[object]) -> list[object]:
         return group.build(self._settings(group.role), local_size=self._where.layout.local_size(group.role))
 
     def _start_engines(self) -> EngineGroup:
@@ -227,7 +227,7 @@ class OnlineRoles:
         assert source is not None
         return source
 
-    def _start_engine(self, number: int) -> tuple[Any, Any]:
+    def _start_engine(self, number: int) -> tuple[object, object]:
         config, rollout = self._config, self._config.rollout
         settings = EngineSettings(
             max_model_len=config.prompts.max_len,

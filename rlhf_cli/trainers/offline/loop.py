@@ -37,16 +37,16 @@ class ItemData(Protocol):
     def num_trained(self) -> np.ndarray:
         """Trained tokens of each item."""
 
-    def collate(self, indices: Sequence[int]) -> Any:
+    def collate(self, indices: Sequence[int]) -> object:
         """Return the packed micro-batch of these items; an idle one for no items."""
 
 
 class Engine(Protocol):
     """One rank of a model in training."""
 
-    def train_step(self, micro_batches: Sequence[Any], compute_loss: Any) -> dict[str, float]: ...
+    def train_step(self, micro_batches: Sequence[object], compute_loss: Any) -> dict[str, float]: ...
 
-    def evaluate(self, micro_batches: Iterable[Any], compute_loss: Any) -> dict[str, float]: ...
+    def evaluate(self, micro_batches: Iterable[object], compute_loss: object) -> dict[str, float]: ...
 
 
 class StepTracker(Protocol):
@@ -107,7 +107,7 @@ class OfflineHooks:
     save_checkpoint: Callable[[int], None]
     should_stop: Callable[[], bool]
     prepare: Prepare | None = None
-    after_step: Callable[[Any, int], None] | None = None
+    after_step: Callable[[object, int], None] | None = None
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
 
 
@@ -195,7 +195,7 @@ def evaluate(
     return metrics | {"accuracy_low": low, "accuracy_high": high}
 
 
-def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]:
+def bind(objective: Objective, totals: StepTotals) -> Callable[[nn.Module, object], tuple[torch.Tensor, Metrics]]:
     """Return the objective as the engine calls it, with the totals of the current step filled in."""
     return lambda model, micro_batch: objective(model, micro_batch, totals)
 

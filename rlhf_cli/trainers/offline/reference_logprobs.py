@@ -16,7 +16,9 @@ from rlhf_cli.trainers.offline.pairs import Gather, PairItems
 class ReferenceQuery(Protocol):
     """A model that is only asked."""
 
-    def infer(self, batches: list[Any], forward: Callable[[torch.nn.Module, Any], torch.Tensor]) -> list[torch.Tensor]:
+    def infer(
+        self, batches: list[object], forward: Callable[[torch.nn.Module, object], torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Return the results of `forward` on each micro-batch."""
 
 

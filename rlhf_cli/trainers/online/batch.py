@@ -6,7 +6,6 @@ Pure functions over flat arrays: the loop asks the models for log-probs and valu
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -355,7 +354,7 @@ def score_requests(
 
 def sample_rows(
     requests: Sequence[ScoreRequest], generations: Sequence[Generation], scores: Sequence[Score]
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return the rows for samples.jsonl."""
     return [
         {

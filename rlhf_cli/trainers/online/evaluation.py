@@ -40,7 +40,7 @@ class EvaluationTracker(Protocol):
 
     def evaluation(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None: ...
 
-    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class EvaluationState:
     evaluated: int | None = None
     best: Best | None = None
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """Return the state as JSON can hold it."""
         return asdict(self)
 
@@ -136,7 +136,7 @@ class Evaluator:
             metrics |= {f"{name}/{figure}": found.value for figure, found in figures.items()}
         return metrics
 
-    def _answers(self) -> tuple[list[Answer], list[dict[str, Any]]]:
+    def _answers(self) -> tuple[list[Answer], list[dict[str, object]]]:
         """Return the samples of all prompts, a prompt's next to each other, judged and as rows."""
         task, engines = self.task, self._roles.engines
         num_samples = task.config.eval_n_samples_per_prompt
@@ -193,9 +193,9 @@ def source_names(prompts: Sequence[Sourced]) -> list[str]:
     return named if len(set(named)) <= MAX_SOURCES else [prompt.source for prompt in prompts]
 
 
-def kept_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def kept_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
     """Return the first rows, so that an evaluation adds a bounded amount to the run's folder."""
-    kept: list[dict[str, Any]] = []
+    kept: list[dict[str, object]] = []
     characters = 0
     for row in rows[:MAX_KEPT_ROWS]:
         characters += len(row["prompt"]) + len(row["response"])

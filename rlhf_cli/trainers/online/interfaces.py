@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -118,7 +118,7 @@ class RunTracker(Protocol):
 
     def log(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None: ...
 
-    def samples(self, step: int, rows: list[dict[str, Any]]) -> None: ...
+    def samples(self, step: int, rows: list[dict[str, object]]) -> None: ...
 
     def message(self, text: str) -> None: ...
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.objective import LossWeights
@@ -77,7 +76,7 @@ class LoopState:
     postponed: Sequence[int] = ()
     surplus: Sequence[PromptGroup] = ()
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """Return all but the groups, as it goes into JSON."""
         return {name: value for name, value in vars(self).items() if name != "surplus"}
 
