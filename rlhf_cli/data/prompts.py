@@ -20,7 +20,7 @@ from rlhf_cli.data.formats.conversations import Conversation
 from rlhf_cli.data.formats.table import PromptFormat, choose_prompt_format
 from rlhf_cli.data.preparing import MAX_NOTED
 from rlhf_cli.data.reading.columns import Columns, described, is_dialogue, refuse_half_characters
-from rlhf_cli.data.reading.sources import ReadSource, Row, batches, load_rows, read_sources
+from rlhf_cli.data.reading.sources import ReadSource, Row, Rows, Source, batches, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, TableWriter
 from rlhf_cli.data.templates.kwargs import template_kwargs_of
 from rlhf_cli.data.templates.prompt_templates import PromptTemplate, load_prompt_template
@@ -134,12 +134,7 @@ def load_prompts(
     Raises:
         UsageError: a row cannot be used (the message names file and line), or no prompt is left.
     """
-    room = config.max_len - max_new_tokens
-    if room < 1:
-        raise UsageError(
-            f"max_len {config.max_len} leaves no room for a prompt beside max_new_tokens {max_new_tokens}: "
-            f"raise max_len above {max_new_tokens}"
-        )
+    room = _room(config, max_new_tokens)
     rows = load_rows(
         config.prompt_data,
         split=config.prompt_split,
@@ -148,22 +143,12 @@ def load_prompts(
         max_samples=config.max_samples,
         data_format=config.data_format,
     )
-    wanted = Columns(config.input_key, label_key=config.label_key)
     judges = Judges.of(reward)
-    data_format = known_format(config.data_format)
-    formats = {
-        source.name: choose_prompt_format(source, wanted, data_format=data_format, verifiers=judges.verifiers)
-        for source in rows.sources
-    }
+    formats = _formats(config, rows, judges)
+    steps = _steps(config, tokenizer, formats, judges)
     report = PromptReport(read_sources(rows, [formats[source.name].columns for source in rows.sources]), len(rows))
     writer = TableWriter(SCHEMA)
     fingerprint = hashlib.blake2b(digest_size=16)
-    template = None
-    if config.prompt_template is not None:
-        template = load_prompt_template(config.prompt_template, system_prompt=config.system_prompt)
-    plain = template is not None or not config.apply_chat_template
-    renderer = template or Renderer(config, tokenizer)
-    steps = _Steps(formats, renderer, Tokeniser(tokenizer), ControlTokens(tokenizer), judges, plain=plain)
     for whole in batches(rows, BATCH_ROWS):
         kept = _kept_prompts(whole, steps, config, report, room=room)
         writer.append_columns({name: [getattr(prompt, name) for prompt in kept] for name in SCHEMA.names})
@@ -172,23 +157,66 @@ def load_prompts(
             fingerprint.update(json.dumps([prompt.text, prompt.label, *judged_by]).encode())
     if not report.prompts:
         raise UsageError(f"no prompt is left: {report.summary}")
-    sources = {source.name: source for source in rows.sources}
-
-    def row_of(prompt: Prompt) -> Row:
-        return sources[prompt.source].row(prompt.index)
-
-    def conversation_of(prompt: Prompt) -> Conversation:
-        conversation = formats[prompt.source].read_prompt(row_of(prompt))
-        return conversation.with_system_prompt(config.system_prompt)
-
+    origins = _Origins({source.name: source for source in rows.sources}, formats, config.system_prompt)
     return PromptData(
         StoredItems(writer.finish(), lambda table, row: Prompt(**table.row(row))),
         report,
         fingerprint.hexdigest(),
-        row_of,
-        conversation_of,
-        where=lambda prompt: sources[prompt.source].where(prompt.index),
+        origins.row_of,
+        origins.conversation_of,
+        origins.where,
     )
+
+
+def _room(config: PromptConfig, max_new_tokens: int) -> int:
+    """Return the tokens that a prompt may have. Raise UsageError if there is no room for one."""
+    room = config.max_len - max_new_tokens
+    if room < 1:
+        raise UsageError(
+            f"max_len {config.max_len} leaves no room for a prompt beside max_new_tokens {max_new_tokens}: "
+            f"raise max_len above {max_new_tokens}"
+        )
+    return room
+
+
+def _formats(config: PromptConfig, rows: Rows, judges: "Judges") -> dict[str, PromptFormat]:
+    """Return the format of each source by its name."""
+    wanted = Columns(config.input_key, label_key=config.label_key)
+    data_format = known_format(config.data_format)
+    return {
+        source.name: choose_prompt_format(source, wanted, data_format=data_format, verifiers=judges.verifiers)
+        for source in rows.sources
+    }
+
+
+def _steps(
+    config: PromptConfig, tokenizer: PreTrainedTokenizerBase, formats: dict[str, PromptFormat], judges: "Judges"
+) -> "_Steps":
+    template = None
+    if config.prompt_template is not None:
+        template = load_prompt_template(config.prompt_template, system_prompt=config.system_prompt)
+    plain = template is not None or not config.apply_chat_template
+    renderer = template or Renderer(config, tokenizer)
+    return _Steps(formats, renderer, Tokeniser(tokenizer), ControlTokens(tokenizer), judges, plain=plain)
+
+
+@dataclass(frozen=True, slots=True)
+class _Origins:
+    """Finds the row of a prompt again, in its source."""
+
+    sources: dict[str, Source]
+    formats: dict[str, PromptFormat]
+    system_prompt: str | None
+
+    def row_of(self, prompt: Prompt) -> Row:
+        return self.sources[prompt.source].row(prompt.index)
+
+    def conversation_of(self, prompt: Prompt) -> Conversation:
+        conversation = self.formats[prompt.source].read_prompt(self.row_of(prompt))
+        return conversation.with_system_prompt(self.system_prompt)
+
+    def where(self, prompt: Prompt) -> str:
+        return self.sources[prompt.source].where(prompt.index)
 
 
 @dataclass(frozen=True, slots=True)
