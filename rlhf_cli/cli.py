@@ -164,7 +164,8 @@ def main(args: Sequence[str] | None = None, *, group: type[CommandGroup] = Comma
     """Run the program; the exit status: 0 done, 1 failure, 2 wrong usage, 130 interrupted."""
     rest_collector()
     words = list(sys.argv[1:] if args is None else args)
-    called = next((word for word in words if word in group.table or ":" in word), None)
+    is_outside = ":" in "".join(words[:1])
+    called = words[0] if is_outside else next((word for word in words if word in group.table), None)
     try:
         outcome = typer.main.get_command(make_app(group)).main(words, prog_name="rlhf", standalone_mode=False)
         if outcome == 130:

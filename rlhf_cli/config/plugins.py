@@ -137,7 +137,7 @@ def load_target(text: str) -> Any:
         module = _module_of_file(Path(place)) if is_file(text) else importlib.import_module(place)
     except SyntaxError as error:
         raise UsageError(f"line {error.lineno} of {error.filename} is not valid Python: {error.msg}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself must not end this program with its status
         raise UsageError(f"the import of {place} raises {type(error).__name__}: {one_line(error)}") from error
     if not hasattr(module, name):
         own = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]

@@ -193,7 +193,7 @@ def _row(name: str) -> RewardRow:
         try:
             return row_of(name)
         except UsageError as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise ValueError(str(error)) from error
     if name not in REWARDS:
         near = f" (it is {NAMES_ELSEWHERE[name]} here)" if name in NAMES_ELSEWHERE else _did_you_mean(name, REWARDS)
         raise ValueError(f"there is no reward {name!r}{near}: {', '.join(REWARDS)}, or {FORMS}")

@@ -99,7 +99,7 @@ def test_grpo_measures_the_kl_divergence_in_the_loss_and_adapts_its_entropy_bonu
 
 
 def test_code_outside_the_program_decides_a_run_in_all_its_processes(model, tmp_path):
-    """Rows, rewards, advantages, the loss, the engine and the tracker are the files that docs/extending.md shows."""
+    """Rows, advantages, loss, engine and tracker are files of docs/extending.md; the reward is one of its own."""
     (tmp_path / "digits.py").write_text(
         "def digits(response, label):\n    return sum(c.isdigit() for c in response) / max(len(response), 1)\n"
     )

@@ -43,8 +43,8 @@ def load(calls: list[list[Any]]) -> Callable[[list[Any]], Any]:
 
 
 def _number(value: object) -> float:
-    """Return a reward as a number that JSON has. Raise TypeError for anything else, NumPy's numbers excepted."""
-    if isinstance(value, SupportsFloat) and not isinstance(value, str):
+    """Return a number, also one of NumPy, as JSON has it. Raise TypeError for anything else."""
+    if isinstance(value, SupportsFloat):
         return float(value)
     raise TypeError(f"returned {value!r}, not a number")
 

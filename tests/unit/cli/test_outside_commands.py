@@ -41,6 +41,7 @@ def test_wrong_settings_are_named_as_in_other_commands(tmp_path, capsys, monkeyp
         ("def f(config: int):\n    pass\n", "f", "f has to take `config`"),
         ("x = 1\n", "f", "has no f; it has no function"),
         ("import nothing_like_this\n", "f", "the import of"),
+        ("raise SystemExit(0)\n", "f", "raises SystemExit"),
     ],
 )
 def test_code_that_is_no_command_is_one_sentence(tmp_path: Path, capsys, source, name, message):

@@ -79,6 +79,7 @@ def test_a_result_of_numpy_is_a_number(tmp_path: Path) -> None:
         ("def f(response):\n    return 1\n", "f", "f has to take 2 arguments: response, label"),
         ("def f(response, label):\n    return 1\n", "g", r"has no g; it has f"),
         ("import nothing_like_this\n", "f", "the import of .* raises ModuleNotFoundError"),
+        ("raise SystemExit(0)\n", "f", "the import of .* raises SystemExit"),
         ("def f(:\n", "f", "line 1 of .* is not valid Python"),
         ("def f(response, label):\n    return 1\n", "f(a=1)", "f has no parameter 'a': it takes none"),
     ],
