@@ -25,15 +25,9 @@ from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.runs.inference.workers import started_models
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.batch import (
-    failure_metrics,
-    length_metrics,
-    rollout_metrics,
-    score_requests,
-    whole_groups,
-)
-from rlhf_cli.trainers.online.evaluation import score_responses
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
+from rlhf_cli.trainers.online.metrics import failure_metrics, length_metrics, rollout_metrics
+from rlhf_cli.trainers.online.scoring import score_requests, score_responses, whole_groups
 
 
 @dataclass(frozen=True)

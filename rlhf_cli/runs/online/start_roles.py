@@ -32,8 +32,7 @@ from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.online.models import OnlineModels, role_names
 from rlhf_cli.runs.trained_model import TrainedModel
-from rlhf_cli.trainers.online.interfaces import Roles
-from rlhf_cli.trainers.online.loop import awake
+from rlhf_cli.trainers.online.interfaces import Roles, awake
 from rlhf_cli.trainers.online.update_plan import StepCounts
 
 

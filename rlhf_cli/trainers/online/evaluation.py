@@ -12,17 +12,15 @@ from typing import Any, Protocol
 from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.scoring import ModelScoringConfig
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
+from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers
-from rlhf_cli.rewards.model_scores import with_model_scores
-from rlhf_cli.rewards.parts import stop_if_too_many_failed
-from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import is_due
-from rlhf_cli.trainers.online.batch import MAX_SOURCES, as_sequence, sample_rows, score_requests, whole_groups
-from rlhf_cli.trainers.online.interfaces import RewardModel, Roles, Scoring
-from rlhf_cli.trainers.online.loop import awake, return_weights
+from rlhf_cli.trainers.online.interfaces import Roles
+from rlhf_cli.trainers.online.loop import return_weights
+from rlhf_cli.trainers.online.metrics import MAX_SOURCES, sample_rows
+from rlhf_cli.trainers.online.scoring import score_requests, score_responses, whole_groups
 
 EVALUATION = 0x6576616C  # "eval": evaluations and training have different seeds
 
@@ -214,26 +212,3 @@ def short_names(sources: Sequence[str]) -> list[str]:
     """Return the names of data sets without folders and endings, or whole names if the short ones are not distinct."""
     stems = [Path(source).stem for source in sources]
     return stems if len(set(stems)) == len(stems) else list(sources)
-
-
-def score_responses(
-    scorer: Scoring,
-    reward_model: RewardModel | None,
-    reward: ModelScoringConfig,
-    *,
-    asked: Sequence[Prompt],
-    generations: Sequence[Generation],
-    questions: list[ScoreRequest],
-) -> list[Score]:
-    """Return the score of each response from all rewards; the reward model reads up to its last token, also of cut
-    ones.
-    """
-    scores = scorer.score(questions)
-    if reward_model is None:
-        return scores
-    pairs = zip(asked, generations, strict=True)
-    with awake(reward_model):
-        values = reward_model.scores([as_sequence(prompt.prompt_ids, found.token_ids) for prompt, found in pairs])
-    joined = with_model_scores(scores, values, weight=reward.reward_model_weight)
-    stop_if_too_many_failed(joined, reward.reward_max_failures)
-    return joined

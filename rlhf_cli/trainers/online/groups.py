@@ -32,28 +32,6 @@ class PromptGroup:
         return max(len(generation.token_ids) for generation in self.generations)
 
 
-@dataclass(frozen=True)
-class ScoredResponses:
-    """The responses of several groups end to end; `groups` holds the group of each response."""
-
-    prompts: list[Prompt]
-    generations: list[Generation]
-    questions: list[ScoreRequest]
-    scores: list[Score]
-    groups: list[int]
-
-
-def flat(groups: Sequence[PromptGroup]) -> ScoredResponses:
-    """Return the responses of all groups."""
-    return ScoredResponses(
-        [group.prompt for group in groups for _ in group.scores],
-        [generation for group in groups for generation in group.generations],
-        [question for group in groups for question in group.questions],
-        [score for group in groups for score in group.scores],
-        [number for number, group in enumerate(groups) for _ in group.scores],
-    )
-
-
 def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Usefulness:
     """Return whether the scores of a group make its prompt worth training on.
 

@@ -1,7 +1,7 @@
 """The interfaces of the online loop: roles, engines, rewards and the tracker."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,17 @@ class Sleeper(Protocol):
     def wake(self) -> None: ...
 
     def sleep(self) -> None: ...
+
+
+@contextmanager
+def awake(role: Sleeper) -> Iterator[None]:
+    """Hold a role on its accelerator for the block.
+
+    Do not sleep the role after an error: surviving ranks may wait in a collective for a dead one and never reply.
+    """
+    role.wake()
+    yield
+    role.sleep()
 
 
 class Actor(Sleeper, Protocol):

@@ -7,7 +7,6 @@ Everything heavy arrives built, so the loop runs in milliseconds with fakes. Alg
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
@@ -18,36 +17,24 @@ from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.errors import ProcessDied, RunError
-from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished, is_due, too_many_skipped
-from rlhf_cli.trainers.online.batch import (
-    Evaluated,
-    Rollouts,
-    as_sequence,
+from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, with_last_states
+from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Roles, RunTracker, awake
+from rlhf_cli.trainers.online.metrics import (
     failure_metrics,
     greedy_metrics,
-    learning_samples,
     rollout_metrics,
     sample_rows,
-    scored_rollouts,
     source_metrics,
-    split_last_values,
-    with_greedy,
-    with_last_states,
     zero_std_metrics,
 )
-from rlhf_cli.trainers.online.groups import ScoredResponses, flat
-from rlhf_cli.trainers.online.interfaces import (
-    RewardModel,
-    Roles,
-    RunTracker,
-    Sleeper,
-)
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
+from rlhf_cli.trainers.online.responses import Responses, of_groups
 from rlhf_cli.trainers.online.rollout import Rollout, mean_lengths, prompt_lengths
+from rlhf_cli.trainers.online.scoring import add_model_scores
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.update_plan import UpdatePlan, plan_updates
 
@@ -84,108 +71,135 @@ def train_online(
             other steps may have changed weights, and models, controllers and prompts agree only at its end.
     """
     source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
+    checkpoints = _Checkpoints(roles.engines, hooks, saved=state.iteration)
     is_last = state.iteration >= total_iterations or source.is_used_up(state)
     hooks.evaluate(state.iteration, is_last)
-    saved = state.iteration
-
-    @contextmanager
-    def saved_on_failure() -> Iterator[None]:
-        """Save the state if the block fails, unless a process has died."""
-        try:
-            yield
-        except RunError as error:
-            if state.iteration != saved and not isinstance(error, ProcessDied):
-                roles.engines.sleep()  # it may have come in the middle of a round
-                hooks.save_checkpoint(state)
-                hooks.tracker.message(f"Saved iteration {state.iteration}: --load_checkpoint continues there")
-            raise
-
     while not is_last:
         timer = PhaseTimer(on_change=hooks.tracker.phase)
-        with saved_on_failure():
-            experience = _experience(roles, settings, source, state, timer)
+        with checkpoints.saved_on_failure(state):
+            batch = _scored_batch(roles, settings, source, state, timer)
         after, metrics = None, dict[str, float]()
-        if experience is not None:
-            after, metrics = _learn(roles, settings, experience, state=state, tracker=hooks.tracker, timer=timer)
+        if batch is not None:
+            after, metrics = _learn(roles, settings, batch, state=state, tracker=hooks.tracker, timer=timer)
         is_last = after is None or after.iteration == total_iterations or source.is_used_up(after)
         state = after or state
-        with saved_on_failure():
+        with checkpoints.saved_on_failure(state):
             if reason := too_many_skipped(metrics, settings.optim.max_skipped_steps):
                 raise RunError(f"{reason}; --load_checkpoint goes on after iteration {state.iteration}, which is saved")
             hooks.evaluate(state.iteration, is_last)
         stop = hooks.should_stop() and not is_last
-        is_due_now = save_steps > 0 and (is_last or is_due(state.iteration, save_steps, total_iterations))
-        if (stop or is_due_now) and state.iteration != saved:
-            hooks.save_checkpoint(state)
-            saved = state.iteration
+        if stop or (save_steps > 0 and (is_last or is_due(state.iteration, save_steps, total_iterations))):
+            checkpoints.save(state)
         if stop:
             return Finished(state.iteration, interrupted=True)
     return Finished(state.iteration, interrupted=False)
 
 
+class _Checkpoints:
+    """Saves the loop's state, each iteration once; `saved` is the iteration of the last checkpoint."""
+
+    def __init__(self, engines: Engines, hooks: OnlineHooks, *, saved: int) -> None:
+        self._engines = engines
+        self._hooks = hooks
+        self._saved = saved
+
+    def save(self, state: LoopState) -> None:
+        """Save the state unless the last checkpoint is of the same iteration."""
+        if state.iteration != self._saved:
+            self._hooks.save_checkpoint(state)
+            self._saved = state.iteration
+
+    @contextmanager
+    def saved_on_failure(self, state: LoopState) -> Iterator[None]:
+        """Save the state if the block fails, unless a process has died."""
+        try:
+            yield
+        except RunError as error:
+            if state.iteration != self._saved and not isinstance(error, ProcessDied):
+                self._engines.sleep()  # the failure may come in the middle of a round
+                self.save(state)
+                self._hooks.tracker.message(f"Saved iteration {state.iteration}: --load_checkpoint continues there")
+            raise
+
+
 @dataclass(frozen=True)
-class _Experience:
+class _ScoredBatch:
     """The iteration's training data: scored responses, plus greedy baselines if the algorithm uses them.
 
-    `scores` are all scores of the iteration, also of groups that taught nothing.
+    `sampled` are all responses of the rollout's groups, `trainable` the responses whose score did not fail. `scores`
+    are all scores of the iteration, also of groups that taught nothing.
     """
 
     rollout: Rollout
-    sampled: ScoredResponses
+    sampled: Responses
+    trainable: Responses
+    greedy: Responses | None
     scores: list[Score]
-    rollouts: Rollouts
-    greedy: Rollouts | None
 
 
-def _experience(
+def _scored_batch(
     roles: Roles, settings: OnlineSettings, source: RolloutSource, state: LoopState, timer: PhaseTimer
-) -> _Experience | None:
-    """Sampled and scored responses; None if the last prompts gave nothing to train on."""
+) -> _ScoredBatch | None:
+    """Return sampled and scored responses; None if the last prompts gave nothing to train on."""
     rollout = source.sample(state, timer)
     if rollout is None:
         return_weights(roles, state.iteration)  # for an evaluation at the end
         return None
     with timer("reward"):
-        sampled, likeliest = (flat(groups) for groups in (rollout.groups, rollout.greedy))
+        sampled, greedy = of_groups(rollout.groups), of_groups(rollout.greedy)
         if roles.reward_model is not None:
-            sampled, likeliest = _with_model_scores(roles.reward_model, settings.reward, sampled, likeliest)
-        scores = sampled.scores + likeliest.scores + flat(rollout.filtered).scores
+            sampled, greedy = _with_model_scores(roles.reward_model, settings.reward, sampled, greedy)
+        scores = [*sampled.scores, *greedy.scores, *of_groups(rollout.filtered).scores]
         stop_if_too_many_failed(scores, settings.reward.reward_max_failures)
-        rollouts, greedy = _scored(settings, sampled, likeliest, iteration=state.iteration + 1)
-    return _Experience(rollout, sampled, scores, rollouts, greedy)
+        trainable = sampled.scored()
+        if settings.algorithm.greedy:
+            greedy = greedy.scored()
+            trainable = trainable.in_groups_of(greedy)
+        _check_trainable(trainable, scores, settings.policy, iteration=state.iteration + 1)
+    return _ScoredBatch(rollout, sampled, trainable, greedy if settings.algorithm.greedy else None, scores)
+
+
+def _with_model_scores(
+    model: RewardModel, reward: OnlineRewardConfig, sampled: Responses, greedy: Responses
+) -> tuple[Responses, Responses]:
+    """Return the responses with the reward model's scores added, from one batch for both."""
+    prompts, generations = [*sampled.prompts, *greedy.prompts], [*sampled.generations, *greedy.generations]
+    scores = add_model_scores(model, reward, prompts, generations, [*sampled.scores, *greedy.scores])
+    return replace(sampled, scores=scores[: len(sampled)]), replace(greedy, scores=scores[len(sampled) :])
+
+
+def _check_trainable(trainable: Responses, scores: Sequence[Score], policy: PolicyConfig, *, iteration: int) -> None:
+    """Raise RunError if no response can be trained on."""
+    if not len(trainable):
+        reason = next(score.detail for score in scores if score.value is None)
+        raise RunError(f"iteration {iteration}: every reward failed ({reason}), nothing can be learned")
+    if not trainable.trained_B(policy).any():
+        raise RunError(
+            f"iteration {iteration}: every response was cut and mask_truncated leaves those out, nothing can be "
+            "learned: raise max_new_tokens"
+        )
 
 
 def _learn(
     roles: Roles,
     settings: OnlineSettings,
-    experience: _Experience,
+    batch: _ScoredBatch,
     *,
     state: LoopState,
     tracker: RunTracker,
     timer: PhaseTimer,
 ) -> tuple[LoopState, dict[str, float]]:
-    """(state, metrics) after the rest of an iteration, from log-probabilities to the engines' new weights.
+    """Return (state, metrics) after the rest of an iteration, from log-probabilities to the engines' new weights.
 
     The order of sleeping and waking keeps the memory peak of shared accelerators low.
     """
-    iteration, policy = state.iteration + 1, settings.policy
-    rollout, sampled = experience.rollout, experience.sampled
-    rollouts, greedy = experience.rollouts, experience.greedy
-    plan = _plan(settings, rollouts, iteration=iteration)
+    iteration, rollout, responses = state.iteration + 1, batch.rollout, batch.trainable
+    plan = _plan(settings, responses, iteration=iteration)
     on_policy = plan.on_policy and not rollout.num_carried
     with timer("forward"):
-        evaluated = _evaluate(roles, settings, rollouts, needs_old=not on_policy or settings.needs_old)
+        _evaluate(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
     with timer("advantage"):
-        samples, metrics = learning_samples(
-            rollouts,
-            evaluated,
-            greedy=greedy,
-            algorithm=settings.algorithm,
-            policy=policy,
-            reward=settings.reward,
-            kl_coef=state.kl_coef,
-            max_new_tokens=settings.rollout.max_new_tokens,
-        )
+        samples, metrics = learning_samples(responses, batch.greedy, settings, kl_coef=state.kl_coef)
     with timer("train"):
         updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
         metrics |= updates.metrics
@@ -196,78 +210,44 @@ def _learn(
     if roles.moving_reference is not None and settings.reference_moves(iteration):
         with timer("transfer"), awake(roles.moving_reference):
             roles.moving_reference.move()
-    metrics |= rollout_metrics(sampled.generations, sampled.scores) | greedy_metrics(greedy) | rollout.metrics
-    metrics |= zero_std_metrics(sampled.scores, sampled.groups) | source_metrics(sampled.questions, sampled.scores)
-    metrics |= failure_metrics(experience.scores)
-    metrics["num_tokens"] = float(sum(len(sequence) for sequence in rollouts.sequences))
-    after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(rollouts))
-    tracker.log(iteration, metrics | controlled(policy, state, metrics), timer.take())
+    metrics |= _batch_metrics(batch)
+    after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(responses))
+    tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
+    sampled = batch.sampled
     tracker.samples(iteration, sample_rows(sampled.questions, sampled.generations, sampled.scores))
     return after, metrics
 
 
-def _plan(settings: OnlineSettings, rollouts: Rollouts, *, iteration: int) -> UpdatePlan:
+def _batch_metrics(batch: _ScoredBatch) -> dict[str, float]:
+    """Return the metrics of the iteration's responses."""
+    sampled = batch.sampled
+    metrics = rollout_metrics(sampled.generations, sampled.scores) | greedy_metrics(batch.greedy)
+    metrics |= batch.rollout.metrics | zero_std_metrics(sampled.scores, sampled.groups)
+    metrics |= source_metrics(sampled.questions, sampled.scores) | failure_metrics(batch.scores)
+    return metrics | {"num_tokens": float(sum(len(sequence) for sequence in batch.trainable.sequences))}
+
+
+def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int) -> UpdatePlan:
     """Return the optimizer steps over the trained responses; groups stay whole if their responses are compared."""
-    trained_B = rollouts.trained_B(settings.policy)
-    groups_B = rollouts.groups_B[trained_B].numpy() if settings.algorithm.min_group > 1 else None
+    trained_B = responses.trained_B(settings.policy)
+    groups_B = responses.groups_B[trained_B].numpy() if settings.algorithm.min_group > 1 else None
     return plan_updates(int(trained_B.sum()), settings.batch, iteration=iteration, groups_B=groups_B)
 
 
-def _scored(
-    settings: OnlineSettings, sampled: ScoredResponses, likeliest: ScoredResponses, *, iteration: int
-) -> tuple[Rollouts, Rollouts | None]:
-    """Return the responses that can be trained on, and the greedy responses that they are compared with.
-
-    Raises:
-        RunError: no response can be trained on.
-    """
-    rollouts, greedy = (
-        scored_rollouts(found.prompts, found.generations, found.scores, found.groups) for found in (sampled, likeliest)
-    )
-    if settings.algorithm.greedy:
-        rollouts = with_greedy(rollouts, greedy)
-    if not len(rollouts):
-        reason = next(score.detail for score in sampled.scores + likeliest.scores if score.value is None)
-        raise RunError(f"iteration {iteration}: every reward failed ({reason}), nothing can be learned")
-    if not rollouts.trained_B(settings.policy).any():
-        raise RunError(
-            f"iteration {iteration}: every response was cut and mask_truncated leaves those out, nothing can be "
-            "learned: raise max_new_tokens"
-        )
-    return rollouts, greedy if settings.algorithm.greedy else None
-
-
-def _with_model_scores(
-    model: RewardModel, reward: OnlineRewardConfig, *responses: ScoredResponses
-) -> tuple[ScoredResponses, ...]:
-    """Return the responses with the reward model's scores added; it reads up to the last token, also of cut ones."""
-    pairs = [pair for found in responses for pair in zip(found.prompts, found.generations, strict=True)]
-    with awake(model):
-        values = model.scores([as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation in pairs])
-    scores = with_model_scores(
-        [score for found in responses for score in found.scores],
-        values,
-        weight=reward.reward_model_weight,
-    )
-    rest = iter(scores)
-    return tuple(replace(found, scores=list(islice(rest, len(found.scores)))) for found in responses)
-
-
-def _evaluate(roles: Roles, settings: OnlineSettings, rollouts: Rollouts, *, needs_old: bool) -> Evaluated:
-    """Return the log-probs and values under the models as they are before the update."""
-    ref = old = values = bootstrap_B = None
+def _evaluate(roles: Roles, settings: OnlineSettings, responses: Responses, *, needs_old: bool) -> None:
+    """Fill in log-probs and values under the models as they are before the update."""
     if roles.reference is not None:
         with awake(roles.reference):
-            ref = roles.reference.logprobs(rollouts.sequences)
+            responses.ref_logprobs = roles.reference.logprobs(responses.sequences)
     if needs_old:
         with awake(roles.actor):
-            old = roles.actor.logprobs(rollouts.sequences)
+            responses.old_logprobs = roles.actor.logprobs(responses.sequences)
     if roles.critic is not None:
         with awake(roles.critic):
-            values = roles.critic.values(with_last_states(rollouts) if settings.bootstraps else rollouts.sequences)
+            values = roles.critic.values(with_last_states(responses) if settings.bootstraps else responses.sequences)
         if settings.bootstraps:
-            values, bootstrap_B = split_last_values(values, rollouts.truncated_B)
-    return Evaluated(old_logprobs=old, ref_logprobs=ref, values=values, bootstrap_B=bootstrap_B)
+            values, responses.bootstrap = split_last_values(values, responses.truncated_B)
+        responses.values = values
 
 
 @dataclass(frozen=True)
@@ -299,17 +279,6 @@ def return_weights(roles: Roles, version: int) -> None:
     roles.actor.sleep_optimizer()
     roles.engines.receive_weights(version)
     roles.actor.sleep()
-
-
-@contextmanager
-def awake(role: Sleeper) -> Iterator[None]:
-    """Hold a role on its accelerator for the block.
-
-    After a failure it is left alone: ranks that wait for one that died would never come to answer.
-    """
-    role.wake()
-    yield
-    role.sleep()
 
 
 def _mean(steps: Sequence[dict[str, float]], *, prefix: str) -> dict[str, float]:

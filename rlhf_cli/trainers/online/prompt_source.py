@@ -7,8 +7,9 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
 from rlhf_cli.tracking.phases import PhaseTimer
+from rlhf_cli.trainers.online.dynamic_sampling import DynamicBatch, sample_until_full
 from rlhf_cli.trainers.online.interfaces import Engines, Scoring
-from rlhf_cli.trainers.online.rollout import AskedPrompt, CarryOver, Rollout, Sampler, sample_once, sample_until_full
+from rlhf_cli.trainers.online.rollout import AskedPrompt, Rollout, Sampler, sample_once
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 
 
@@ -51,11 +52,13 @@ class RolloutSource:
             return sample_once(self._sampler, self._asked_once(state), timer)
         rollout = sample_until_full(
             self._sampler,
-            self.settings.dynamic,
-            batch_size=self.settings.rollout.rollout_batch_size,
-            num_places=self._num_places,
-            ask=lambda place: self._asked(place, self._index(place), state),
-            left=CarryOver(state.surplus, state.postponed, state.num_taken),
+            DynamicBatch(
+                self.settings.dynamic,
+                state,
+                batch_size=self.settings.rollout.rollout_batch_size,
+                num_places=self._num_places,
+            ),
+            lambda place: self._asked(place, self._index(place), state),
             max_failures=self.settings.reward.reward_max_failures,
             timer=timer,
         )

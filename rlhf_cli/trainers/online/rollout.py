@@ -1,21 +1,18 @@
 """The responses of an iteration: prompts go to the engines, each response to the scorer as soon as it is finished."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
-from rlhf_cli.config.online import DynamicSamplingConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
-from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.batch import GroupPlace, rollout_metrics, score_requests
-from rlhf_cli.trainers.online.groups import PromptGroup, flat, longest_needed, sort_round, usefulness
+from rlhf_cli.trainers.online.groups import PromptGroup
 from rlhf_cli.trainers.online.interfaces import Engines, Scoring
+from rlhf_cli.trainers.online.scoring import GroupPlace, score_requests
 
 _LOOK_SECONDS = 0.1  # between looks at scores that may make the batch full
 
@@ -181,99 +178,6 @@ def sample_once(sampler: Sampler, asked: Sequence[AskedPrompt], timer: PhaseTime
             one.finish(is_all=True)
         groups = [group for group in one.groups() if group is not None]
         return Rollout(groups, one.greedy_groups(), [], 0, [], [], 0, {})
-
-
-@dataclass(frozen=True)
-class CarryOver:
-    """Data of earlier iterations: groups to train on, prompts to ask again, and the number of prompts taken so far."""
-
-    surplus: Sequence[PromptGroup]
-    postponed: Sequence[int]
-    num_taken: int
-
-
-def sample_until_full(
-    sampler: Sampler,
-    config: DynamicSamplingConfig,
-    *,
-    batch_size: int,
-    num_places: int,
-    ask: Callable[[int], AskedPrompt],
-    left: CarryOver,
-    max_failures: float,
-    timer: PhaseTimer,
-) -> Rollout:
-    """Return useful groups until there are `batch_size` of them, the rounds are used up, or no prompt is left.
-
-    Surplus of the last iteration comes first. Each round asks the postponed prompts, then further ones: the number of
-    missing groups and a share more. Surplus counts in the iteration that trains on it.
-
-    Args:
-        num_places: prompts in the order of the run.
-        ask: the prompt at a place.
-
-    Raises:
-        RunError: more than `max_failures` of the iteration's rewards have surely failed, whatever later rounds bring.
-    """
-    groups, surplus = list(left.surplus[:batch_size]), list(left.surplus[batch_size:])
-    num_carried, num_rounds, num_asked = len(groups), 0, 0
-    postponed, num_taken = list(left.postponed), left.num_taken
-    judged: list[PromptGroup] = []
-    filtered: list[PromptGroup] = []
-
-    def round_size() -> int:
-        wanted = math.ceil((batch_size - len(groups)) * (1 + config.dynamic_oversample))
-        return min(wanted, len(postponed) + num_places - num_taken)
-
-    with timer("generate"):
-        sampler.engines.wake_cache()
-    while (missing := batch_size - len(groups)) and num_rounds < config.dynamic_max_rounds:
-        waiting = [*postponed, *range(num_taken, num_places)]
-        places = waiting[: round_size()]
-        if not places:
-            break
-        num_taken += max(0, len(places) - len(postponed))
-        with Round(sampler, [ask(place) for place in places]) as one:
-            with timer("generate"):
-                one.generate(enough=_until_full(len(places), missing, config))
-            with timer("reward"):
-                one.finish(is_all=False)
-            found = sort_round(places, one.groups(), missing=missing, config=config)
-        groups += found.accepted
-        surplus += found.surplus
-        judged += found.judged
-        filtered += [group for group in found.judged if usefulness(group.scores, config) != "useful"]
-        postponed = [*found.postponed, *postponed[len(places) :]]
-        num_rounds += 1
-        num_asked += len(places)
-        most = (config.dynamic_max_rounds - num_rounds) * round_size() * sampler.num_samples
-        stop_if_too_many_failed(flat([*groups, *filtered]).scores, max_failures, num_to_come=most)
-    with timer("generate"):
-        sampler.engines.sleep()
-    metrics = _filter_metrics(judged, config) | {
-        "dynamic/rounds": float(num_rounds),
-        "dynamic/prompts": float(num_asked),
-        "dynamic/carried_in": float(num_carried),
-        "dynamic/carried_over": float(len(surplus)),
-        "dynamic/postponed": float(len(postponed)),
-    }
-    return Rollout(groups, [], filtered, num_carried, surplus, postponed, num_taken, metrics)
-
-
-def _until_full(num_slots: int, missing: int, config: DynamicSamplingConfig) -> Callable[[Round], int | None]:
-    return lambda one: longest_needed((one.group(slot) for slot in range(num_slots)), missing, config)
-
-
-def _filter_metrics(judged: Sequence[PromptGroup], config: DynamicSamplingConfig) -> dict[str, float]:
-    """Return the shares of the judged groups by usefulness, and the metrics of all their responses."""
-    if not judged:
-        return {}
-    found = [usefulness(group.scores, config) for group in judged]
-    shares = {f"dynamic/{name}": found.count(name) / len(found) for name in ("too_easy", "too_hard", "alike", "failed")}
-    generations = [generation for group in judged for generation in group.generations]
-    sampled = rollout_metrics(generations, [score for group in judged for score in group.scores])
-    named = ("reward", "accuracy", "response_length")
-    return shares | {f"dynamic/{name}": sampled[name] for name in named if name in sampled}
 
 
 def request_seed(seed: int, place: int, sample: int, *, num_samples: int) -> int:

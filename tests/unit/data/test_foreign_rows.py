@@ -24,7 +24,7 @@ from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.report.script import SCRIPT
-from rlhf_cli.trainers.online.batch import sample_rows
+from rlhf_cli.trainers.online.metrics import sample_rows
 
 
 def verl_row(number: int, source: str, truth: object) -> dict[str, object]:

@@ -12,8 +12,8 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.reward_check import check_rewards
-from rlhf_cli.trainers.online.batch import rollout_rewards
 from rlhf_cli.trainers.online.groups import usefulness
+from rlhf_cli.trainers.online.metrics import rollout_rewards
 
 pytestmark = pytest.mark.usefixtures("no_process_is_left")
 

@@ -5,30 +5,25 @@ import pytest
 import torch
 
 from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.config.model import MovingReferenceConfig
+from rlhf_cli.config.online import RolloutConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.train import BatchConfig, OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.trainers.online.batch import (
-    Evaluated,
-    GroupPlace,
-    Rollouts,
-    as_sequence,
+from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, weighted_parts, with_last_states
+from rlhf_cli.trainers.online.metrics import (
     failure_metrics,
-    learning_samples,
     rollout_metrics,
     sample_rows,
-    score_requests,
-    scored_rollouts,
     source_metrics,
-    split_last_values,
-    weighted_parts,
-    whole_groups,
-    with_greedy,
-    with_last_states,
     zero_std_metrics,
 )
+from rlhf_cli.trainers.online.responses import Responses, as_sequence
+from rlhf_cli.trainers.online.scoring import GroupPlace, score_requests, whole_groups
+from rlhf_cli.trainers.online.state import OnlineSettings
 
 FAILED = Score(None, "failed", "timed out after 30 s", {"format": 1.0})
 REWARD = OnlineRewardConfig(reward_funcs=["exact"])
@@ -47,6 +42,27 @@ def scored(value: float, status: str = "scored", **parts: float) -> Score:
     return Score(value, status, "", parts)  # type: ignore[arg-type]
 
 
+def responses_of(
+    prompts: list[Prompt], generations: list[Generation], scores: list[Score], groups: list[int]
+) -> Responses:
+    questions = score_requests(prompts, generations, str, places=[GroupPlace("0", 0, 1)] * len(prompts))
+    return Responses(prompts, generations, questions, scores, groups).scored()
+
+
+def settings_of(
+    algorithm: str, policy: PolicyConfig | None = None, reward: OnlineRewardConfig = REWARD
+) -> OnlineSettings:
+    return OnlineSettings(
+        ALGORITHMS[algorithm],
+        RolloutConfig(max_new_tokens=4),
+        reward,
+        policy or ActorCriticPolicyConfig(),
+        BatchConfig(),
+        MovingReferenceConfig(),
+        OptimConfig(),
+    )
+
+
 def floats(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
@@ -58,32 +74,30 @@ def test_the_response_is_trained_and_the_prompt_is_not():
 
 
 def test_responses_whose_score_failed_are_left_out_in_order():
-    rollouts = scored_rollouts(
+    responses = responses_of(
         [prompt(0), prompt(0), prompt(1)],
         [generation(1), generation(2, 2), generation(3, 3, 3)],
         [scored(0.0), FAILED, scored(-2.0)],
         [0, 0, 1],
     )
-    assert len(rollouts) == 2
-    assert [sequence.token_ids.tolist() for sequence in rollouts.sequences] == [[7, 8, 1], [7, 8, 3, 3, 3]]
-    assert rollouts.scores_B.tolist() == [0.0, -2.0]  # a score of 0 is a score
-    assert rollouts.cu.tolist() == [0, 1, 4]
-    assert [logprobs.tolist() for logprobs in rollouts.rollout_logprobs] == [
+    assert len(responses) == 2
+    assert [sequence.token_ids.tolist() for sequence in responses.sequences] == [[7, 8, 1], [7, 8, 3, 3, 3]]
+    assert responses.scores_B.tolist() == [0.0, -2.0]  # a score of 0 is a score
+    assert responses.cu.tolist() == [0, 1, 4]
+    assert [logprobs.tolist() for logprobs in responses.rollout_logprobs] == [
         pytest.approx([-0.1]),
         pytest.approx([-0.1, -0.2, -0.3]),
     ]
 
 
 def test_responses_to_a_prompt_that_was_asked_twice_form_two_groups():
-    rollouts = scored_rollouts([prompt(0)] * 4, [generation(1)] * 4, [scored(1.0)] * 3 + [FAILED], [0, 0, 1, 1])
-    assert rollouts.groups_B.tolist() == [0, 0, 1]
+    responses = responses_of([prompt(0)] * 4, [generation(1)] * 4, [scored(1.0)] * 3 + [FAILED], [0, 0, 1, 1])
+    assert responses.groups_B.tolist() == [0, 0, 1]
 
 
-def two_rollouts(*scores: float) -> Rollouts:
+def two_responses(*scores: float) -> Responses:
     """Responses of two and one tokens."""
-    return scored_rollouts(
-        [prompt(0), prompt(1)], [generation(1, 2), generation(3)], [scored(s) for s in scores], [0, 1]
-    )
+    return responses_of([prompt(0), prompt(1)], [generation(1, 2), generation(3)], [scored(s) for s in scores], [0, 1])
 
 
 def test_samples_of_ppo_by_hand():
@@ -93,22 +107,11 @@ def test_samples_of_ppo_by_hand():
     Rewards: -.15, -.05 + 2, .1 + 10. Returns: 1.8, 1.95, 10.1. Values 1, 2, 3: advantages .8, -.05, 7.1 with mean
     2.6166667 and unbiased variance 15.2558333, whitened -.4651117, -.6827328, 1.1478446.
     """
-    evaluated = Evaluated(
-        old_logprobs=[floats(-1.0, -2.0), floats(-0.5)],
-        ref_logprobs=[floats(-1.3, -2.1), floats(-0.3)],
-        values=[floats(1.0, 2.0), floats(3.0)],
-        bootstrap_B=None,
-    )
-    samples, metrics = learning_samples(
-        two_rollouts(2.0, 20.0),
-        evaluated,
-        algorithm=ALGORITHMS["ppo"],
-        policy=ActorCriticPolicyConfig(),
-        reward=REWARD,
-        kl_coef=0.5,
-        greedy=None,
-        max_new_tokens=4,
-    )
+    responses = two_responses(2.0, 20.0)
+    responses.old_logprobs = [floats(-1.0, -2.0), floats(-0.5)]
+    responses.ref_logprobs = [floats(-1.3, -2.1), floats(-0.3)]
+    responses.values = [floats(1.0, 2.0), floats(3.0)]
+    samples, metrics = learning_samples(responses, None, settings_of("ppo"), kl_coef=0.5)
     assert samples[0].columns.keys() == {
         "old_logprobs",
         "rollout_logprobs",
@@ -127,23 +130,17 @@ def test_samples_of_ppo_by_hand():
 
 
 def test_a_cut_response_is_worth_what_the_critic_says_of_the_state_it_ended_in():
-    rollouts = scored_rollouts(
+    responses = responses_of(
         [prompt(0), prompt(1)], [generation(1, 2, cut=True), generation(3)], [scored(2.0), scored(5.0)], [0, 1]
     )
-    asked = with_last_states(rollouts)
+    asked = with_last_states(responses)
     assert [sequence.token_ids.tolist() for sequence in asked] == [[7, 8, 1, 2, 2], [7, 8, 3]]
     assert [sequence.num_trained for sequence in asked] == [3, 1]
-    values, bootstrap_B = split_last_values([floats(1.0, 2.0, 8.0), floats(3.0)], rollouts.truncated_B)
-    samples, _ = learning_samples(
-        rollouts,
-        Evaluated(None, None, values, bootstrap_B),
-        algorithm=ALGORITHMS["ppo"],
-        policy=ActorCriticPolicyConfig(gamma=0.5),
-        reward=REWARD,
-        kl_coef=0.0,
-        greedy=None,
-        max_new_tokens=4,
+    responses.values, responses.bootstrap = split_last_values(
+        [floats(1.0, 2.0, 8.0), floats(3.0)], responses.truncated_B
     )
+    settings = settings_of("ppo", ActorCriticPolicyConfig(gamma=0.5))
+    samples, _ = learning_samples(responses, None, settings, kl_coef=0.0)
     # The last token is worth its score and half of 8, the one before it half of that; the finished one its score.
     assert samples[0].columns["returns"].tolist() == [3.0, 6.0]
     assert samples[1].columns["returns"].tolist() == [5.0]
@@ -151,7 +148,7 @@ def test_a_cut_response_is_worth_what_the_critic_says_of_the_state_it_ended_in()
 
 
 def test_rewards_compared_apart_are_clipped_and_weighted_each():
-    rollouts = scored_rollouts(
+    responses = responses_of(
         [prompt(0), prompt(0)],
         [generation(1), generation(2)],
         [scored(0.0, exact=1.0, reward_model=99.0), scored(0.0, exact=0.0, reward_model=-99.0)],
@@ -160,23 +157,16 @@ def test_rewards_compared_apart_are_clipped_and_weighted_each():
     reward = OnlineRewardConfig(
         reward_funcs=["exact"], reward_weights=[2.0], reward_pretrain="rm", reward_model_weight=0.5
     )
-    parts = [(weight, part_B.tolist()) for weight, part_B in weighted_parts(rollouts, reward)]
+    parts = [(weight, part_B.tolist()) for weight, part_B in weighted_parts(responses, reward)]
     assert parts == [(2.0, [1.0, 0.0]), (0.5, [10.0, -10.0])]
-    assert rollouts.only(torch.tensor([False, True])).parts["exact"].tolist() == [0.0]
+    assert responses.only([False, True]).parts["exact"].tolist() == [0.0]
 
 
 def test_without_a_reference_the_score_alone_is_rewarded_and_no_divergence_is_reported():
-    evaluated = Evaluated(None, None, [floats(0.0, 0.0), floats(0.0)], None)
-    samples, metrics = learning_samples(
-        two_rollouts(2.0, -1.0),
-        evaluated,
-        algorithm=ALGORITHMS["ppo"],
-        policy=ActorCriticPolicyConfig(gamma=0.5),
-        reward=REWARD,
-        kl_coef=0.5,
-        greedy=None,
-        max_new_tokens=4,
-    )
+    responses = two_responses(2.0, -1.0)
+    responses.values = [floats(0.0, 0.0), floats(0.0)]
+    settings = settings_of("ppo", ActorCriticPolicyConfig(gamma=0.5))
+    samples, metrics = learning_samples(responses, None, settings, kl_coef=0.5)
     assert samples[0].columns["returns"].tolist() == [1.0, 2.0]
     assert samples[1].columns["returns"].tolist() == [-1.0]
     assert "old_logprobs" not in samples[0].columns
@@ -186,43 +176,27 @@ def test_without_a_reference_the_score_alone_is_rewarded_and_no_divergence_is_re
 def test_greedy_responses_are_shaped_alike_and_compared_with_by_prompt():
     prompts = [prompt(0), prompt(0), prompt(1), prompt(2)]
     answers = [generation(1), generation(2, 2, 2, 2, cut=True), generation(3), generation(4)]
-    rollouts = scored_rollouts(prompts, answers, [scored(3.0), scored(5.0), scored(7.0), scored(9.0)], [0, 0, 1, 2])
-    greedy = scored_rollouts(
+    responses = responses_of(prompts, answers, [scored(3.0), scored(5.0), scored(7.0), scored(9.0)], [0, 0, 1, 2])
+    greedy = responses_of(
         [prompt(0), prompt(1), prompt(2)],
         [generation(1, 1, 1, 1, cut=True), generation(1), generation(1)],
         [scored(8.0), FAILED, scored(4.0)],
         [0, 1, 2],
     )
-    kept = with_greedy(rollouts, greedy)
+    kept = responses.in_groups_of(greedy)
     assert kept.scores_B.tolist() == [3.0, 5.0, 9.0]  # nothing to compare the response to the second prompt with
-    samples, metrics = learning_samples(
-        kept,
-        Evaluated(None, None, None, None),
-        greedy=greedy,
-        algorithm=ALGORITHMS["remax"],
-        policy=PolicyConfig(mask_truncated=True),
-        reward=OnlineRewardConfig(reward_funcs=["exact"], stop_properly_penalty_coef=0.5),
-        kl_coef=0.0,
-        max_new_tokens=4,
-    )
+    reward = OnlineRewardConfig(reward_funcs=["exact"], stop_properly_penalty_coef=0.5)
+    settings = settings_of("remax", PolicyConfig(mask_truncated=True), reward)
+    samples, metrics = learning_samples(kept, greedy, settings, kl_coef=0.0)
     assert [sample.sequence.token_ids.tolist() for sample in samples] == [[7, 8, 1], [7, 8, 4]]  # one was cut
     assert [sample.columns["advantages"].tolist() for sample in samples] == [[3.0 - 4.0], [9.0 - 4.0]]
     assert metrics == {"advantage_abs": 3.0}
 
 
 def test_columns_have_a_value_for_every_trained_token():
-    rollouts = two_rollouts(1.0, 2.0)
-    evaluated = Evaluated(None, None, [floats(0.0, 1.0), floats(2.0)], None)
-    samples, _ = learning_samples(
-        rollouts,
-        evaluated,
-        algorithm=ALGORITHMS["ppo"],
-        policy=ActorCriticPolicyConfig(),
-        reward=REWARD,
-        kl_coef=0.0,
-        greedy=None,
-        max_new_tokens=4,
-    )
+    responses = two_responses(1.0, 2.0)
+    responses.values = [floats(0.0, 1.0), floats(2.0)]
+    samples, _ = learning_samples(responses, None, settings_of("ppo"), kl_coef=0.0)
     for sample in samples:
         assert {len(column) for column in sample.columns.values()} == {sample.sequence.num_trained}
         assert {column.dtype for column in sample.columns.values()} == {np.dtype(np.float32)}
@@ -319,9 +293,9 @@ def test_rows_of_samples_say_everything_about_a_response():
 
 
 def test_bounds_of_no_response_are_a_single_zero():
-    rollouts = scored_rollouts([prompt(0)], [generation(1)], [FAILED], [0])
-    assert rollouts.cu.tolist() == [0]
-    assert torch.equal(rollouts.scores_B, torch.zeros(0))
+    responses = responses_of([prompt(0)], [generation(1)], [FAILED], [0])
+    assert responses.cu.tolist() == [0]
+    assert torch.equal(responses.scores_B, torch.zeros(0))
 
 
 def test_the_share_of_groups_without_spread_leaves_out_failed_scores_and_groups_of_one() -> None:

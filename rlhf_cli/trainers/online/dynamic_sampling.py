@@ -1,0 +1,145 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476): ask prompts in rounds until the batch has enough useful groups."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from rlhf_cli.config.online import DynamicSamplingConfig
+from rlhf_cli.rewards.parts import stop_if_too_many_failed
+from rlhf_cli.tracking.phases import PhaseTimer
+from rlhf_cli.trainers.online.groups import PromptGroup, longest_needed, sort_round, usefulness
+from rlhf_cli.trainers.online.metrics import rollout_metrics
+from rlhf_cli.trainers.online.rollout import AskedPrompt, Rollout, Round, Sampler
+from rlhf_cli.trainers.online.state import LoopState
+
+
+class DynamicBatch:
+    """The groups of one iteration, as rounds of prompts fill it.
+
+    Surplus of the last iteration comes first; it counts in the iteration that trains on it. `num_places` counts the
+    prompts in the order of the run.
+    """
+
+    def __init__(self, config: DynamicSamplingConfig, state: LoopState, *, batch_size: int, num_places: int) -> None:
+        self.config = config
+        self._batch_size = batch_size
+        self._num_places = num_places
+        self._groups = list(state.surplus[:batch_size])
+        self._num_carried = len(self._groups)
+        self._surplus = list(state.surplus[batch_size:])
+        self._postponed = list(state.postponed)
+        self._num_taken = state.num_taken
+        self._judged: list[PromptGroup] = []
+        self._num_rounds = self._num_asked = 0
+
+    @property
+    def missing(self) -> int:
+        """Useful groups that the batch still needs."""
+        return self._batch_size - len(self._groups)
+
+    @property
+    def filtered(self) -> list[PromptGroup]:
+        """The groups that teach nothing."""
+        return [group for group in self._judged if usefulness(group.scores, self.config) != "useful"]
+
+    @property
+    def most_to_come(self) -> int:
+        """Prompts that later rounds may ask at most."""
+        return (self.config.dynamic_max_rounds - self._num_rounds) * self._round_size
+
+    @property
+    def _round_size(self) -> int:
+        """Prompts of the next round: one for each missing group and a share more, as long as there are prompts."""
+        wanted = math.ceil(self.missing * (1 + self.config.dynamic_oversample))
+        return min(wanted, len(self._postponed) + self._num_places - self._num_taken)
+
+    def next_round(self) -> list[int]:
+        """Take and return the places of the next round, postponed prompts first; [] if there is no further round."""
+        if not self.missing or self._num_rounds == self.config.dynamic_max_rounds:
+            return []
+        num_places = self._round_size
+        places, self._postponed = self._postponed[:num_places], self._postponed[num_places:]
+        first, self._num_taken = self._num_taken, self._num_taken + num_places - len(places)
+        return [*places, *range(first, self._num_taken)]
+
+    def add(self, places: Sequence[int], groups: Sequence[PromptGroup | None]) -> None:
+        """Split the groups of a round into those for this batch, for the next iteration, and to be asked again."""
+        split = sort_round(places, groups, missing=self.missing, config=self.config)
+        self._groups += split.accepted
+        self._surplus += split.surplus
+        self._judged += split.judged
+        self._postponed = [*split.postponed, *self._postponed]
+        self._num_rounds += 1
+        self._num_asked += len(places)
+
+    def stop_if_too_many_failed(self, max_failures: float, *, num_samples: int) -> None:
+        """Raise RunError if too many of the iteration's rewards have failed, whatever later rounds bring."""
+        scores = [score for group in [*self._groups, *self.filtered] for score in group.scores]
+        stop_if_too_many_failed(scores, max_failures, num_to_come=self.most_to_come * num_samples)
+
+    def rollout(self) -> Rollout:
+        """Return the batch as far as it is filled, and the data that it leaves for the next iteration."""
+        metrics = _filter_metrics(self._judged, self.config) | {
+            "dynamic/rounds": float(self._num_rounds),
+            "dynamic/prompts": float(self._num_asked),
+            "dynamic/carried_in": float(self._num_carried),
+            "dynamic/carried_over": float(len(self._surplus)),
+            "dynamic/postponed": float(len(self._postponed)),
+        }
+        return Rollout(
+            self._groups,
+            greedy=[],
+            filtered=self.filtered,
+            num_carried=self._num_carried,
+            surplus=self._surplus,
+            postponed=self._postponed,
+            num_taken=self._num_taken,
+            metrics=metrics,
+        )
+
+
+def sample_until_full(
+    sampler: Sampler,
+    batch: DynamicBatch,
+    ask: Callable[[int], AskedPrompt],
+    *,
+    max_failures: float,
+    timer: PhaseTimer,
+) -> Rollout:
+    """Return useful groups until the batch is full, the rounds are used up, or no prompt is left.
+
+    Args:
+        ask: the prompt at a place in the order of the run.
+
+    Raises:
+        RunError: more than `max_failures` of the iteration's rewards have surely failed, whatever later rounds bring.
+    """
+    with timer("generate"):
+        sampler.engines.wake_cache()
+    while places := batch.next_round():
+        with Round(sampler, [ask(place) for place in places]) as one:
+            with timer("generate"):
+                one.generate(enough=_until_full(len(places), batch))
+            with timer("reward"):
+                one.finish(is_all=False)
+            batch.add(places, one.groups())
+        batch.stop_if_too_many_failed(max_failures, num_samples=sampler.num_samples)
+    with timer("generate"):
+        sampler.engines.sleep()
+    return batch.rollout()
+
+
+def _until_full(num_slots: int, batch: DynamicBatch) -> Callable[[Round], int | None]:
+    """Return a function from a round to the length, in tokens, beyond which the batch needs no response."""
+    return lambda one: longest_needed((one.group(slot) for slot in range(num_slots)), batch.missing, batch.config)
+
+
+def _filter_metrics(judged: Sequence[PromptGroup], config: DynamicSamplingConfig) -> dict[str, float]:
+    """Return the shares of the judged groups by usefulness, and the metrics of all their responses."""
+    if not judged:
+        return {}
+    found = [usefulness(group.scores, config) for group in judged]
+    shares = {f"dynamic/{name}": found.count(name) / len(found) for name in ("too_easy", "too_hard", "alike", "failed")}
+    generations = [generation for group in judged for generation in group.generations]
+    sampled = rollout_metrics(generations, [score for group in judged for score in group.scores])
+    named = ("reward", "accuracy", "response_length")
+    return shares | {f"dynamic/{name}": sampled[name] for name in named if name in sampled}

@@ -1,0 +1,113 @@
+"""The metrics of an online iteration's responses, and their rows for samples.jsonl."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.trainers.online.responses import Responses
+
+MAX_SOURCES = 32
+"""Sources whose metrics are told apart at most: a column of names that all differ is no source."""
+
+
+def rollout_metrics(generations: Sequence[Generation], scores: Sequence[Score]) -> dict[str, float]:
+    """Return the rewards, verdicts and lengths of an iteration's responses; failed rewards are not averaged in."""
+    return rollout_rewards(scores) | length_metrics(generations)
+
+
+def rollout_rewards(scores: Sequence[Score]) -> dict[str, float]:
+    """Return the rewards, verdicts and the metrics that rewards report besides; failed rewards are not averaged in."""
+    values = [score.value for score in scores if score.value is not None]
+    judged = [score.status for score in scores if score.status in ("correct", "wrong", "invalid")]
+    metrics = {
+        "reward": float(np.mean(values)) if values else 0.0,
+        "reward_std": float(np.std(values)) if values else 0.0,
+    }
+    if judged:
+        metrics["accuracy"] = judged.count("correct") / len(judged)
+    parts: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.parts.items():
+            parts.setdefault(f"reward/{name}", []).append(value)
+        for name, value in score.metrics.items():
+            parts.setdefault(name, []).append(value)
+    return metrics | {name: float(np.mean(part)) for name, part in parts.items()}
+
+
+def source_metrics(questions: Sequence[ScoreRequest], scores: Sequence[Score]) -> dict[str, float]:
+    """Return the rewards and verdicts by the source that rows name, if they name several, but not too many to look
+    at.
+    """
+    found: dict[str, list[Score]] = {}
+    for question, score in zip(questions, scores, strict=True):
+        if question.source is not None:
+            found.setdefault(question.source, []).append(score)
+    if not 1 < len(found) <= MAX_SOURCES:
+        return {}
+    return {
+        f"source/{source}/{name}": value
+        for source, of_source in found.items()
+        for name, value in rollout_rewards(of_source).items()
+        if name in ("reward", "accuracy")
+    }
+
+
+def zero_std_metrics(scores: Sequence[Score], groups: Sequence[int]) -> dict[str, float]:
+    """Return the share of groups whose scores are all equal, as TRL calls it; {} if there is no group of two scores.
+
+    Args:
+        groups: the number of each response's group.
+    """
+    values: dict[int, list[float]] = {}
+    for score, group in zip(scores, groups, strict=True):
+        if score.value is not None:
+            values.setdefault(group, []).append(score.value)
+    compared = [min(of_group) == max(of_group) for of_group in values.values() if len(of_group) > 1]
+    return {"frac_reward_zero_std": float(np.mean(compared))} if compared else {}
+
+
+def failure_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """Return the share of rewards that failed, and how many did in each way, of the ways in which some did."""
+    counts = Counter(score.failure for score in scores if score.failure is not None)
+    share = {"reward_failed": float(np.mean([score.status == "failed" for score in scores]))}
+    return share | {f"reward/failed_{kind}": float(count) for kind, count in sorted(counts.items())}
+
+
+def greedy_metrics(greedy: Responses | None) -> dict[str, float]:
+    """Return the mean score of the greedy responses, if there are any."""
+    return {} if greedy is None else {"greedy_reward": float(greedy.scores_B.mean())}
+
+
+def length_metrics(generations: Sequence[Generation]) -> dict[str, float]:
+    """Return the lengths of responses in tokens, and the share that was cut at the limit."""
+    lengths = np.array([len(generation.token_ids) for generation in generations])
+    return {
+        "response_length": float(lengths.mean()),
+        "response_length_max": float(lengths.max()),
+        "truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
+    }
+
+
+def sample_rows(
+    requests: Sequence[ScoreRequest], generations: Sequence[Generation], scores: Sequence[Score]
+) -> list[dict[str, object]]:
+    """Return the rows for samples.jsonl."""
+    return [
+        {
+            "prompt": request.prompt,
+            "response": request.response,
+            "label": request.label,
+            "reward": score.value,
+            "verdict": score.status,
+            "detail": score.detail,
+            "length": len(generation.token_ids),
+            "finish_reason": generation.finish_reason,
+            **({"data_source": request.source} if request.source is not None else {}),
+            **{f"reward/{name}": value for name, value in score.parts.items()},
+            **score.metrics,
+        }
+        for request, generation, score in zip(requests, generations, scores, strict=True)
+    ]

@@ -1,0 +1,116 @@
+"""The responses of an online iteration: one record from their scores to the samples of the update."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.trainers.online.groups import PromptGroup
+
+
+@dataclass
+class Responses:
+    """Responses of one iteration, every list by response.
+
+    `groups` numbers the group of each response, the responses to one prompt: a prompt may be asked twice. The loop
+    fills the other columns before the update: one value for each response token from the policy, the reference and the
+    critic; None for a model that takes no part. `bootstrap` is the critic's value of the state in which the response
+    was cut, 0 for a finished response; None if nothing is bootstrapped.
+    """
+
+    prompts: Sequence[Prompt]
+    generations: Sequence[Generation]
+    questions: Sequence[ScoreRequest]
+    scores: Sequence[Score]
+    groups: Sequence[int]
+    old_logprobs: Sequence[np.ndarray] | None = None
+    ref_logprobs: Sequence[np.ndarray] | None = None
+    values: Sequence[np.ndarray] | None = None
+    bootstrap: Sequence[float] | None = None
+
+    def __len__(self) -> int:
+        return len(self.generations)
+
+    def only(self, keep_B: Sequence[bool]) -> "Responses":
+        """Return the selected responses, in order."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        kept = [number for number, is_kept in enumerate(keep_B) if is_kept]
+        return replace(
+            self,
+            **{name: [column[number] for number in kept] for name, column in columns.items() if column is not None},
+        )
+
+    def scored(self) -> "Responses":
+        """Return the responses whose score did not fail."""
+        return self.only([score.value is not None for score in self.scores])
+
+    def in_groups_of(self, others: "Responses") -> "Responses":
+        """Return the responses whose group has a response in `others`."""
+        found = set(others.groups)
+        return self.only([group in found for group in self.groups])
+
+    @cached_property
+    def sequences(self) -> list[TokenSequence]:
+        """Prompt and response end to end, of each response."""
+        pairs = zip(self.prompts, self.generations, strict=True)
+        return [as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation in pairs]
+
+    @cached_property
+    def rollout_logprobs(self) -> list[np.ndarray]:
+        """The sampler's log-probs of the response tokens in nats, float32."""
+        return [np.array(generation.logprobs, dtype=np.float32) for generation in self.generations]
+
+    @cached_property
+    def cu(self) -> torch.Tensor:
+        """Bounds of the responses in arrays over all response tokens, int64 [B + 1]."""
+        return torch.tensor(np.cumsum([0] + [len(generation.token_ids) for generation in self.generations]))
+
+    @cached_property
+    def scores_B(self) -> torch.Tensor:
+        """The scores, float32 [B]; no score may have failed."""
+        return torch.tensor([score.value for score in self.scores], dtype=torch.float32)
+
+    @cached_property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The rewards, float32 [B], that make up each score, not weighted; no score may have failed."""
+        names = self.scores[0].parts if self.scores else ()
+        return {name: torch.tensor([score.parts[name] for score in self.scores], dtype=torch.float32) for name in names}
+
+    @cached_property
+    def groups_B(self) -> torch.Tensor:
+        """The number of each response's group, int64 [B]."""
+        return torch.tensor(self.groups, dtype=torch.int64)
+
+    @cached_property
+    def truncated_B(self) -> torch.Tensor:
+        """Whether each response was cut at the limit, bool [B]."""
+        cut = [generation.finish_reason == "length" for generation in self.generations]
+        return torch.tensor(cut, dtype=torch.bool)
+
+    def trained_B(self, policy: PolicyConfig) -> torch.Tensor:
+        """Return whether each response is trained on, bool [B]."""
+        return ~self.truncated_B if policy.mask_truncated else torch.ones_like(self.truncated_B)
+
+
+def as_sequence(prompt_ids: list[int], response_ids: list[int]) -> TokenSequence:
+    """Return prompt and response end to end; exactly the sampled tokens are trained on."""
+    token_ids = np.array(prompt_ids + response_ids, dtype=np.int32)
+    return TokenSequence(token_ids, np.arange(len(token_ids)) >= len(prompt_ids))
+
+
+def of_groups(groups: Sequence[PromptGroup]) -> Responses:
+    """Return the responses of all groups."""
+    return Responses(
+        [group.prompt for group in groups for _ in group.scores],
+        [generation for group in groups for generation in group.generations],
+        [question for group in groups for question in group.questions],
+        [score for group in groups for score in group.scores],
+        [number for number, group in enumerate(groups) for _ in group.scores],
+    )

@@ -1,0 +1,100 @@
+"""From responses to their scores: requests to the rewards, and the reward model's part of a score."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlhf_cli.config.scoring import ModelScoringConfig
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.rewards.model_scores import with_model_scores
+from rlhf_cli.rewards.parts import stop_if_too_many_failed
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.trainers.online.interfaces import RewardModel, Scoring, awake
+from rlhf_cli.trainers.online.responses import as_sequence
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """Which response something is, counted from 0, of the `size` in a group."""
+
+    group: str
+    sample: int
+    size: int
+
+
+def whole_groups(num_prompts: int, num_samples: int) -> list[GroupPlace]:
+    """Return the places of all samples of prompts; the samples of a prompt are neighbours."""
+    return [
+        GroupPlace(str(group), sample, num_samples) for group in range(num_prompts) for sample in range(num_samples)
+    ]
+
+
+def score_requests(
+    prompts: Sequence[Prompt],
+    generations: Sequence[Generation],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    places: Sequence[GroupPlace],
+) -> list[ScoreRequest]:
+    """Return the requests to the rewards: texts of prompts and responses, without special tokens in the response.
+
+    Args:
+        prompts: the prompt of each response.
+        places: the place of each response in its group: a prompt may be asked twice in an iteration.
+    """
+    requests = []
+    for prompt, generation, place in zip(prompts, generations, places, strict=True):
+        response = decode(generation.token_ids)
+        requests.append(
+            ScoreRequest(
+                query=prompt.text + response,
+                prompt=prompt.text,
+                response=response,
+                label=prompt.label,
+                num_tokens=len(generation.token_ids),
+                truncated=generation.finish_reason == "length",
+                group=place.group,
+                sample=place.sample,
+                group_size=place.size,
+                source=prompt.data_source,
+                row=prompt.row,
+                token_ids=generation.token_ids,
+            )
+        )
+    return requests
+
+
+def score_responses(
+    scorer: Scoring,
+    reward_model: RewardModel | None,
+    reward: ModelScoringConfig,
+    *,
+    asked: Sequence[Prompt],
+    generations: Sequence[Generation],
+    questions: list[ScoreRequest],
+) -> list[Score]:
+    """Return the score of each response from all rewards.
+
+    Raises:
+        RunError: too many rewards failed.
+    """
+    scores = scorer.score(questions)
+    if reward_model is None:
+        return scores
+    joined = add_model_scores(reward_model, reward, asked, generations, scores)
+    stop_if_too_many_failed(joined, reward.reward_max_failures)
+    return joined
+
+
+def add_model_scores(
+    model: RewardModel,
+    reward: ModelScoringConfig,
+    prompts: Sequence[Prompt],
+    generations: Sequence[Generation],
+    scores: Sequence[Score],
+) -> list[Score]:
+    """Return the scores with the reward model's added; it reads up to the last token, also of truncated responses."""
+    pairs = zip(prompts, generations, strict=True)
+    with awake(model):
+        values = model.scores([as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation in pairs])
+    return with_model_scores(scores, values, weight=reward.reward_model_weight)
