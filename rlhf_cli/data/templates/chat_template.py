@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.templates.text import TRIAL, TRIAL_CALL, TRIAL_TOOL, TemplateFault, TemplateText
+from rlhf_cli.data.templates.turn_search import TurnSearch, end_of_shared_prompt
 from rlhf_cli.data.templates.turn_spans import (
     Said,
     Span,
@@ -163,7 +164,7 @@ class ChatTemplate:
             for said in readings:
                 follows = text.startswith(before)
                 direct = turn_at(text, len(before), said.behind(before), self._marks) if follows else None
-                span = direct or self._turn_behind(conversation, number, said, text, floor)
+                span = direct or self._searched_turn(conversation, number, said, text, floor)
                 if span is not None:
                     break
             else:
@@ -173,80 +174,28 @@ class ChatTemplate:
             spans.append(span)
         return Rendered(text, tuple(spans), prompt, num_unthought)
 
-    def _turn_behind(self, conversation: Conversation, number: int, said: Said, text: str, floor: int) -> Span | None:
-        """Return the span of a turn before which the template writes more than, or other than, its generation prompt.
-
-        Qwen 3 puts an empty thought there, DeepSeek R1 opens one in the generation prompt alone, and Mistral has the
-        tools before the last user turn.
-        """
+    def _searched_turn(self, conversation: Conversation, number: int, said: Said, text: str, floor: int) -> Span | None:
+        """Return the span of a turn that does not begin right behind the generation prompt."""
         before, tools = conversation.messages[:number], conversation.tools
-        prompt = self._text.render(before, tools, add_generation_prompt=True)[0]
-        context = self._text.render(before, tools)[0]
-        alone = self._text.render(conversation.messages[: number + 1], tools)[0]
-        floor = place_after(before, text, floor)
-        found = self._turn_as_last(prompt, alone, said, text, floor)
-        if found is None and not said.first:
-            return self._calls_behind(prompt, context, said, text)
-        return found or self._words_behind(prompt, context, before[-1] if before else None, said, text, floor)
-
-    def _turn_as_last(self, prompt: str, alone: str, said: Said, text: str, floor: int) -> Span | None:
-        """Return the span of the characters that the turn has in `alone`, in which it is the last turn."""
-        span = turn_at(alone, len(prompt), said, self._marks) if alone.startswith(prompt) else None
-        place = text.find(alone[slice(*span)], floor) if span else -1
-        if span is None or place < 0 or self._marks.any_in(text[floor:place]):
-            return None
-        return place, place + span[1] - span[0]
-
-    def _words_behind(
-        self, prompt: str, context: str, previous: Message | None, said: Said, text: str, floor: int
-    ) -> Span | None:
-        """Return the span of the words behind the text's common start with the prompt, the context, or the context's
-        end.
-
-        The end of the context is for templates that alter earlier turns: Qwen 3.5 drops the thoughts before a later
-        question.
-        """
-        if text.startswith(prompt) and (span := turn_from(text, max(len(prompt), floor), said, self._marks)):
-            return self._generated(prompt, context, span, text)
-        if span := turn_from(text, max(num_shared(context, text), floor), said, self._marks):
-            return self._generated(prompt, context, span, text)
-        place = context.rfind(previous.content) if previous and previous.content else -1
-        if previous is None or place < 0:
-            return None
-        behind = num_shared(context[place + len(previous.content) :], text[floor:])
-        return turn_from(text, floor + behind, said, self._marks)
-
-    def _generated(self, prompt: str, context: str, span: Span, text: str) -> Span:
-        """Extend a turn to all that follows the generation prompt: the model has to generate the characters between,
-        too.
-
-        gpt-oss names a channel before its words, and Qwen 3 writes an empty thought there.
-        """
-        given = self._shared_with_prompt(prompt, context, text)
-        return (min(given, span[0]), span[1]) if given else span
+        search = TurnSearch(
+            text,
+            place_after(before, text, floor),
+            said,
+            prompt=self._text.render(before, tools, add_generation_prompt=True)[0],
+            context=self._text.render(before, tools)[0],
+            as_last=self._text.render(conversation.messages[: number + 1], tools)[0],
+            previous=before[-1] if before else None,
+            marks=self._marks,
+            tokenizer=self._tokenizer,
+        )
+        return search.turn()
 
     def _end_of_given(self, conversation: Conversation, number: int, prompt: str, text: str) -> int:
         """Return the end of the part of a turn that the generation prompt writes; 0 if nothing shows it."""
         if text.startswith(prompt):
             return len(prompt)
         context = self._text.render(conversation.messages[:number], conversation.tools)[0]
-        return self._shared_with_prompt(prompt, context, text)
-
-    def _calls_behind(self, prompt: str, context: str, said: Said, text: str) -> Span | None:
-        """Return the span of a turn of calls alone, which has no words to begin with: it lies behind the common start
-        with the prompt.
-        """
-        given = self._shared_with_prompt(prompt, context, text)
-        return turn_at(text, given, said, self._marks) if given else None
-
-    def _shared_with_prompt(self, prompt: str, context: str, text: str) -> int:
-        """Return the end of the tokens behind the context that a prompt and the text have in common, 0 without any."""
-        if not (text.startswith(context) and prompt.startswith(context)):
-            return 0
-        first, second = prompt[len(context) :], text[len(context) :]
-        ids = [self._tokenizer(part, add_special_tokens=False) for part in (first, second[: 2 * len(first)])]
-        shared = num_shared(ids[0]["input_ids"], ids[1]["input_ids"])
-        return len(context) + ids[0].token_to_chars(shared - 1).end if shared else 0
+        return end_of_shared_prompt(self._tokenizer, prompt, context, text)
 
     def _fault(self, conversation: Conversation, number: int, rest: str) -> TemplateFault:
         """Return why no turn in the text has the content of message `number`."""

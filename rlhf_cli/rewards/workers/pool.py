@@ -331,21 +331,31 @@ class _Desk:
         self._outcomes.append((number, outcome))
 
     def _lose(self, worker: WorkerProcess, failure: Failure) -> None:
-        """Kill a worker. Its current item takes the blame, items after that wait again; a task that cannot be loaded
-        fails all that wait, since the next worker would fare no better, unless others have loaded it: they go on."""
+        """Kill a worker that crashed, is overdue or could not load its task."""
         self._pool.remove(worker)
         if worker.is_loaded:
-            left = list(worker.chunk.values())
-            blamed = left if worker.works_together else left[:1]
-            self._waiting.extendleft(reversed(left[len(blamed) :]))
-            for number in blamed:
-                self._conclude(number, ItemOutcome(failure=failure))
-            return
+            self._blame(worker, failure)
+        elif any(other.is_loaded for other in self._pool.workers):
+            self._go_on_without(failure)
+        else:
+            self._fail_all(failure)
+
+    def _blame(self, worker: WorkerProcess, failure: Failure) -> None:
+        """Fail the item that the worker was at, or all if it works on them together; later items wait again."""
+        left = list(worker.chunk.values())
+        num_blamed = len(left) if worker.works_together else 1
+        self._waiting.extendleft(reversed(left[num_blamed:]))
+        for number in left[:num_blamed]:
+            self._conclude(number, ItemOutcome(failure=failure))
+
+    def _go_on_without(self, failure: Failure) -> None:
+        """Start no further worker: there may be no room for one more, if each holds a model of its own."""
         others = sum(other.is_loaded for other in self._pool.workers)
-        if others:  # for example, there is no room for one more: each may hold a model of its own
-            logger.warning("a further reward worker %s: %d go on without it", failure.reason, others)
-            self._pool.num_workers = len(self._pool.workers)
-            return
+        logger.warning("a further reward worker %s: %d go on without it", failure.reason, others)
+        self._pool.num_workers = len(self._pool.workers)
+
+    def _fail_all(self, failure: Failure) -> None:
+        """Fail all waiting items: the next worker could not load the task either."""
         self._load_failure = Failure("load", failure.reason, failure.trace)
         for number in self._waiting:
             del self._lines[number]

@@ -51,6 +51,17 @@ def rows_of(spec, **settings):
     return load_rows(str(spec), **{"split": "train", "seed": 0, **settings})
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_no_value_of_a_json_file_changes_its_type(suffix, tmp_path):
+    """Libraries that give a column one type make a datetime of the first label and 1.0 of the second."""
+    labels = ["2024-01-01", 1, 2.5, "two", 2**70, None, {}, {"x": 1}, {"y": [1, "a"]}]
+    path = tmp_path / f"rows{suffix}"
+    WRITERS[suffix](path, [{"label": label} for label in labels] + [{"other": True}])
+    found = [dict(row) for row in rows_of(path)]
+    assert found == [{"label": label} for label in labels] + [{"other": True}]
+    assert [type(row.get("label")) for row in found[:-1]] == [type(label) for label in labels]
+
+
 @pytest.mark.parametrize("suffix", WRITERS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_kind_of_file_gives_its_rows_in_order(suffix, packed, tmp_path):

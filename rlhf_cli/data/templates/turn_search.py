@@ -1,0 +1,98 @@
+"""The search for an assistant turn that does not begin right behind the template's generation prompt.
+
+Qwen 3 puts an empty thought before the turn, DeepSeek R1 opens a thought in the generation prompt alone, Mistral writes
+the tools before the last user turn, and Qwen 3.5 drops earlier thoughts once a later question follows.
+"""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.data.formats.conversations import Message
+from rlhf_cli.data.templates.turn_spans import Said, Span, TurnMarks, num_shared, turn_at, turn_from
+
+
+@dataclass(frozen=True)
+class TurnSearch:
+    """One turn and the texts that its place in the conversation's `text` is found with.
+
+    The turn begins at `floor` or later. `context` is the text of the messages before it, `prompt` the same with the
+    generation prompt, `as_last` the text of the conversation if the turn were its last message. `previous` is the
+    message before the turn.
+    """
+
+    text: str
+    floor: int
+    said: Said
+    prompt: str
+    context: str
+    as_last: str
+    previous: Message | None
+    marks: TurnMarks
+    tokenizer: PreTrainedTokenizerBase
+
+    def turn(self) -> Span | None:
+        """Return the span of the turn by the first strategy that finds it; calls alone have no words to find."""
+        by_words = (self._behind_prompt, self._behind_context, self._behind_previous)
+        for strategy in (self._as_in_last, *(by_words if self.said.first else (self._calls,))):
+            if span := strategy():
+                return span
+        return None
+
+    def _as_in_last(self) -> Span | None:
+        """Find the characters that the turn has as the last message."""
+        is_behind = self.as_last.startswith(self.prompt)
+        span = turn_at(self.as_last, len(self.prompt), self.said, self.marks) if is_behind else None
+        place = self.text.find(self.as_last[slice(*span)], self.floor) if span else -1
+        if span is None or place < 0 or self.marks.any_in(self.text[self.floor : place]):
+            return None
+        return place, place + span[1] - span[0]
+
+    def _behind_prompt(self) -> Span | None:
+        """Find the words behind the generation prompt."""
+        if not self.text.startswith(self.prompt):
+            return None
+        return self._with_generated(self._words_from(len(self.prompt)))
+
+    def _behind_context(self) -> Span | None:
+        """Find the words behind the start that text and context have in common."""
+        return self._with_generated(self._words_from(num_shared(self.context, self.text)))
+
+    def _behind_previous(self) -> Span | None:
+        """Find the words behind the end of the context, for templates that alter earlier turns."""
+        if self.previous is None or not self.previous.content:
+            return None
+        place = self.context.rfind(self.previous.content)
+        if place < 0:
+            return None
+        end_of_context = self.context[place + len(self.previous.content) :]
+        return self._words_from(self.floor + num_shared(end_of_context, self.text[self.floor :]))
+
+    def _calls(self) -> Span | None:
+        """Find a turn of calls alone behind the common start with the prompt."""
+        start = self._end_of_prompt()
+        return turn_at(self.text, start, self.said, self.marks) if start else None
+
+    def _words_from(self, place: int) -> Span | None:
+        return turn_from(self.text, max(place, self.floor), self.said, self.marks)
+
+    def _with_generated(self, span: Span | None) -> Span | None:
+        """Extend a turn to all that follows the generation prompt: the model generates the characters between, too.
+
+        gpt-oss names a channel before its words, and Qwen 3 writes an empty thought there.
+        """
+        start = self._end_of_prompt() if span else 0
+        return (min(start, span[0]), span[1]) if span and start else span
+
+    def _end_of_prompt(self) -> int:
+        return end_of_shared_prompt(self.tokenizer, self.prompt, self.context, self.text)
+
+
+def end_of_shared_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, context: str, text: str) -> int:
+    """Return the end of the tokens behind the context that prompt and text have in common, 0 if there are none."""
+    if not (text.startswith(context) and prompt.startswith(context)):
+        return 0
+    first, second = prompt[len(context) :], text[len(context) :]
+    ids = [tokenizer(part, add_special_tokens=False) for part in (first, second[: 2 * len(first)])]
+    shared = num_shared(ids[0]["input_ids"], ids[1]["input_ids"])
+    return len(context) + ids[0].token_to_chars(shared - 1).end if shared else 0
