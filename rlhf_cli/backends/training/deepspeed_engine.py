@@ -131,16 +131,32 @@ class DeepSpeedEngine:
             compute_loss: (model, micro-batch) -> (loss, metrics), both as this micro-batch's additive part of the
                 global mean; metrics whose name ends in `_max` are combined as maxima.
         """
+        metrics = self._accumulate_gradients(micro_batches, compute_loss)
+        lr = self._engine.get_lr()[0]  # before the step, which moves the schedule
+        norm = self._optimizer_step()
+        reduced = distributed.reduce_metrics({name: float(value) for name, value in metrics.items()})
+        return reduced | {
+            "grad_norm": norm,
+            "lr": float(lr),
+            "skipped_steps": float(self._engine.skipped_steps),
+            "skipped_in_a_row": float(self._skipped_in_a_row),
+        }
+
+    def _accumulate_gradients(self, micro_batches: Sequence[Any], compute_loss: ComputeLoss) -> Metrics:
+        """Run forward and backward of all micro-batches; return this rank's metrics."""
         self._engine.train()
-        total: Metrics = {}
         if self._router_loss is not None:
             compute_loss = self._router_loss.added_to(compute_loss, model=self._engine, micro_batches=micro_batches)
+        total: Metrics = {}
         for index, micro_batch in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             loss, metrics = compute_loss(self._engine, micro_batch.to(distributed.device()))
             self._engine.backward(spreading_nan(loss) * dist.get_world_size())
             total = combine_metrics(total, metrics)
-        lr = self._engine.get_lr()[0]
+        return total
+
+    def _optimizer_step(self) -> float:
+        """Let the optimizer step, or skip the step on every rank; return the gradient norm before clipping."""
         own_norm = self._plain_grad_norm()
         if own_norm is not None:
             self._skip_plainly(not math.isfinite(own_norm))
@@ -148,11 +164,8 @@ class DeepSpeedEngine:
         self._engine.step()
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self._engine.skipped_steps > skipped_before else 0
         norm = own_norm if own_norm is not None else self._engine.get_global_grad_norm()
-        reduced = distributed.reduce_metrics({name: float(value) for name, value in total.items()})
         assert norm is not None, "DeepSpeed reported no gradient norm"
-        skipped = {"skipped_steps": self._engine.skipped_steps, "skipped_in_a_row": self._skipped_in_a_row}
-        counts = {name: float(count) for name, count in skipped.items()}
-        return reduced | {"grad_norm": float(norm), "lr": float(lr)} | counts
+        return float(norm)
 
     def _plain_grad_norm(self) -> float | None:
         """Return the gradient norm where DeepSpeed leaves the step to the plain optimizer (fp32 at stage 0), else

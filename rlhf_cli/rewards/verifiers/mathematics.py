@@ -71,7 +71,22 @@ def find_answer(response: str) -> str | None:
 
 
 def same_answer(one: str, other: str) -> bool:
-    """Return whether two answers are the same, whatever their form."""
+    """Return whether two answers are the same, whatever their form.
+
+    Units and names are taken off step by step as long as numbers and texts decide nothing; then lists are compared part
+    by part, each part as an answer of its own, and single parts as formulas.
+    """
+    while (verdict := _settled(one, other)) is None:
+        simpler = _simpler(one, other)
+        if simpler is None:
+            lists = product(_readings(_plain(one)), _readings(_plain(other)))
+            return any(_same_lists(*pair) for pair in lists)
+        one, other = simpler
+    return verdict
+
+
+def _settled(one: str, other: str) -> bool | None:
+    """Return whether two answers are the same if numbers, texts, lengths or units decide it; None if they do not."""
     number, other_number = parse_number(one), parse_number(other)
     if number is not None and other_number is not None:
         return same_number(number, other_number)
@@ -80,14 +95,18 @@ def same_answer(one: str, other: str) -> bool:
         return True
     if max(len(left), len(right)) > MAX_FORMULA_LENGTH:
         return False
-    (left_rest, left_unit), (right_rest, right_unit) = _without_unit(one), _without_unit(other)
-    if left_unit and right_unit and left_unit != right_unit:
-        return False
-    if (left_rest, right_rest) != (one, other):
-        return same_answer(left_rest, right_rest)
-    if (values := _without_names(left, right)) != (left, right):
-        return same_answer(*values)
-    return any(_same_lists(*pair) for pair in product(_readings(left), _readings(right)))
+    units = {unit for _, unit in (_without_unit(one), _without_unit(other)) if unit}
+    return False if len(units) == 2 else None
+
+
+def _simpler(one: str, other: str) -> tuple[str, str] | None:
+    """Return two answers without their units, else without names as `x =`; None if they have neither."""
+    values = _without_unit(one)[0], _without_unit(other)[0]
+    if values != (one, other):
+        return values
+    plain = _plain(one), _plain(other)
+    values = _without_names(*plain)
+    return None if values == plain else values
 
 
 class _List(NamedTuple):

@@ -82,31 +82,36 @@ def pair_reference(
     deepspeed: DeepSpeedConfig,
 ) -> tuple[Items, ReferenceHooks]:
     """Return the pairs with the reference's log-probabilities, or the reference that is asked in every step."""
-    infer: dpo.Infer | None = None
-    moves: dict[str, Any] = {}
-    if objective.needs_reference and settings.precompute_ref_log_probs:
+    if not objective.needs_reference:
+        return items, _pair_hooks(objective, None)
+    if settings.precompute_ref_log_probs:
         precomputed = _Precomputed(_source(settings, model), deepspeed, share, {dpo.REF: dpo.batch_logprobs})
-        items = precomputed.added_to(items, digest_of_pairs)
-    elif objective.needs_reference and model.plan is not None and settings.ref_pretrain is None:
-        infer = base_results(dpo.batch_logprobs)
-    elif objective.needs_reference:
-        frozen = FrozenReference(_source(settings, model), deepspeed)
-        infer = frozen.results(dpo.batch_logprobs)
-        moves = _moves(frozen, settings)
+        return precomputed.added_to(items, digest_of_pairs), _pair_hooks(objective, None)
+    if _is_base(settings, model):
+        return items, _pair_hooks(objective, base_results(dpo.batch_logprobs))
+    frozen = FrozenReference(_source(settings, model), deepspeed)
+    hooks = _pair_hooks(objective, frozen.results(dpo.batch_logprobs))
+    return items, hooks if settings.ref_sync_steps == 0 else _moving(hooks, frozen, settings)
+
+
+def _is_base(settings: FrozenReferenceConfig, model: TrainedModel) -> bool:
+    """Return whether the reference is the trained model without its adapter."""
+    return model.plan is not None and settings.ref_pretrain is None
+
+
+def _pair_hooks(objective: dpo.DPOObjective, infer: dpo.Infer | None) -> ReferenceHooks:
     preparation = dpo.PairPreparation(objective, infer, gather_rows)
-    return items, ReferenceHooks(prepare=preparation if preparation.is_needed else None, **moves)
+    return ReferenceHooks(prepare=preparation if preparation.is_needed else None)
 
 
-def _moves(frozen: FrozenReference, settings: ReferenceConfig) -> dict[str, object]:
-    """Return the hooks that move the reference; none if it stays."""
-    if settings.ref_sync_steps == 0:
-        return {}
+def _moving(hooks: ReferenceHooks, frozen: FrozenReference, settings: ReferenceConfig) -> ReferenceHooks:
+    """Return the hooks with those that move the reference and keep it in checkpoints."""
 
     def after_step(engine: DeepSpeedEngine, step: int) -> None:
         if step % settings.ref_sync_steps == 0:
             frozen.move(engine, settings.ref_mixup_alpha)
 
-    return {"after_step": after_step, "save": frozen.save, "load": frozen.load}
+    return replace(hooks, after_step=after_step, save=frozen.save, load=frozen.load)
 
 
 def labelled_reference(
@@ -125,8 +130,9 @@ def labelled_reference(
         precomputed = _Precomputed(_source(settings, model), deepspeed, share, forwards)
         items = precomputed.added_to(items, digest_of_responses)
     else:
-        is_base = model.plan is not None and settings.ref_pretrain is None
-        asked = base_results if is_base else FrozenReference(_source(settings, model), deepspeed).results
+        asked = (
+            base_results if _is_base(settings, model) else FrozenReference(_source(settings, model), deepspeed).results
+        )
         reference = kto.LabelledReference(asked(kto.matched_logprobs), asked(kto.mismatched_logprobs))
     return items, ReferenceHooks(prepare=kto.KTOPreparation(objective, reference, gather_rows))
 

@@ -73,26 +73,20 @@ class OnlineRoles:
             shares_gpus=shares_gpus(where.layout),
         )
         self._takes_turns = config.placement.deepspeed_enable_sleep
-        models_wait = shares_gpus(where.layout) and where.cluster.has_gpus
-        if not models_wait:
-            self.engines = self._start_engines()  # first, for they take longest
+        # An engine measures free memory while it starts: on shared GPUs the models sleep by then. Elsewhere engines
+        # start first, because they take longest.
+        engines_last = shares_gpus(where.layout) and where.cluster.has_gpus
+        if not engines_last:
+            self.engines = self._start_engines()
         groups = {role: self._start_ranks(role) for role in role_names(config, models)}
         self.actor = ActorRole(self._trained(groups["actor"], models.policy))
         self.critic = CriticRole(self._trained(groups["critic"], models.critic)) if models.critic else None
-        self.reference: ReferenceRole | BaseReference | None = None
-        if config.policy.init_kl_coef > 0 and models.policy.plan is not None:
-            self.reference = BaseReference(self.actor.trained)
-        if "ref" in groups:
-            self.reference = self._reference_group(groups["ref"])
+        self.reference = self._reference(groups.get("ref"))
         self.reward_model = self._reward_group(groups["reward"], models.reward) if models.reward else None
         self._build_models(groups)
-        if models_wait:  # an engine measures what memory is free while it starts
+        if engines_last:
             self.engines = self._start_engines()
-        self.engines.wait_until_built()
-        self.engines.connect(self.actor.trained)
-        if models.policy.plan is not None and models.policy.plan.weights is not None:
-            self.engines.sleep()
-            self._push(0)  # the engines have started with the base
+        self._connect_engines()
 
     def with_scorer(self, scorer: Scorer) -> Roles:
         """Return the roles as the loop takes them."""
@@ -133,6 +127,15 @@ class OnlineRoles:
     def __exit__(self, *error: object) -> None:
         self.engines.shutdown()
 
+    def _connect_engines(self) -> None:
+        """Wait for the engines, link them with the actor, and give them the policy if they started with its base."""
+        self.engines.wait_until_built()
+        self.engines.connect(self.actor.trained)
+        plan = self._models.policy.plan
+        if plan is not None and plan.weights is not None:
+            self.engines.sleep()
+            self._push(0)
+
     def _build_models(self, groups: dict[str, WorkerGroup[object]]) -> None:
         """Build all models; one after the other if they take turns on GPUs, because each fills a GPU at first."""
         sleepers = {"actor": self.actor, "critic": self.critic, "ref": self.reference, "reward": self.reward_model}
@@ -169,7 +172,11 @@ class OnlineRoles:
         moves = self._config.reference.ref_sync_steps > 0
         return self.reference if moves and isinstance(self.reference, ReferenceRole) else None
 
-    def _reference_group(self, group: WorkerGroup[Any]) -> ReferenceRole:
+    def _reference(self, group: WorkerGroup[Any] | None) -> ReferenceRole | BaseReference | None:
+        """Return the reference: a model of its own, the actor without its adapter, or none."""
+        if group is None:
+            asks_base = self._config.policy.init_kl_coef > 0 and self._models.policy.plan is not None
+            return BaseReference(self.actor.trained) if asks_base else None
         return ReferenceRole(
             group,
             self._dealer(group, lambda rank: rank.packer.shares_prompts(), self._models.policy),
