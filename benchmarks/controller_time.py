@@ -29,8 +29,9 @@ from setting import machine, word_problem
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.roles.groups import ActorRole, CriticRole, Dealer, ReferenceRole, TrainedRole
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import ActorCriticBatchConfig, RolloutConfig
+from rlhf_cli.config.online import ActorCriticBatchConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
+from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import OptimConfig, TrackingConfig
 from rlhf_cli.data.prompts import Prompt

@@ -7,14 +7,12 @@ multiplies the part by the number of ranks.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths
-
-LossAgg = Literal["token_mean", "seq_mean", "seq_sum_norm"]
+from rlhf_cli.config.policy import LossAgg
 
 Metrics = dict[str, Tensor]
 

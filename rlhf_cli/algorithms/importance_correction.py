@@ -5,15 +5,13 @@ own. They differ by kernels, precision and sampling truncation. Weights carry no
 """
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rlhf_cli.algorithms.policy_loss import log_ratio
 from rlhf_cli.algorithms.ragged import segment_ids, segment_mean
-
-RolloutCorrection = Literal["token_clip", "token_mask", "seq_mask", "off"]
+from rlhf_cli.config.policy import RolloutCorrection
 
 
 def correction_weights(

@@ -5,12 +5,11 @@ float, which the caller keeps and checkpoints.
 """
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-KLEstimator = Literal["k1", "k2", "k3"]
+from rlhf_cli.config.policy import KLEstimator
 
 # exp of a log-ratio beyond this means no more than "very far", and overflows float32 at 88.
 LOG_RATIO_LIMIT = 20.0

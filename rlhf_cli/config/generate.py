@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.model import ModelSource
-from rlhf_cli.config.online import EngineConfig
+from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.config.scoring import RemoteScoringConfig
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, require_sampled
 

@@ -68,9 +68,19 @@ class LoraConfig(SettingsGroup):
     target_modules: list[str] = ["all-linear"]
     """Names of the linear layers that get an adapter (q_proj,v_proj); all-linear: every one but the head."""
 
+    @property
+    def base_in_4bit(self) -> bool:
+        """Whether the model under the adapter is in 4 bits."""
+        return False
+
 
 class AdapterConfig(LoraConfig):
     """Adapter (LoRA)"""
 
     load_in_4bit: bool = False
     """Keep the model under the adapter in 4 bits (NF4; NVIDIA GPU, extra `quant`, not with ZeRO-3)."""
+
+    @property
+    def base_in_4bit(self) -> bool:
+        """Whether the model under the adapter is in 4 bits."""
+        return self.load_in_4bit

@@ -29,6 +29,10 @@ POLICY_LOSSES = {
     "reinforce": _own("reinforce_loss"),
 }
 
+LossAgg = Literal["token_mean", "seq_mean", "seq_sum_norm"]
+KLEstimator = Literal["k1", "k2", "k3"]
+RolloutCorrection = Literal["token_clip", "token_mask", "seq_mask", "off"]
+
 READ_BY = {
     setting: tuple(name for name, row in POLICY_LOSSES.items() if setting in row.reads)
     for setting in ("eps_clip", "eps_clip_low_high", "dual_clip", "cispo_eps_high", "sapo_tau")
@@ -46,7 +50,7 @@ class PolicyConfig(SettingsGroup):
     function of your own."""
     advantage_estimator: Annotated[str | None, Plugin((), ("experience", "settings"), records=("Algorithm",))] = None
     """Function of your own that computes advantages, or a row of the table of algorithms; by default the command's."""
-    loss_agg: Literal["token_mean", "seq_mean", "seq_sum_norm"] = "token_mean"
+    loss_agg: LossAgg = "token_mean"
     """Mean over the tokens of a step, mean over its responses, or sum over responses x max_new_tokens (Dr. GRPO)."""
     eps_clip: float = Field(0.2, gt=0)
     """PPO's clip of the probability ratio to [1 - eps, 1 + eps]."""
@@ -62,7 +66,7 @@ class PolicyConfig(SettingsGroup):
     """Weight of the KL divergence from the reference; 0 loads no reference model."""
     use_kl_loss: bool = False
     """Add the KL divergence to the loss instead of taking it off the reward; with kl_estimator k2 or k3."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_estimator: KLEstimator = "k1"
     """Estimator of the KL divergence per token (Schulman)."""
     kl_target: float | None = Field(None, gt=0)
     """KL per response in nats that an adaptive coefficient steers to; fixed coefficient by default."""
@@ -78,7 +82,7 @@ class PolicyConfig(SettingsGroup):
     """Largest weight of the entropy bonus under entropy_target."""
     mask_truncated: bool = False
     """Do not train on responses that were cut at max_new_tokens; their scores still count in their group."""
-    rollout_correction: Literal["token_clip", "token_mask", "seq_mask", "off"] = "token_clip"
+    rollout_correction: RolloutCorrection = "token_clip"
     """What corrects for engine and trainer disagreeing on probabilities."""
     rollout_correction_range: tuple[float, float] = (0.5, 5.0)
     """Ratios of trainer to engine that are kept: of tokens by token_mask, of sequences (geometric mean) by seq_mask."""
@@ -94,6 +98,11 @@ class PolicyConfig(SettingsGroup):
     def eps_clip_high(self) -> float:
         """How far above 1 the ratio is clipped."""
         return self.eps_clip if self.eps_clip_low_high is None else self.eps_clip_low_high[1]
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether a critic values the states in which responses were truncated."""
+        return False
 
     @property
     def has_kl_loss(self) -> bool:
@@ -159,6 +168,11 @@ class ActorCriticPolicyConfig(PolicyConfig):
     """Clip of the change of a value per iteration."""
     bootstrap_truncated: bool = False
     """Take the critic's value of the state a cut response ended in for what would have come, instead of 0."""
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether the critic values the states in which responses were truncated."""
+        return self.bootstrap_truncated
 
 
 class ReinforcePolicyConfig(PolicyConfig):

@@ -10,6 +10,8 @@ from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.plugins import Plugin
 
 StepConstant = Literal["aot_partner", "bco_delta"]
+RewardLossName = Literal["sigmoid", "logexp"]
+UnpairedLossName = Literal["kto", "apo_zero_unpaired"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class PromptSharing(SettingsGroup):
 class RewardLossConfig(PromptSharing):
     """Loss"""
 
-    loss: Literal["sigmoid", "logexp"] = "sigmoid"
+    loss: RewardLossName = "sigmoid"
     """Loss on the difference of the two rewards; logexp is the same function under OpenRLHF's other name."""
     margin_loss: bool = False
     """Ask of the chosen response to lead by the row's `margin`."""
@@ -122,7 +124,7 @@ class PairLossConfig(PromptSharing):
 class UnpairedLossConfig(SettingsGroup):
     """Loss"""
 
-    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    loss: UnpairedLossName = "kto"
     """Loss on single responses; apo_zero_unpaired is kto without a baseline."""
     beta: float = Field(0.1, gt=0)
     """Strength of the pull towards the reference: log-ratios are scaled by it."""
@@ -140,9 +142,29 @@ class FrozenReferenceConfig(SettingsGroup):
     precompute_ref_log_probs: bool = False
     """Compute the reference's log-probabilities of all data before training, and keep them for other runs."""
 
+    @property
+    def movement(self) -> dict[str, object]:
+        """The settings by which the reference follows the policy; {} if the command has none."""
+        return {}
+
+    @property
+    def moves(self) -> bool:
+        """Whether the reference follows the policy."""
+        return False
+
 
 class ReferenceConfig(FrozenReferenceConfig, MovingReferenceConfig):
     """Reference"""
+
+    @property
+    def movement(self) -> dict[str, object]:
+        """The settings by which the reference follows the policy."""
+        return {"ref_sync_steps": self.ref_sync_steps, "ref_mixup_alpha": self.ref_mixup_alpha}
+
+    @property
+    def moves(self) -> bool:
+        """Whether the reference follows the policy."""
+        return self.ref_sync_steps > 0
 
     @model_validator(mode="after")
     def _moves_or_is_kept(self) -> "ReferenceConfig":

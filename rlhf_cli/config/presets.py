@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlhf_cli.config.online import EngineConfig
 from rlhf_cli.config.plugins import is_target
 from rlhf_cli.config.policy import READ_BY
 from rlhf_cli.config.preference import LOSS_DEFAULTS
+from rlhf_cli.config.rollout import EngineConfig
 
 GSPO = {"eps_clip_low_high": (3e-4, 4e-4), "loss_agg": "seq_mean"}
 

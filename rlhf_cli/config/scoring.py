@@ -58,6 +58,11 @@ class RequestScoringConfig(SettingsGroup):
         return any(call.row.by_row for call in self.rewards)
 
     @property
+    def own_sources(self) -> dict[str, str]:
+        """The verifier of each source that the settings name; {} if rows cannot name theirs."""
+        return {}
+
+    @property
     def has_verifier(self) -> bool:
         """Whether responses are found right or wrong, and not only scored."""
         return any(call.row.kind == "verifier" for call in self.rewards)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_cli.config.model import AdapterConfig, LoraConfig, ModelConfig
+from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError, first_line
 from rlhf_cli.models.classifiers import refuse_classifier, set_padding
 from rlhf_cli.models.folders import whole_folder
@@ -87,7 +87,7 @@ def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Adapt
             of an adapter are given and there is none.
     """
     folder = adapter_folder(model.pretrain)
-    in_4bit = isinstance(adapter, AdapterConfig) and adapter.load_in_4bit
+    in_4bit = adapter.base_in_4bit
     if folder is None and adapter.lora_rank == 0:
         if in_4bit:
             raise UsageError("load_in_4bit: weights in 4 bits cannot be trained themselves; give --lora_rank")

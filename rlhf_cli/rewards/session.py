@@ -10,7 +10,7 @@ from typing import Self
 
 from rlhf_cli.config.plugins import called_name
 from rlhf_cli.config.row_rewards import verifier_of
-from rlhf_cli.config.scoring import RequestScoringConfig, ScoringConfig
+from rlhf_cli.config.scoring import RequestScoringConfig
 from rlhf_cli.rewards.file_feed import Decode, FileFeed
 from rlhf_cli.rewards.parts import (
     FILE_PART,
@@ -66,7 +66,7 @@ class ScoringSession:
         decode: Decode | None = None,
     ) -> None:
         self._config, self._weights = config, weights
-        self._sources = config.own_sources if isinstance(config, ScoringConfig) else {}
+        self._sources = config.own_sources
         calls = config.rewards
         others = {FILE_PART: file, REMOTE_PART: servers}
         self._names = [*(call.name for call in calls), *(name for name, source in others.items() if source is not None)]

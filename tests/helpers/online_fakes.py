@@ -8,10 +8,11 @@ import numpy as np
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import RolloutConfig
+from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
-from rlhf_cli.config.train import BatchConfig, OptimConfig
+from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.packing import packs as packing
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.prompts import Prompt
@@ -24,7 +25,7 @@ from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_stat
 
 NUM_PROMPTS, BATCH, SAMPLES_EACH = 6, 3, 2
 WITHOUT_REFERENCE, WITH_REFERENCE = ActorCriticPolicyConfig(init_kl_coef=0.0), ActorCriticPolicyConfig(init_kl_coef=0.1)
-ONE_STEP = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
+ONE_STEP = OnlineBatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
 FAILED = Score(None, "failed", "grader broke", failure="raised")
 EXACT = OnlineRewardConfig(reward_funcs=["exact"], reward_max_failures=1.0)
 
@@ -221,7 +222,7 @@ class Run:
         self,
         *,
         policy: PolicyConfig = WITHOUT_REFERENCE,
-        batch: BatchConfig = ONE_STEP,
+        batch: OnlineBatchConfig = ONE_STEP,
         episodes: int = 2,
         fails: Callable[[int], bool] = lambda index: False,
         stop_after: int | None = None,

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rlhf_cli.config.online import CriticPlacementConfig, PlacementConfig, RolloutConfig
+from rlhf_cli.config.placement import PlacementConfig
+from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 
 
@@ -137,13 +138,8 @@ def _seats(places: dict[str, list[_Place]]) -> list[Seat]:
 def _pools(placement: PlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:
     if placement.colocate_all_models:
         return [_pool(placement, roles)]
-    together = []
-    if placement.colocate_actor_ref:
-        together.append(("actor", "ref"))
-    if isinstance(placement, CriticPlacementConfig) and placement.colocate_critic_reward:
-        together.append(("critic", "reward"))
     pools, seated = [], set()
-    for pair in together:
+    for pair in placement.colocated_pairs:
         members = tuple(role for role in pair if role in roles)
         if members:
             pools.append(_pool(placement, members))

@@ -6,10 +6,10 @@ Imports no DeepSpeed: the process that starts a run makes these records, and onl
 from dataclasses import dataclass
 
 from rlhf_cli.algorithms.aggregation import StepTotals
-from rlhf_cli.backends.rollout.engine import SyncBackend
 from rlhf_cli.backends.weight_sync.vllm_trainer import CallEngines, Rendezvous
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.models.adapters import AdapterPlan

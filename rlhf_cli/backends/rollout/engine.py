@@ -1,7 +1,4 @@
-"""What both rollout engines share: their settings, what ends a response and the error of a dead engine.
-
-Leaves out the engines themselves (rollout_vllm, rollout_transformers), Ray and placement.
-"""
+"""The common part of rollout engines: protocol, settings, ends of responses, and the error of a dead engine."""
 
 import asyncio
 import json
@@ -11,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
-
-SyncBackend = Literal["nccl", "ipc", "shm"]
 
 _WAIT_SECONDS = 1.0  # that a thread waits for a response at a stretch: it must not outlive a call that was cancelled
 

@@ -14,12 +14,12 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlhf_cli.backends.roles.groups import TrainedRole
 from rlhf_cli.backends.roles.settings import EngineLink
-from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead, SyncBackend
+from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead
 from rlhf_cli.backends.rollout.engine_host import EngineHost
 from rlhf_cli.backends.weight_sync.transfer import PushReport
 from rlhf_cli.backends.weight_sync.vllm_trainer import HostCall, Rendezvous
 from rlhf_cli.config.generate import SamplingConfig
-from rlhf_cli.config.online import EngineConfig, RolloutConfig
+from rlhf_cli.config.rollout import EngineConfig, RolloutConfig, SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
 

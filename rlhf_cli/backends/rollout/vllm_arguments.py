@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
-from rlhf_cli.config.online import EngineConfig
+from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.errors import RunError, UsageError
 
 _WORKER_MODULE = "rlhf_cli.backends.weight_sync.vllm_worker"

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from rlhf_cli.backends.rollout.engine import SyncBackend
+from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.errors import RunError, UsageError
 
 _WORDS_PER_CHUNK = 1 << 20  # 8 MiB of words at a time: the products stay in cache

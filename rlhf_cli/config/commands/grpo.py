@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_cli.config.commands.online import FilteringConfig
-from rlhf_cli.config.online import RolloutConfig
 from rlhf_cli.config.policy import GroupPolicyConfig
 from rlhf_cli.config.presets import defaults_of_preset
+from rlhf_cli.config.rollout import RolloutConfig
 
 
 class GRPOConfig(FilteringConfig):

@@ -14,15 +14,13 @@ from rlhf_cli.config.online import (
     ActorCriticOptimConfig,
     ActorOptimConfig,
     CriticModelConfig,
-    CriticPlacementConfig,
-    DynamicSamplingConfig,
     OnlineBatchConfig,
     OnlineDeepSpeedConfig,
-    PlacementConfig,
-    RolloutConfig,
 )
+from rlhf_cli.config.placement import CriticPlacementConfig, PlacementConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.presets import defaults_of_loss
+from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
 
@@ -52,6 +50,11 @@ class OnlineConfig(BaseModel):
         """Return defaults that depend on the given settings."""
         return defaults_of_loss(given)
 
+    @property
+    def dynamic_sampling(self) -> DynamicSamplingConfig | None:
+        """The settings of dynamic sampling; None if it is off or the command has none."""
+        return None
+
     @model_validator(mode="after")
     def _best_is_judged(self) -> "OnlineConfig":
         key = self.evaluation.best_metric_key
@@ -66,6 +69,11 @@ class FilteringConfig(OnlineConfig):
     """Settings of an online command that can replace prompts by what their responses are worth."""
 
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
+
+    @property
+    def dynamic_sampling(self) -> DynamicSamplingConfig | None:
+        """The settings of dynamic sampling; None if it is off."""
+        return self.dynamic if self.dynamic.dynamic_filtering else None
 
 
 class CriticConfig(FilteringConfig):

@@ -1,7 +1,7 @@
 """The settings of `rlhf rloo`."""
 
 from rlhf_cli.config.commands.online import FilteringConfig
-from rlhf_cli.config.online import RolloutConfig
+from rlhf_cli.config.rollout import RolloutConfig
 
 
 class RLOOConfig(FilteringConfig):

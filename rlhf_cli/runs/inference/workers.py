@@ -18,8 +18,9 @@ from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
 from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE
 from rlhf_cli.config.generate import InferenceConfig
-from rlhf_cli.config.online import PlacementConfig, RolloutConfig
+from rlhf_cli.config.placement import PlacementConfig
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 from rlhf_cli.models.reward_model import RewardModelPlan
 

@@ -32,10 +32,9 @@ def check_reference(
     """UsageError for a reference that cannot be had, or that is asked for and not needed."""
     if not is_needed and reference != type(reference)():
         raise UsageError("the loss compares with no reference: leave the settings of the reference away")
-    moves = isinstance(reference, ReferenceConfig) and reference.ref_sync_steps > 0
-    if moves and model.plan is not None:
+    if reference.moves and model.plan is not None:
         raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
-    if moves and settings.zero_stage == 3:
+    if reference.moves and settings.zero_stage == 3:
         raise UsageError("ref_sync_steps does not go with --zero_stage 3, which partitions both models")
     if reference.ref_pretrain is not None:
         _check_given(_source(reference, model), model)
@@ -66,10 +65,7 @@ def reference_identity(
 ) -> dict[str, object]:
     """Return the facts about the reference that must be equal for a checkpoint to be continued."""
     source = _source(reference, model).pretrain if is_needed else None
-    weights = model_identity("reference", source)
-    if not isinstance(reference, ReferenceConfig):
-        return weights
-    return weights | {"ref_sync_steps": reference.ref_sync_steps, "ref_mixup_alpha": reference.ref_mixup_alpha}
+    return model_identity("reference", source) | reference.movement
 
 
 def pair_reference(
@@ -91,7 +87,7 @@ def pair_reference(
         return items, _pair_hooks(objective, base_results(dpo.batch_logprobs))
     frozen = FrozenReference(_source(settings, model), deepspeed)
     hooks = _pair_hooks(objective, frozen.results(dpo.batch_logprobs))
-    return items, hooks if settings.ref_sync_steps == 0 else _moving(hooks, frozen, settings)
+    return items, _moving(hooks, frozen, settings) if settings.moves else hooks
 
 
 def _is_base(settings: FrozenReferenceConfig, model: TrainedModel) -> bool:

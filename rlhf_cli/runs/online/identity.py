@@ -4,7 +4,8 @@ from pathlib import Path
 
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.config.commands.online import FilteringConfig, OnlineConfig
-from rlhf_cli.config.online import CriticPlacementConfig, RolloutConfig
+from rlhf_cli.config.placement import CriticPlacementConfig
+from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.runs.online.models import OnlineModels

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.config.commands.online import CriticConfig, OnlineConfig
-from rlhf_cli.config.online import RolloutConfig
+from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.classifiers import refuse_several_labels

@@ -17,10 +17,8 @@ from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
 from rlhf_cli.backends.weight_sync.transfer import check_sync_backend
-from rlhf_cli.config.commands.online import FilteringConfig, OnlineConfig
-from rlhf_cli.config.online import DynamicSamplingConfig
+from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.plugins import contents_of_plugins
-from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
@@ -104,7 +102,7 @@ class _OnlineRun:
             config.batch,
             config.reference,
             config.optim,
-            dynamic_sampling(config),
+            config.dynamic_sampling,
         )
 
     @property
@@ -261,8 +259,7 @@ def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
             f"--overlong_buffer_len {buffer} is longer than a response may be: --max_new_tokens "
             f"{rollout.max_new_tokens}"
         )
-    bootstraps = isinstance(config.policy, ActorCriticPolicyConfig) and config.policy.bootstrap_truncated
-    if bootstraps and batch.train_max_tokens_per_gpu == config.prompts.max_len:
+    if config.policy.bootstraps and batch.train_max_tokens_per_gpu == config.prompts.max_len:
         raise UsageError(
             f"--bootstrap_truncated reads one more token than --max_len {config.prompts.max_len}: raise "
             f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu}"
@@ -274,16 +271,9 @@ def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
         )
 
 
-def dynamic_sampling(config: OnlineConfig) -> DynamicSamplingConfig | None:
-    """Return the settings of dynamic sampling; None if it is off or the command has none."""
-    if not isinstance(config, FilteringConfig) or not config.dynamic.dynamic_filtering:
-        return None
-    return config.dynamic
-
-
 def check_filtering(config: OnlineConfig) -> None:
     """Raise UsageError if dynamic sampling has no score to judge prompts by."""
-    if dynamic_sampling(config) is None:
+    if config.dynamic_sampling is None:
         return
     if config.rollout.n_samples_per_prompt < 2:
         raise UsageError(

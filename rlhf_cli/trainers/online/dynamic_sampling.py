@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from rlhf_cli.config.online import DynamicSamplingConfig
+from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.groups import PromptGroup, longest_needed, sort_round, usefulness

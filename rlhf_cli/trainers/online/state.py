@@ -7,10 +7,11 @@ from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import DynamicSamplingConfig, RolloutConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.online import OnlineBatchConfig
+from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
-from rlhf_cli.config.train import BatchConfig, OptimConfig
+from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.trainers.online.groups import PromptGroup
 
@@ -23,7 +24,7 @@ class OnlineSettings:
     rollout: RolloutConfig
     reward: OnlineRewardConfig
     policy: PolicyConfig
-    batch: BatchConfig
+    batch: OnlineBatchConfig
     reference: MovingReferenceConfig
     optim: OptimConfig
     dynamic: DynamicSamplingConfig | None = None  # None where every prompt's group is trained on
@@ -53,7 +54,7 @@ class OnlineSettings:
     @property
     def bootstraps(self) -> bool:
         """Return whether the critic values the states in which responses were cut."""
-        return isinstance(self.policy, ActorCriticPolicyConfig) and self.policy.bootstrap_truncated
+        return self.policy.bootstraps
 
 
 @dataclass(frozen=True)

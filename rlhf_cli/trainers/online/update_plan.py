@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_cli.config.online import ActorCriticBatchConfig
-from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.data.sampling import StepBatches, epoch_order
 
 Steps = list[np.ndarray]
@@ -27,7 +26,7 @@ class UpdatePlan:
 
 
 def plan_updates(
-    num_samples: int, batch: BatchConfig, *, iteration: int, groups_B: np.ndarray | None = None
+    num_samples: int, batch: OnlineBatchConfig, *, iteration: int, groups_B: np.ndarray | None = None
 ) -> UpdatePlan:
     """Return the steps over that many samples; epochs have the same orders for actor and critic.
 
@@ -38,21 +37,19 @@ def plan_updates(
         steps = _steps_of_groups(groups_B, batch, iteration=iteration)
         return UpdatePlan(actor=steps, critic=[])
     steps = critic = _steps(num_samples, batch.train_batch_size, batch, iteration=iteration)
-    if not isinstance(batch, ActorCriticBatchConfig):
-        return UpdatePlan(actor=steps, critic=critic)
-    if batch.critic_update_steps is not None:
+    if batch.critic_steps is not None:
         epochs = _steps(num_samples, num_samples, batch, iteration=iteration)
-        count = min(batch.critic_update_steps, num_samples)
+        count = min(batch.critic_steps, num_samples)
         critic = [step for epoch in epochs for step in np.array_split(epoch, count)]
-    return UpdatePlan(actor=[] if iteration <= batch.freezing_actor_steps else steps, critic=critic)
+    return UpdatePlan(actor=[] if iteration <= batch.critic_only_iterations else steps, critic=critic)
 
 
-def _steps(num_samples: int, size: int, batch: BatchConfig, *, iteration: int) -> Steps:
+def _steps(num_samples: int, size: int, batch: OnlineBatchConfig, *, iteration: int) -> Steps:
     seed = _seed(batch, iteration)
     return list(StepBatches(num_samples, batch_size=size, epochs=batch.max_epochs, seed=seed))
 
 
-def _steps_of_groups(groups_B: np.ndarray, batch: BatchConfig, *, iteration: int) -> Steps:
+def _steps_of_groups(groups_B: np.ndarray, batch: OnlineBatchConfig, *, iteration: int) -> Steps:
     by_group = np.argsort(groups_B, kind="stable")
     members = np.split(by_group, np.flatnonzero(np.diff(groups_B[by_group])) + 1)
     steps: Steps = []
@@ -63,7 +60,7 @@ def _steps_of_groups(groups_B: np.ndarray, batch: BatchConfig, *, iteration: int
     return steps
 
 
-def _seed(batch: BatchConfig, iteration: int) -> int:
+def _seed(batch: OnlineBatchConfig, iteration: int) -> int:
     return zlib.crc32(f"{batch.seed}/{iteration}".encode())
 
 
@@ -75,8 +72,9 @@ class StepCounts:
     critic: int
 
 
-def count_steps(num_samples: int, batch: BatchConfig, *, iterations: int) -> StepCounts:
+def count_steps(num_samples: int, batch: OnlineBatchConfig, *, iterations: int) -> StepCounts:
     """Return the steps of a run of that many iterations over that many samples each."""
     last = plan_updates(num_samples, batch, iteration=iterations)
-    frozen = max(0, batch.freezing_actor_steps) if isinstance(batch, ActorCriticBatchConfig) else 0
-    return StepCounts(actor=(iterations - frozen) * len(last.actor), critic=iterations * len(last.critic))
+    return StepCounts(
+        actor=(iterations - batch.critic_only_iterations) * len(last.actor), critic=iterations * len(last.critic)
+    )

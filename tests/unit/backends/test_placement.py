@@ -7,7 +7,8 @@ import pytest
 
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat, check_layout, describe, on_nodes, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
-from rlhf_cli.config.online import CriticPlacementConfig, RolloutConfig
+from rlhf_cli.config.placement import CriticPlacementConfig
+from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 
 ROLES = ("actor", "critic", "ref")

@@ -17,7 +17,7 @@ from rlhf_cli.backends.rollout.engine_host import make_engine
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import WeightSender, weights_checksum
-from rlhf_cli.config.online import EngineConfig
+from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint

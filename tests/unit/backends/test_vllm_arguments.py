@@ -12,7 +12,7 @@ from rlhf_cli.backends.rollout.engine_group import described
 from rlhf_cli.backends.rollout.vllm_arguments import argument_names, check_vllm_args, check_with, engine_arguments
 from rlhf_cli.backends.rollout.vllm_start import kv_blocks
 from rlhf_cli.config.generate import SamplingConfig
-from rlhf_cli.config.online import EngineConfig
+from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.config.vllm_args import DECIDED, HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.flags import config_class, flags_of

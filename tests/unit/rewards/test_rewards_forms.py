@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from scoring import WriteFile, config, score
 
-from rlhf_cli.config.online import DynamicSamplingConfig
+from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.records import Score, ScoreRequest

@@ -21,7 +21,7 @@ from rlhf_cli.config.commands.rm import RMConfig
 from rlhf_cli.config.commands.sft import SFTConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
 from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
-from rlhf_cli.config.online import RolloutConfig
+from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.train import OfflineBatchConfig
 from rlhf_cli.data.preference_data import load_labelled, load_pairs
 from rlhf_cli.data.preview import HEAD_TOKENS, TAIL_TOKENS, Bin, length_bins, part_of, quantile, spread

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from online_fakes import BATCH, NUM_PROMPTS, SAMPLES_EACH, WITHOUT_REFERENCE, Run
 
-from rlhf_cli.config.online import DynamicSamplingConfig
+from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.errors import RunError

@@ -6,10 +6,11 @@ import torch
 
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import RolloutConfig
+from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
-from rlhf_cli.config.train import BatchConfig, OptimConfig
+from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -57,7 +58,7 @@ def settings_of(
         RolloutConfig(max_new_tokens=4),
         reward,
         policy or ActorCriticPolicyConfig(),
-        BatchConfig(),
+        OnlineBatchConfig(),
         MovingReferenceConfig(),
         OptimConfig(),
     )

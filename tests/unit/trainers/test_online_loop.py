@@ -10,10 +10,11 @@ from online_fakes import BATCH, NUM_PROMPTS, ONE_STEP, SAMPLES_EACH, WITH_REFERE
 
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.config.model import MovingReferenceConfig
-from rlhf_cli.config.online import ActorCriticBatchConfig, RolloutConfig
+from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineBatchConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
-from rlhf_cli.config.train import BatchConfig, OptimConfig
+from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.trainers.offline.loop import Finished
@@ -21,7 +22,7 @@ from rlhf_cli.trainers.online.rollout import request_seed
 from rlhf_cli.trainers.online.state import LoopState
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
-TWO_STEPS = BatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
+TWO_STEPS = OnlineBatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
 WITH_REWARD_MODEL = OnlineRewardConfig(reward_funcs=["exact"], reward_pretrain="rm", reward_model_weight=0.5)
 
 
@@ -72,7 +73,7 @@ def test_phases_follow_each_other_and_do_not_overlap():
     [
         (WITHOUT_REFERENCE, ONE_STEP, False, True),
         (WITHOUT_REFERENCE, TWO_STEPS, True, False),
-        (WITHOUT_REFERENCE, BatchConfig(train_batch_size=3), True, False),
+        (WITHOUT_REFERENCE, OnlineBatchConfig(train_batch_size=3), True, False),
         (WITH_REFERENCE, ONE_STEP, True, True),  # the KL divergence needs them
     ],
 )
@@ -333,7 +334,7 @@ def test_an_iteration_whose_responses_were_all_cut_says_what_to_change():
 
 
 def test_metrics_of_several_steps_are_means_and_maxima():
-    run = Run(batch=BatchConfig(train_batch_size=2))
+    run = Run(batch=OnlineBatchConfig(train_batch_size=2))
     run(total_iterations=1)
     metrics = run.tracker.logged[0][1]
     assert (metrics["loss"], metrics["ratio_max"]) == (1.0, 10.0)  # of 0, 1, 2 and 10, 9, 8
@@ -342,7 +343,7 @@ def test_metrics_of_several_steps_are_means_and_maxima():
 
 
 def test_every_step_of_every_epoch_has_its_own_samples():
-    run = Run(batch=BatchConfig(train_batch_size=2, max_epochs=3))
+    run = Run(batch=OnlineBatchConfig(train_batch_size=2, max_epochs=3))
     run(total_iterations=2)
     orders = []
     for _, steps in run.actor.updates:
@@ -384,7 +385,7 @@ def test_steps_of_a_whole_run_are_counted_for_both():
     batch = ActorCriticBatchConfig(train_batch_size=128 * 64, critic_update_steps=12, freezing_actor_steps=3)
     assert count_steps(128 * 64, batch, iterations=10) == StepCounts(actor=7, critic=120)
     assert count_steps(128 * 64, batch, iterations=3).actor == 0
-    assert count_steps(10, BatchConfig(train_batch_size=4, max_epochs=2), iterations=5) == StepCounts(30, 30)
+    assert count_steps(10, OnlineBatchConfig(train_batch_size=4, max_epochs=2), iterations=5) == StepCounts(30, 30)
 
 
 def test_the_reference_moves_when_it_is_due_and_the_actor_rests():
@@ -446,7 +447,7 @@ def test_no_two_requests_of_a_run_share_a_seed():
 
 
 def test_runs_of_other_seeds_ask_with_other_seeds():
-    first, second = Run(), Run(batch=BatchConfig(train_batch_size=6, seed=43))
+    first, second = Run(), Run(batch=OnlineBatchConfig(train_batch_size=6, seed=43))
     first(total_iterations=1)
     second(total_iterations=1)
     seeds = [{request.seed for request in run.engines.requests[0]} for run in (first, second)]

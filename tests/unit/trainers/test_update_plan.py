@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.trainers.online.update_plan import plan_updates
 
 GROUPS = np.repeat([3, 0, 7, 5], [4, 4, 3, 1])
 
 
 def plan(groups_B: np.ndarray, size: int, *, epochs: int = 1, iteration: int = 1) -> list[np.ndarray]:
-    batch = BatchConfig(train_batch_size=size, max_epochs=epochs)
+    batch = OnlineBatchConfig(train_batch_size=size, max_epochs=epochs)
     return plan_updates(len(groups_B), batch, iteration=iteration, groups_B=groups_B).actor
 
 
