@@ -63,8 +63,9 @@ def training(spec: dict[str, Any], steps: Steps) -> Iterator[Callable[[], object
     from rlhf_cli.config.model import ModelConfig
     from rlhf_cli.data.packing.packs import Pack, TokenSequence
     from rlhf_cli.data.packing.shared_prompts import pack_groups, plan_groups
+    from rlhf_cli.models.cost import quadratic_cost
     from rlhf_cli.models.host_memory import keep_freed_memory
-    from rlhf_cli.models.loading import load_causal_lm, quadratic_cost
+    from rlhf_cli.models.loading import load_causal_lm
     from rlhf_cli.models.policy import PolicyModel
 
     keep_freed_memory()

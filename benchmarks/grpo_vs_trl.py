@@ -161,7 +161,7 @@ def write_rows(setting: Setting, tokenizer: Any) -> None:
 def prepare(args: argparse.Namespace) -> Setting:
     """Everything both programs need, in the folder."""
     from rlhf_cli.config.model import ModelConfig
-    from rlhf_cli.models.loading import load_tokenizer
+    from rlhf_cli.models.tokenizers import load_tokenizer
 
     folder: Path = args.folder
     folder.mkdir(parents=True, exist_ok=True)

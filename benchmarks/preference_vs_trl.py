@@ -168,7 +168,8 @@ def make_reward_model(model: Path) -> Path:
     from transformers.utils import logging
 
     from rlhf_cli.config.model import ModelConfig
-    from rlhf_cli.models.loading import load_tokenizer, load_value_backbone
+    from rlhf_cli.models.loading import load_value_backbone
+    from rlhf_cli.models.tokenizers import load_tokenizer
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -203,7 +204,7 @@ def prepare(args: argparse.Namespace) -> Setting:
 def setting_of(method: Method, common: Setting, *, is_scored: bool) -> Setting:
     """What both programs are given for a method, and its tokenised rows."""
     from rlhf_cli.config.model import ModelConfig
-    from rlhf_cli.models.loading import load_tokenizer
+    from rlhf_cli.models.tokenizers import load_tokenizer
 
     setting = replace(
         common,

@@ -73,7 +73,7 @@ def write_tokenised(setting: Setting) -> None:
     from rlhf_cli.config.train import BatchConfig
     from rlhf_cli.data.sampling import StepBatches
     from rlhf_cli.data.sft_data import load_sft_sequences
-    from rlhf_cli.models.loading import load_tokenizer
+    from rlhf_cli.models.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(ModelConfig(pretrain=str(setting.model)))
     seed, dataset = BatchConfig().seed, str(setting.dataset)

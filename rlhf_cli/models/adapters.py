@@ -22,14 +22,9 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError, first_line
 from rlhf_cli.models.classifiers import refuse_classifier, set_padding
+from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, resolve_model_path
 from rlhf_cli.models.folders import whole_folder
-from rlhf_cli.models.loading import (
-    ADAPTER_FILE,
-    adapter_folder,
-    fill,
-    num_parameters,
-    resolve_model_path,
-)
+from rlhf_cli.models.loading import fill, num_parameters
 from rlhf_cli.models.saving import config_to_save, save_tokenizer
 from rlhf_cli.models.weight_files import SafetensorsFiles, fingerprint, fingerprint_of, folder_of
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.models.loading import resolve_model_path
 from rlhf_cli.models.weight_files import folder_of
 
 OF_A_CALL = ("truncation", "padding")
@@ -33,9 +32,12 @@ def template_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return _hash(tokenizer.chat_template)
 
 
-def configuration_fingerprint(pretrain: str) -> str:
-    """Return a hash of a model's config.json: the same weights compute other things with other rotary frequencies."""
-    written = json.loads((Path(folder_of(resolve_model_path(pretrain))) / "config.json").read_bytes())
+def configuration_fingerprint(path: str) -> str:
+    """Return a hash of the config.json in a folder or on the Hub.
+
+    The same weights compute other things with other rotary frequencies.
+    """
+    written = json.loads((Path(folder_of(path)) / "config.json").read_bytes())
     return _hash({key: value for key, value in written.items() if key not in OF_A_FILE})
 
 

@@ -11,7 +11,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.classifiers import is_classifier, refuse_several_labels
-from rlhf_cli.models.loading import load_config, load_tokenizer, quadratic_cost
+from rlhf_cli.models.cost import quadratic_cost
+from rlhf_cli.models.finding import FoundModel, find_model
+from rlhf_cli.models.tokenizers import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,13 @@ class RewardModelPlan:
     """
 
     source: ModelConfig
-    quadratic_cost: float
+    found: FoundModel
     statistics: ScoreStatistics | None
+
+    @property
+    def quadratic_cost(self) -> float:
+        """The cost of a sequence's squared length beside its length (`quadratic_cost`)."""
+        return quadratic_cost(self.found.architecture)
 
 
 def find_reward_model(
@@ -54,12 +61,12 @@ def read_reward_model(source: ModelConfig, *, normalize: bool) -> tuple[RewardMo
     Raises UsageError if it is no model, has not one label, or has no statistics and `normalize` asks for them.
     """
     try:
-        config, tokenizer = load_config(source), load_tokenizer(source)
+        found, tokenizer = find_model(source), load_tokenizer(source)
     except UsageError as error:
         raise UsageError(f"--reward_pretrain: {error}") from error
-    _require_one_label(config, source.pretrain)
-    statistics = score_statistics(config, source.pretrain) if normalize else None
-    return RewardModelPlan(source, quadratic_cost(config), statistics), tokenizer
+    _require_one_label(found.architecture, source.pretrain)
+    statistics = score_statistics(found.architecture, source.pretrain) if normalize else None
+    return RewardModelPlan(source, found, statistics), tokenizer
 
 
 def score_statistics(config: PretrainedConfig, name: str) -> ScoreStatistics:

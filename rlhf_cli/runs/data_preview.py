@@ -23,7 +23,7 @@ from rlhf_cli.data.reading.sources import ReadSource
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.data.tokenizing.control_tokens import ControlReport
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.loading import load_tokenizer
+from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.options import build_config
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 

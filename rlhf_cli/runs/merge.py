@@ -6,8 +6,9 @@ from rlhf_cli.backends.process.output_lock import new_output
 from rlhf_cli.backends.training.checkpoint import MANIFEST
 from rlhf_cli.config.commands.merge import MergeGroup
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.dtypes import DTYPES
+from rlhf_cli.models.finding import ADAPTER_FILE
 from rlhf_cli.models.folders import whole_folder
-from rlhf_cli.models.loading import ADAPTER_FILE, DTYPES
 from rlhf_cli.runs.model_export import Parts, configuration, find_parts, read_back, write_whole
 
 TOKENS = tuple(range(1, 9))

@@ -19,8 +19,9 @@ from rlhf_cli.models.adapters import (
     require_same_base,
 )
 from rlhf_cli.models.checkpoint_names import CheckpointTensors
-from rlhf_cli.models.loading import ADAPTER_FILE, TOKENIZER_FILES, adapter_folder, resolve_model_path
+from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, resolve_model_path
 from rlhf_cli.models.merging import FoldedAdapter, verify_shards, write_shards
+from rlhf_cli.models.tokenizers import TOKENIZER_FILES
 from rlhf_cli.models.weight_files import (
     RenamedTensors,
     SafetensorsFiles,

@@ -6,24 +6,24 @@ Each setting and each hash has an entry of its own, whose name is read in the re
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.plugins import without_folder
 from rlhf_cli.models.adapters import AdapterPlan
+from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.identity import configuration_fingerprint, template_fingerprint, tokenizer_fingerprint
-from rlhf_cli.models.loading import weights_of
 
 OF_AN_ADAPTER = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "load_in_4bit")
 NOT_OF_THE_OBJECTIVE = {"preset", "share_prompts"}
 """A preset only gives defaults, and shared prompts only save time."""
 
 
-def model_identity(role: str, pretrain: str | None, plan: AdapterPlan | None = None) -> dict[str, object]:
+def model_identity(role: str, model: FoundModel | None, plan: AdapterPlan | None = None) -> dict[str, object]:
     """Return hashes of the model that a role starts from; None if the run has no such role.
 
     Args:
-        pretrain: the model, or the model under the adapter.
+        model: the model, or the model under the adapter.
     """
     weights = configuration = None
-    if pretrain is not None:
-        weights = plan.start_fingerprint() if plan else weights_of(pretrain)
-        configuration = configuration_fingerprint(pretrain)
+    if model is not None:
+        weights = plan.start_fingerprint() if plan else model.fingerprint()
+        configuration = configuration_fingerprint(model.path)
     return {f"weights of the {role}": weights, f"configuration of the {role}": configuration}
 
 

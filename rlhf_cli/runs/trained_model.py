@@ -3,23 +3,32 @@
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.models.adapters import AdapterPlan, plan_adapter
-from rlhf_cli.models.loading import load_config, load_tokenizer, packed_attention
+from rlhf_cli.models.finding import FoundModel, find_model
+from rlhf_cli.models.requirements import packed_attention
+from rlhf_cli.models.tokenizers import load_tokenizer
 
 
 @dataclass(frozen=True)
 class TrainedModel:
     """The model that the settings name, perhaps under an adapter, before its weights are loaded.
 
-    `base` is the named model, or the model under the named adapter.
+    `base` is the named model, or the model under the named adapter; `found` has its path and configuration.
     """
 
     source: ModelConfig
     base: ModelConfig
     plan: AdapterPlan | None
-    architecture: Any
+    found: FoundModel
     tokenizer: Any
+
+    @property
+    def architecture(self) -> PretrainedConfig:
+        """The Hugging Face configuration of `base`."""
+        return self.found.architecture
 
     @property
     def attention(self) -> str:
@@ -31,4 +40,4 @@ def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Trai
     """Return the model of the settings. Raise UsageError if it is no model, or its adapter belongs to another one."""
     plan = plan_adapter(model, adapter, seed=seed)
     base = model if plan is None else model.model_copy(update={"pretrain": plan.base})
-    return TrainedModel(model, base, plan, load_config(base), load_tokenizer(model))
+    return TrainedModel(model, base, plan, find_model(base), load_tokenizer(model))

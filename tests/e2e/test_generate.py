@@ -17,7 +17,8 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
-from rlhf_cli.models.loading import load_tokenizer, weights_of
+from rlhf_cli.models.tokenizers import load_tokenizer
+from rlhf_cli.models.weight_files import fingerprint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -167,10 +168,10 @@ def test_a_finished_generation_is_selected_from_again_without_engines(finished, 
     assert "its temperature is 1.0, not 0.5" in refused
     other = tmp_path / "other"
     shutil.copytree(inputs[0], other)
-    assert weights_of(str(other)) == weights_of(str(inputs[0]))
+    assert fingerprint(other) == fingerprint(inputs[0])
     weights = load_file(other / "model.safetensors")
     save_file({name: weight + 1 for name, weight in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    assert weights_of(str(other)) != weights_of(str(inputs[0]))
+    assert fingerprint(other) != fingerprint(inputs[0])
 
 
 def test_a_reward_model_reads_the_sampled_tokens_to_the_last(inputs, tmp_path):

@@ -8,8 +8,9 @@ from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
 from rlhf_cli.config.model import AdapterConfig, ModelConfig
 from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
-from rlhf_cli.models.loading import load_causal_lm, load_tokenizer, load_value_backbone
+from rlhf_cli.models.loading import load_causal_lm, load_value_backbone
 from rlhf_cli.models.policy import PolicyModel, ValueModel
+from rlhf_cli.models.tokenizers import load_tokenizer
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 250, 3, 3, 9]])
 

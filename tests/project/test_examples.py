@@ -18,7 +18,7 @@ from rlhf_cli.config.commands.online import CriticConfig
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.preference_data import load_pairs
-from rlhf_cli.models.loading import load_tokenizer
+from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.verifiers.code_tests import AssertTests, FunctionTests, StdinTests, parse_tests
 from rlhf_cli.runs.online.run import check_batches

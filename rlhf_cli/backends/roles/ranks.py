@@ -52,15 +52,11 @@ from rlhf_cli.models.adapters import (
 from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint, persistent_buffers
 from rlhf_cli.models.compat import attention_name
-from rlhf_cli.models.loading import (
-    load_causal_lm,
-    load_reward_model,
-    load_tokenizer,
-    load_value_backbone,
-)
+from rlhf_cli.models.loading import load_causal_lm, load_reward_model, load_value_backbone
 from rlhf_cli.models.merging import folded, in_folding_order
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.saving import save_all_but_weights, save_hf
+from rlhf_cli.models.tokenizers import load_tokenizer
 
 
 def _transport(link: EngineLink, hf_model: object) -> Transport:

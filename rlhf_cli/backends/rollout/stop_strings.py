@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_cli.config.model import TokenizerSource
 from rlhf_cli.data.tokenizing.decoding import text_of
-from rlhf_cli.models.loading import load_tokenizer
+from rlhf_cli.models.tokenizers import load_tokenizer
 
 
 class StopStrings:

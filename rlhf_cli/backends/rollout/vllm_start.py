@@ -17,7 +17,7 @@ from rlhf_cli.backends.rollout.transformers_cache import bytes_per_token, head_s
 from rlhf_cli.backends.rollout.vllm_arguments import engine_arguments, is_eager, parsed_arguments
 from rlhf_cli.environment import SPIN_COUNT
 from rlhf_cli.errors import RunError, UsageError, first_line
-from rlhf_cli.models.loading import DTYPES
+from rlhf_cli.models.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -20,7 +20,8 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.environment import user_cache
 from rlhf_cli.models.adapters import adapter_off
-from rlhf_cli.models.loading import load_causal_lm, weights_of
+from rlhf_cli.models.finding import find_model
+from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 
 SYNC_FILE = "reference.safetensors"
@@ -81,7 +82,7 @@ def kept_columns(source: ModelConfig, digest: str, compute: Callable[[], Columns
     kept.
     """
     key = hashlib.blake2b(digest_size=16)
-    key.update(f"{weights_of(source.pretrain)} {source.param_dtype} {digest}".encode())
+    key.update(f"{find_model(source).fingerprint()} {source.param_dtype} {digest}".encode())
     path = user_cache("reference") / f"{key.hexdigest()}.npz"
     stored = _read(path)
     if not distributed.any_rank(stored is None):

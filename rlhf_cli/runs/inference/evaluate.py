@@ -118,7 +118,7 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
         first_step = 1 + sum(len(asked.chunks) for asked in examinees)
         asked = examinee(config.model_copy(update={"model": model}), first_step=first_step, cells={"pretrain": name})
         examinees.append(asked)
-    identity = {"command": "eval"} | settings_identity(config)
+    identity = {"command": "eval"} | settings_identity(config, examinees[0].reward_model)
     for asked in examinees:
         said = model_identity(asked)
         identity |= {f"{what} of {asked.cells['pretrain']}": value for what, value in said.items()}

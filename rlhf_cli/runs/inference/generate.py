@@ -79,7 +79,7 @@ def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
     """Everything that can be found wrong before the first process starts."""
     check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
     asked = examinee(config)
-    identity = {"command": "generate"} | settings_identity(config) | model_identity(asked)
+    identity = {"command": "generate"} | settings_identity(config, asked.reward_model) | model_identity(asked)
     rows = rows_done(root, config.out, identity)
     run = _GenerateRun(config, asked, identity, None if rows is None else asked.chunks.whole(rows))
     if config.reward.is_given and not run.is_generated:

@@ -6,16 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.models.classifiers import refuse_classifier
-from rlhf_cli.models.loading import (
-    TOKENIZER_FILES,
-    load_config,
-    load_tokenizer,
-    read_tokenizer,
-    resolve_model_path,
-    weights_of,
-)
+from rlhf_cli.models.finding import FoundModel, find_model
+from rlhf_cli.models.tokenizers import TOKENIZER_FILES, load_tokenizer, read_tokenizer
 from rlhf_cli.runs.model_export import Parts, configuration, find_parts, read_back, whole_weights, write_whole
 
 
@@ -24,19 +20,24 @@ class InferenceModel:
     """A language model before its weights are loaded; `parts` is set if engines cannot load the model as it is."""
 
     source: ModelSource
-    architecture: object  # PretrainedConfig
+    found: FoundModel
     tokenizer: object
     parts: Parts | None = None
 
+    @property
+    def architecture(self) -> PretrainedConfig:
+        """The Hugging Face configuration of the whole model."""
+        return self.found.architecture
+
     def fingerprint(self) -> str:
         """Return a hash of the weights: it detects a folder that a later run has overwritten."""
-        return weights_of(self.source.pretrain) if self.parts is None else self.parts.fingerprint()
+        return self.found.fingerprint() if self.parts is None else self.parts.fingerprint()
 
     @contextmanager
     def whole(self, folder: Path, *, tell: Callable[[str], None]) -> Iterator[str]:
         """Yield the path that engines load: the model as it is, or `folder` with the whole model."""
         if self.parts is None:
-            yield resolve_model_path(self.source.pretrain)
+            yield self.found.path
             return
         tell(f"Writing {self.source.pretrain} as a whole model for the engines, to {folder} while they run")
         folder.mkdir(parents=True)
@@ -54,11 +55,12 @@ def find_inference_model(source: ModelSource) -> InferenceModel:
     """Return the model of the settings. Raise UsageError if it is no language model, or a model that gives scores."""
     parts = find_parts(source.pretrain, flag="--pretrain")
     if parts is None:
-        found = InferenceModel(source, load_config(source), load_tokenizer(source))
+        found = InferenceModel(source, find_model(source), load_tokenizer(source))
     else:
         architecture = configuration(parts, trust_remote_code=source.trust_remote_code)
         described = parts.file(TOKENIZER_FILES) or parts.description
-        found = InferenceModel(source, architecture, read_tokenizer(str(described), source), parts)
+        whole = FoundModel(source.pretrain, architecture)
+        found = InferenceModel(source, whole, read_tokenizer(str(described), source), parts)
         whole_weights(parts, architecture, trust_remote_code=source.trust_remote_code)  # what does not fit is found now
     refuse_classifier(found.architecture, f"--pretrain {source.pretrain!r}")
     return found

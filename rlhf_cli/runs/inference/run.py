@@ -16,7 +16,7 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
-from rlhf_cli.models.loading import check_positions, weights_of
+from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.reward_model import RewardModelPlan, find_reward_model
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
@@ -119,7 +119,7 @@ def model_identity(examinee: ModelUnderTest) -> dict[str, object]:
     }
 
 
-def settings_identity(config: InferenceConfig) -> dict[str, object]:
+def settings_identity(config: InferenceConfig, reward_model: RewardModelPlan | None) -> dict[str, object]:
     """Return the settings that must be equal too if two runs are one. The number of engines may differ."""
     sampling, reward = config.sampling, config.reward
     return {
@@ -147,9 +147,7 @@ def settings_identity(config: InferenceConfig) -> dict[str, object]:
         "reward_key": reward.reward_key,
         "reward_by_source": reward.reward_by_source,
         "reward_pretrain": reward.reward_pretrain,
-        "fingerprint of the reward model": None
-        if reward.reward_pretrain is None
-        else weights_of(reward.reward_pretrain),
+        "fingerprint of the reward model": None if reward_model is None else reward_model.found.fingerprint(),
         "reward_model_weight": reward.reward_model_weight,
         "rewards of servers": bool(reward.remote_rm_url),
         "remote_rm_weight": reward.remote_rm_weight,

@@ -13,8 +13,9 @@ from rlhf_cli.config.preference import FrozenReferenceConfig, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.classifiers import refuse_classifier
-from rlhf_cli.models.loading import load_config, load_tokenizer
+from rlhf_cli.models.finding import find_model
 from rlhf_cli.models.reward_model import require_same_tokens
+from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.runs.offline.run import Items, ReferenceHooks
 from rlhf_cli.runs.run_identity import model_identity
 from rlhf_cli.runs.trained_model import TrainedModel
@@ -44,7 +45,7 @@ def _check_given(source: ModelConfig, model: TrainedModel) -> None:
     """UsageError for a model that cannot be the reference, or reads other token ids than the trained one."""
     what = f"--ref_pretrain {source.pretrain!r}"
     try:
-        architecture, tokenizer = load_config(source), load_tokenizer(source)
+        architecture, tokenizer = find_model(source).architecture, load_tokenizer(source)
     except UsageError as error:
         raise UsageError(f"--ref_pretrain: {error}") from error
     refuse_classifier(architecture, what)
@@ -64,8 +65,10 @@ def reference_identity(
     reference: FrozenReferenceConfig, model: TrainedModel, *, is_needed: bool = True
 ) -> dict[str, object]:
     """Return the facts about the reference that must be equal for a checkpoint to be continued."""
-    source = _source(reference, model).pretrain if is_needed else None
-    return model_identity("reference", source) | reference.movement
+    if not is_needed:
+        return model_identity("reference", None) | reference.movement
+    found = model.found if reference.ref_pretrain is None else find_model(_source(reference, model))
+    return model_identity("reference", found) | reference.movement
 
 
 def pair_reference(

@@ -26,11 +26,9 @@ from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapters import load_with_adapter, parameters_said
 from rlhf_cli.models.attention.table import attention_note
-from rlhf_cli.models.loading import (
-    check_loadable,
-    dtype_note,
-    quadratic_cost,
-)
+from rlhf_cli.models.cost import quadratic_cost
+from rlhf_cli.models.dtypes import dtype_note
+from rlhf_cli.models.requirements import check_loadable
 from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.conclusion import conclude
@@ -209,7 +207,7 @@ def checked_identity(
         "number of ranks": num_ranks,
         "zero_stage": config.deepspeed.zero_stage,
         "param_dtype": config.model.param_dtype,
-        **model_identity("model", model.base.pretrain, model.plan),
+        **model_identity("model", model.found, model.plan),
         **adapter_identity(model.plan),
         **tokenizer_identity(model.tokenizer),
         "number of training rows": len(data.lengths),

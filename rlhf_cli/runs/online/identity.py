@@ -72,9 +72,9 @@ def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, object]:
     roles = {
         "zero_stage": config.deepspeed.zero_stage,
         "number of actor ranks": placement.actor_num_nodes * placement.actor_num_gpus_per_node,
-        **model_identity("policy", policy.base.pretrain, policy.plan),
+        **model_identity("policy", policy.found, policy.plan),
         **adapter_identity(policy.plan),
-        **model_identity("reward model", models.reward.source.pretrain if models.reward else None),
+        **model_identity("reward model", models.reward.found if models.reward else None),
     }
     if critic is None:
         return roles
@@ -83,7 +83,7 @@ def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, object]:
         **roles,
         "zero stage of the critic": config.deepspeed.of("critic").zero_stage,
         "number of critic ranks": placement.critic_num_nodes * placement.critic_num_gpus_per_node,
-        **model_identity("critic", critic.base.pretrain, critic.plan),
+        **model_identity("critic", critic.found, critic.plan),
         **adapter_identity(critic.plan, suffix=" of the critic"),
     }
 

@@ -9,7 +9,7 @@ from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.classifiers import refuse_several_labels
-from rlhf_cli.models.loading import check_trainable
+from rlhf_cli.models.requirements import check_trainable
 from rlhf_cli.models.reward_model import RewardModelPlan, find_reward_model, require_same_tokens
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.trained_model import TrainedModel, trained_model

@@ -25,7 +25,8 @@ from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import ProcessDied, RunError, UsageError
 from rlhf_cli.models.attention.table import attention_note
-from rlhf_cli.models.loading import check_positions, dtype_note
+from rlhf_cli.models.dtypes import dtype_note
+from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer

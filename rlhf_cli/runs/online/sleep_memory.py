@@ -9,7 +9,7 @@ import psutil
 from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.models.loading import load_config
+from rlhf_cli.models.finding import find_model
 from rlhf_cli.runs.online.models import OnlineModels
 
 GIB = 2**30
@@ -86,5 +86,7 @@ def num_parameters(model: ModelConfig) -> int:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        counted = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=model.trust_remote_code)
+        counted = AutoModelForCausalLM.from_config(
+            find_model(model).architecture, trust_remote_code=model.trust_remote_code
+        )
     return sum(parameter.numel() for parameter in counted.parameters())

@@ -27,7 +27,7 @@ from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig
 from rlhf_cli.models.adapters import AdapterPlan
-from rlhf_cli.models.loading import quadratic_cost, resolve_model_path
+from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.online.models import OnlineModels, role_names
@@ -257,7 +257,7 @@ class OnlineRoles:
             threads=self._threads(ENGINE),
             environment=self._engine_environment(seat),
             factory=HOST_ENGINE,
-            args=(self._where.backend, resolve_model_path(self._models.policy.base.pretrain), settings),
+            args=(self._where.backend, self._models.policy.found.path, settings),
         )
 
     def _engine_environment(self, seat: Seat) -> dict[str, str]:

@@ -17,7 +17,7 @@ from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import Tokeniser
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.identity import tokenizer_fingerprint
-from rlhf_cli.models.loading import read_tokenizer
+from rlhf_cli.models.tokenizers import read_tokenizer
 
 TEXTS = ["What is the capital of France? Paris. Rome.", "user assistant one two three four five"] * 50
 

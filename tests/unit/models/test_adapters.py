@@ -35,8 +35,10 @@ from rlhf_cli.models.adapters import (
     require_language_model,
     save_adapter,
 )
-from rlhf_cli.models.loading import load_causal_lm, load_config, load_tokenizer, load_value_backbone, resolve_model_path
+from rlhf_cli.models.finding import find_model, resolve_model_path
+from rlhf_cli.models.loading import load_causal_lm, load_value_backbone
 from rlhf_cli.models.policy import PolicyModel, ValueModel
+from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.models.weight_files import fingerprint
 
 STAGES = (0, 1, 2, 3)
@@ -425,11 +427,11 @@ def test_the_adapter_of_a_reward_model_is_not_trained_as_a_language_model(tiny_m
     folder = saved(load(tiny_model_dir, kind=load_value_backbone), tiny_model_dir, tmp_path / "adapter")
     plan = plan_adapter(settings(folder), AdapterConfig(), seed=1)
     with pytest.raises(UsageError, match="is the adapter of a reward model, which gives scores"):
-        require_language_model(settings(folder), load_config(settings(tiny_model_dir)), plan)
+        require_language_model(settings(folder), find_model(settings(tiny_model_dir)).architecture, plan)
     with pytest.raises(UsageError, match=r"does not fit the model it names: look at base_model\.model\.score\.weight"):
         load(folder, lora_rank=0)
     for other in (None, plan_adapter(settings(tiny_model_dir), AdapterConfig(lora_rank=4), seed=1)):
-        require_language_model(settings(tiny_model_dir), load_config(settings(tiny_model_dir)), other)
+        require_language_model(settings(tiny_model_dir), find_model(settings(tiny_model_dir)).architecture, other)
 
 
 def test_a_checkpoint_says_what_model_it_is_of(tiny_model_dir, tmp_path):

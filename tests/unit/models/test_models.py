@@ -37,22 +37,15 @@ from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.errors import UsageError, one_line
 from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
+from rlhf_cli.models.cost import quadratic_cost
+from rlhf_cli.models.dtypes import SLOW_BF16, dtype_note
+from rlhf_cli.models.finding import find_model, resolve_model_path
 from rlhf_cli.models.host_memory import keep_freed_memory
-from rlhf_cli.models.loading import (
-    SLOW_BF16,
-    check_positions,
-    dtype_note,
-    load_causal_lm,
-    load_config,
-    load_reward_model,
-    load_tokenizer,
-    load_value_backbone,
-    num_parameters,
-    quadratic_cost,
-    resolve_model_path,
-)
+from rlhf_cli.models.loading import load_causal_lm, load_reward_model, load_value_backbone, num_parameters
 from rlhf_cli.models.policy import PolicyModel, ValueModel, logit_transform, parameter_groups
+from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.saving import save_hf
+from rlhf_cli.models.tokenizers import load_tokenizer
 
 COST_SHAPE: dict[str, Any] = {
     "hidden_size": 8,
@@ -237,9 +230,9 @@ def test_hub_name_without_a_network_is_refused_before_anything_is_tried(monkeypa
         raise OSError("Name or service not known")
 
     monkeypatch.setattr("socket.getaddrinfo", no_network)
-    monkeypatch.setattr("rlhf_cli.models.loading.getproxies", dict)
+    monkeypatch.setattr("rlhf_cli.models.finding.getproxies", dict)
     with pytest.raises(UsageError, match=f"pretrain '{name}': there is no such folder here, and no connection"):
-        load_config(ModelConfig(pretrain=name))
+        find_model(ModelConfig(pretrain=name))
 
 
 def test_hub_name_that_the_hub_does_not_give_is_refused_in_one_sentence():
@@ -247,8 +240,8 @@ def test_hub_name_that_the_hub_does_not_give_is_refused_in_one_sentence():
         "import socket\n"
         "socket.getaddrinfo = lambda *_: [('an address',)]\n"
         "from rlhf_cli.config.model import ModelConfig\n"
-        "from rlhf_cli.models.loading import load_config\n"
-        "load_config(ModelConfig(pretrain='no-such-org/no-such-model'))"
+        "from rlhf_cli.models.finding import find_model\n"
+        "find_model(ModelConfig(pretrain='no-such-org/no-such-model'))"
     )
     offline = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=offline, capture_output=True, text=True, check=False)
@@ -380,7 +373,7 @@ def test_code_of_a_model_is_named_by_the_flag_that_allows_it(tmp_path):
     (tmp_path / "own.py").write_text("raise SystemExit('this code must not run')")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(UsageError, match=r"read that code, then give --trust_remote_code$"):
-        load_config(settings(tmp_path))
+        find_model(settings(tmp_path))
 
 
 def test_the_reason_of_a_library_is_quoted_beyond_its_first_line():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import PretrainedConfig
 
 from rlhf_cli.algorithms.answer_statistics import wilson_interval
 from rlhf_cli.config.commands.eval import EvalConfig
@@ -14,6 +15,7 @@ from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.prompts import Prompt, PromptData, PromptReport
 from rlhf_cli.data.reading.sources import Row, Source
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers, pass_rate
 from rlhf_cli.rewards.records import Score, Status
@@ -182,7 +184,13 @@ def run(rows: int | None, *names: str, size: int = 2) -> EvalRun:
     chunks = Chunks(len(PROMPTS), size, 2)
     asked = [
         ModelUnderTest(
-            settings, "transformers", InferenceModel(settings.model, None, None), DATA, None, chunks, 1 + 2 * i
+            settings,
+            "transformers",
+            InferenceModel(settings.model, FoundModel("m", PretrainedConfig()), None),
+            DATA,
+            None,
+            chunks,
+            1 + 2 * i,
         )
         for i in range(len(names))
     ]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import PretrainedConfig
 
 from rlhf_cli.backends.training.checkpoint import differences
 from rlhf_cli.config.commands.generate import GenerateConfig
@@ -14,6 +15,7 @@ from rlhf_cli.data.prompts import Prompt, PromptData, PromptReport
 from rlhf_cli.data.reading.sources import Row, Source
 from rlhf_cli.data.rollouts import Generation, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.runs.inference.model import InferenceModel
@@ -180,7 +182,12 @@ def answer(tracker, *, begin=0, stop=lambda: False, size=3, scorer=None, reward_
     made: Any = engines or FakeEngines()
     answering = InferenceRun(made, lambda ids: f"said {ids[0]}", scorer, reward_model)
     asked = ModelUnderTest(
-        chosen, "transformers", InferenceModel(chosen.model, None, None), DATA, None, Chunks(len(PROMPTS), size, 2)
+        chosen,
+        "transformers",
+        InferenceModel(chosen.model, FoundModel("m", PretrainedConfig()), None),
+        DATA,
+        None,
+        Chunks(len(PROMPTS), size, 2),
     )
     return answer_chunks(answering, asked, begin=begin, hooks=InferenceHooks(tracker, stop))
 
@@ -270,7 +277,7 @@ def test_every_sampling_setting_reaches_the_engine_and_tells_rows_of_two_runs_ap
     given = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
     sampled = sampling_params(config(**given).sampling)
     assert {name: getattr(sampled, name) for name in given} == given
-    assert given.items() <= settings_identity(config(**given)).items()
+    assert given.items() <= settings_identity(config(**given), None).items()
     assert sampling_params(config(top_k=-1).sampling) == sampling_params(config(top_k=0).sampling)
     assert sampling_params(config(temperature=0, repetition_penalty=1.1).sampling).repetition_penalty == 1.1
 
@@ -279,17 +286,17 @@ def test_every_sampling_setting_reaches_the_engine_and_tells_rows_of_two_runs_ap
 def test_stop_strings_are_part_of_the_sampling_and_of_what_rows_of_one_run_share(temperature):
     settings = config(temperature=temperature, stop="</answer>, User:")
     assert sampling_params(settings.sampling).stop == ("</answer>", "User:")
-    assert settings_identity(settings)["stop"] == ["</answer>", "User:"]
+    assert settings_identity(settings, None)["stop"] == ["</answer>", "User:"]
 
 
 def test_rows_scored_by_another_text_of_the_reward_file_are_those_of_other_settings(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def reward_func(queries, prompts, labels): return [0.0] * len(queries)")
     settings = config(reward_func=str(file))
-    written = settings_identity(settings)
-    assert differences(written, settings_identity(settings)) == ""
+    written = settings_identity(settings, None)
+    assert differences(written, settings_identity(settings, None)) == ""
     file.write_text(file.read_text().replace("0.0", "1.0"))
-    assert "contents of the reward file" in differences(written, settings_identity(settings))
+    assert "contents of the reward file" in differences(written, settings_identity(settings, None))
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.loading import load_reward_model, load_tokenizer
+from rlhf_cli.models.loading import load_reward_model
 from rlhf_cli.models.reward_model import ScoreStatistics, find_reward_model
+from rlhf_cli.models.tokenizers import load_tokenizer
 
 POLICY = ModelConfig(pretrain="policy", param_dtype="fp32", gradient_checkpointing=True)
 

@@ -42,9 +42,11 @@ from rlhf_cli.data.packing.prefix_packing import Tree, pack_trees
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import flags_of
 from rlhf_cli.models.classifiers import padding_token
-from rlhf_cli.models.loading import load_config, load_tokenizer, load_value_backbone
+from rlhf_cli.models.finding import find_model
+from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.models.saving import save_hf
+from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.offline.dpo import make_objective
 from rlhf_cli.runs.offline.frozen_reference import check_reference, pair_reference
@@ -194,7 +196,7 @@ def test_ranks_without_an_item_get_the_reference_columns_of_all(max_sequences):
 
 def model_of(folder):
     source = ModelConfig(pretrain=str(folder), param_dtype="fp32")
-    return TrainedModel(source, source, None, load_config(source), load_tokenizer(source))
+    return TrainedModel(source, source, None, find_model(source), load_tokenizer(source))
 
 
 @pytest.mark.parametrize("precomputed", [False, True])

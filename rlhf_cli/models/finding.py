@@ -1,0 +1,121 @@
+"""Models by a folder, a run of this program or a name on the Hub; no weights are read."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.errors import HFValidationError
+from transformers import (
+    AutoConfig,
+    PretrainedConfig,
+)
+
+from rlhf_cli.config.model import ModelSource
+from rlhf_cli.errors import UsageError, one_line
+from rlhf_cli.models.weight_files import fingerprint, folder_of
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+ADAPTER_FILE = "adapter_config.json"
+
+
+def resolve_model_path(pretrain: str) -> str:
+    """Folder with a model, or a Hub name. A run directory of this program stands for the model it trained.
+
+    UsageError for a path that is no model, naming the missing file.
+    """
+    path = Path(pretrain).expanduser()
+    if path.is_dir():
+        return str(_model_folder(path))
+    if path.exists():
+        raise UsageError(f"pretrain {pretrain!r} is a file: give the folder of a model, or a Hub name")
+    if pretrain.startswith((".", "/", "~")) or pretrain.endswith("/") or pretrain.count("/") > 1:
+        raise UsageError(f"pretrain {pretrain!r}: there is no such folder")
+    if not _is_in_hub_cache(pretrain) and not _hub_has_an_address():
+        raise UsageError(f"pretrain {pretrain!r}: there is no such folder here, and no connection to the Hub")
+    return pretrain
+
+
+def _is_in_hub_cache(name: str) -> bool:
+    with contextlib.suppress(HFValidationError):
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    return False
+
+
+def _hub_has_an_address() -> bool:
+    """Return whether it is worth asking the Hub: without a network its client tries again for a minute before it
+    reports that.
+    """
+    host = urlsplit(ENDPOINT).hostname
+    if getproxies():
+        return True
+    with contextlib.suppress(OSError):
+        return bool(socket.getaddrinfo(host, None))
+    return False
+
+
+def adapter_folder(pretrain: str) -> Path | None:
+    """Folder of the adapter that this path stands for, itself or as the result of a run; None for other things."""
+    path = Path(pretrain).expanduser()
+    return next((folder for folder in (path, path / "model") if (folder / ADAPTER_FILE).is_file()), None)
+
+
+def _model_folder(path: Path) -> Path:
+    if adapter_folder(str(path)) is not None:
+        raise UsageError(f"{str(path)!r} is an adapter, not a whole model: `rlhf merge` folds it into its base")
+    if not (path / "config.json").is_file():
+        if (path / "model" / "config.json").is_file():
+            path = path / "model"
+        elif (path / "config.yaml").is_file():
+            raise UsageError(
+                f"pretrain {str(path)!r} is a run directory without a finished model/: finish that run first"
+            )
+        else:
+            raise UsageError(f"pretrain {str(path)!r} is no model: it has no config.json")
+    if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
+        raise UsageError(f"pretrain {str(path)!r} has a config.json but no weights (model.safetensors)")
+    return path
+
+
+@contextlib.contextmanager
+def naming_the_model(path: str, what: str) -> Iterator[None]:
+    """Turn transformers' errors about files and names into one sentence."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        reason = one_line(error)
+        if "trust_remote_code" in reason:
+            reason = "the model brings Python code of its own; read that code, then give --trust_remote_code"
+        elif not Path(path).is_dir():
+            reason = f"not a local folder, and the Hub gave none ({reason})"
+        raise UsageError(f"pretrain {path!r}: {what} cannot be loaded: {reason}") from error
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model before its weights are loaded: its folder or Hub name, and its Hugging Face configuration."""
+
+    path: str
+    architecture: PretrainedConfig
+
+    def fingerprint(self) -> str:
+        """Return a hash of the weights: it detects a folder that a later run has overwritten."""
+        return fingerprint(folder_of(self.path))
+
+
+def find_model(source: ModelSource) -> FoundModel:
+    """Return the model of the settings.
+
+    Raises:
+        UsageError: `pretrain` is no model, or its configuration cannot be read.
+    """
+    path = resolve_model_path(source.pretrain)
+    with naming_the_model(path, "the configuration"):
+        return FoundModel(path, AutoConfig.from_pretrained(path, trust_remote_code=source.trust_remote_code))

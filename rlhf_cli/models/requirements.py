@@ -1,0 +1,99 @@
+"""Whether a model can be trained or served here, by its configuration, before any weight is read."""
+
+import os
+
+import torch
+from transformers import (
+    PretrainedConfig,
+)
+from transformers.utils import is_bitsandbytes_available
+
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.attention.table import attention_needs, resolve_attention
+from rlhf_cli.models.dtypes import DTYPES
+from rlhf_cli.models.fused import is_installed, uses_fused_kernels
+
+PACKED_LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers that keep the sequences of a pack apart."""
+WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
+"""Scaled rotary positions whose number in the configuration is already the scaled one, to vLLM."""
+
+
+def check_trainable(architecture: PretrainedConfig) -> None:
+    """UsageError for a model that cannot be trained by any process, found before any weight is read."""
+    others = sorted(set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
+    if others:  # recurrent, chunked, convolutions: they would mix the sequences of a pack
+        kind = architecture.model_type
+        raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(others)}")
+
+
+def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
+    """UsageError where vLLM would not start, as sequences get longer than the positions that the model has."""
+    text = architecture.get_text_config()
+    key = "model_max_length" if getattr(text, "model_max_length", None) else "max_position_embeddings"
+    positions = getattr(text, key, None)
+    is_unlimited = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
+    if positions is None or is_unlimited:
+        return
+    known = int(positions * _stretch(text))
+    if max_len > known:
+        raise UsageError(
+            f"--max_len {max_len}: the model has {known} positions ({key} in its config.json), and vLLM takes no "
+            "longer sequences"
+        )
+
+
+def _stretch(text: PretrainedConfig) -> float:
+    """Return how many times the positions of the configuration vLLM takes, for rotary ones that are scaled by a
+    factor.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+    if "gemma3" in text.model_type:
+        return 1.0
+    scaled = [kind for kind in kinds if kind.get("rope_type") not in WITHIN_POSITIONS]
+    return max((kind.get("factor") or 1.0 for kind in scaled), default=1.0)
+
+
+def check_loadable(config: ModelConfig, architecture: PretrainedConfig, *, in_4bit: bool, partitioned: bool) -> None:
+    """Raise UsageError, before any weight is read, if this process cannot load the model for training."""
+    check_trainable(architecture)
+    no_gpu = not torch.cuda.is_available()
+    faults = (
+        (
+            partitioned and config.compile_model,
+            "compile_model does not go with --zero_stage 3, which gathers weights between layers",
+        ),
+        (partitioned and in_4bit, "load_in_4bit does not go with --zero_stage 3, which cannot partition 4-bit weights"),
+        (
+            in_4bit and no_gpu,
+            "load_in_4bit needs an NVIDIA GPU; without it the model is trained under its adapter as is",
+        ),
+        (in_4bit and not is_bitsandbytes_available(), "load_in_4bit: bitsandbytes is not installed (extra `quant`)"),
+    )
+    for applies, fault in faults:
+        if applies:
+            raise UsageError(fault)
+    needs_fused_kernels(config, architecture)
+    packed_attention(config, architecture)
+
+
+def needs_fused_kernels(config: ModelConfig, architecture: PretrainedConfig) -> bool:
+    return uses_fused_kernels(
+        config.use_liger_kernel,
+        architecture,
+        on_gpu=torch.cuda.is_available(),
+        compiled=config.compile_model,
+        installed=is_installed(),
+    )
+
+
+def packed_attention(config: ModelConfig, architecture: PretrainedConfig) -> str:
+    """Name of the attention kernel that a model of this architecture runs with on packs."""
+    return resolve_attention(
+        config.attn_implementation,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        dtype=DTYPES[config.param_dtype],
+        needs=attention_needs(architecture),
+    )
