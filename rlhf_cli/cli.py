@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
@@ -24,6 +24,9 @@ from rlhf_cli.foreign.table import COMMANDS as COMMANDS_ELSEWHERE
 from rlhf_cli.foreign.translation import WANDB_KEY
 from rlhf_cli.help_page import HelpPageGroup
 from rlhf_cli.version import __version__
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 FIRST_RANK_SECONDS = 20
 """Time for the first rank of a machine to find the same fault: it reports the fault, and its end ends the others."""
@@ -89,7 +92,7 @@ class CommandGroup(HelpPageGroup):
         return name, load_command(name, self.table[name]) if name else None, rest
 
 
-def command_function(entry: Entry) -> Callable[[Any], None]:
+def command_function(entry: Entry) -> Callable[..., None]:
     """Return the function of a command: it takes the config, and its docstring is the help text."""
     return getattr(importlib.import_module(f"rlhf_cli.commands.{entry.module}"), entry.function)
 
@@ -119,7 +122,7 @@ def outside_command(text: str) -> Any:
     return command_of(text, function)
 
 
-def command_of(name: str, function: Callable[[Any], None]) -> Any:
+def command_of(name: str, function: Callable[..., None]) -> Any:
     """Return the Typer command of a function that takes a config."""
     from rlhf_cli.options import typer_command  # brings pydantic, which `rlhf --help` does without
 
@@ -192,11 +195,11 @@ def _tell(command: str | None, message: str) -> None:
     sys.stderr.write(f"rlhf{f' {command}' if command else ''}: {said}\n")
 
 
-def _with_trace(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`run`, but an exception that is not a plain sentence leaves its trace in the run directory."""
+def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
+    """Return `run` with a change: an exception that is not a plain sentence leaves its trace in the run directory."""
 
     @functools.wraps(run)
-    def guarded(config: Any) -> None:
+    def guarded(config: "BaseModel") -> None:
         prepare_environment()
         try:
             run(config)
@@ -212,7 +215,7 @@ def _with_trace(run: Callable[[Any], None]) -> Callable[[Any], None]:
     return guarded
 
 
-def _run_directory(config: Any) -> Path | None:
+def _run_directory(config: "BaseModel") -> Path | None:
     """Return the run directory of a config, if it has one and the directory exists."""
     output = next((value.output for _, value in config if hasattr(value, "output")), None)
     return Path(output) if output and Path(output).is_dir() else None

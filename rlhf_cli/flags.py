@@ -6,7 +6,7 @@ options.py reads and checks values.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -26,10 +26,10 @@ class Flag(NamedTuple):
     attribute: str
     group: str
     panel: str
-    annotation: Any  # without None; `optional` is true if None is allowed
+    annotation: object  # without None; `optional` is true if None is allowed
     optional: bool
-    limits: tuple[Any, ...]  # annotated_types of the field: Gt, Ge, Lt, Le
-    default: Any  # PydanticUndefined when the setting is required
+    limits: tuple[object, ...]  # annotated_types of the field: Gt, Ge, Lt, Le
+    default: object  # PydanticUndefined when the setting is required
     help: str
 
     @property
@@ -42,7 +42,7 @@ class Flag(NamedTuple):
         return 0 if self.annotation is bool else len(get_args(self.annotation)) if self._is(tuple) else 1
 
     @property
-    def choices(self) -> tuple[Any, ...]:
+    def choices(self) -> tuple[object, ...]:
         return get_args(self.annotation) if self._is(Literal) else self.plugin.names if self.plugin else ()
 
     @property
@@ -54,11 +54,11 @@ class Flag(NamedTuple):
     def is_list(self) -> bool:
         return self._is(list)
 
-    def _is(self, origin: Any) -> bool:
+    def _is(self, origin: object) -> bool:
         return get_origin(self.annotation) is origin
 
 
-def config_class(run: Callable[..., Any]) -> type[BaseModel]:
+def config_class(run: Callable[..., None]) -> type[BaseModel]:
     """Return the config class that a command function `run(config: XConfig)` asks for."""
     cls = get_type_hints(run)["config"]
     assert issubclass(cls, BaseModel)
@@ -101,12 +101,14 @@ def describe(flag: Flag) -> str:
     """Return the values that a flag takes and its default, in the words of help pages."""
     if flag.takes == 0:
         turns_off = f"--no_{flag.name} turns it off"
-        return {True: f"on by default; {turns_off}", False: "off by default", None: turns_off}[flag.default]
+        if flag.default is None:
+            return turns_off
+        return f"on by default; {turns_off}" if flag.default else "off by default"
     if flag.required:
         return f"{expected(flag)}; required"
     if flag.default is None or flag.default == []:
         return expected(flag)
-    default = ",".join(map(str, flag.default)) if flag.is_list else shown(flag.default)
+    default = ",".join(map(str, flag.default)) if isinstance(flag.default, list) else shown(flag.default)
     return f"{expected(flag)}; default {default}"
 
 
@@ -128,7 +130,7 @@ def expected(flag: Flag) -> str:
     return f"{name} {bounds}" if bounds else name
 
 
-_TYPE_NAMES: dict[Any, tuple[str, str]] = {
+_TYPE_NAMES: dict[object, tuple[str, str]] = {
     int: ("an integer", "integers"),
     float: ("a number", "numbers"),
     str: ("text", "words"),
@@ -137,7 +139,7 @@ _TYPE_NAMES: dict[Any, tuple[str, str]] = {
 }
 
 
-def _bounds(limits: Sequence[Any]) -> str:
+def _bounds(limits: Sequence[object]) -> str:
     found = {
         kind: getattr(limit, kind) for limit in limits for kind in ("gt", "ge", "lt", "le") if hasattr(limit, kind)
     }
@@ -151,7 +153,7 @@ LONGEST_SHOWN = 300
 """Characters of a value that a message shows; a longer value is cut, and its length follows."""
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as one would write it after its flag, cut if it is very long."""
     if isinstance(value, tuple | list):
         text = " ".join(map(shown, value)) or "[]"

@@ -27,6 +27,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, config_class, describe, expected, flags_of, shown
 from rlhf_cli.foreign.translation import Translation, translate, translate_settings
 from rlhf_cli.help_page import HelpPageCommand
+from rlhf_cli.settings_file import read_yaml
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -40,7 +41,7 @@ FLAGS = "[--FLAG VALUE]..."
 """The words behind a command in help pages."""
 
 
-def build_config(config_cls: type[C], values: Mapping[str, Any], *, spelled: str = "--{}") -> C:
+def build_config(config_cls: type[C], values: Mapping[str, object], *, spelled: str = "--{}") -> C:
     """Return the validated config of flat values, as text or typed; settings that are not given keep their defaults.
 
     `spelled` is the form of a setting's name in messages, with `{}` for the name.
@@ -72,7 +73,7 @@ def to_yaml(config: BaseModel) -> str:
     return "\n".join(parts)
 
 
-def from_config(run: Callable[[Any], None]) -> Callable[..., None]:
+def from_config(run: Callable[..., None]) -> Callable[..., None]:
     """Return a Typer command function with one option for each setting of `run`'s config class; it calls `run(config)`.
 
     `ctx.args` has unknown words (see `typer_command`), so that one message reports all mistakes. The setting that a
@@ -81,7 +82,7 @@ def from_config(run: Callable[[Any], None]) -> Callable[..., None]:
     config_cls = config_class(run)
     flags = flags_of(config_cls)
 
-    def command(ctx: typer.Context, config: Path | None, **given: Any) -> None:
+    def command(ctx: typer.Context, config: Path | None, **given: object) -> None:
         named = {flag.name: given[flag.attribute] for flag in flags.values()}
         words = ctx.meta.get(TRANSLATED) or Translation()
         known = {flag.name: flag.takes for flag in flags.values()}
@@ -138,7 +139,7 @@ class SettingsCommand(HelpPageCommand):
         return super().parse_args(ctx, args)
 
 
-def typer_command(name: str, run: Callable[[Any], None]) -> Any:
+def typer_command(name: str, run: Callable[..., None]) -> Any:
     """Return the Typer command called `name` that resolves the settings of `run` and calls it."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     # Unknown flags are collected instead of stopping at the first, so that one message reports all mistakes.
@@ -158,96 +159,13 @@ def underscores(word: str) -> str:
     return word.replace("-", "_")
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the settings in a YAML file. Raise UsageError that names file and line."""
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-        endless = _endless_settings(values)
-    except OSError as error:
-        raise UsageError(f"--config {path}: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"--config {path}: not a text file in UTF-8") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise UsageError(f"--config {path}{where}: {getattr(error, 'problem', None) or 'not YAML'}") from None
-    except RecursionError:
-        raise UsageError(f"--config {path}: brackets or indents are nested too deep") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise UsageError(f"--config {path}: must be lines of `setting: value`, not a {type(values).__name__}")
-    if endless:
-        raise UsageError(f"--config {path}: {endless[0]}")
-    return {str(key): value for key, value in values.items()}
-
-
-LARGEST_VALUE = 1_000_000
-"""Characters and items that one setting of a YAML file may have, because messages and checks write values out."""
-
-
-def _endless_settings(values: Any) -> list[str]:
-    """Return complaints about settings that contain themselves, as in `&x [*x]`, or grow out of bounds by aliases."""
-    sizes: dict[int, float] = {}
-    found = []
-    for name, value in values.items() if isinstance(values, dict) else ():
-        size = _written_out_size(value, sizes)
-        if size == math.inf:
-            found.append(f"{name} contains itself")
-        elif size > LARGEST_VALUE:
-            found.append(f"{name} has more than {LARGEST_VALUE:,} characters or items with its aliases written out")
-    return found
-
-
-def _written_out_size(value: Any, sizes: dict[int, float]) -> float:
-    """Return the number of characters and items of a value, at most one above the bound; infinite for a cycle.
-
-    `sizes` keeps the results by identity: a value that many aliases share is visited once.
-    """
-    if isinstance(value, str | bytes):
-        return len(value)
-    if not isinstance(value, list | tuple | dict | set):
-        return 1
-    if id(value) not in sizes:
-        sizes[id(value)] = math.inf  # found again on the way down: the value contains itself
-        parts = [*value, *value.values()] if isinstance(value, dict) else value
-        total = 1 + sum(_written_out_size(part, sizes) for part in parts)
-        sizes[id(value)] = total if total == math.inf else min(total, LARGEST_VALUE + 1)
-    return sizes[id(value)]
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML with plain keys, in which a key written twice is an error instead of the last one winning."""
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Return the value of a node; a text that its tag cannot read is an error of YAML with its line."""
-        try:
-            value = super().construct_object(node, deep)
-            if isinstance(value, int):
-                str(value)  # Python refuses to write out a long hexadecimal number, so no message could show it
-        except (ArithmeticError, AttributeError, LookupError, ValueError):
-            problem = f"{shown(node.value)} is no {node.tag.rpartition(':')[2]}"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
-        return value
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key must be one word", problem_mark=key.start_mark)
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} is given more than once", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def _resolve(
     config_cls: type[BaseModel],
     flags: Mapping[str, Flag],
     *,
-    written: Mapping[str, Any],
+    written: Mapping[str, object],
     file: Path | None,
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     stray: Sequence[str],
     problems: list[str],
 ) -> BaseModel:
@@ -273,7 +191,7 @@ def _print_notes(command: str | None, notes: Sequence[str]) -> None:
             print(f"rlhf {command}: {note}", file=sys.stderr, flush=True)
 
 
-def _unreadable_texts(values: Mapping[str, Any], spelled: Mapping[str, str]) -> list[str]:
+def _unreadable_texts(values: Mapping[str, object], spelled: Mapping[str, str]) -> list[str]:
     """Return complaints about texts that are no characters, and about home folders of users that do not exist."""
     problems = []
     for name, value in values.items():
@@ -285,10 +203,12 @@ def _unreadable_texts(values: Mapping[str, Any], spelled: Mapping[str, str]) -> 
     return problems
 
 
-def _validate(config_cls: type[C], values: Mapping[str, Any], spelled: Mapping[str, str]) -> tuple[C | None, list[str]]:
+def _validate(
+    config_cls: type[C], values: Mapping[str, object], spelled: Mapping[str, str]
+) -> tuple[C | None, list[str]]:
     """Return the config, or None and the faults of the values. Names that are no settings are left out."""
     flags = flags_of(config_cls)
-    groups: dict[str, dict[str, Any]] = {group: {} for group in config_cls.model_fields}
+    groups: dict[str, dict[str, object]] = {group: {} for group in config_cls.model_fields}
     for flag in flags.values():
         outer = config_cls.model_fields[flag.group]
         if not outer.is_required() and flag.attribute in outer.default.model_fields_set:
@@ -309,7 +229,7 @@ def _validate(config_cls: type[C], values: Mapping[str, Any], spelled: Mapping[s
     return config, []
 
 
-def _prepare(value: Any, flag: Flag) -> Any:
+def _prepare(value: object, flag: Flag) -> object:
     """Return a value of the command line or YAML in the form that pydantic converts to the field's type."""
     if flag.optional and isinstance(value, str) and value == "null":
         return None
@@ -323,7 +243,7 @@ def _prepare(value: Any, flag: Flag) -> Any:
 
 
 def _messages(
-    errors: Sequence[ErrorDetails], flags: Mapping[str, Flag], values: Mapping[str, Any], spelled: Mapping[str, str]
+    errors: Sequence[ErrorDetails], flags: Mapping[str, Flag], values: Mapping[str, object], spelled: Mapping[str, str]
 ) -> list[str]:
     """Return one phrase for each wrong setting, however many errors pydantic found in it."""
     missing, phrases = [], {}
@@ -342,7 +262,7 @@ def _messages(
     return ([f"missing {', '.join(missing)}"] if missing else []) + list(phrases.values())
 
 
-def _must_be(flag: Flag, value: Any, spelled: str, right: str | None = None) -> str:
+def _must_be(flag: Flag, value: object, spelled: str, right: str | None = None) -> str:
     return f"{spelled.replace('{}', flag.name)} {shown(value)}: {right or f'must be {expected(flag)}'}"
 
 
@@ -353,7 +273,7 @@ def _finite(config: BaseModel, flag: Flag) -> bool:
     return all(math.isfinite(number) for number in numbers if isinstance(number, float))
 
 
-def _unknown_key(name: str, flags: Mapping[str, Flag], spelled: str, value: Any = None) -> str:
+def _unknown_key(name: str, flags: Mapping[str, Flag], spelled: str, value: object = None) -> str:
     written = spelled.replace("{}", name)
     if isinstance(value, dict) and name in {flag.group for flag in flags.values()}:
         return f"unknown setting {written}: settings are flat, write what is in it at the top level"
@@ -384,7 +304,7 @@ def _stray_arguments(stray: Sequence[str], flags: Mapping[str, Flag]) -> list[st
     return problems
 
 
-def _swallowed_flags(typed: Mapping[str, Any], flags: Mapping[str, Flag]) -> list[str]:
+def _swallowed_flags(typed: Mapping[str, object], flags: Mapping[str, Flag]) -> list[str]:
     """Return complaints about flags that took the following flag for their value."""
     problems = []
     for name, value in typed.items():
@@ -399,7 +319,7 @@ def _swallowed_flags(typed: Mapping[str, Any], flags: Mapping[str, Flag]) -> lis
 def _option(flag: Flag) -> inspect.Parameter:
     """Return the Typer option of a flag: plain text, or a switch; validation comes later, for YAML and flags alike."""
     spelling = f"--{flag.name}"
-    annotation: Any = str
+    annotation: type | GenericAlias = str
     if flag.takes == 0:
         spelling, annotation = f"{spelling}/--no_{flag.name}", bool
     elif flag.takes > 1:
@@ -415,6 +335,6 @@ def _option(flag: Flag) -> inspect.Parameter:
     return _parameter(flag.attribute, annotation | None, option)
 
 
-def _parameter(name: str, annotation: Any, option: Any) -> inspect.Parameter:
+def _parameter(name: str, annotation: object, option: object) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=None, annotation=Annotated[annotation, option])

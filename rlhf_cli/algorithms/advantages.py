@@ -15,7 +15,7 @@ WHITEN_EPS = 1e-8
 def gae(
     rewards_N: Tensor, values_N: Tensor, cu: Tensor, *, gamma: float, lambd: float, bootstrap_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantages and returns, both `[N]` in the type of `values_N`.
+    """Return the generalised advantages and returns, both `[N]` in the type of `values_N`.
 
     `d_t = r_t + gamma V_{t+1} - V_t`, `A_t = d_t + gamma lambd A_{t+1}`, returns `A + V` (arXiv 1506.02438, eq. 16).
     `V` after the last token is `bootstrap_B`: the value of the state a response was cut at, 0 for a finished one and
@@ -38,7 +38,9 @@ def at_every_token(advantages_B: Tensor, cu: Tensor) -> Tensor:
 
 
 def whiten(x_N: Tensor) -> Tensor:
-    """`(x - mean) / sqrt(var + 1e-8)` with the unbiased variance over all tokens given; one token alone becomes 0."""
+    """Return `(x - mean) / sqrt(var + 1e-8)` with the unbiased variance over all tokens given; one token alone becomes
+    0.
+    """
     if x_N.numel() < 2:
         return torch.zeros_like(x_N)
     variance, mean = torch.var_mean(x_N.double(), correction=1)

@@ -24,7 +24,7 @@ class EntropyState:
 def next_entropy_state(
     state: EntropyState, *, entropy: float, target: float | None, delta: float, max_coef: float
 ) -> EntropyState:
-    """State for the next step; unchanged if there is no target, or the entropy is not finite.
+    """Return the state for the next step; unchanged if there is no target, or the entropy is not finite.
 
     `entropy` is the mean over the trained tokens of the step, nats. Below `target` the weight rises by `delta`, else it
     falls, within 0 and `max_coef`; it counts while the entropy is not above the target.

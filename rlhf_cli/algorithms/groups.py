@@ -13,13 +13,13 @@ STD_EPS = 1e-6
 
 
 def less_group_mean(scores_B: Tensor, groups_B: Tensor) -> Tensor:
-    """`R_i - mean` over the group."""
+    """Return `R_i - mean` over the group."""
     group_B = _numbered(groups_B)
     return (scores_B.double() - _means(scores_B, group_B)[group_B]).to(scores_B.dtype)
 
 
 def less_mean_of_others(scores_B: Tensor, groups_B: Tensor) -> Tensor:
-    """`R_i - mean` over the other responses of the group (RLOO, arXiv 2402.14740, eq. 8)."""
+    """Return `R_i - mean` over the other responses of the group (RLOO, arXiv 2402.14740, eq. 8)."""
     group_B = _numbered(groups_B)
     size_B = torch.bincount(group_B)[group_B].double()
     # R_i - (sum - R_i) / (n - 1) = (R_i - mean) n / (n - 1)
@@ -28,7 +28,7 @@ def less_mean_of_others(scores_B: Tensor, groups_B: Tensor) -> Tensor:
 
 
 def group_normalised(scores_B: Tensor, groups_B: Tensor) -> Tensor:
-    """`(R_i - mean) / (std + 1e-6)` with the unbiased spread (GRPO, arXiv 2402.03300); 0 where all are equal."""
+    """Return `(R_i - mean) / (std + 1e-6)` with the unbiased spread (GRPO, arXiv 2402.03300); 0 where all are equal."""
     group_B = _numbered(groups_B)
     centred_B = scores_B.double() - _means(scores_B, group_B)[group_B]
     normal_B = centred_B / (_stds(scores_B, group_B)[group_B] + STD_EPS)
@@ -37,7 +37,7 @@ def group_normalised(scores_B: Tensor, groups_B: Tensor) -> Tensor:
 
 
 def best_over_second(scores_B: Tensor, groups_B: Tensor) -> Tensor:
-    """`(max - second) / (std + 1e-6)` for the best response of each group, 0 for the others (arXiv 2503.19595).
+    """Return `(max - second) / (std + 1e-6)` for the best response of each group, 0 for the others (arXiv 2503.19595).
 
     Where two are best there is none, and all are 0.
     """
@@ -62,13 +62,13 @@ def _means(scores_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def _stds(scores_B: Tensor, group_B: Tensor) -> Tensor:
-    """Unbiased standard deviation of each group, float64 `[G]`; 0 for a group of one."""
+    """Return the unbiased standard deviation of each group, float64 `[G]`; 0 for a group of one."""
     centred_B = scores_B.double() - _means(scores_B, group_B)[group_B]
     squares_G = torch.bincount(group_B, weights=centred_B.square())
     return (squares_G / (torch.bincount(group_B) - 1).clamp(min=1)).sqrt()
 
 
 def _extreme(scores_B: Tensor, group_B: Tensor, kind: str) -> Tensor:
-    """Largest ("amax") or smallest ("amin") value of each group, float64 `[G]`."""
+    """Return the largest ("amax") or smallest ("amin") value of each group, float64 `[G]`."""
     start = scores_B.new_zeros(int(group_B.max()) + 1 if len(group_B) else 0)
     return start.scatter_reduce(0, group_B, scores_B, kind, include_self=False)

@@ -23,7 +23,7 @@ def correction_weights(
     cap: float,
     keep_range: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
-    """(weight of each token's loss, 1 if the weight was capped or set to zero), both `[K]`.
+    """Return (weight of each token's loss, 1 if the weight was capped or set to zero), both `[K]`.
 
     With `w = exp(old - rollout)`: token_clip `min(w, cap)` (truncated importance sampling); token_mask `w` inside
     `keep_range`, 0 outside (IcePop, arXiv 2510.18855); seq_mask `w` for all tokens of a sequence whose
@@ -47,8 +47,9 @@ def correction_weights(
 
 
 def mismatch(old_K: Tensor, rollout_K: Tensor) -> dict[str, Tensor]:
-    """Per-token disagreement `[K]`: `k3` estimate of KL(rollout || old), `diff` = |old - rollout|, and the
-    probabilities `old_prob` and `rollout_prob`, float64 for the moments of their correlation."""
+    """Return the per-token disagreement `[K]`: `k3` estimate of KL(rollout || old), `diff` = |old - rollout|, and the
+    probabilities `old_prob` and `rollout_prob`, float64 for the moments of their correlation.
+    """
     old_K = old_K.detach()
     log_weight_K = log_ratio(old_K, rollout_K)
     return {
@@ -60,7 +61,8 @@ def mismatch(old_K: Tensor, rollout_K: Tensor) -> dict[str, Tensor]:
 
 
 def correlation(*, x_mean: float, y_mean: float, xx_mean: float, yy_mean: float, xy_mean: float) -> float:
-    """Pearson correlation from global means of `x, y, x^2, y^2, xy`; 1 if neither varies, else 0 if one does not.
+    """Return the Pearson correlation from global means of `x, y, x^2, y^2, xy`; 1 if neither varies, else 0 if one does
+    not.
 
     Equal constants agree as well as can be, as from a greedy model.
     """

@@ -19,7 +19,7 @@ MAX_KL_ERROR = 0.2
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Tensor:
-    """Estimate of KL(policy || reference) per token, nats, in the shape of the log-probs of sampled tokens.
+    """Return an estimate of KL(policy || reference) per token, nats, in the shape of the log-probs of sampled tokens.
 
     With `l = logprobs - ref_logprobs`: k1 `l` (unbiased, may be negative), k2 `l^2 / 2`, k3 `exp(-l) - 1 + l`
     (unbiased and never negative; beyond +-20 `l` counts as +-20, without gradient).
@@ -37,7 +37,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Te
 
 
 def next_kl_coef(kl_coef: float, *, kl: float, target: float | None, horizon: int, num_sequences: int) -> float:
-    """Coefficient for the next iteration; unchanged if there is no target, or the divergence is not finite.
+    """Return the coefficient for the next iteration; unchanged if there is no target, or the divergence is not finite.
 
     `kl` is the mean over responses of the KL summed over their tokens, measured on `num_sequences` responses of all
     ranks: `coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)` (arXiv 1909.08593, section 2.2).

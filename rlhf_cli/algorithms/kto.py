@@ -41,9 +41,9 @@ class UnpairedLoss:
 
 
 def kto_loss(log_ratios_B: Tensor, desirable_B: Tensor, z0: Tensor | float, settings: UnpairedSettings) -> Tensor:
-    """Desirable `w_D (1 - s(beta (h - z0)))`, undesirable `w_U (1 - s(beta (z0 - h)))`, `h = logprobs - ref`.
+    """Return `w_D (1 - s(beta (h - z0)))` for desirable responses, `w_U (1 - s(beta (z0 - h)))` for undesirable ones.
 
-    arXiv 2402.01306, up to a constant. `log_ratios_B` is h, summed over a response's tokens, with gradient;
+    `h = logprobs - ref`; arXiv 2402.01306, up to a constant. `log_ratios_B` is h, summed over a response's tokens, with gradient;
     `desirable_B` bool; `z0` the baseline of the whole step, through which no gradient flows.
     """
     baseline = z0.detach() if isinstance(z0, Tensor) else z0
@@ -57,7 +57,7 @@ def kto_loss(log_ratios_B: Tensor, desirable_B: Tensor, z0: Tensor | float, sett
 def apo_zero_unpaired_loss(
     log_ratios_B: Tensor, desirable_B: Tensor, z0: Tensor | float, settings: UnpairedSettings
 ) -> Tensor:
-    """Desirable `w_D (1 - s(beta h))`, undesirable `w_U s(beta h)`: the two halves of APO-zero apart.
+    """Return `w_D (1 - s(beta h))` for desirable responses, `w_U s(beta h)` for undesirable ones: APO-zero in halves.
 
     arXiv 2408.06266, eq. 7; TRL's name for it. It is KTO with a baseline of 0, whatever `z0` is.
     """
@@ -119,7 +119,8 @@ def finish_kto_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def balanced_weights(num_desirable: int, num_undesirable: int) -> tuple[float, float]:
-    """Least and greatest `desirable_weight / undesirable_weight` that arXiv 2402.01306 recommends for a dataset.
+    """Return the least and greatest `desirable_weight / undesirable_weight` that arXiv 2402.01306 recommends for a
+    dataset.
 
     The bounds of `(n_D w_D) / (n_U w_U)` are 1 and 4/3. ValueError if one kind is missing.
     """

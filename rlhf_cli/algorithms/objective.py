@@ -60,7 +60,7 @@ def policy_objective(
     weights: LossWeights,
     max_new_tokens: int,
 ) -> tuple[Tensor, Metrics]:
-    """(part of the actor's loss, with gradient; metrics without).
+    """Return (part of the actor's loss, with gradient; metrics without).
 
     `logprobs_K` and `entropy_K` come from the model being trained; `entropy_K` may be None where its weight is 0.
     """
@@ -182,7 +182,7 @@ def value_objective(
     totals: StepTotals,
     max_new_tokens: int,
 ) -> tuple[Tensor, Metrics]:
-    """(part of the critic's loss, with gradient; metrics without); the loss is averaged as the actor's.
+    """Return (part of the critic's loss, with gradient; metrics without); the loss is averaged as the actor's.
 
     `cu` int64 `[B+1]` bounds the sequences.
     """

@@ -66,7 +66,7 @@ def cispo(logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, *, cispo_eps_
 def sapo(
     logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor, *, tau_positive: float, tau_negative: float
 ) -> TokenLoss:
-    """`-(4 / tau) sigmoid(tau (r - 1)) A` (arXiv 2511.20347, eq. 5): a soft gate in place of the clip.
+    """Return `-(4 / tau) sigmoid(tau (r - 1)) A` (arXiv 2511.20347, eq. 5): a soft gate in place of the clip.
 
     `tau` is `tau_positive` if A > 0, else `tau_negative`; on-policy the gradient equals REINFORCE's.
     """
@@ -76,7 +76,7 @@ def sapo(
 
 
 def reinforce(logprobs_K: Tensor, old_K: Tensor, advantages_K: Tensor) -> TokenLoss:
-    """`-A logprobs`, whatever the ratio to the anchor is."""
+    """Return `-A logprobs`, whatever the ratio to the anchor is."""
     return -advantages_K * logprobs_K, unclipped(torch.exp(log_ratio(logprobs_K, old_K)).detach())
 
 

@@ -94,14 +94,14 @@ class PreferenceLoss:
 
 
 def log_ratios(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
-    """(h_c, h_r), both `[B]`: log-probs of the responses less those under the reference."""
+    """Return (h_c, h_r), both `[B]`: log-probs of the responses less those under the reference."""
     assert pairs.ref_chosen_logprobs is not None, "this needs a reference"
     assert pairs.ref_rejected_logprobs is not None, "this needs a reference"
     return pairs.chosen_logprobs - pairs.ref_chosen_logprobs, pairs.rejected_logprobs - pairs.ref_rejected_logprobs
 
 
 def sigmoid_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`-(1 - e) log s(beta d) - e log s(-beta d)`, e the label smoothing.
+    """Return `-(1 - e) log s(beta d) - e log s(-beta d)`, e the label smoothing.
 
     DPO where e is 0 (arXiv 2305.18290, eq. 7), else cDPO (ericmitchell.ai/cdpo.pdf, eq. 3).
     """
@@ -109,7 +109,7 @@ def sigmoid_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def ipo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`(h_c / |c| - h_r / |r| - 1 / (2 beta))^2`, arXiv 2310.12036, eq. 17, beta its tau.
+    """Return `(h_c / |c| - h_r / |r| - 1 / (2 beta))^2`, arXiv 2310.12036, eq. 17, beta its tau.
 
     The paper writes sums; lengths are averaged out here as in TRL, whose source reports that the authors meant it so.
     """
@@ -118,12 +118,12 @@ def ipo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def hinge_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`max(0, 1 - beta d)`: the hinge of SLiC-HF (arXiv 2305.10425) on log-ratios, as in RSO (2309.06657)."""
+    """Return `max(0, 1 - beta d)`: the hinge of SLiC-HF (arXiv 2305.10425) on log-ratios, as in RSO (2309.06657)."""
     return torch.relu(1.0 - settings.beta * _difference(pairs))
 
 
 def robust_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`(-(1 - e) log s(beta d) + e log s(-beta d)) / (1 - 2 e)`, e the label smoothing: rDPO, arXiv 2403.00409.
+    """Return `(-(1 - e) log s(beta d) + e log s(-beta d)) / (1 - 2 e)`, e the label smoothing: rDPO, arXiv 2403.00409.
 
     Its mean over pairs of which a share e is swapped is the DPO loss of the true labels. It may be negative.
     """
@@ -132,7 +132,7 @@ def robust_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def sppo_hard_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`(h_c - 1 / (2 beta))^2 + (h_r + 1 / (2 beta))^2`: SPPO, arXiv 2405.00675, eq. 4.7, with eta = 1 / beta.
+    """Return `(h_c - 1 / (2 beta))^2 + (h_r + 1 / (2 beta))^2`: SPPO, arXiv 2405.00675, eq. 4.7, with eta = 1 / beta.
 
     Hard: the chosen response wins with probability 1, while the paper asks a preference model.
     """
@@ -142,13 +142,14 @@ def sppo_hard_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def nca_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`-log s(beta h_c) - log s(-beta h_c) / 2 - log s(-beta h_r) / 2`: NCA for two responses, arXiv 2402.05369."""
+    """Return `-log s(beta h_c) - log s(-beta h_c) / 2 - log s(-beta h_r) / 2`: NCA for two responses, arXiv 2402.05369."""
     chosen_B, rejected_B = _rewards(pairs, settings.beta)
     return -logsigmoid(chosen_B) - 0.5 * logsigmoid(-chosen_B) - 0.5 * logsigmoid(-rejected_B)
 
 
 def exo_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`q log(q / (1 - e)) + (1 - q) log((1 - q) / e)`, `q = s(beta d)`: EXO-pref for two, arXiv 2402.00856, eq. 16.
+    """Return `q log(q / (1 - e)) + (1 - q) log((1 - q) / e)`, `q = s(beta d)`: EXO-pref for two, arXiv 2402.00856, eq.
+    16.
 
     The KL divergence of the model's choice from labels smoothed by e. It is infinite without smoothing, so that 0
     stands for 1e-3.
@@ -159,7 +160,7 @@ def exo_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def apo_zero_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`1 - s(beta h_c) + s(beta h_r)`: APO-zero, arXiv 2408.06266, eq. 7.
+    """Return `1 - s(beta h_c) + s(beta h_r)`: APO-zero, arXiv 2408.06266, eq. 7.
 
     For chosen responses that are better than the model's own: raises the chosen one, lowers the rejected one.
     """
@@ -168,7 +169,7 @@ def apo_zero_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def apo_down_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`s(beta h_c) + 1 - s(beta d)`: APO-down, arXiv 2408.06266, eq. 8.
+    """Return `s(beta h_c) + 1 - s(beta d)`: APO-down, arXiv 2408.06266, eq. 8.
 
     For chosen responses that are worse than the model's own: lowers both, the rejected one more.
     """
@@ -177,7 +178,7 @@ def apo_down_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def bco_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`-log s(beta h_c - delta) - log s(-(beta h_r - delta))`: BCO on pairs, arXiv 2404.04656.
+    """Return `-log s(beta h_c - delta) - log s(-(beta h_r - delta))`: BCO on pairs, arXiv 2404.04656.
 
     `delta`, `pairs.bco_delta`, is the mean of the implicit rewards of chosen and rejected responses over all pairs of
     the step; the paper and TRL keep a running mean, which would be a state of its own. No gradient flows through it.
@@ -189,7 +190,7 @@ def bco_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def aot_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`-(1 - e) log s(beta (u - v')) - e log s(-beta (u - v'))`: AOT on pairs, arXiv 2406.05882.
+    """Return `-(1 - e) log s(beta (u - v')) - e log s(-beta (u - v'))`: AOT on pairs, arXiv 2406.05882.
 
     `u = chosen - rejected` under the model. The paper sorts u and `v = ref_chosen - ref_rejected` over the pairs and
     compares equal ranks, so that the distribution of u dominates that of v; `v'`, `pairs.aot_partner`, is v
@@ -202,7 +203,7 @@ def aot_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def discopop_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`-(1 - m) log s(x) + m exp(-x)`, `x = beta d`, `m = s(x / tau)`: DiscoPOP (LRML), arXiv 2406.08414, eq. 5."""
+    """Return `-(1 - m) log s(x) + m exp(-x)`, `x = beta d`, `m = s(x / tau)`: DiscoPOP (LRML), arXiv 2406.08414, eq. 5."""
     scaled_B, tau = settings.beta * _difference(pairs), settings.discopop_tau
     logistic_B = -torch.sigmoid(-scaled_B / tau) * logsigmoid(scaled_B)
     # m exp(-x) in one exponential: where x is very negative, m is 0 and exp(-x) infinite.
@@ -210,7 +211,7 @@ def discopop_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def sigmoid_norm_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`-log s(beta (h_c / |c| - h_r / |r|))`, smoothed as `sigmoid`: length-normalised DPO, arXiv 2411.15124.
+    """Return `-log s(beta (h_c / |c| - h_r / |r|))`, smoothed as `sigmoid`: length-normalised DPO, arXiv 2411.15124.
 
     Log-ratios per token are small: Tulu 3 uses beta 5.
     """
@@ -219,7 +220,8 @@ def sigmoid_norm_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tens
 
 
 def simpo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`-log s(beta (chosen / |c| - rejected / |r|) - gamma)`: SimPO, without a reference, arXiv 2405.14734, eq. 6.
+    """Return `-log s(beta (chosen / |c| - rejected / |r|) - gamma)`: SimPO, without a reference, arXiv 2405.14734, eq.
+    6.
 
     Log-probs per token are small: the paper uses betas of 2 to 10, with gamma 0.1 to 0.8 of beta. TRL takes gamma /
     beta off within beta's bracket, which is the same.
@@ -229,7 +231,8 @@ def simpo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def orpo_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """`-a_c - lambda log s(log odds(a_c) - log odds(a_r))`: ORPO, without a reference, arXiv 2403.07691, eq. 6 and 7.
+    """Return `-a_c - lambda log s(log odds(a_c) - log odds(a_r))`: ORPO, without a reference, arXiv 2403.07691, eq. 6
+    and 7.
 
     `a_c = chosen / |c|`, `a_r = rejected / |r|` and `odds(a) = exp(a) / (1 - exp(a))`. The NLL is averaged over each
     response, then over pairs, as the odds are; TRL averages it over all tokens of the batch.
@@ -276,7 +279,7 @@ def _checked(name: str, function: PreferenceFunction) -> PreferenceFunction:
 def mixed_loss(
     names: Sequence[str], weights: Sequence[float], pairs: PairLogprobs, settings: PreferenceSettings
 ) -> Tensor:
-    """`sum of weight * loss` per pair `[B]`, as in MPO (arXiv 2411.10442). The weights need not add up to 1."""
+    """Return `sum of weight * loss` per pair `[B]`, as in MPO (arXiv 2411.10442). The weights need not add up to 1."""
     if len(names) != len(weights) or not names:
         raise ValueError(f"every preference loss needs one weight: there are {len(names)} and {len(weights)}")
     rows = preference_losses(names)
@@ -298,7 +301,8 @@ def aot_partners(pairs: PairLogprobs) -> Tensor:
 
 
 def implicit_rewards(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Tensor]:
-    """(chosen_B, rejected_B) without gradient: `beta (logprobs - ref)`, summed over tokens (arXiv 2305.18290, eq. 5).
+    """Return (chosen_B, rejected_B) without gradient: `beta (logprobs - ref)`, summed over tokens (arXiv 2305.18290,
+    eq. 5).
 
     Without a reference `beta logprobs / length`, the reward of SimPO (arXiv 2405.14734, eq. 4).
     """
@@ -322,7 +326,7 @@ def _rewards(pairs: PairLogprobs, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def _difference(pairs: PairLogprobs) -> Tensor:
-    """d. Each response against its own reference first: equal magnitudes cancel there, and few digits are lost."""
+    """Return d. Each response against its own reference first: equal magnitudes cancel there, and few digits are lost."""
     chosen_B, rejected_B = log_ratios(pairs)
     return chosen_B - rejected_B
 
@@ -333,10 +337,10 @@ def _averaged(pairs: PairLogprobs, chosen_B: Tensor, rejected_B: Tensor) -> tupl
 
 
 def _smoothed(scaled_B: Tensor, label_smoothing: float) -> Tensor:
-    """`-(1 - e) log s(x) - e log s(-x)`."""
+    """Return `-(1 - e) log s(x) - e log s(-x)`."""
     return -(1.0 - label_smoothing) * logsigmoid(scaled_B) - label_smoothing * logsigmoid(-scaled_B)
 
 
 def _log_complement(logprobs_B: Tensor) -> Tensor:
-    """`log(1 - exp(logprobs))`, finite and without gradient if the probability is 1 to the last digits."""
+    """Return `log(1 - exp(logprobs))`, finite and without gradient if the probability is 1 to the last digits."""
     return torch.log(-torch.expm1(logprobs_B.clamp(max=MAX_ODDS_LOGPROB)))

@@ -42,7 +42,7 @@ def segment_mean(x_N: Tensor, cu: Tensor) -> Tensor:
 
 
 def shift_left(x_N: Tensor, cu: Tensor, *, last_B: Tensor | None = None) -> Tensor:
-    """`x_{t+1}` at token t inside each segment; at the last token `last_B` of the segment, 0 without it."""
+    """Return `x_{t+1}` at token t inside each segment; at the last token `last_B` of the segment, 0 without it."""
     shifted_N = torch.roll(x_N, -1)
     occupied, ends = last_index(cu)
     shifted_N[ends] = 0 if last_B is None else last_B[occupied].to(x_N.dtype)
@@ -50,7 +50,7 @@ def shift_left(x_N: Tensor, cu: Tensor, *, last_B: Tensor | None = None) -> Tens
 
 
 def suffix_scan(x_N: Tensor, cu: Tensor, decay: float) -> Tensor:
-    """`y_t = x_t + decay * y_{t+1}` inside each segment `[N]`, for 0 <= decay <= 1.
+    """Return `y_t = x_t + decay * y_{t+1}` inside each segment `[N]`, for 0 <= decay <= 1.
 
     Segments are cut into rows of SCAN_ROW tokens. Inside a row the scan is a product with the triangular matrix of
     powers of `decay`; the carry from the next row is the same scan over the rows' first values, with
@@ -89,6 +89,6 @@ def _decay_matrix(width: int, decay: float, *, device: torch.device) -> Tensor:
 
 
 def _powers(width: int, decay: float, *, device: torch.device) -> Tensor:
-    """`decay ** (width - t)` for token t of a row: its distance from the first token of the next row."""
+    """Return `decay ** (width - t)` for token t of a row: its distance from the first token of the next row."""
     distance = torch.arange(width, 0, -1, device=device, dtype=torch.float64)
     return torch.pow(torch.tensor(decay, dtype=torch.float64, device=device), distance)

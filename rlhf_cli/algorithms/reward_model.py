@@ -17,7 +17,7 @@ RewardLoss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def sigmoid_reward_loss(chosen_B: Tensor, rejected_B: Tensor, margin_B: Tensor | None) -> Tensor:
-    """`-log s(chosen - rejected - margin)` per pair: Bradley-Terry.
+    """Return `-log s(chosen - rejected - margin)` per pair: Bradley-Terry.
 
     arXiv 2203.02155, eq. 1; the margin, by how much the chosen response is better, 2307.09288, eq. 2.
     """
@@ -26,7 +26,7 @@ def sigmoid_reward_loss(chosen_B: Tensor, rejected_B: Tensor, margin_B: Tensor |
 
 
 def logexp_reward_loss(chosen_B: Tensor, rejected_B: Tensor, margin_B: Tensor | None) -> Tensor:
-    """`log(1 + exp(rejected - chosen))` per pair, arXiv 2204.05862.
+    """Return `log(1 + exp(rejected - chosen))` per pair, arXiv 2204.05862.
 
     It is the same function as `sigmoid` without a margin, under the name OpenRLHF gives it; OpenRLHF drops a margin
     here without a word. ValueError if there is one.
@@ -65,7 +65,7 @@ def pair_mean(values_B: Tensor, num_pairs: int) -> Tensor:
 
 
 def pair_accuracy(chosen_B: Tensor, rejected_B: Tensor) -> Tensor:
-    """1 if the chosen reward is the higher one, 0 if it is the lower one, 0.5 if they are equal.
+    """Return 1 if the chosen reward is the higher one, 0 if it is the lower one, 0.5 if they are equal.
 
     A tie is worth what tossing a coin is worth: a constant reward scores 0.5, as does a policy that is its reference.
     """

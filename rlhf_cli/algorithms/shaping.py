@@ -20,13 +20,14 @@ def normalised_scores(scores_B: Tensor, *, mean: float, std: float) -> Tensor:
 
 
 def clip_scores(scores_B: Tensor, clip_range: tuple[float, float]) -> Tensor:
-    """Raw scores limited to `clip_range`."""
+    """Return the raw scores limited to `clip_range`."""
     low, high = clip_range
     return scores_B.clamp(low, high)
 
 
 def overlong_penalty(lengths_B: Tensor, *, max_length: int, buffer_len: int, factor: float) -> Tensor:
-    """0 up to `max_length - buffer_len` tokens, then falling in a line to `-factor` (DAPO, arXiv 2503.14476, eq. 13).
+    """Return 0 up to `max_length - buffer_len` tokens, then falling in a line to `-factor` (DAPO, arXiv 2503.14476, eq.
+    13).
 
     float32 `[B]`; added to the score.
     """
@@ -41,7 +42,7 @@ def stop_properly(scores_B: Tensor, truncated_B: Tensor, *, coef: float) -> Tens
 
 
 def token_rewards(scores_B: Tensor, kl_N: Tensor | None, cu: Tensor, *, kl_coef: float) -> Tensor:
-    """`-kl_coef * kl` at every token and the score on top at the last token of each response, float32 `[N]`.
+    """Return `-kl_coef * kl` at every token and the score on top at the last token of each response, float32 `[N]`.
 
     `kl_N` None means no reference model. A response without a trained token has nowhere to put its score.
     """
@@ -54,7 +55,7 @@ def token_rewards(scores_B: Tensor, kl_N: Tensor | None, cu: Tensor, *, kl_coef:
 def shaped_scores(
     scores_B: Tensor, lengths_B: Tensor, truncated_B: Tensor, *, reward: OnlineRewardConfig, max_new_tokens: int
 ) -> Tensor:
-    """Clipped scores with what their responses' length does to them; `truncated_B` bool, which were cut."""
+    """Return the clipped scores with what their responses' length does to them; `truncated_B` bool, which were cut."""
     shaped_B = clip_scores(scores_B, reward.reward_clip_range)
     if reward.stop_properly_penalty_coef is not None:
         shaped_B = stop_properly(shaped_B, truncated_B, coef=reward.stop_properly_penalty_coef)

@@ -84,7 +84,7 @@ def algorithm_by_code(code: str, row: Algorithm) -> Algorithm:
 def _checked(name: str, algorithm: Algorithm) -> AdvantageFunction:
     """Return a function of others that may leave the returns away, and whose results are checked by shape."""
 
-    def advantages(experience: Experience, settings: Any) -> tuple[Tensor, Tensor | None]:
+    def advantages(experience: Experience, settings: object) -> tuple[Tensor, Tensor | None]:
         found = algorithm.advantages(experience, settings)
         advantages_N, returns_N = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         shape = experience.rewards_N.shape
@@ -97,8 +97,12 @@ def _checked(name: str, algorithm: Algorithm) -> AdvantageFunction:
     return advantages
 
 
-def compute_advantages(algorithm: Algorithm, experience: Experience, *, settings: Any) -> tuple[Tensor, Tensor | None]:
-    """(advantages_N as the policy loss takes them, 0 where nothing is trained; returns_N for the critic or None)."""
+def compute_advantages(
+    algorithm: Algorithm, experience: Experience, *, settings: object
+) -> tuple[Tensor, Tensor | None]:
+    """Return (advantages_N as the policy loss takes them, 0 where nothing is trained; returns_N for the critic or
+    None).
+    """
     advantages_N, returns_N = algorithm.advantages(experience, settings)
     trained_N = experience.trained_B[segment_ids(experience.cu)]
     chosen = advantages_N[trained_N]
@@ -123,7 +127,7 @@ def _returns(experience: Experience, settings: ReinforcePolicyConfig) -> tuple[T
     return returns_to_go(experience.rewards_N, experience.cu, gamma=settings.gamma), None
 
 
-def _centred(experience: Experience, _: Any) -> tuple[Tensor, None]:
+def _centred(experience: Experience, _: object) -> tuple[Tensor, None]:
     return at_every_token(less_group_mean(experience.rewards_B, experience.groups_B), experience.cu), None
 
 
@@ -133,20 +137,20 @@ def _grpo(experience: Experience, settings: GroupPolicyConfig) -> tuple[Tensor, 
     return at_every_token(group_normalised(experience.rewards_B, experience.groups_B), experience.cu), None
 
 
-def _passk(experience: Experience, _: Any) -> tuple[Tensor, None]:
+def _passk(experience: Experience, _: object) -> tuple[Tensor, None]:
     return at_every_token(best_over_second(experience.rewards_B, experience.groups_B), experience.cu), None
 
 
-def _gdpo(experience: Experience, _: Any) -> tuple[Tensor, None]:
+def _gdpo(experience: Experience, _: object) -> tuple[Tensor, None]:
     apart_B = [weight * group_normalised(part_B, experience.groups_B) for weight, part_B in experience.parts]
     return at_every_token(whiten(torch.stack(apart_B).sum(0)), experience.cu), None
 
 
-def _rloo(experience: Experience, _: Any) -> tuple[Tensor, None]:
+def _rloo(experience: Experience, _: object) -> tuple[Tensor, None]:
     return at_every_token(less_mean_of_others(experience.rewards_B, experience.groups_B), experience.cu), None
 
 
-def _remax(experience: Experience, _: Any) -> tuple[Tensor, None]:
+def _remax(experience: Experience, _: object) -> tuple[Tensor, None]:
     assert experience.greedy_B is not None, "ReMax needs greedy responses"
     return at_every_token(experience.rewards_B - experience.greedy_B, experience.cu), None
 

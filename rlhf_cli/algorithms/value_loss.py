@@ -7,8 +7,8 @@ from torch import Tensor
 def clipped_value_loss(
     values_K: Tensor, old_values_K: Tensor, returns_K: Tensor, *, value_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """(`0.5 max((V - R)^2, (V_old + clamp(V - V_old, +-value_clip) - R)^2)` per token, 1 if the clip decides). The
-    clipped branch is the larger one if a value has moved away from the old one towards the return by more than
+    """Return (`0.5 max((V - R)^2, (V_old + clamp(V - V_old, +-value_clip) - R)^2)` per token, 1 if the clip decides).
+    The clipped branch is the larger one if a value has moved away from the old one towards the return by more than
     `value_clip`; there the gradient is zero (the form of OpenAI's PPO, arXiv 2005.12729, section 3).
     """
     moved_K = values_K - old_values_K
@@ -20,7 +20,7 @@ def clipped_value_loss(
 
 
 def explained_variance(*, return_mean: float, return_square: float, error_mean: float, error_square: float) -> float:
-    """`1 - Var(R - V) / Var(R)` from global means of `R, R^2, R - V, (R - V)^2`; 0 where returns do not vary."""
+    """Return `1 - Var(R - V) / Var(R)` from global means of `R, R^2, R - V, (R - V)^2`; 0 where returns do not vary."""
     return_variance = return_square - return_mean**2
     if return_variance <= 1e-12 * max(return_square, 1e-12):
         return 0.0

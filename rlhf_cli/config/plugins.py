@@ -68,7 +68,8 @@ class Plugin:
         try:
             inspect.signature(found).bind(*self.parameters)
         except TypeError:
-            return f"has to take {len(self.parameters)} arguments: {', '.join(self.parameters)}"
+            count = len(self.parameters)
+            return f"has to take {count} argument{'s' if count > 1 else ''}: {', '.join(self.parameters)}"
         except ValueError:
             return None  # some functions in C have no signature
         return None

@@ -5,7 +5,6 @@ Each function takes the given settings, by flag or file, as text or typed, and r
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,7 +15,7 @@ from rlhf_cli.config.rollout import EngineConfig
 
 GSPO = {"eps_clip_low_high": (3e-4, 4e-4), "loss_agg": "seq_mean"}
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, object]] = {
     "dr_grpo": {"advantage_std": "none", "loss_agg": "seq_sum_norm", "init_kl_coef": 0.0},
     "dapo": {
         "eps_clip_low_high": (0.2, 0.28),
@@ -34,20 +33,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 DAPO_BUFFER_SHARE = 0.2
 
 
-def defaults_of_loss(given: Mapping[str, Any]) -> dict[str, Any]:
+def defaults_of_loss(given: Mapping[str, object]) -> dict[str, object]:
     """Return the defaults that go with the given `policy_loss`."""
     defaults = dict(GSPO) if given.get("policy_loss") == "gspo" else {}
     return _without_rivals(defaults, given)
 
 
-def defaults_of_pair_loss(given: Mapping[str, Any]) -> dict[str, Any]:
+def defaults_of_pair_loss(given: Mapping[str, object]) -> dict[str, object]:
     """Return the defaults that go with the given `loss` on pairs, if it is a single one."""
     loss = given.get("loss")
     name = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
     return dict(LOSS_DEFAULTS.get(str(name), {}))
 
 
-def defaults_of_preset(given: Mapping[str, Any]) -> dict[str, Any]:
+def defaults_of_preset(given: Mapping[str, object]) -> dict[str, object]:
     """Return the defaults that go with the given `preset`, and with a `policy_loss` given beside it."""
     defaults = dict(PRESETS.get(str(given.get("preset")), {}))
     if given.get("preset") == "dapo":
@@ -63,7 +62,7 @@ def defaults_of_preset(given: Mapping[str, Any]) -> dict[str, Any]:
     return _without_rivals(defaults, given)
 
 
-def defaults_of_baseline(given: Mapping[str, Any]) -> dict[str, Any]:
+def defaults_of_baseline(given: Mapping[str, object]) -> dict[str, object]:
     """Return the defaults that go with the given `baseline`: with a group's mean the divergence belongs into the
     loss.
     """
@@ -72,15 +71,15 @@ def defaults_of_baseline(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_kl_loss": True, "kl_estimator": "k2"}
 
 
-def _share_of_response(given: Mapping[str, Any]) -> int:
+def _share_of_response(given: Mapping[str, object]) -> int:
     longest = given.get("max_new_tokens", EngineConfig.model_fields["max_new_tokens"].default)
     try:
-        return max(1, int(DAPO_BUFFER_SHARE * int(longest)))
+        return max(1, int(DAPO_BUFFER_SHARE * int(str(longest))))
     except ValueError:
         return 1  # validation reports its fault later
 
 
-def _without_rivals(defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _without_rivals(defaults: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
     """Return the defaults that neither overrule nor contradict a given setting."""
     rivals = {"eps_clip_low_high": "eps_clip", "overlong_buffer_len": "stop_properly_penalty_coef"}
     kept = {name: value for name, value in defaults.items() if rivals.get(name) not in given}
@@ -89,7 +88,7 @@ def _without_rivals(defaults: dict[str, Any], given: Mapping[str, Any]) -> dict[
     return kept
 
 
-def _is_true(given: Any) -> bool:
+def _is_true(given: object) -> bool:
     try:
         return TypeAdapter(bool).validate_python(given)
     except ValidationError:

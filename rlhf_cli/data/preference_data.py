@@ -196,7 +196,7 @@ def load_labelled(
     seed: int,
     progress: Progress = no_progress,
 ) -> LabelledData:
-    """Tokenised labelled responses of a data set, in the order of its rows; a pair gives two.
+    """Return the tokenised labelled responses of a data set, in the order of its rows; a pair gives two.
 
     Carrying loss, `dataset_probs`, `progress` and errors as for `load_pairs`.
     """

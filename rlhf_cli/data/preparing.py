@@ -139,7 +139,7 @@ class Origins:
     table: StoredTable
 
     def __call__(self, item: int) -> str:
-        """File and line of the row that an item was made from."""
+        """Return the file and line of the row that an item was made from."""
         return self.rows.sources[self.table.value("source", item)].where(self.table.value("index", item))
 
 

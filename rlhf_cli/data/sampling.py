@@ -15,7 +15,7 @@ SEED_MASK = 2**64 - 1
 
 
 def epoch_order(num_items: int, *, epoch: int, seed: int) -> np.ndarray:
-    """Permutation of the items in this pass over the data, int64 [num_items]."""
+    """Return a permutation of the items in this pass over the data, int64 [num_items]."""
     return np.random.default_rng([seed & SEED_MASK, epoch]).permutation(num_items)
 
 
@@ -38,7 +38,7 @@ class StepBatches(Sequence[np.ndarray]):
         return -(-self.num_items // self.batch_size)
 
     def epoch_of(self, step: int) -> int:
-        """Which pass over the data the step belongs to, from 0."""
+        """Return which pass over the data the step belongs to, from 0."""
         return step // self.steps_per_epoch
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class StepBatches(Sequence[np.ndarray]):
 
 
 def step_batches(num_items: int, *, batch_size: int, epochs: int, seed: int) -> StepBatches:
-    """Item indices of every step of a run; see StepBatches."""
+    """Return the item indices of every step of a run; see StepBatches."""
     return StepBatches(num_items, batch_size, epochs, seed)
 
 

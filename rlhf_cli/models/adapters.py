@@ -148,7 +148,7 @@ def read_config(folder: Path) -> Any:
 
 
 def base_of(folder: Path, config: Any) -> str:
-    """Path or Hub name of the model under the adapter. UsageError if it is gone."""
+    """Return the path or Hub name of the model under the adapter. UsageError if it is gone."""
     base = config.base_model_name_or_path
     if not base:
         raise UsageError(f"adapter {folder} does not say which model it belongs to (base_model_name_or_path)")
@@ -159,7 +159,7 @@ def base_of(folder: Path, config: Any) -> str:
 
 
 def require_same_base(folder: Path, base: str, mark: str) -> None:
-    """UsageError if the adapter in the folder was trained on weights with another fingerprint."""
+    """Raise UsageError if the adapter in the folder was trained on weights with another fingerprint."""
     file = folder / BASE_FILE
     if file.is_file() and (written := json.loads(file.read_text())["fingerprint"]) != mark:
         raise UsageError(

@@ -21,7 +21,7 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 
 def refuse_several_labels(config: PretrainedConfig, what: str) -> None:
-    """UsageError naming a classifier whose head is no reward model's; models without such a head get one."""
+    """Raise UsageError naming a classifier whose head is no reward model's; models without such a head get one."""
     if is_classifier(config) and config.num_labels != 1:
         raise UsageError(f"{what} has {config.num_labels} labels, and a reward model has one")
 

@@ -6,7 +6,7 @@ from transformers import (
 
 
 def quadratic_cost(config: PretrainedConfig) -> float:
-    """q such that a sequence of L tokens costs in proportion to L + q L^2 (multiplications of a forward pass).
+    """Return q such that a sequence of L tokens costs in proportion to L + q L^2 (multiplications of a forward pass).
 
     A token takes one multiplication per weight of the projections, MLP and head, in a mixture only the chosen experts;
     causal attention L^2 / 2 times 2 multiplications per layer and dimension of the query heads.

@@ -25,7 +25,7 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def resolve_model_path(pretrain: str) -> str:
-    """Folder with a model, or a Hub name. A run directory of this program stands for the model it trained.
+    """Return the folder with a model, or a Hub name. A run directory of this program stands for the model it trained.
 
     UsageError for a path that is no model, naming the missing file.
     """
@@ -60,7 +60,9 @@ def _hub_has_an_address() -> bool:
 
 
 def adapter_folder(pretrain: str) -> Path | None:
-    """Folder of the adapter that this path stands for, itself or as the result of a run; None for other things."""
+    """Return the folder of the adapter that this path stands for, itself or as the result of a run; None for other
+    things.
+    """
     path = Path(pretrain).expanduser()
     return next((folder for folder in (path, path / "model") if (folder / ADAPTER_FILE).is_file()), None)
 

@@ -32,7 +32,7 @@ def load_causal_lm(
     partition: AbstractContextManager[None] | None = None,
     in_4bit: bool = False,
 ) -> PreTrainedModel:
-    """Causal language model in evaluation mode, attention and gradient checkpointing set.
+    """Return the causal language model in evaluation mode, attention and gradient checkpointing set.
 
     Weights are read onto `device`, by default into host memory. With `partition`, a context of ZeRO-3, they are
     partitioned over ranks while they are loaded; with `in_4bit` they are quantised on this process's GPU, for training

@@ -181,7 +181,7 @@ def _grad_product(
     grad_logprobs: torch.Tensor,
     entropies: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Gradient with respect to the head's output, for logits z, p = softmax(z), H its entropy.
+    """Return the gradient with respect to the head's output, for logits z, p = softmax(z), H its entropy.
 
     d logprob / dz_j = [j = target] - p_j and dH / dz_j = -p_j (log p_j + H). `entropies` are H and its gradient.
     """

@@ -98,7 +98,7 @@ class FoldedAdapter:
 
 
 def added(weight: torch.Tensor, change: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """`weight + scale * change`, in float32."""
+    """Return `weight + scale * change`, in float32."""
     return weight.float() + scale * change
 
 
@@ -194,7 +194,7 @@ def _converted(source: TensorSource, names: list[str], dtype: torch.dtype | None
 
 
 def verify_shards(source: TensorSource, folder: Path, *, dtype: torch.dtype | None) -> None:
-    """RunError unless the files have every tensor of the source, in shape and type, and no other."""
+    """Raise RunError unless the files have every tensor of the source, in shape and type, and no other."""
     found = open_weights(folder)
     wrong = set(found.names()) ^ set(source.names())
     wrong |= {name for name in set(source.names()) - wrong if found.shape(name) != source.shape(name)}

@@ -163,7 +163,9 @@ class ValueModel(nn.Module):
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Trainable parameters as two optimizer groups: matrices with `weight_decay`, vectors (norms, biases) without."""
+    """Return the trainable parameters as two optimizer groups: matrices with `weight_decay`, vectors (norms, biases)
+    without.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Under ZeRO-3 the parameter itself is flat and empty; its own shape is in ds_shape.
     matrices = [p for p in trainable if len(getattr(p, "ds_shape", p.shape)) > 1]

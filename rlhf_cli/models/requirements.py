@@ -21,7 +21,7 @@ WITHIN_POSITIONS = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepse
 
 
 def check_trainable(architecture: PretrainedConfig) -> None:
-    """UsageError for a model that cannot be trained by any process, found before any weight is read."""
+    """Raise UsageError for a model that cannot be trained by any process, found before any weight is read."""
     others = sorted(set(getattr(architecture.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS)
     if others:  # recurrent, chunked, convolutions: they would mix the sequences of a pack
         kind = architecture.model_type
@@ -29,7 +29,7 @@ def check_trainable(architecture: PretrainedConfig) -> None:
 
 
 def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
-    """UsageError where vLLM would not start, as sequences get longer than the positions that the model has."""
+    """Raise UsageError where vLLM would not start, as sequences get longer than the positions that the model has."""
     text = architecture.get_text_config()
     key = "model_max_length" if getattr(text, "model_max_length", None) else "max_position_embeddings"
     positions = getattr(text, key, None)
@@ -90,7 +90,7 @@ def needs_fused_kernels(config: ModelConfig, architecture: PretrainedConfig) -> 
 
 
 def packed_attention(config: ModelConfig, architecture: PretrainedConfig) -> str:
-    """Name of the attention kernel that a model of this architecture runs with on packs."""
+    """Return the name of the attention kernel that a model of this architecture runs with on packs."""
     return resolve_attention(
         config.attn_implementation,
         device="cuda" if torch.cuda.is_available() else "cpu",

@@ -93,7 +93,7 @@ def _require_one_label(config: PretrainedConfig, name: str) -> None:
 
 
 def require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, what: str) -> None:
-    """UsageError naming a model that reads other ids; the policy's go to it as they are.
+    """Raise UsageError naming a model that reads other ids; the policy's go to it as they are.
 
     Tokens that only it has do no harm.
     """

@@ -11,8 +11,9 @@ _ENOUGH_STEPS = 3
 
 
 def has_format(response: str) -> float:
-    """1 if the response is `<think>..</think><answer>..</answer>` and nothing else but white space around the tags,
-    each tag once; else 0 (DeepSeek-R1, arXiv 2501.12948)."""
+    """Return 1 if the response is `<think>..</think><answer>..</answer>` and nothing else but white space around the
+    tags, each tag once; else 0 (DeepSeek-R1, arXiv 2501.12948).
+    """
     return float(_FORMAT.fullmatch(response) is not None)
 
 
@@ -22,14 +23,16 @@ def tag_count(response: str) -> float:
 
 
 def reasoning_steps(response: str) -> float:
-    """`min(1, n / 3)` for n marks of a step: `Step 1:`, `First,`, `Second,`, `Next,`, `Finally,`, and at the beginning
-    of a line `1.`, `- ` or `* `."""
+    """Return `min(1, n / 3)` for n marks of a step: `Step 1:`, `First,`, `Second,`, `Next,`, `Finally,`, and at the
+    beginning of a line `1.`, `- ` or `* `.
+    """
     return min(1.0, len(_STEP.findall(response)) / _ENOUGH_STEPS)
 
 
 def repetition_penalty(response: str, *, n: int, max_penalty: float) -> float:
-    """`max_penalty` times the share of n-grams of words that were there before, case ignored; 0 below n words
-    (arXiv 2502.03373)."""
+    """Return `max_penalty` times the share of n-grams of words that were there before, case ignored; 0 below n words
+    (arXiv 2502.03373).
+    """
     words = response.lower().split()
     total = len(words) - n + 1
     if total < 1:

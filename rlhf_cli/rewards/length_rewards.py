@@ -16,23 +16,28 @@ def cosine(
     wrong_short: float,
     wrong_long: float,
 ) -> float:
-    """From the short value at 0 tokens along half a cosine to the long value at `max_len` and above, apart for right
-    and wrong answers (arXiv 2502.03373)."""
+    """Return the short value at 0 tokens, the long value from `max_len` on, and half a cosine between (arXiv 2502.03373).
+
+    Right and wrong answers have values of their own.
+    """
     short, long = (correct_short, correct_long) if correct else (wrong_short, wrong_long)
     share = min(1.0, request.num_tokens / max_len)
     return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
 
 
 def soft_overlong(request: ScoreRequest, correct: bool | None, *, max_len: int, buffer: int, factor: float) -> float:
-    """0 up to `max_len - buffer` tokens, then in a line down to `-factor` at `max_len` and above (DAPO, arXiv
-    2503.14476, equation 13)."""
+    """Return 0 up to `max_len - buffer` tokens, then in a line down to `-factor` at `max_len` and above (DAPO, arXiv
+    2503.14476, equation 13).
+    """
     beyond = request.num_tokens - (max_len - buffer)
     return -factor * min(max(beyond, 0), buffer) / buffer
 
 
 def length(requests: Sequence[ScoreRequest], corrects: Sequence[bool | None]) -> list[float]:
-    """Shorter than the others to the same prompt is better: `0.5 - (len - min) / (max - min)` for right answers and no
-    more than 0 for wrong ones; 0 where all are equally long (Kimi k1.5, arXiv 2501.12599, section 2.3.3)."""
+    """Reward a response that is shorter than the others to its prompt: `0.5 - (len - min) / (max - min)` for right
+    answers and no more than 0 for wrong ones; 0 where all are equally long (Kimi k1.5, arXiv 2501.12599, section
+    2.3.3).
+    """
     shortest = min(request.num_tokens for request in requests)
     spread = max(request.num_tokens for request in requests) - shortest
     if spread == 0:

@@ -220,7 +220,7 @@ def _file_pool(reward_func: str, config: RequestScoringConfig) -> WorkerPool:
 
 
 def file_and_function(reward_func: str) -> tuple[Path, str | None]:
-    """(file, name of the function in it) of FILE.py or FILE.py:NAME."""
+    """Return (file, name of the function in it) of FILE.py or FILE.py:NAME."""
     whole = Path(reward_func).expanduser().resolve()
     file, _, name = reward_func.rpartition(":")
     if whole.is_file() or not file or not name.isidentifier():

@@ -46,7 +46,7 @@ class Parts:
     base: Path | None  # the model under the adapter, or None if there is no adapter
 
     def file(self, names: tuple[str, ...]) -> Path | None:
-        """Folder that has one of these files: the model's own, or its base."""
+        """Return the folder that has one of these files: the model's own, or its base."""
         folders = [self.description, *([self.base] if self.base else [])]
         return next((folder for folder in folders if any((folder / name).is_file() for name in names)), None)
 

@@ -25,7 +25,7 @@ def check_rewards(reward: ScoringConfig, *sets: Sequence[Prompt]) -> None:
 
 
 def trial_requests(prompts: Sequence[Prompt]) -> list[ScoreRequest]:
-    """Made-up responses to the first prompts; their tokens are the prompt's own."""
+    """Return made-up responses to the first prompts; their tokens are the prompt's own."""
     return [
         ScoreRequest(
             query=prompt.text + response,

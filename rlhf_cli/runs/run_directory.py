@@ -126,7 +126,7 @@ def held_output(settings: CheckpointConfig) -> Iterator[None]:
 
 
 def check_not_replaced(settings: CheckpointConfig, *models: str) -> None:
-    """UsageError for a model to start from that lies in the earlier run which this one is to replace."""
+    """Raise UsageError for a model to start from that lies in the earlier run which this one is to replace."""
     if not settings.overwrite:
         return
     paths = run_directory(settings)

@@ -121,7 +121,7 @@ def number(value: float) -> str:
 
 
 def scaled(value: float) -> str:
-    """Three significant digits with k, M, G or T: 12.3k."""
+    """Return three significant digits with k, M, G or T: 12.3k."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             share = value / unit

@@ -9,7 +9,8 @@ from rlhf_cli.tracking.figures import GIB
 
 
 def host_gib() -> float:
-    """Resident memory in GiB of this process and all that descend from it, memory shared between them counted once.
+    """Return the resident memory in GiB of this process and all that descend from it, memory shared between them
+    counted once.
 
     The shared part is taken as the largest of a single process: libraries and object stores are mapped by all.
     """
@@ -25,7 +26,7 @@ def host_gib() -> float:
 
 
 def gpu_gib() -> float | None:
-    """Peak GPU memory in GiB that PyTorch held in this process since the last call; None if it uses no GPU."""
+    """Return the peak GPU memory in GiB that PyTorch held in this process since the last call; None if it uses no GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

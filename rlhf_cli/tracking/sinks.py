@@ -88,7 +88,7 @@ class JsonLines:
         truncate_after(path, resume_step)
         self._file = path.open("ab", buffering=0)
 
-    def write(self, step: int, fields: Mapping[str, Any]) -> None:
+    def write(self, step: int, fields: Mapping[str, object]) -> None:
         """Append {"step": step, **fields}. One system call a line: a kill tears the last line at most."""
         record = {"step": step, **fields}
         self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n")
@@ -133,7 +133,7 @@ class SamplesFile:
     def __init__(self, output: Path, *, resume_step: int | None, name: str = SAMPLES_FILE) -> None:
         self._lines = JsonLines(output / name, resume_step=resume_step)
 
-    def log(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+    def log(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
         """Append the samples of a step; they are on the disk when this returns."""
         for sample in samples:
             self._lines.write(step, without_non_finite(sample))
@@ -171,7 +171,7 @@ class WandbSink:
     """
 
     def __init__(
-        self, wandb: Any, config: TrackingConfig, *, output: Path, settings: Mapping[str, Any], run_id: str | None
+        self, wandb: Any, config: TrackingConfig, *, output: Path, settings: Mapping[str, object], run_id: str | None
     ) -> None:
         self._run = wandb.init(
             project=config.wandb_project,
@@ -214,7 +214,7 @@ def import_wandb(name: str = "wandb") -> Any:
 
 
 def check_wandb_key(environment: Mapping[str, str], *, netrc: Path) -> None:
-    """UsageError if wandb would have to ask for a key."""
+    """Raise UsageError if wandb would have to ask for a key."""
     offline = environment.get("WANDB_MODE") in ("offline", "disabled")
     has_key = any(environment.get(key) for key in WANDB_KEYS)
     if not offline and not has_key and not netrc.exists():

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import yaml
 from rich.console import Console
@@ -43,7 +43,7 @@ SUMMARY_PHASES = 6
 
 
 def check_tracking(config: TrackingConfig) -> None:
-    """UsageError if something the settings ask for is missing. To be called before anything starts."""
+    """Raise UsageError if something the settings ask for is missing. To be called before anything starts."""
     if config.use_wandb:
         import_wandb()
 
@@ -69,7 +69,7 @@ class Tracker:
         console: Console,
         resume_step: int | None,
         unit: str = "step",
-        saved: Mapping[str, Any] | None = None,
+        saved: Mapping[str, object] | None = None,
     ) -> None:
         self._output = output
         self._console = console
@@ -90,7 +90,7 @@ class Tracker:
         self._memory_read = -math.inf
         self._flagged: set[str] = set()
 
-    def _add_sinks(self, config: TrackingConfig, saved: Mapping[str, Any]) -> None:
+    def _add_sinks(self, config: TrackingConfig, saved: Mapping[str, object]) -> None:
         if config.use_tensorboard:
             self._sinks.append(TensorBoardSink(self._output, resume_step=self._resume_step))
         settings_file = self._output / SETTINGS_FILE
@@ -99,7 +99,7 @@ class Tracker:
             own: MetricSink = load_target(config.tracker)(self._output, settings, self._resume_step)
             self._sinks.append(own)
         if config.use_wandb:
-            run_id = saved.get("wandb_run_id")
+            run_id = str(saved["wandb_run_id"]) if saved.get("wandb_run_id") else None
             self._wandb = WandbSink(import_wandb(), config, output=self._output, settings=settings, run_id=run_id)
             self._sinks.append(self._wandb)
 
@@ -161,11 +161,11 @@ class Tracker:
         self._view.message(f"Evaluation after {self._unit} {step}:  {shown}")
         self._last_log = time.perf_counter()
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Record the samples of a step: prompt, response, reward, label and whatever else the rows hold."""
         self._samples.log(step, rows)
 
-    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Record responses of an evaluation after a step, as `samples` does, in a file of their own."""
         if self._eval_samples is None:
             self._eval_samples = SamplesFile(self._output, resume_step=self._resume_step, name=EVAL_SAMPLES_FILE)
@@ -175,7 +175,7 @@ class Tracker:
         """Show a line that stays on the terminal."""
         self._view.message(text)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return the tracker's state for a checkpoint."""
         return {} if self._wandb is None else {"wandb_run_id": self._wandb.run_id}
 
@@ -207,7 +207,7 @@ class Tracker:
             self.close(outcome="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
     def _read_memory(self, now: float) -> dict[str, float]:
-        """Memory as last read: reading it for many processes takes longer than a small step may."""
+        """Return the memory as last read: reading it for many processes takes longer than a small step may."""
         if now - self._memory_read >= SECONDS_BETWEEN_MEMORY_READINGS:
             self._memory_read = now
             gpu = memory.gpu_gib()
@@ -262,35 +262,35 @@ class SilentTracker:
     """The tracker of ranks other than 0: takes everything and keeps nothing."""
 
     def start(self, facts: Mapping[str, str]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def phase(self, name: str | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def log(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def evaluation(self, step: int, metrics: Mapping[str, float], phases: Mapping[str, float] | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
-    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing."""
+    def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Do nothing."""
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing."""
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Do nothing."""
 
     def message(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
-    def state(self) -> dict[str, Any]:
-        """Nothing: rank 0 saves it."""
+    def state(self) -> dict[str, object]:
+        """Do nothing: rank 0 saves it."""
         return {}
 
     def close(self, *, outcome: str = "finished", facts: Mapping[str, str] | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -114,12 +114,19 @@ def test_code_outside_the_program_decides_a_run_in_all_its_processes(model, tmp_
         ("rollout_backend", "patient_engine.py", "PatientEngine"),
         ("tracker", "csv_tracker.py", "CsvTracker"),
     )
+    files = {name: page_file(tmp_path, name) for _, name, _ in code}
+    with files["patient_engine.py"].open("a") as engine:
+        engine.write(
+            "\n    async def begin(self, requests, sampling):\n"
+            f"        open({str(tmp_path / 'begun')!r}, 'a').write(f'{{len(requests)}} ')\n"
+            "        await super().begin(requests, sampling)\n"
+        )
     output = tmp_path / "run"
     run_rlhf(
         *f"rloo --pretrain {model} --prompt_data {tmp_path}/quiz.jsonl --max_len 64 --max_new_tokens 6".split(),
         *f"--reward_funcs {tmp_path}/digits.py:digits --rollout_batch_size 4 --n_samples_per_prompt 3".split(),
         *f"--train_batch_size 12 --max_iterations 1 --init_kl_coef 0 --loss_agg token_mean --output {output}".split(),
-        *(word for name, file, found in code for word in (f"--{name}", f"{page_file(tmp_path, file)}:{found}")),
+        *(word for name, file, found in code for word in (f"--{name}", f"{files[file]}:{found}")),
     )
     metrics = read_metrics(output)[1]
     samples = [json.loads(line) for line in (output / "samples.jsonl").open()]
@@ -129,6 +136,7 @@ def test_code_outside_the_program_decides_a_run_in_all_its_processes(model, tmp_
     assert metrics["advantage_abs"] == pytest.approx(mean(map(abs, leads)))
     # The ratio is 1 in the only step, so the loss is twice REINFORCE's, but for the correction of the rollout.
     assert metrics["policy_loss"] == pytest.approx(-2 * mean(leads), rel=0.01)
+    assert (tmp_path / "begun").read_text().split() == ["12"]
     assert (output / "course.csv").read_text().split() == [f"1,reward,{metrics['reward']}"]
 
 

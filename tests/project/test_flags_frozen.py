@@ -192,11 +192,12 @@ def other_value(flag: Flag) -> str | list[str] | bool:
         return not flag.default
     if flag.takes > 1:
         return ["0.25", "0.75"][: flag.takes]
+    default = flag.default if isinstance(flag.default, int | float) else None
     if flag.annotation is int:
-        return str(2 * flag.default if not flag.required and (flag.default or 0) > 0 else 3)
+        return str(2 * default if default is not None and default > 0 else 3)
     if flag.annotation is float:
         # 1.5 stands for settings bounded by 1 from below
-        return "1.5" if flag.default is None else str((flag.default or 0.5) / 2)
+        return "1.5" if default is None else str((default or 0.5) / 2)
     return "other"
 
 

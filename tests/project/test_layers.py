@@ -9,7 +9,18 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "rlhf_cli"
 ROWS = [
-    {"config", "flags", "foreign", "options", "help_page", "errors", "environment", "version", "__init__"},
+    {
+        "config",
+        "flags",
+        "foreign",
+        "options",
+        "settings_file",
+        "help_page",
+        "errors",
+        "environment",
+        "version",
+        "__init__",
+    },
     {"algorithms"},
     {"models"},
     {"data", "rewards", "tracking"},

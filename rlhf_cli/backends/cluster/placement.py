@@ -121,7 +121,7 @@ def plan_layout(
 
 
 def check_layout(placement: PlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...]) -> None:
-    """UsageError for roles that fit together on no cluster, however large."""
+    """Raise UsageError for roles that fit together on no cluster, however large."""
     plan_layout(placement, rollout, roles=roles, node_gpus=[sys.maxsize])
 
 
@@ -232,7 +232,7 @@ def describe(layout: Layout, *, unit: str) -> list[str]:
 
 
 def _nodes(numbers: list[int]) -> str:
-    """ "node 3", "nodes 0-3" or "nodes 0, 2, 5"."""
+    """Return the nodes in words: node 3, nodes 0-3 or nodes 0, 2, 5."""
     if len(numbers) == 1:
         return f"node {numbers[0]}"
     is_run = numbers == list(range(numbers[0], numbers[-1] + 1))

@@ -46,7 +46,7 @@ class Cluster:
         return "GPU" if self.has_gpus else "process"
 
     def threads(self, num_processes: int) -> int:
-        """CPU threads of each of a role's processes: roles take turns, the processes of one share the cores.
+        """Return the CPU threads of each of a role's processes: roles take turns, the processes of one share the cores.
 
         OMP_NUM_THREADS counts if this process started Ray; in a submitted job it is Ray's, and of another machine.
         """

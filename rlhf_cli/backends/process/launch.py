@@ -24,7 +24,7 @@ LAUNCHER = "deepspeed.launcher.launch"
 
 
 def run_ranks(num_processes: int, arguments: list[str]) -> int:
-    """Exit status of `rlhf <arguments>` on this many ranks.
+    """Return the exit status of `rlhf <arguments>` on this many ranks.
 
     The launcher kills its ranks when it is interrupted. So it runs in a session of its own, out of the terminal's
     reach, and the signals that ask for a stop are passed on to the ranks alone, which finish their step and save.

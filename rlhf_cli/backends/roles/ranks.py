@@ -214,7 +214,7 @@ class ActorRank:
         return len(list(buckets(list(self.role.hf_model.named_parameters()))))
 
     def bucket(self, number: int) -> dict[str, torch.Tensor]:
-        """Some of the weights, whole and on the CPU, on rank 0; every rank calls it."""
+        """Return the weights of a bucket, whole and on the CPU, on rank 0; every rank calls it."""
         chosen = list(buckets(list(self.role.hf_model.named_parameters())))[number]
         gathered = self.role.engine.whole(chosen)
         return {name: weight.to("cpu", copy=True) for name, weight in gathered if dist.get_rank() == 0}

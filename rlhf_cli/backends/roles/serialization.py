@@ -72,7 +72,7 @@ def _split_sequences(token_ids: np.ndarray, loss_mask: np.ndarray, bounds: np.nd
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(the arrays end to end, the bounds between them)."""
+    """Return (the arrays end to end, the bounds between them)."""
     bounds = np.cumsum([0, *(array.size for array in arrays)])
     return (np.concatenate(arrays) if arrays else np.zeros(0)), bounds
 

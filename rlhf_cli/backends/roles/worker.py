@@ -25,7 +25,7 @@ class RayWorker:
         self._target: object = None
 
     def address(self) -> tuple[str, int]:
-        """(IP address of this node, a free port), at which the ranks of a role can meet."""
+        """Return (IP address of this node, a free port), at which the ranks of a role can meet."""
         import ray
 
         return ray.util.get_node_ip_address(), free_port()

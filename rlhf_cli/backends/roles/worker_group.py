@@ -82,7 +82,7 @@ class WorkerGroup(Generic[RankT]):
                 continue
 
     def address(self) -> tuple[str, int]:
-        """(IP address of rank 0's node, a free port there)."""
+        """Return (IP address of rank 0's node, a free port there)."""
         return self.wait([self._workers[0].address.remote()])[0]
 
     def visible_gpus(self) -> list[str]:
@@ -150,7 +150,7 @@ def start_engine(
     factory: str,
     args: tuple[object, ...],
 ) -> tuple[object, object]:
-    """(worker, building call) of one rollout engine."""
+    """Return (worker, building call) of one rollout engine."""
     worker = _worker(AsyncRayWorker, seat, reservation, log_dir=log_dir, threads=threads)
     return worker, worker.build.remote(environment, factory, *args)
 

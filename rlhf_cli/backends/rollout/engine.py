@@ -170,7 +170,7 @@ class RequestBatch:
 
 
 def eos_token_ids(model_path: str | Path) -> list[int]:
-    """Token ids that end a response: from the model's generation config, else of its config; sorted."""
+    """Return the token ids that end a response: from the model's generation config, else of its config; sorted."""
     for name in ("generation_config.json", "config.json"):
         file = Path(model_path) / name
         if file.exists():

@@ -102,7 +102,7 @@ class TransformersBatch:
             add(row, responses.finished(row, limit, stopped=False, version=version))
 
     def _ends(self, token: torch.Tensor, rows: torch.Tensor, responses: SampledResponses, length: int) -> torch.Tensor:
-        """Which of the responses, bool [rows], end with this token, their last of `length`."""
+        """Return which of the responses, bool [rows], end with this token, their last of `length`."""
         ends = torch.isin(token, self._eos)
         if (stop := self._stop) is not None:
             found = [stop.end(responses.last(row, length, stop.num_tokens)) for row in rows.tolist()]

@@ -15,7 +15,7 @@ _BLOCK = 64  # entries of the vocabulary summed before the cumulative sum is tak
 
 
 def request_uniforms(seeds: list[int], num_tokens: int) -> torch.Tensor:
-    """Uniform numbers [requests, num_tokens] in [0, 1), float64: row i depends on seed i alone.
+    """Return uniform numbers [requests, num_tokens] in [0, 1), float64: row i depends on seed i alone.
 
     Step t of a request always takes number t, so that a draw does not depend on which other requests are
     generated beside it. float64, since float32 could not reach tokens with a probability below 6e-8.
@@ -114,7 +114,7 @@ def _blocks(weights_BV: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(blocks: torch.Tensor, cumulative: torch.Tensor, uniforms_B1: torch.Tensor) -> torch.Tensor:
-    """Index [B, 1] of the first weight whose cumulative sum exceeds the uniform share of the total.
+    """Return the index [B, 1] of the first weight whose cumulative sum exceeds the uniform share of the total.
 
     Looks for the block first, then inside it: a cumulative sum over the whole vocabulary costs more than all else.
     Weights of zero are never drawn, as the sum does not grow there.

@@ -91,7 +91,7 @@ class VllmEngine:
     def _begin(
         self, requests: list[GenerationRequest], sampling: SamplingParams
     ) -> tuple[RequestBatch, asyncio.Task[None]]:
-        """(the batch, what fills it)."""
+        """Return (the batch, what fills it)."""
         if self._asleep or self._updating or self._weights_lost:
             raise RunError("the rollout engine was asked to generate while asleep or without complete weights")
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)

@@ -101,7 +101,7 @@ def _start_failure(error: Exception) -> str:
 
 
 def _check_head_size(model_path: str, settings: EngineSettings) -> None:
-    """UsageError where vLLM's CPU attention lacks the model's head size: it would start, and die of a request."""
+    """Raise UsageError where vLLM's CPU attention lacks the model's head size: it would start, and die of a request."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     size, known = head_size(_text_config(model_path, settings)), CPUAttentionBackend.get_supported_head_sizes()

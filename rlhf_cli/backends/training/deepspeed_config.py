@@ -12,7 +12,7 @@ from rlhf_cli.errors import UsageError
 
 
 def check_deepspeed(settings: DeepSpeedConfig, *, param_dtype: str) -> None:
-    """UsageError for settings that DeepSpeed has only together with others."""
+    """Raise UsageError for settings that DeepSpeed has only together with others."""
     if settings.adam_offload and settings.zero_stage == 0:
         raise UsageError("--adam_offload: DeepSpeed moves optimizer states to host memory from --zero_stage 1 on")
     if _is_plain_bf16(settings, param_dtype) and settings.grad_accum_dtype == "fp32":

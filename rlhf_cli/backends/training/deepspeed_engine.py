@@ -348,7 +348,7 @@ def load_trained_weights(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
 def whole_weights(
     parameters: list[tuple[str, nn.Parameter]], *, gather: bool, bucket_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of the parameters."""
+    """Yield (name, whole tensor) of the parameters."""
     if not gather:
         yield from ((name, parameter.detach()) for name, parameter in parameters)
         return

@@ -53,7 +53,7 @@ class EngineWeights:
 
 
 def _partitioned(directory: Path) -> dict[str, Any]:
-    """Stage 3's tensors by name, put together from the ranks' mapped files by `contiguous`."""
+    """Return the tensors of stage 3 by name, put together from the ranks' mapped files by `contiguous`."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

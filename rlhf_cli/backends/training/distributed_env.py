@@ -30,5 +30,5 @@ def is_under_launcher() -> bool:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """(rank, world size) that a launcher has announced; (0, 1) without one."""
+    """Return (rank, world size) that a launcher has announced; (0, 1) without one."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -42,7 +42,7 @@ class FrozenReference:
         return self.engine.infer(batches, forward)
 
     def results(self, forward: Forward) -> Results:
-        """(engine of the trained model, micro-batches) -> results of `forward` by this model."""
+        """Return a function from (trained engine, micro-batches) to the results of `forward` by this model."""
         return lambda engine, batches: self.infer(batches, forward)
 
     def move(self, engine: DeepSpeedEngine, alpha: float) -> None:
@@ -68,7 +68,7 @@ class FrozenReference:
 
 
 def base_results(forward: Forward) -> Results:
-    """(engine, micro-batches) -> results of `forward` by the base under the trained adapter."""
+    """Return a function from (engine, micro-batches) to the results of `forward` by the base of the adapter."""
 
     def infer(engine: DeepSpeedEngine, batches: list[object]) -> list[torch.Tensor]:
         with adapter_off(engine.module):

@@ -31,7 +31,7 @@ class WeightAverage:
             self._averages[name].lerp_(_own_part(parameter).to("cpu", torch.float32), 1.0 - self._beta)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole average in the parameter's type) on the first rank; every rank must iterate to the end."""
+        """Yield (name, whole average in the parameter's type) on the first rank; every rank must iterate to the end."""
         for name, parameter in self._parameters:
             if _is_partitioned(parameter):
                 yield name, _put_together(self._averages[name], parameter)

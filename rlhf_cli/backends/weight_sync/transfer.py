@@ -94,7 +94,8 @@ def _weighted_sum(words: torch.Tensor) -> int:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    """64-bit checksum of a tensor's bytes: the sum of its 8-byte words, each times an odd number of its position.
+    """Return a 64-bit checksum of a tensor's bytes: the sum of its 8-byte words, each times an odd number of its
+    position.
 
     The same on every device; a changed, moved or swapped word changes it. All sums wrap modulo 2^64.
     """
@@ -208,7 +209,7 @@ def optional_tensors(config: object) -> frozenset[str]:
 def check_tensors(
     sent: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], *, optional: frozenset[str] = frozenset()
 ) -> None:
-    """RunError that names tensors which are missing, unknown or of another shape.
+    """Raise RunError that names tensors which are missing, unknown or of another shape.
 
     `optional` names may be absent on either side: a tied head is stored or not, as the trainer likes.
     """

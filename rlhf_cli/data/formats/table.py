@@ -140,7 +140,7 @@ def _fault_of_prompt_cell(row: Row, column: str, data_format: str) -> str | None
 
 
 def _detected(present: Present, wanted: Columns) -> str:
-    """Name of the format that the columns have."""
+    """Return the name of the format that the columns have."""
     listed = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
     value = present.source.row(0).get(listed) if listed else None
     if wanted.output_key is None and (is_dialogue(value) or listed in MESSAGE_COLUMNS):

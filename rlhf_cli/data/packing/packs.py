@@ -170,7 +170,7 @@ class Bounds:
 
 
 def _fewest_bins(lengths_B: np.ndarray, costs_B: np.ndarray, bounds: Bounds, num_ranks: int) -> list[list[int]]:
-    """Balanced bins, a multiple of `num_ranks`, as few as the heuristics and the bounded search find."""
+    """Return the balanced bins, a multiple of `num_ranks`, as few as the heuristics and the bounded search find."""
     num_bins = -(-_least_bins(lengths_B, bounds) // num_ranks) * num_ranks
     order = np.lexsort((np.arange(lengths_B.size), -lengths_B))
     while True:

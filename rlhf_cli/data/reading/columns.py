@@ -82,7 +82,7 @@ class Present:
         return name
 
     def _entries_beside(self, name: str) -> str:
-        """Which entries the column has in which `name` looks for one, as part of a sentence."""
+        """Return which entries the column has in which `name` looks for one, as part of a sentence."""
         column = name.rpartition(".")[0]
         held = self.source.row(0).get(column) if column else None
         return f", for {column!r} has {', '.join(held) or 'nothing'}" if isinstance(held, dict) else ""
@@ -107,7 +107,7 @@ def is_dialogue(value: object) -> TypeGuard[list[dict[str, object]]]:
 
 
 def format_of(listed: list[dict[str, object]]) -> str:
-    """Name of the format that a list of messages has, by its first."""
+    """Return the name of the format that a list of messages has, by its first."""
     return "sharegpt" if "from" in listed[0] else "messages"
 
 

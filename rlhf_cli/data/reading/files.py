@@ -51,7 +51,7 @@ class Table:
     checksum: Callable[[], str] | None = None
 
     def where(self, index: int) -> str:
-        """File and place of a row, for messages."""
+        """Return the file and place of a row, for messages."""
         return f"{self.path} {self.place(index)}"
 
 
@@ -138,7 +138,7 @@ def _json_lines(mapped: mmap.mmap, path: str) -> Table:
 
 
 def _line_ends(mapped: mmap.mmap) -> np.ndarray:
-    """Byte position of the end of every line, int64; the last line needs no line break."""
+    """Return the byte position of each line's end, int64; the last line needs no line break."""
     found = [
         np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE) + start
         for start, block in blocks(mapped, 0, len(mapped))

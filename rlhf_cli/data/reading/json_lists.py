@@ -122,7 +122,7 @@ class _Cursor:
 
 
 def _line_and_column(mapped: mmap.mmap, byte: int) -> tuple[int, int]:
-    """Line and column of a byte, both from 1; columns are characters, of which a byte order mark is none."""
+    """Return the line and column of a byte, both from 1; columns are characters, of which a byte order mark is none."""
     start = mapped.rfind(b"\n", 0, byte) + 1
     line = 1 + sum(block.count(b"\n") for _, block in blocks(mapped, 0, start))
     within = sum(_num_characters(block) for _, block in blocks(mapped, start, byte))

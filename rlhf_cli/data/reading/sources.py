@@ -94,13 +94,13 @@ class Source:
         return self.tables[number], index - (int(self._ends[number - 1]) if number else 0)
 
     def row(self, index: int) -> Row:
-        """Row number `index`, from 0. Raises UsageError naming the line if it cannot be parsed."""
+        """Return row number `index`, from 0. Raises UsageError naming the line if it cannot be parsed."""
         table, position = self._find(index)
         row = Row(table.read(position), self, index)
         return row if self.format_code is None else _made_by(self.format_code, row)
 
     def where(self, index: int) -> str:
-        """File and line of a row, for messages."""
+        """Return the file and line of a row, for messages."""
         table, position = self._find(index)
         return table.where(position)
 
@@ -239,7 +239,7 @@ def _load_source(name: str, default_split: str, hub: Callable[[str, str], Table]
 
 
 def _parted(name: str) -> tuple[Path, str | None]:
-    """Path and split of `name@split`; a path that exists with the @ in its name is taken whole."""
+    """Return the path and split of `name@split`; a path that exists with the @ in its name is taken whole."""
     path, _, split = name.rpartition("@")
     if not path or os.sep in split or os.path.exists(os.path.expanduser(name)):
         return Path(name).expanduser(), None

@@ -186,7 +186,7 @@ def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def skip_space(text: str, position: int) -> int:
-    """Position of the first character from `position` on that is not white space."""
+    """Return the position of the first character from `position` on that is not white space."""
     match = SPACE.match(text, position)
     return match.end() if match else position
 

@@ -38,7 +38,8 @@ def note_largest(report: TokenReport, ids: Sequence[int], row: Row) -> None:
 def check_token_ids(
     report: TokenReport, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig, *, pretrain: str
 ) -> None:
-    """UsageError where data have a token that the model has no embedding of: its tokenizer got tokens, it did not.
+    """Raise UsageError where data have a token that the model has no embedding of: its tokenizer got tokens, it did
+    not.
 
     A tokenizer may have more tokens than the model, as long as no text has them.
     """
@@ -141,7 +142,7 @@ class Tokeniser:
         return encode(texts, add_special_tokens=False) if texts else []
 
     def prompts(self, texts: list[str], *, plain: bool) -> list[list[int]]:
-        """Token ids that generation starts from; `plain` texts get the start of text unless they have it."""
+        """Return the token ids that generation starts from; `plain` texts get the start of text unless they have it."""
         if self._tokenizer.is_fast:
             ids = [encoding.ids for encoding in self._encodings(texts, with_offsets=False)]
         else:
@@ -248,7 +249,7 @@ def _tokens_by_offsets(encoding: Encoding, piece: Rendered) -> Tokens:
 
 
 def _token_at(encoding: Encoding, start: int, stop: int) -> int | None:
-    """First token in the span. Some tokenizers leave white space out of their offsets, or give it no token."""
+    """Return the first token in the span. Some tokenizers leave white space out of their offsets, or give it no token."""
     before = encoding.char_to_token(start - 1) if start else None
     if before is not None and encoding.char_to_token(start) is None:
         return before + 1

@@ -73,7 +73,7 @@ class VarlenKernel:
         self._library = library
 
     def forward(self, of: Operands) -> torch.Tensor:
-        """Output [T, heads, value size]."""
+        """Return the output [T, heads, value size]."""
         output = of.query.new_empty(*of.query.shape[:2], of.value.shape[-1])
         self._call("forward", of, [of.query, of.key, of.value], [output])
         return output

@@ -124,7 +124,7 @@ def resolve_attention(
     needs: frozenset[str] = frozenset(),
     backends: tuple[AttentionBackend, ...] = BACKENDS,
 ) -> str:
-    """Name of the attention function for transformers; `auto` becomes the fastest kernel that fits.
+    """Return the name of the attention function for transformers; `auto` becomes the fastest kernel that fits.
 
     UsageError in one sentence if the kernel asked for is not installed or lacks a needed feature.
     """

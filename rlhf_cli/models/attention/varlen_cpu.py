@@ -166,7 +166,7 @@ class _Masks:
         self._window = window
 
     def of(self, rows: int, offset: int) -> torch.Tensor:
-        """Mask [rows, c] for the last c of `offset + rows` keys; the keys before those are seen by every row."""
+        """Return a mask [rows, c] for the last c of `offset + rows` keys; the keys before those are seen by every row."""
         if not self._window or offset + rows <= self._window:
             return self._triangle[:rows, :rows]
         distance = torch.arange(rows)[:, None] + offset - torch.arange(offset + rows)
@@ -204,7 +204,7 @@ def _attend_backward(
 
 
 def _probabilities(query_BRD: torch.Tensor, key_BTD: torch.Tensor, mask: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Softmax of the masked scores [..., heads of a group * rows, keys], float32."""
+    """Return the softmax of the masked scores [..., heads of a group * rows, keys], float32."""
     wide = _wide(query_BRD.dtype)
     scores = torch.bmm(query_BRD.to(wide) * scale, key_BTD.to(wide).transpose(1, 2))
     scores.unflatten(1, (-1, mask.shape[0]))[..., -mask.shape[1] :] += mask

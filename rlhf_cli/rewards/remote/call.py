@@ -133,7 +133,7 @@ def _seconds(retry_after: str | None) -> float:
 
 
 def _detail(said: bytes) -> str:
-    """`: the server's message` in one line."""
+    """Return `: the server's message` in one line."""
     text = said[: 4 * MAX_DETAIL].decode(errors="replace")
     with suppress(ValueError, TypeError, KeyError):
         text = str(_parsed(said)["detail"])

@@ -24,7 +24,26 @@ from rlhf_cli.rewards.sandbox import kernel
 TYPE_CHECKING = False  # typing is not imported: every program that is run waits for what is
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import TypedDict
+
+    class Request(TypedDict):
+        """The program, its limits, and either the parts of its root (`sandboxed`) or its folder."""
+
+        program: str
+        stdin: str
+        python: str
+        sandboxed: bool
+        seconds: float
+        memory_bytes: int
+        scratch_bytes: int
+        max_files: int
+        max_processes: int
+        folders: list[str]
+        hidden: list[str]
+        links: list[tuple[str, str]]
+        filter: bytes
+        folder: str
+
 
 SCRATCH = "/box"
 PROGRAM = f"{SCRATCH}/program.py"
@@ -62,7 +81,7 @@ def main(control: int, status: int) -> None:
         _report(status, error=_words(error))
 
 
-def _run(request: "dict[str, Any]", control: int, status: int) -> None:
+def _run(request: "Request", control: int, status: int) -> None:
     wake = _wake_on_child()
     if request["sandboxed"]:
         _enter_namespaces()
@@ -211,7 +230,7 @@ def _write(path: str, text: str) -> None:
 # --- init: process 1 of the sandbox
 
 
-def _init(request: "dict[str, object]", alive: tuple[int, int], status: int) -> None:
+def _init(request: "Request", alive: tuple[int, int], status: int) -> None:
     kernel.die_with_parent(signal.SIGKILL)
     os.close(alive[1])
     if select.select([alive[0]], [], [], 0)[0]:
@@ -229,7 +248,7 @@ def _init(request: "dict[str, object]", alive: tuple[int, int], status: int) -> 
     _report(status, status=ended, seconds=time.monotonic() - started)
 
 
-def _make_root(request: "dict[str, Any]") -> None:
+def _make_root(request: "Request") -> None:
     """Make a root in memory with the interpreter, its libraries, scratch folders and the program's input files."""
     sealed_folder = _SEALED | kernel.MOUNT_ATTR_NODEV
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
@@ -250,11 +269,11 @@ def _make_root(request: "dict[str, Any]") -> None:
     kernel.change_root(_MOUNT_POINT)
 
 
-def _make_scratch(request: "dict[str, Any]") -> None:
+def _make_scratch(request: "Request") -> None:
     """Make all writable folders, which share one bounded piece of memory, with the program and its input files."""
     scratch = f"{_MOUNT_POINT}/scratch"
     os.mkdir(scratch)
-    texts = {name: request[name].encode() for name in ("program", "stdin")}
+    texts = {"program": request["program"].encode(), "stdin": request["stdin"].encode()}
     _mount_memory(scratch, size=request["scratch_bytes"] + sum(map(len, texts.values())))
     for name, text in texts.items():
         with open(f"{scratch}/{name}", "wb") as file:
@@ -289,7 +308,7 @@ def _bind_file(source: str, path: str, attributes: int) -> None:
 # --- program
 
 
-def _program(request: "dict[str, Any]") -> None:
+def _program(request: "Request") -> None:
     """Become the program, with nothing it could use against anybody."""
     os.setsid()  # a process group of its own: signals to its group must not reach the host's
     os.chdir(SCRATCH)
@@ -306,15 +325,15 @@ def _program(request: "dict[str, Any]") -> None:
     _execute(request["python"], PROGRAM, environment)
 
 
-def _unguarded(request: "dict[str, Any]") -> None:
+def _unguarded(request: "Request") -> None:
     """Become the program with limits alone, in a folder and a process group of its own."""
     os.setsid()
     kernel.die_with_parent(signal.SIGKILL)
     os.chdir(request["folder"])
     path = os.path.join(request["folder"], "program.py")
-    for name, key in ((path, "program"), (os.path.join(request["folder"], "stdin"), "stdin")):
+    for name, text in ((path, request["program"]), (os.path.join(request["folder"], "stdin"), request["stdin"])):
         with open(name, "w", encoding="utf-8", newline="") as file:
-            file.write(request[key])
+            file.write(text)
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
     os.unlink("stdin")
     _limit(request, max_processes=None)
@@ -322,7 +341,7 @@ def _unguarded(request: "dict[str, Any]") -> None:
     _execute(request["python"], path, environment)
 
 
-def _limit(request: "dict[str, Any]", *, max_processes: int | None) -> None:
+def _limit(request: "Request", *, max_processes: int | None) -> None:
     cpu = int(request["seconds"]) + 2  # whole seconds, never before the limit on the clock
     for limit, soft, hard in (
         (resource.RLIMIT_CPU, cpu, cpu + 1),

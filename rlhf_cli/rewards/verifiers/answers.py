@@ -7,7 +7,9 @@ _OPEN_TAG, _CLOSE_TAG = "<answer>", "</answer>"
 
 
 def tagged_answer(text: str) -> tuple[str, bool] | None:
-    r"""(content of the last `\boxed{}` or of the last `<answer>`, whichever begins later; whether it is a box's)."""
+    r"""Return (content of the last `\boxed{}` or of the last `<answer>`, whichever begins later; whether it is a
+    box's).
+    """
     box, tag = _boxed_span(text), _tag_span(text)
     if box is not None and (tag is None or box[0] > tag[0]):
         return text[slice(*box)].strip(), True
@@ -15,7 +17,7 @@ def tagged_answer(text: str) -> tuple[str, bool] | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the balanced `\boxed{}` or `\fbox{}` that begins last; escaped braces are text."""
+    r"""Return the content of the balanced `\boxed{}` or `\fbox{}` that begins last; escaped braces are text."""
     span = _boxed_span(text)
     return None if span is None else text[slice(*span)]
 
@@ -43,6 +45,6 @@ def _tag_span(text: str) -> tuple[int, int] | None:
 
 
 def after_marker(text: str) -> tuple[str, str]:
-    """(`####` if the text has it else nothing, the first line behind the last of them)."""
+    """Return (`####` if the text has it else nothing, the first line behind the last of them)."""
     _, marker, tail = text.rpartition("####")
     return marker, tail.strip().partition("\n")[0]

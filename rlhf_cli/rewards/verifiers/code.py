@@ -38,7 +38,7 @@ class CodeLimits:
 def code(
     response: str, label: str | None, *, timeout: float, memory_mb: int, code_unsandboxed: bool, reward_timeout: float
 ) -> Verdict:
-    """`grade` with the settings of a run: a worker has to answer before its own time is over."""
+    """Return `grade` with the settings of a run. A worker has to answer before its own time is over."""
     limits = CodeLimits(timeout, memory_mb, total_seconds=CODE_SHARE * reward_timeout)
     return grade(response, label, limits=limits, sandboxed=not code_unsandboxed)
 
@@ -70,7 +70,9 @@ def grade(response: str, label: str | None, *, limits: CodeLimits, sandboxed: bo
 
 
 def last_code_block(text: str) -> str | None:
-    """Content of the last closed ``` block that is marked as Python, else of the last unmarked block; else None."""
+    """Return the content of the last closed ``` block that is marked as Python, else of the last unmarked block; else
+    None.
+    """
     found: dict[bool, str] = {}
     fence, tag, lines = "", "", list[str]()
     for line in text.splitlines(keepends=True):

@@ -191,7 +191,7 @@ def _with_blanks_after_commas(text: str) -> str:
 
 
 def _without_unit(text: str) -> tuple[str, str]:
-    """(the text without a unit in \\text{} behind it, that unit)."""
+    """Return (the text without a unit in \\text{} behind it, that unit)."""
     text = text.strip().rstrip(".")
     match = _UNIT.search(text)
     return (text[: match.start()], match[0].strip()) if match else (text, "")
@@ -244,7 +244,7 @@ def _around(text: str) -> tuple[str, str]:
 
 
 def _without_names(one: str, other: str) -> tuple[str, str]:
-    """Two answers without `x =` before them, if both have the same name or one has none."""
+    """Return two answers without `x =` before them, if both have the same name or one has none."""
     (name, value), (other_name, other_value) = _assigned(one), _assigned(other)
     if name == other_name or (not (name and other_name) and not _EQUALS.search(value + other_value)):
         return value, other_value
@@ -252,7 +252,7 @@ def _without_names(one: str, other: str) -> tuple[str, str]:
 
 
 def _assigned(text: str) -> tuple[str, str]:
-    """(the symbol on the left of an equation, its right side); an empty symbol if it is none."""
+    """Return (the symbol on the left of an equation, its right side); an empty symbol if it is none."""
     name, *values = _EQUALS.split(text)
     if len(values) == 1 and _SYMBOL.fullmatch(name.strip()):
         return name.strip(), values[0].strip()

@@ -117,7 +117,7 @@ class WorkerProcess:
         return f"was killed by {signal.Signals(code).name}{memory}"
 
     def _exit_status(self) -> tuple[int, int] | None:
-        """(CLD_EXITED, exit code) or (another way, signal number) of an ended process."""
+        """Return (CLD_EXITED, exit code) or (another way, signal number) of an ended process."""
         status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return None if status is None else (status.si_code, status.si_status)
 

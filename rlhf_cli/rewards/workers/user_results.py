@@ -5,7 +5,7 @@ A function returns a list of numbers; a list of dicts with `overall`, `reward` o
 """
 
 import math
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from rlhf_cli.rewards.records import BadResult
 
@@ -26,12 +26,13 @@ class UserResult(TypedDict):
     metrics: dict[str, float]
 
 
-def checked(result: Any, expected: int, *, logged: dict[str, Any] | None = None) -> list[UserResult]:
+def checked(result: object, expected: int, *, logged: dict[str, object] | None = None) -> list[UserResult]:
     """Return the results of `expected` responses. Raises BadResult if there is no list of that length.
 
     `logged` are metrics that were reported besides, lists by response or one number for all.
     """
-    filters, logs = [None] * expected, dict(logged or {})
+    filters: list[object] = [None] * expected
+    logs = dict(logged or {})
     if isinstance(result, dict) and "rewards" not in result:
         result = _rows(result, expected)
     if isinstance(result, dict):
@@ -49,12 +50,12 @@ def checked(result: Any, expected: int, *, logged: dict[str, Any] | None = None)
     return found
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return the numbers and lists in place of numpy's arrays and tensors."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _listed(values: Any, expected: int, what: str) -> list[Any]:
+def _listed(values: object, expected: int, what: str) -> list[object]:
     values = _plain(values)
     if not isinstance(values, list | tuple):
         raise BadResult(f"returned {type(values).__name__}, not a list of numbers")
@@ -63,7 +64,7 @@ def _listed(values: Any, expected: int, what: str) -> list[Any]:
     return list(values)
 
 
-def _rows(columns: dict[Any, Any], expected: int) -> list[dict[Any, Any]]:
+def _rows(columns: dict[object, object], expected: int) -> list[dict[object, object]]:
     """Return one dict a response from a dict of lists. Raises BadResult if no list of rewards is among them."""
     key = next((key for key in VALUE_KEYS if key in columns), None)
     if key is None:
@@ -73,7 +74,7 @@ def _rows(columns: dict[Any, Any], expected: int) -> list[dict[Any, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*spread, strict=True)]
 
 
-def _spread(values: Any, expected: int) -> list[Any]:
+def _spread(values: object, expected: int) -> list[object]:
     """Return a metric by response: one number counts for all; another length gives None."""
     values = _plain(values)
     if not isinstance(values, list | tuple):
@@ -81,7 +82,7 @@ def _spread(values: Any, expected: int) -> list[Any]:
     return list(values) if len(values) == expected else [None] * expected
 
 
-def _of_one(value: Any) -> UserResult:
+def _of_one(value: object) -> UserResult:
     if not isinstance(value, dict):
         return _result(value)
     key = next((key for key in VALUE_KEYS if key in value), None)
@@ -96,7 +97,7 @@ def _of_one(value: Any) -> UserResult:
     return result
 
 
-def _result(value: Any) -> UserResult:
+def _result(value: object) -> UserResult:
     value = _plain(value)
     if value is None:
         return _failed("returned None", malformed=False)
@@ -115,12 +116,12 @@ def _failed(problem: str, *, malformed: bool) -> UserResult:
     return UserResult(value=None, problem=problem, malformed=malformed, filter=None, metrics={})
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """Return the finite number that something is, None if it is none."""
     return _result(value)["value"]
 
 
-def _note(metrics: dict[str, float], name: str, value: Any) -> None:
+def _note(metrics: dict[str, float], name: str, value: object) -> None:
     number = _number(value)
     if number is not None:
         metrics[str(name)] = number

@@ -22,7 +22,7 @@ import socket
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rlhf_cli.rewards.records import BadResult
@@ -58,13 +58,13 @@ class _Answers:
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._runner: Any = None
-        self._awaited: list[tuple[int, Any]] = []  # place and result to await
+        self._runner: Any = None  # an asyncio.Runner, imported when a function has to be awaited
+        self._awaited: list[tuple[int, Awaitable[object]]] = []  # place and result to await
 
     def give(self, place: int, attempt: "_Attempt") -> None:
         """Send it, or keep it if it has to be awaited."""
         failure, value = attempt
-        if hasattr(value, "__await__"):
+        if isinstance(value, Awaitable):
             self._awaited.append((place, value))
         else:
             self._send(place, failure, value)
@@ -75,7 +75,7 @@ class _Answers:
             return
         import asyncio  # 40 ms that a plain function does not need
 
-        async def all_at_once(awaited: list[tuple[int, Any]]) -> None:
+        async def all_at_once(awaited: list[tuple[int, Awaitable[object]]]) -> None:
             await asyncio.gather(*(self._await(place, value) for place, value in awaited))
 
         awaited, self._awaited = self._awaited, []
@@ -83,18 +83,18 @@ class _Answers:
         self._runner = self._runner or asyncio.Runner()  # one for all lists: sessions that a user keeps stay valid
         self._runner.run(all_at_once(awaited))
 
-    async def _await(self, place: int, value: Any) -> None:
+    async def _await(self, place: int, value: Awaitable[object]) -> None:
         try:
             failure, found = {}, await value
         except BaseException as error:
             failure, found = _failure(error), None
         self._send(place, failure, found)
 
-    def _send(self, place: int, failure: dict[str, Any], value: Any) -> None:
+    def _send(self, place: int, failure: dict[str, object], value: object) -> None:
         _send(self._channel, {"place": place} | (failure or {"value": value}))
 
 
-def _send(channel: socket.socket, reply: dict[str, Any]) -> None:
+def _send(channel: socket.socket, reply: dict[str, object]) -> None:
     channel.sendall(json.dumps(reply).encode() + b"\n")
 
 
@@ -124,25 +124,25 @@ def die_with_parent(lifeline_fd: int, parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _load(loader: str, argument: Any) -> Callable[[Any], Any]:
+def _load(loader: str, argument: object) -> Callable[[object], object]:
     """Return the function that `module:function` returns for the argument."""
     module, _, function = loader.partition(":")
-    handle: Callable[[Any], Any] = getattr(importlib.import_module(module), function)(argument)
+    handle: Callable[[object], object] = getattr(importlib.import_module(module), function)(argument)
     return handle
 
 
-_Attempt = tuple[dict[str, Any], Any]
+_Attempt = tuple[dict[str, object], Any]
 """(failure or nothing, the function's result)."""
 
 
-def _attempt(function: Callable[..., Any], *arguments: Any) -> _Attempt:
+def _attempt(function: Callable[..., object], *arguments: object) -> _Attempt:
     try:
         return {}, function(*arguments)
     except BaseException as error:
         return _failure(error), None
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
+def _failure(error: BaseException) -> dict[str, object]:
     """Return the answer; sys.exit() in a reward is a failure of that reward as well."""
     if isinstance(error, BadResult):
         return {"kind": "bad_result", "reason": str(error), "trace": ""}
@@ -150,7 +150,9 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def describe_error(error: BaseException) -> str:
-    """`raised ValueError: message (reward.py, line 7)` in one line; the place is the innermost of the user's own."""
+    """Return `raised ValueError: message (reward.py, line 7)` in one line; the place is the innermost of the user's
+    own.
+    """
     message = " ".join(str(error).split())[:MAX_REASON]
     raised = f"raised {type(error).__name__}" + (f": {message}" if message else "")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]

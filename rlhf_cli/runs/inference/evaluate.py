@@ -110,7 +110,7 @@ def run_evaluation(config: EvalConfig) -> None:
 
 
 def _check(config: EvalConfig, root: Path) -> EvalRun:
-    """Everything that can be found wrong before the first process starts."""
+    """Return the run, after all checks that need no process. Raise UsageError if a check fails."""
     check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
     examinees: list[ModelUnderTest] = []
     for name in config.model.names:

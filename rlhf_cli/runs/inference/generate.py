@@ -76,7 +76,7 @@ def run_generation(config: GenerateConfig) -> None:
 
 
 def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
-    """Everything that can be found wrong before the first process starts."""
+    """Return the run, after all checks that need no process. Raise UsageError if a check fails."""
     check_vllm_args(config.sampling, backend=rollout_backend(config.sampling))
     asked = examinee(config)
     identity = {"command": "generate"} | settings_identity(config, asked.reward_model) | model_identity(asked)

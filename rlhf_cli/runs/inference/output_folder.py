@@ -33,7 +33,7 @@ class Chunks:
         return -(-self.num_prompts // self.size)
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """First prompt of chunk `number`, from 0, and the one after its last."""
+        """Return the first prompt of chunk `number`, from 0, and the one after its last."""
         return number * self.size, min((number + 1) * self.size, self.num_prompts)
 
     def whole(self, num_rows: int) -> int:

@@ -51,7 +51,7 @@ class _Places:
     log_dir: Path
 
     def threads(self, role: str) -> int:
-        """CPU threads of a process of the role."""
+        """Return the CPU threads of a process of the role."""
         return self.cluster.threads(len(self.layout.of(role)))
 
 

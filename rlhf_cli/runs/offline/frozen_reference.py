@@ -30,7 +30,7 @@ Forwards = dict[str, Callable[[object, Any], object]]
 def check_reference(
     reference: FrozenReferenceConfig, model: TrainedModel, settings: DeepSpeedConfig, *, is_needed: bool
 ) -> None:
-    """UsageError for a reference that cannot be had, or that is asked for and not needed."""
+    """Raise UsageError for a reference that cannot be had, or that is asked for and not needed."""
     if not is_needed and reference != type(reference)():
         raise UsageError("the loss compares with no reference: leave the settings of the reference away")
     if reference.moves and model.plan is not None:
@@ -42,7 +42,7 @@ def check_reference(
 
 
 def _check_given(source: ModelConfig, model: TrainedModel) -> None:
-    """UsageError for a model that cannot be the reference, or reads other token ids than the trained one."""
+    """Raise UsageError for a model that cannot be the reference, or reads other token ids than the trained one."""
     what = f"--ref_pretrain {source.pretrain!r}"
     try:
         architecture, tokenizer = find_model(source).architecture, load_tokenizer(source)

@@ -5,9 +5,12 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from pydantic import BaseModel
+from rich.console import Console
+from torch import nn
+from transformers import PreTrainedModel
 
 from rlhf_cli.backends.process.launch import stop_with_launcher
 from rlhf_cli.backends.process.signals import ECHO_SECONDS, INTERRUPTED, StopSignal
@@ -20,6 +23,7 @@ from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.config.plugins import contents_of_plugins
+from rlhf_cli.data.preparing import DataReport
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.environment import resume_collector
@@ -47,15 +51,35 @@ from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
-from rlhf_cli.trainers.offline.loop import Finished, Objective, OfflineHooks, Prepare, Schedule, Share, train
+from rlhf_cli.trainers.offline.loop import Finished, ItemData, Objective, OfflineHooks, Prepare, Schedule, Share, train
+
+
+class LoadedData(Protocol):
+    """A data set that has been read."""
+
+    @property
+    def report(self) -> DataReport: ...
+
+    @property
+    def fingerprint(self) -> Callable[[], str]: ...
+
+
+class LoadedItems(ItemData, Protocol):
+    """The items of a command, and the data set that they come from."""
+
+    @property
+    def data(self) -> LoadedData: ...
+
+
+LoadedItemsT = TypeVar("LoadedItemsT", bound=LoadedItems, covariant=True)
 
 
 @dataclass(frozen=True)
-class Items:
-    """The training items and, if given, the evaluation items: each an `ItemData` of the command."""
+class Items(Generic[LoadedItemsT]):
+    """The training items and, if given, the evaluation items."""
 
-    data: Any
-    eval_data: Any | None
+    data: LoadedItemsT
+    eval_data: LoadedItemsT | None
 
 
 @dataclass(frozen=True)
@@ -72,7 +96,7 @@ class ReferenceHooks:
     load: Callable[[Path], None] | None = None
 
 
-def no_reference(items: Items, share: Share) -> tuple[Items, ReferenceHooks]:
+def no_reference(items: Items[LoadedItems], share: Share) -> tuple[Items[LoadedItems], ReferenceHooks]:
     """Return the items unchanged, for objectives that compare with nothing."""
     del share
     return items, ReferenceHooks()
@@ -89,7 +113,7 @@ def offline_model(config: OfflineConfig) -> TrainedModel:
     return model
 
 
-def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., Any]) -> Items:
+def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., LoadedItemsT]) -> Items[LoadedItemsT]:
     """Return the training and evaluation items; `load(dataset=..., split=..., progress=...)` makes one of them.
 
     Raises:
@@ -98,7 +122,7 @@ def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[...,
     rank, _ = distributed_env.rank_and_world_size()
     with rows_bar(shown=rank == 0) as progress:
 
-        def checked(dataset: str, split: str) -> Any:
+        def checked(dataset: str, split: str) -> LoadedItemsT:
             items = load(dataset=dataset, split=split, progress=progress)
             check_token_ids(items.data.report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
             return items
@@ -113,18 +137,18 @@ class OfflineTask:
 
     command: str
     objective: Objective
-    items: Items
+    items: Items[LoadedItems]
     summary: str  # of the data, for the terminal
     model: TrainedModel
-    load: Callable[..., Any]  # `load_causal_lm` or `load_value_backbone`
-    wrap: Callable[[Any], Any]  # Hugging Face model -> module that the objective calls
+    load: Callable[..., PreTrainedModel]  # `load_causal_lm` or `load_value_backbone`
+    wrap: Callable[[PreTrainedModel], nn.Module]  # Hugging Face model -> module that the objective calls
     # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
-    begin: Callable[[Items, Share], tuple[Items, ReferenceHooks]] = no_reference
+    begin: Callable[[Items[LoadedItems], Share], tuple[Items[LoadedItems], ReferenceHooks]] = no_reference
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
     # The facts that must be equal for a checkpoint to be continued, besides what every command has; rank 0 calls it.
-    identity: Callable[[], dict[str, Any]] = dict
+    identity: Callable[[], dict[str, object]] = dict
     # Metrics of the last evaluation -> settings to be saved in the model's configuration.
-    describe: Callable[[dict[str, float]], dict[str, Any]] = lambda evaluated: {}
+    describe: Callable[[dict[str, float]], dict[str, object]] = lambda evaluated: {}
 
 
 def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
@@ -183,7 +207,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
 
 
 def check_items(config: OfflineConfig, items: Items) -> None:
-    """UsageError for items that no micro-batch can hold, and for settings of an evaluation without one."""
+    """Raise UsageError for items that no micro-batch can hold, and for settings of an evaluation without one."""
     given = config.batch.changed("eval_steps", "stop_eval_loss")
     if items.eval_data is None and given:
         raise UsageError(f"{given} is about evaluations: give --eval_dataset")
@@ -199,7 +223,7 @@ def check_items(config: OfflineConfig, items: Items) -> None:
 
 def checked_identity(
     config: OfflineConfig, task: OfflineTask, resume: Checkpoint | None, *, num_ranks: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the facts that must be equal to continue. Raise UsageError if `resume` is of another run."""
     data, model = task.items.data, task.model
     identity = {
@@ -226,7 +250,7 @@ def checked_identity(
     return identity
 
 
-def _build(config: OfflineConfig, task: OfflineTask) -> tuple[Any, DeepSpeedEngine]:
+def _build(config: OfflineConfig, task: OfflineTask) -> tuple[PreTrainedModel, DeepSpeedEngine]:
     partition = partitioned_loading(config.deepspeed, param_dtype=config.model.param_dtype)
     hf_model = load_with_adapter(
         task.load, task.model.base, task.model.plan, device=distributed.device(), partition=partition
@@ -243,7 +267,7 @@ def _build(config: OfflineConfig, task: OfflineTask) -> tuple[Any, DeepSpeedEngi
 
 
 def total_steps(config: OfflineConfig, task: OfflineTask) -> int:
-    """Optimizer steps of the whole run."""
+    """Return the optimizer steps of the whole run."""
     batch = config.batch
     batches = StepBatches(
         len(task.items.data.lengths), batch_size=batch.train_batch_size, epochs=batch.max_epochs, seed=batch.seed
@@ -257,17 +281,17 @@ class _OfflineRun:
 
     config: OfflineConfig
     task: OfflineTask
-    items: Items
+    items: Items[LoadedItems]
     reference: ReferenceHooks
     share: Share
     paths: RunDirectory
     store: CheckpointStore
-    identity: dict[str, Any]
-    hf_model: Any
+    identity: dict[str, object]
+    hf_model: PreTrainedModel
     engine: DeepSpeedEngine
     plugin_files: dict[str, str]
 
-    def tracker(self, console: Any, resume: Checkpoint | None) -> Tracker:
+    def tracker(self, console: Console, resume: Checkpoint | None) -> Tracker:
         tracker = Tracker(
             self.config.tracking,
             self.paths.root,
@@ -285,7 +309,7 @@ class _OfflineRun:
             tracker.message(line)
         return tracker
 
-    def train(self, tracker: Any, stop: StopSignal, *, start_step: int) -> Finished:
+    def train(self, tracker: Tracker | SilentTracker, stop: StopSignal, *, start_step: int) -> Finished:
         config = self.config
         return train(
             self.engine,
@@ -311,7 +335,7 @@ class _OfflineRun:
             ),
         )
 
-    def save_checkpoint(self, step: int, tracker_state: dict[str, Any]) -> None:
+    def save_checkpoint(self, step: int, tracker_state: dict[str, object]) -> None:
         """Write the checkpoint of a step; every rank calls it, rank 0 makes the folder and publishes it."""
         with ExitStack() as stack:
             failures: list[RunError] = []

@@ -186,7 +186,7 @@ def _attempt(run: _OnlineRun, stop: StopSignal) -> Finished:
 
 
 def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineRun:
-    """Everything that can be found wrong before the first process starts."""
+    """Return the run, after all checks that need no process. Raise UsageError if a check fails."""
     check_tracking(config.tracking)
     check_batches(config, algorithm)
     check_filtering(config)

@@ -204,7 +204,7 @@ class OnlineRoles:
         return RewardRole(group, dealer, takes_turns=self._takes_turns, statistics=model.statistics)
 
     def _threads(self, role: str) -> int:
-        """CPU threads of a process of the role."""
+        """Return the CPU threads of a process of the role."""
         return self._where.cluster.threads(len(self._where.layout.of(role)))
 
     def _start_ranks(self, role: str) -> WorkerGroup[Any]:

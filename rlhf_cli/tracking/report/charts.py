@@ -150,7 +150,7 @@ def svg(
 
 
 def grid(frame: Frame, ticks: Sequence[float], *, unit: str, x_labels: Sequence[str] = ()) -> str:
-    """Horizontal lines with their values, and steps below."""
+    """Return horizontal lines with their values, and steps below."""
     parts = []
     gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     right, bottom = frame.width - RIGHT, frame.height - BOTTOM
@@ -205,7 +205,9 @@ def is_noisy(points: Sequence[tuple[float, float]]) -> bool:
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Moving means over a window that is centred everywhere: it shrinks towards the ends, so nothing lags behind."""
+    """Return moving means over a window that is centred everywhere: it shrinks towards the ends, so nothing lags
+    behind.
+    """
     reach = max(1, round(len(points) * SMOOTH_SHARE))
     sums = [0.0]
     for _, value in points:
@@ -218,7 +220,7 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round values from below `low` to above `high`, steps of 1, 2 or 5 times a power of ten."""
+    """Return about `count` round values from below `low` to above `high`, steps of 1, 2 or 5 times a power of ten."""
     if high <= low:
         low, high = (low - abs(low) / 2, low + abs(low) / 2) if low else (0.0, 1.0)
     rough = (high - low) / (count - 1)
@@ -250,5 +252,5 @@ def tick_label(value: float, gap: float) -> str:
 
 
 def figure(value: float) -> float:
-    """Six significant digits: enough to read, small in the page."""
+    """Return six significant digits: enough to read, small in the page."""
     return float(f"{value:.6g}")

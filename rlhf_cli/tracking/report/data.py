@@ -48,7 +48,7 @@ class Stage:
 
 
 def read_stage(path: Path) -> Stage:
-    """Everything the report shows of one run. Files that are missing leave their part empty."""
+    """Return everything the report shows of one run. Files that are missing leave their part empty."""
     run_file = path / RUN_FILE
     run = json.loads(run_file.read_text(encoding="utf-8")) if run_file.exists() else {}
     metrics = read_metrics(path)
@@ -118,7 +118,7 @@ def shorten(value: Any, file: str) -> Any:
 
 
 def points(stage: Stage, name: str) -> list[tuple[int, float]]:
-    """(step, value) of one metric at the steps that logged it; values that are not finite are left out."""
+    """Return (step, value) pairs of one metric at the steps that logged it; values that are not finite are left out."""
     return [(step, row[name]) for step, row in stage.metrics.items() if name in row and math.isfinite(row[name])]
 
 

@@ -102,7 +102,7 @@ def tiles(stages: Sequence[Stage], headline: Mapping[str, float | str] | None) -
 
 
 def stage_section(stage: Stage, *, number: int) -> str:
-    """Everything about one run."""
+    """Return everything about one run."""
     done = f"{max(stage.metrics, default=0)}/{stage.total_steps} {stage.unit}s"
     facts = {**stage.facts, "Run directory": str(stage.path), "Done": done}
     listed = "".join(f"<span><b>{escape(name)}</b>{escape(text)}</span>" for name, text in facts.items())
@@ -132,7 +132,7 @@ def curves(stage: Stage) -> str:
 
 
 def chart_groups(stage: Stage) -> list[tuple[str, list[str]]]:
-    """(heading, metrics) of every chart, the metrics one looks at first before all others."""
+    """Return (heading, metrics) of every chart, the metrics one looks at first before all others."""
     logged = dict.fromkeys(name for metrics in stage.metrics.values() for name in metrics)
     groups: list[tuple[str, list[str]]] = []
     taken: set[str] = set()

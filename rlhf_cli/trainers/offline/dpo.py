@@ -123,7 +123,7 @@ class PairPreparation:
 
 
 def _table(logprobs_B: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-    """[P, 4]: chosen and rejected under the model, then under the reference."""
+    """Return [P, 4]: chosen and rejected under the model, then under the reference."""
     return torch.cat([logprobs_B.unflatten(0, (-1, 2)), batch.columns[REF].to(logprobs_B.device)], dim=1)
 
 

@@ -158,7 +158,7 @@ class KTOPreparation:
         return [replace(batch, baseline=baseline) for batch in batches]
 
     def _baseline(self, engine: InferringEngine, batches: list[LabelledBatch]) -> float:
-        """z0 over all ranks."""
+        """Return z0 over all ranks."""
         found = engine.infer(batches, mismatched_logprobs)
         references = [batch.columns[MISMATCHED_REF].cpu() for batch in batches]
         ratios_P = torch.cat([own - ref for own, ref in zip(found, references, strict=True)])

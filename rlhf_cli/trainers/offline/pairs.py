@@ -81,7 +81,7 @@ def sequence_logprobs(model: nn.Module, pack: Pack) -> torch.Tensor:
 
 
 def trained_counts(pack: Pack) -> torch.Tensor:
-    """Trained tokens of the sequences of a pack, float32 [B]."""
+    """Return the trained tokens of the sequences of a pack, float32 [B]."""
     return pack.cu_trained.diff().float()
 
 

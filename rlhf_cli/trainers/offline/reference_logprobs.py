@@ -53,13 +53,13 @@ def _numbered(members: list[int], result: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of_pairs(items: PairItems) -> str:
-    """Equal for equal tokens in equal order."""
+    """Return a digest, equal for equal tokens in equal order."""
     pairs = items.data.pairs
     return _digest(part for pair in pairs for part in (pair.prompt_ids, *_parts(pair.chosen, pair.rejected)))
 
 
 def digest_of_responses(items: LabelledItems) -> str:
-    """Equal for equal tokens in equal order."""
+    """Return a digest, equal for equal tokens in equal order."""
     return _digest(part for item in items.data.items for part in (item.prompt_ids, *_parts(item.response)))
 
 

@@ -261,7 +261,7 @@ class _Updates:
 def _update(
     roles: Roles, samples: Sequence[Sample], plan: UpdatePlan, *, on_policy: bool, weights: LossWeights
 ) -> _Updates:
-    """Both updates; the actor stays awake, for its weights go to the engines next."""
+    """Update critic and actor; the actor stays awake, because its weights go to the engines next."""
     metrics: dict[str, float] = {}
     if roles.critic is not None:
         with awake(roles.critic):

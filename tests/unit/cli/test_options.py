@@ -9,7 +9,8 @@ from pydantic import BaseModel, Field, model_validator
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import flags_of
-from rlhf_cli.options import build_config, from_yaml, read_yaml, to_yaml, typer_command
+from rlhf_cli.options import build_config, from_yaml, to_yaml, typer_command
+from rlhf_cli.settings_file import read_yaml
 
 
 class Paint(SettingsGroup):
