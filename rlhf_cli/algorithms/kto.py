@@ -43,8 +43,8 @@ class UnpairedLoss:
 def kto_loss(log_ratios_B: Tensor, desirable_B: Tensor, z0: Tensor | float, settings: UnpairedSettings) -> Tensor:
     """Return `w_D (1 - s(beta (h - z0)))` for desirable responses, `w_U (1 - s(beta (z0 - h)))` for undesirable ones.
 
-    `h = logprobs - ref`; arXiv 2402.01306, up to a constant. `log_ratios_B` is h, summed over a response's tokens, with gradient;
-    `desirable_B` bool; `z0` the baseline of the whole step, through which no gradient flows.
+    `h = logprobs - ref`; arXiv 2402.01306, up to a constant. `log_ratios_B` is h, summed over a response's tokens, with
+    gradient; `desirable_B` bool; `z0` the baseline of the whole step, through which no gradient flows.
     """
     baseline = z0.detach() if isinstance(z0, Tensor) else z0
     reward_B = settings.beta * (log_ratios_B - baseline)

@@ -142,7 +142,7 @@ def sppo_hard_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def nca_pair_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `-log s(beta h_c) - log s(-beta h_c) / 2 - log s(-beta h_r) / 2`: NCA for two responses, arXiv 2402.05369."""
+    """Return `-log s(beta h_c) - log s(-beta h_c) / 2 - log s(-beta h_r) / 2`: NCA for pairs, arXiv 2402.05369."""
     chosen_B, rejected_B = _rewards(pairs, settings.beta)
     return -logsigmoid(chosen_B) - 0.5 * logsigmoid(-chosen_B) - 0.5 * logsigmoid(-rejected_B)
 
@@ -203,7 +203,7 @@ def aot_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
 
 
 def discopop_loss(pairs: PairLogprobs, settings: PreferenceSettings) -> Tensor:
-    """Return `-(1 - m) log s(x) + m exp(-x)`, `x = beta d`, `m = s(x / tau)`: DiscoPOP (LRML), arXiv 2406.08414, eq. 5."""
+    """Return `-(1 - m) log s(x) + m exp(-x)`, `x = beta d`, `m = s(x / tau)`: DiscoPOP, arXiv 2406.08414, eq. 5."""
     scaled_B, tau = settings.beta * _difference(pairs), settings.discopop_tau
     logistic_B = -torch.sigmoid(-scaled_B / tau) * logsigmoid(scaled_B)
     # m exp(-x) in one exponential: where x is very negative, m is 0 and exp(-x) infinite.
@@ -326,7 +326,7 @@ def _rewards(pairs: PairLogprobs, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def _difference(pairs: PairLogprobs) -> Tensor:
-    """Return d. Each response against its own reference first: equal magnitudes cancel there, and few digits are lost."""
+    """Return d. Each response's reference is subtracted first: equal magnitudes cancel, and few digits are lost."""
     chosen_B, rejected_B = log_ratios(pairs)
     return chosen_B - rejected_B
 

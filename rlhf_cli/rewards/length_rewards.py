@@ -16,7 +16,7 @@ def cosine(
     wrong_short: float,
     wrong_long: float,
 ) -> float:
-    """Return the short value at 0 tokens, the long value from `max_len` on, and half a cosine between (arXiv 2502.03373).
+    """Return the short value at 0 tokens, the long value from `max_len` on, half a cosine between (arXiv 2502.03373).
 
     Right and wrong answers have values of their own.
     """

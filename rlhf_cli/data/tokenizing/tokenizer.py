@@ -249,7 +249,7 @@ def _tokens_by_offsets(encoding: Encoding, piece: Rendered) -> Tokens:
 
 
 def _token_at(encoding: Encoding, start: int, stop: int) -> int | None:
-    """Return the first token in the span. Some tokenizers leave white space out of their offsets, or give it no token."""
+    """Return the first token in the span. Some tokenizers leave white space out of offsets, or give it no token."""
     before = encoding.char_to_token(start - 1) if start else None
     if before is not None and encoding.char_to_token(start) is None:
         return before + 1

@@ -166,7 +166,7 @@ class _Masks:
         self._window = window
 
     def of(self, rows: int, offset: int) -> torch.Tensor:
-        """Return a mask [rows, c] for the last c of `offset + rows` keys; the keys before those are seen by every row."""
+        """Return a mask [rows, c] for the last c of `offset + rows` keys; every row sees the keys before those."""
         if not self._window or offset + rows <= self._window:
             return self._triangle[:rows, :rows]
         distance = torch.arange(rows)[:, None] + offset - torch.arange(offset + rows)
