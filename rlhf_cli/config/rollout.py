@@ -11,6 +11,24 @@ from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, f
 
 SyncBackend = Literal["nccl", "ipc", "shm"]
 
+ENGINE_METHODS = (
+    "generate",
+    "begin",
+    "collect",
+    "cut",
+    "check_alive",
+    "sleep",
+    "wake",
+    "init_weight_transfer",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "abort_weight_update",
+    "weight_checksum",
+    "shutdown",
+)
+"""The methods of `RolloutEngine` (backends/rollout/engine.py)."""
+
 
 class EngineConfig(SettingsGroup):
     """Engine"""
@@ -20,7 +38,7 @@ class EngineConfig(SettingsGroup):
         Plugin(
             ("auto", "vllm", "transformers"),
             ("model_path", "settings"),
-            methods=("begin", "collect", "cut", "sleep", "wake", "update_weights", "shutdown"),
+            methods=ENGINE_METHODS,
         ),
     ] = "auto"
     """Engine that generates; auto takes vLLM if it is installed."""

@@ -26,7 +26,7 @@ def host_gib() -> float:
 
 
 def gpu_gib() -> float | None:
-    """Return the peak GPU memory in GiB that PyTorch held here since the last call; None if this process uses no GPU."""
+    """Return the peak GPU memory in GiB that PyTorch held here since the last call; None if no GPU is in use."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

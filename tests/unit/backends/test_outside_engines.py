@@ -6,10 +6,11 @@ import pytest
 from extending_page import page_file
 from online_settings import resolve
 
-from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.engine import EngineSettings, RolloutEngine
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.backends.rollout.engine_host import make_engine
 from rlhf_cli.config.plugins import require_plugins
+from rlhf_cli.config.rollout import ENGINE_METHODS
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import UsageError
 
@@ -42,5 +43,9 @@ def test_the_page_s_engine_generates_to_the_end(tmp_path, tiny_model_dir) -> Non
 
 def test_a_class_without_the_methods_of_an_engine_is_refused(tmp_path) -> None:
     (tmp_path / "own.py").write_text("class Own:\n    def begin(self): pass\n")
-    with pytest.raises(UsageError, match="Own has no method collect; it needs begin, collect, cut"):
+    with pytest.raises(UsageError, match="Own has no method generate; it needs generate, begin, collect, cut"):
         require_plugins(resolve("rloo", rollout_backend=f"{tmp_path}/own.py:Own"))
+
+
+def test_the_methods_that_a_class_needs_are_those_of_the_protocol() -> None:
+    assert [name for name in vars(RolloutEngine) if not name.startswith("_")] == list(ENGINE_METHODS)

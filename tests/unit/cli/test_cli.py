@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
 
 from rlhf_cli import cli
 from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.commands.quickstart import QuickstartGroup
 from rlhf_cli.errors import RunError, UsageError, first_line
 from rlhf_cli.version import __version__
 
@@ -277,3 +279,8 @@ def test_bash_loads_the_completion_script():
 )
 def test_one_line_is_said_of_an_error_of_a_library(error, said):
     assert first_line(error) == said
+
+
+def test_the_quickstart_practises_with_every_online_command() -> None:
+    online = [name for name, entry in cli.COMMANDS.items() if entry.panel == cli.ONLINE]
+    assert list(get_args(QuickstartGroup.model_fields["algorithm"].annotation)) == online

@@ -8,6 +8,10 @@ from extending_page import page_file
 from online_settings import resolve
 
 from rlhf_cli.config.data import (
+    KEYS_OF_LABELLED,
+    LABELLED_FORMATS,
+    PAIR_FORMATS,
+    PROMPT_FORMATS,
     SEQUENCE_FORMATS,
     DataConfig,
     LabelledDataConfig,
@@ -16,9 +20,11 @@ from rlhf_cli.config.data import (
 )
 from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.data.cache import kept_path
+from rlhf_cli.data.formats.preference import PROMPT_APART
 from rlhf_cli.data.formats.table import FORMATS
 from rlhf_cli.data.preference_data import load_labelled, load_pairs
 from rlhf_cli.data.prompts import load_prompts
+from rlhf_cli.data.reading.columns import MESSAGE_KEYS
 from rlhf_cli.data.reading.sources import load_rows
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.errors import UsageError
@@ -97,6 +103,9 @@ def test_kept_data_is_made_anew_when_the_file_changes(rows, tmp_path) -> None:
 
 def test_settings_name_every_format_of_the_table() -> None:
     assert ("auto", *FORMATS) == SEQUENCE_FORMATS
+    assert ("auto", *PROMPT_APART) == PAIR_FORMATS
+    assert ("auto", *KEYS_OF_LABELLED) == LABELLED_FORMATS
+    assert ("auto", "prompt", *MESSAGE_KEYS) == PROMPT_FORMATS
 
 
 def test_a_key_beside_a_format_of_others_is_a_column_that_it_makes() -> None:
