@@ -100,6 +100,24 @@ class DeepSpeedConfig(SettingsGroup):
         """The stages of all models that are run by these settings."""
         return {self.zero_stage}
 
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Ranks that compute each sequence together."""
+        return 1
+
+
+class SequenceParallelConfig(DeepSpeedConfig):
+    """DeepSpeed"""
+
+    sequence_parallel_size: int = Field(1, gt=0)
+    """Ranks that share each sequence, for long ones: a micro-batch holds as many times --train_max_tokens_per_gpu. It
+    divides the ranks and the attention heads; needs attn_implementation varlen."""
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Ranks that compute each sequence together."""
+        return self.sequence_parallel_size
+
 
 class LaunchConfig(SettingsGroup):
     """Launch"""

@@ -241,6 +241,14 @@ TRL = {
 }
 """Words of TRL that need more than a name."""
 
+SHARED_ELSEWHERE = "several ranks for one sequence are in rlhf sft and rlhf rm alone; drop it"
+SHARED_SEQUENCES = {
+    "ring_attn_size": Foreign(1, _renamed("sequence_parallel_size")),
+    "ulysses_sequence_parallel_size": Foreign(1, _renamed("sequence_parallel_size")),
+    "ring_head_stride": Foreign(1, _not_needed),
+}
+"""Words about several ranks for one sequence, of commands that have them."""
+
 OF_COMMAND: dict[str, dict[str, Foreign]] = {
     "merge": {
         "model_path": Foreign(1, _renamed("base")),
@@ -261,6 +269,7 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
         "zero_stage": Foreign(1, _not_needed),
         "greedy_sampling": Foreign(0, _as({"temperature": ["0"]})),
     },
+    **dict.fromkeys(("sft", "rm"), SHARED_SEQUENCES),
     "serve-rm": {
         "batch_size": Foreign(1, _refused("give --max_tokens_per_gpu, the tokens of a pack")),
         "attn_implementation": Foreign(1, _not_needed),
@@ -273,8 +282,9 @@ TABLE: dict[str, Foreign] = {
     **{name: Foreign(1, _not_needed) for name in VALUES_NOT_NEEDED},
     **{name: Foreign(1, _without_critic) for name in CRITIC_WORDS},
     "bf16": Foreign(0, _as({"param_dtype": ["bf16"]})),
-    "ring_attn_size": Foreign(1, _only(1, instead="several ranks for one sequence are not there yet; drop it")),
-    "ring_head_stride": Foreign(1, _only(1, instead="several ranks for one sequence are not there yet; drop it")),
+    "ring_attn_size": Foreign(1, _only(1, instead=SHARED_ELSEWHERE)),
+    "ulysses_sequence_parallel_size": Foreign(1, _only(1, instead=SHARED_ELSEWHERE)),
+    "ring_head_stride": Foreign(1, _not_needed),
     "ds_tensor_parallel_size": Foreign(1, _only(1, instead="trainers use ZeRO: --zero_stage 3 partitions weights")),
     "max_images_per_prompt": Foreign(1, _only(0, instead=NO_IMAGES)),
     "gamma": Foreign(1, _only(1, instead="this command compares whole responses; rlhf ppo discounts")),

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.errors import UsageError
@@ -15,6 +16,7 @@ from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logprobs import LogitTransform, token_logprobs
 from rlhf_cli.models.packs import PackLike
 from rlhf_cli.models.routers import RouterRecorder, router_recorder, token_weights
+from rlhf_cli.models.sequence_parallel import Part, part_of
 from rlhf_cli.models.shape_bucketing import rounded
 
 
@@ -26,31 +28,33 @@ class Decoder:
         self._last_mlp = LastMLP(self._decoder)
         self.routers = router_recorder(model.config)
 
-    def __call__(self, pack: PackLike, *, real: PackLike) -> torch.Tensor:
-        """Return hidden states [K, D] after the last norm, before any head, in the rows that are read.
+    def __call__(self, part: Part, *, real: PackLike) -> torch.Tensor:
+        """Return hidden states [k, D] after the last norm, before any head, of the part's targets.
 
         `real` is the pack before it was rounded up with filler.
         """
+        pack = part.pack
         keys = pack.keys or pack
         records_routers = self.routers is not None and self.routers.is_on
-        with self._spared(pack):
+        with self._spared(part):
             output = self._decoder(
-                input_ids=pack.input_ids_T[None],
-                position_ids=pack.position_ids_T[None],
+                input_ids=pack.input_ids_T[part.tokens][None],
+                position_ids=pack.position_ids_T[part.tokens][None],
                 use_cache=False,
                 cu_seq_lens_q=pack.cu_seqlens,
                 cu_seq_lens_k=keys.cu_seqlens,
                 max_length_q=pack.max_seqlen,
                 max_length_k=keys.max_seqlen,
                 **({"key_index": pack.keys.index_U} if pack.keys else {}),
+                **({"shards": part.shards} if part.shards else {}),
                 **({"output_router_logits": True} if records_routers else {}),
             )
         if self.routers is not None and records_routers:
             self.routers.add(output.router_logits, token_weights(real, num_tokens=pack.input_ids_T.numel()))
         hidden_TD: torch.Tensor = output.last_hidden_state[0]
-        return hidden_TD.index_select(0, pack.rows_K)
+        return hidden_TD.index_select(0, part.rows_k)
 
-    def _spared(self, pack: PackLike) -> AbstractContextManager[None]:
+    def _spared(self, part: Part) -> AbstractContextManager[None]:
         """Return the context that leaves out work on tokens that are not read.
 
         It leaves out nothing if layers are computed again in the backward pass, when the context has ended, or if the
@@ -58,7 +62,7 @@ class Decoder:
         """
         computes_again = self._decoder.training and getattr(self._decoder, "is_gradient_checkpointing", False)
         records_routers = self.routers is not None and self.routers.is_on
-        return nullcontext() if computes_again or records_routers else self._last_mlp.only(pack.read_R)
+        return nullcontext() if computes_again or records_routers else self._last_mlp.only(part.read_r)
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
@@ -105,10 +109,14 @@ class TokenHead(nn.Module):
 
 
 class PolicyModel(nn.Module):
-    """A causal language model that gives log-probabilities of the trained tokens of a pack."""
+    """A causal language model that gives log-probabilities of the trained tokens of a pack.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    The ranks of `sequence_group` share the tokens of each pack; None if this rank computes whole packs.
+    """
+
+    def __init__(self, model: PreTrainedModel, sequence_group: ProcessGroup | None = None) -> None:
         super().__init__()
+        self.sequence_group = sequence_group
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UsageError(f"{type(model).__name__} has no linear language-model head: it cannot be a policy")
@@ -133,19 +141,26 @@ class PolicyModel(nn.Module):
         Only hidden states that predict a target are projected, and a few more if the pack is rounded up. Without
         targets the results are empty, and a backward pass from them gives every parameter a gradient of zero.
         """
-        rows = rounded(pack, self.model.dtype)
+        part = part_of(rounded(pack, self.model.dtype), self.sequence_group)
         logprobs, entropies = self.head(
-            self._decoder(rows, real=pack), rows.targets_K, temperature=temperature, with_entropy=with_entropy
+            self._decoder(part, real=pack),
+            part.pack.targets_K[part.targets],
+            temperature=temperature,
+            with_entropy=with_entropy,
         )
         num_targets = pack.targets_K.numel()
-        return logprobs[:num_targets], None if entropies is None else entropies[:num_targets]
+        return part.whole(logprobs)[:num_targets], None if entropies is None else part.whole(entropies)[:num_targets]
 
 
 class ValueModel(nn.Module):
-    """A decoder with a scalar head that gives the value of the state before each trained token of a pack."""
+    """A decoder with a scalar head that gives the value of the state before each trained token of a pack.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    The ranks of `sequence_group` share the tokens of each pack; None if this rank computes whole packs.
+    """
+
+    def __init__(self, model: PreTrainedModel, sequence_group: ProcessGroup | None = None) -> None:
         super().__init__()
+        self.sequence_group = sequence_group
         if not isinstance(getattr(model, "score", None), nn.Linear):
             raise UsageError(f"{type(model).__name__} has no linear `score` head: it cannot be trained as a critic")
         self.model = model
@@ -158,8 +173,9 @@ class ValueModel(nn.Module):
 
     def forward(self, pack: PackLike) -> torch.Tensor:
         """Return the values float32 [K]."""
-        hidden_KD = self._decoder(rounded(pack, self.model.dtype), real=pack)
-        return self.model.score(hidden_KD)[: pack.targets_K.numel()].squeeze(-1).float()
+        part = part_of(rounded(pack, self.model.dtype), self.sequence_group)
+        values = self.model.score(self._decoder(part, real=pack)).squeeze(-1).float()
+        return part.whole(values)[: pack.targets_K.numel()]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

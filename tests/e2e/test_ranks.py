@@ -1,56 +1,25 @@
 """Two real ranks compute as one rank does, at every ZeRO stage, and continue from their checkpoints to the bit."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from started_ranks import results_of, start_ranks
 from tiny_training import CLOSE, farthest
-
-from rlhf_cli.backends.training.distributed_env import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STAGES = (0, 1, 2, 3)
-SCENARIOS = Path(__file__).parents[1] / "helpers" / "rank_scenarios.py"
-
-
-def start_ranks(num_ranks: int, models: list[str], folder: Path) -> list[subprocess.Popen]:
-    port = str(free_port())
-    ranks = []
-    for rank in range(num_ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_SIZE": num_ranks}
-        environment = os.environ | {name: str(value) for name, value in place.items()}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        with (folder / f"rank{rank}of{num_ranks}.log").open("w") as log:
-            command = [sys.executable, str(SCENARIOS), *models, str(folder)]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    return ranks
 
 
 @pytest.fixture(scope="module")
 def results(tiny_model_dir, tiny_moe_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
     """The findings of each rank, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("ranks")
-    processes = {n: start_ranks(n, [tiny_model_dir, tiny_moe_dir], folder) for n in (1, 2)}
-    found = {}
-    try:
-        for num_ranks, ranks in processes.items():
-            for rank, process in enumerate(ranks):
-                status = process.wait(timeout=800)
-                log = (folder / f"rank{rank}of{num_ranks}.log").read_text()
-                assert status == 0, log[-3000:]
-                found[rank, num_ranks] = torch.load(folder / f"rank{rank}of{num_ranks}.pt")
-    finally:
-        for process in [process for ranks in processes.values() for process in ranks]:
-            process.kill()
-            process.wait()
-    return found
+    words = [tiny_model_dir, tiny_moe_dir, str(folder)]
+    return results_of({n: start_ranks("rank_scenarios.py", n, words, folder) for n in (1, 2)}, folder)
 
 
 def assert_equal_steps(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
+from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig, SequenceParallelConfig
 from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel, parameter_groups
@@ -71,6 +71,7 @@ class Layout:
     max_tokens: int = 1000
     max_sequences: int | None = None
     train_batch_size: int = 128
+    ranks_per_sequence: int = 1
 
     def share(self) -> Share:
         batch = BatchConfig(
@@ -78,7 +79,9 @@ class Layout:
             train_max_tokens_per_gpu=self.max_tokens,
             micro_train_batch_size=self.max_sequences,
         )
-        return Share(self.rank, self.num_ranks, batch, quadratic_cost=0.0)
+        size = self.ranks_per_sequence
+        place = self.rank // size, self.num_ranks // size
+        return Share(*place, batch, quadratic_cost=0.0, ranks_per_sequence=size)
 
 
 def partition(stage: int, *, dtype: str = "fp32") -> AbstractContextManager[None] | None:
@@ -104,7 +107,7 @@ def make_engine(
 ) -> DeepSpeedEngine:
     return DeepSpeedEngine(
         module,
-        DeepSpeedConfig(zero_stage=stage, **zero),  # type: ignore[arg-type]
+        SequenceParallelConfig(zero_stage=stage, **zero),  # type: ignore[arg-type]
         optim=optim,
         learning_rate=learning_rate,
         total_steps=10,

@@ -106,6 +106,7 @@ class DeepSpeedEngine:
             config=config,
         )
         self._stage = settings.zero_stage
+        self._ranks_per_sequence = settings.ranks_per_sequence
         self._states = TrainedStates(self._engine, module, device=distributed.device())
         self._skipped_in_a_row = 0
         routers = getattr(module, "routers", None) if optim.aux_loss_coef else None
@@ -134,7 +135,7 @@ class DeepSpeedEngine:
         metrics = self._accumulate_gradients(micro_batches, compute_loss)
         lr = self._engine.get_lr()[0]  # before the step, which moves the schedule
         norm = self._optimizer_step()
-        reduced = distributed.reduce_metrics({name: float(value) for name, value in metrics.items()})
+        reduced = self._reduced(metrics)
         return reduced | {
             "grad_norm": norm,
             "lr": float(lr),
@@ -187,7 +188,12 @@ class DeepSpeedEngine:
         total: Metrics = {}
         for micro_batch in micro_batches:
             total = combine_metrics(total, compute_loss(self._engine, micro_batch.to(distributed.device()))[1])
-        return distributed.reduce_metrics({name: float(value) for name, value in total.items()})
+        return self._reduced(total)
+
+    def _reduced(self, metrics: Metrics) -> dict[str, float]:
+        """Return the metrics over all ranks."""
+        own = {name: float(value) for name, value in metrics.items()}
+        return distributed.reduce_metrics(own, ranks_per_sequence=self._ranks_per_sequence)
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:

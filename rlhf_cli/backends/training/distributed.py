@@ -79,10 +79,26 @@ def num_gpus() -> int:
     return dist.get_world_size() if torch.cuda.is_available() else 0
 
 
-def reduce_metrics(metrics: dict[str, float]) -> dict[str, float]:
+def sequence_group(ranks_per_sequence: int) -> dist.ProcessGroup | None:
+    """Return the group of neighbouring ranks that share each sequence with this one; None for one rank a sequence.
+
+    Every rank must call it.
+    """
+    if ranks_per_sequence == 1:
+        return None
+    own = None
+    for first in range(0, dist.get_world_size(), ranks_per_sequence):
+        members = list(range(first, first + ranks_per_sequence))
+        group = dist.new_group(members)
+        own = group if dist.get_rank() in members else own
+    return own
+
+
+def reduce_metrics(metrics: dict[str, float], *, ranks_per_sequence: int = 1) -> dict[str, float]:
     """Return the same metrics over all ranks: names ending in `_max` as maxima, all others as sums.
 
-    Every rank must call it with the same names in the same order.
+    Ranks that share sequences have the same metrics, which count once. Every rank must call it with the same names in
+    the same order.
     """
     if dist.get_world_size() == 1:
         return metrics
@@ -91,6 +107,7 @@ def reduce_metrics(metrics: dict[str, float]) -> dict[str, float]:
     sums, maxima = values.clone(), values
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    sums /= ranks_per_sequence
     return dict(zip(metrics, torch.where(is_max, maxima, sums).tolist(), strict=True))
 
 

@@ -7,6 +7,7 @@ packs only: no KV cache, no padding, no attention dropout, caps or sinks.
 import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers import AttentionInterface
 
 from rlhf_cli.models.attention.varlen_cpu import varlen_attention
+from rlhf_cli.models.sequence_parallel import attend_by_heads
 
 VARLEN = "varlen"
 """Name under which transformers knows the function."""
@@ -33,9 +35,10 @@ def varlen_attention_forward(
 
     Takes from `kwargs` what transformers passes to every attention function: `cu_seq_lens_q` (int32 [B + 1]),
     `max_length_q`, the same for the keys, `scaling`, `sliding_window` (tokens a position sees, itself included), and
-    `key_index` [U] of a pack with shared beginnings: which tokens' keys the sequences see, one after the other. The
-    mask is ignored: the bounds replace it. Raises ValueError for arguments that the kernels do not support, so that
-    nothing is ignored silently.
+    `key_index` [U] of a pack with shared beginnings: which tokens' keys the sequences see, one after the other. With
+    `shards`, which several ranks have of one pack, the tensors hold this rank's tokens alone, and the bounds are of the
+    whole pack. The mask is ignored: the bounds replace it. Raises ValueError for arguments that the kernels do not
+    support, so that nothing is ignored silently.
     """
     del module, attention_mask
     if kwargs.get("cu_seq_lens_q") is None:
@@ -43,6 +46,14 @@ def varlen_attention_forward(
     for feature in UNSUPPORTED:
         if kwargs.get(feature) is not None and not (feature == "dropout" and kwargs["dropout"] == 0):
             raise ValueError(f"attention 'varlen' has no {feature}: use attn_implementation eager")
+    shards = kwargs.pop("shards", None)
+    if shards is None:
+        return _attend(query, key, value, **kwargs), None
+    return attend_by_heads(query, key, value, shards, partial(_attend, **kwargs)), None
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Return the attention output [1, T, heads, size]; arguments as of `varlen_attention_forward`."""
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if kwargs.get("key_index") is not None:
         key_THD, value_THD = (SelectTokens.apply(tensor, kwargs["key_index"]) for tensor in (key_THD, value_THD))
@@ -53,7 +64,7 @@ def varlen_attention_forward(
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         bounds = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
         output_THD = varlen_attention(query_THD, key_THD, value_THD, *bounds, scale, window)
-    return output_THD.unsqueeze(0), None
+    return output_THD.unsqueeze(0)
 
 
 class SelectTokens(torch.autograd.Function):

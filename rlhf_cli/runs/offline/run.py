@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from pydantic import BaseModel
 from rich.console import Console
 from torch import nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from rlhf_cli.backends.process.launch import stop_with_launcher
@@ -34,6 +35,7 @@ from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.dtypes import dtype_note
 from rlhf_cli.models.requirements import check_loadable
 from rlhf_cli.models.routers import check_router_loss
+from rlhf_cli.models.sequence_parallel import check_sequence_parallel
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
@@ -110,7 +112,16 @@ def offline_model(config: OfflineConfig) -> TrainedModel:
     check_router_loss(config.optim.aux_loss_coef, model.architecture)
     in_4bit = model.plan is not None and model.plan.in_4bit
     check_loadable(model.base, model.architecture, in_4bit=in_4bit, partitioned=config.deepspeed.zero_stage == 3)
+    _check_sequence_parallel(config, model)
     return model
+
+
+def _check_sequence_parallel(config: OfflineConfig, model: TrainedModel) -> None:
+    """Raise UsageError if the ranks of this run cannot share sequences as the settings request."""
+    size, (_, num_ranks) = config.deepspeed.ranks_per_sequence, distributed_env.rank_and_world_size()
+    check_sequence_parallel(model.architecture, size=size, num_ranks=num_ranks, attention=model.attention)
+    if size > 1 and config.optim.aux_loss_coef:
+        raise UsageError("--aux_loss_coef needs all tokens of a pack on each rank: drop --sequence_parallel_size")
 
 
 def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., LoadedItemsT]) -> Items[LoadedItemsT]:
@@ -141,7 +152,8 @@ class OfflineTask:
     summary: str  # of the data, for the terminal
     model: TrainedModel
     load: Callable[..., PreTrainedModel]  # `load_causal_lm` or `load_value_backbone`
-    wrap: Callable[[PreTrainedModel], nn.Module]  # Hugging Face model -> module that the objective calls
+    # (Hugging Face model, ranks that share sequences) -> module that the objective calls
+    wrap: Callable[[PreTrainedModel, ProcessGroup | None], nn.Module]
     # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
     begin: Callable[[Items[LoadedItems], Share], tuple[Items[LoadedItems], ReferenceHooks]] = no_reference
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
@@ -180,7 +192,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
             distributed.leave_process_group()
             raise
         seed_everything(config.batch.seed)
-        share = Share(rank, num_ranks, config.batch, quadratic_cost(task.model.architecture))
+        share = _share(config, task)
         items, reference = task.begin(task.items, share)
         hf_model, engine = _build(config, task)
         if resume is not None:
@@ -206,18 +218,26 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
     return finished
 
 
+def _share(config: OfflineConfig, task: OfflineTask) -> Share:
+    """Return this rank's part of every step; ranks that share sequences have the same part."""
+    (rank, num_ranks), size = distributed_env.rank_and_world_size(), config.deepspeed.ranks_per_sequence
+    cost = quadratic_cost(task.model.architecture)
+    return Share(rank // size, num_ranks // size, config.batch, cost, ranks_per_sequence=size)
+
+
 def check_items(config: OfflineConfig, items: Items) -> None:
     """Raise UsageError for items that no micro-batch can hold, and for settings of an evaluation without one."""
     given = config.batch.changed("eval_steps", "stop_eval_loss")
     if items.eval_data is None and given:
         raise UsageError(f"{given} is about evaluations: give --eval_dataset")
-    budget = config.batch.train_max_tokens_per_gpu
+    budget = config.batch.train_max_tokens_per_gpu * config.deepspeed.ranks_per_sequence
     for what, part in (("training", items.data), ("evaluation", items.eval_data)):
         longest = int(part.lengths.max()) if part is not None else 0
         if longest > budget:
             raise UsageError(
                 f"the longest item of the {what} data takes {longest} tokens of a micro-batch, where pairs have both "
-                f"responses: raise train_max_tokens_per_gpu {budget}, or lower max_len {config.data.max_len}"
+                f"responses: raise train_max_tokens_per_gpu {config.batch.train_max_tokens_per_gpu}, or lower max_len "
+                f"{config.data.max_len}"
             )
 
 
@@ -256,7 +276,7 @@ def _build(config: OfflineConfig, task: OfflineTask) -> tuple[PreTrainedModel, D
         task.load, task.model.base, task.model.plan, device=distributed.device(), partition=partition
     )
     engine = DeepSpeedEngine(
-        task.wrap(hf_model),
+        task.wrap(hf_model, distributed.sequence_group(config.deepspeed.ranks_per_sequence)),
         config.deepspeed,
         optim=config.optim,
         learning_rate=config.optim.learning_rate,

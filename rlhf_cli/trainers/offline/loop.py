@@ -62,18 +62,22 @@ class StepTracker(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every step this process computes."""
+    """Which part of every step this process computes.
+
+    `rank` and `num_ranks` count groups of `ranks_per_sequence` processes that compute the same micro-batches together.
+    """
 
     rank: int
     num_ranks: int
     batch: BatchConfig
     quadratic_cost: float
+    ranks_per_sequence: int = 1
 
     def deal(self, data: ItemData, indices: np.ndarray) -> list[list[int]]:
         """Return the numbers of the items of each of this rank's micro-batches."""
         plan = plan_packs(
             data.lengths[indices].tolist(),
-            max_tokens=self.batch.train_max_tokens_per_gpu,
+            max_tokens=self.batch.train_max_tokens_per_gpu * self.ranks_per_sequence,
             num_ranks=self.num_ranks,
             max_sequences=self.batch.micro_train_batch_size,
             quadratic_cost=self.quadratic_cost,

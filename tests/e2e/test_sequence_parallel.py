@@ -1,0 +1,40 @@
+"""Ranks that share sequences compute as one rank does: log-probs, values, gradients, and steps at every ZeRO stage."""
+
+from typing import Any
+
+import pytest
+from started_ranks import results_of, start_ranks
+from tiny_training import CLOSE, farthest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+RANKS_PER_SEQUENCE = {1: 1, 3: 3, 4: 2}
+"""By number of ranks; four ranks are two groups that compute different sequences."""
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
+    """The findings of each rank, by (rank, number of ranks)."""
+    folder = tmp_path_factory.mktemp("shared")
+    processes = {
+        num_ranks: start_ranks("shared_sequences.py", num_ranks, [tiny_model_dir, str(folder), str(size)], folder)
+        for num_ranks, size in RANKS_PER_SEQUENCE.items()
+    }
+    return results_of(processes, folder)
+
+
+@pytest.mark.parametrize("place", [(0, 3), (1, 3), (2, 3), (0, 4), (3, 4)])
+def test_shared_packs_give_the_results_and_gradients_of_one_rank(results, place):
+    for case, (distance, of_gradients) in results[place]["distances"].items():
+        assert distance < 1e-5, case
+        assert of_gradients < 1e-5, case
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_steps_over_shared_sequences_are_those_of_one_rank(results, stage):
+    alone = results[0, 1][f"steps {stage}"]
+    for rank in range(4):
+        together = results[rank, 4][f"steps {stage}"]
+        for one, other in zip(alone["metrics"], together["metrics"], strict=True):
+            assert other == pytest.approx(one, rel=1e-5)
+        assert farthest(alone["weights"], together["weights"]) < CLOSE
