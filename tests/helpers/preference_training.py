@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial as partially
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tiny_training import Layout, load_policy, make_engine, partition, weights_o
 from rlhf_cli.algorithms.kto import UnpairedSettings
 from rlhf_cli.algorithms.preference import PreferenceSettings
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, FrozenEngine
-from rlhf_cli.backends.training.distributed import gather_rows
+from rlhf_cli.backends.training.distributed import gather_rows, sequence_group
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.prefix_packing import Branch
@@ -20,7 +21,7 @@ from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.trainers.offline import dpo, kto
 from rlhf_cli.trainers.offline.loop import bind
-from rlhf_cli.trainers.offline.pairs import PairItems
+from rlhf_cli.trainers.offline.pairs import Gather, PairItems
 from rlhf_cli.trainers.offline.rm import MARGIN, RewardObjective
 
 STEPS = [[0, 1, 2, 3, 4], [5, 6], [7]]
@@ -88,18 +89,18 @@ class Task:
     objective: Any
     items: Any
     is_reward_model: bool = False
-    prepare: Callable[[FrozenEngine], Any] | None = None
+    prepare: Callable[[FrozenEngine, Gather], Any] | None = None
 
 
 def dpo_task(*names: str, share: bool = True, **settings: Any) -> Task:
     nll = settings.pop("nll_loss_coef", 0.0)
     objective = dpo.DPOObjective(names, tuple(1.0 + i for i in range(len(names))), PreferenceSettings(**settings), nll)
 
-    def prepare(frozen: FrozenEngine) -> Any:
+    def prepare(frozen: FrozenEngine, gather: Gather) -> Any:
         def infer(engine: Any, batches: list[Any]) -> list[torch.Tensor]:
             return frozen.infer(batches, dpo.batch_logprobs)
 
-        return dpo.PairPreparation(objective, infer if objective.needs_reference else None, gather_rows)
+        return dpo.PairPreparation(objective, infer if objective.needs_reference else None, gather)
 
     return Task(objective, PairItems(make_pairs(), share, read_ends=False, columns={}), prepare=prepare)
 
@@ -114,12 +115,12 @@ def rm_task(*, share: bool = True, margin: bool = False, center: float = 0.0) ->
 def kto_task(name: str = "kto", **settings: Any) -> Task:
     objective, data = kto.KTOObjective(name, UnpairedSettings(**settings)), make_labelled()
 
-    def prepare(frozen: FrozenEngine) -> Any:
+    def prepare(frozen: FrozenEngine, gather: Gather) -> Any:
         def asked(forward: Any) -> Any:
             return lambda engine, batches: frozen.infer(batches, forward)
 
         reference = kto.LabelledReference(asked(kto.matched_logprobs), asked(kto.mismatched_logprobs))
-        return kto.KTOPreparation(objective, reference, gather_rows)
+        return kto.KTOPreparation(objective, reference, gather)
 
     return Task(objective, kto.LabelledItems(data, kto.partners_of(data), {}), prepare=prepare)
 
@@ -159,8 +160,13 @@ def run_steps(
         module: Any = ValueModel(hf_model)
     else:
         hf_model, module = load_policy(model, stage)
-    prepare = task.prepare(make_reference(model, stage, seed)) if task.prepare else lambda engine, batches: batches
-    engine = make_engine(module, stage, **zero)
+    size = layout.ranks_per_sequence
+    module.sequence_group = sequence_group(size)
+    gather = partially(gather_rows, ranks_per_sequence=size)
+    prepare = (
+        task.prepare(make_reference(model, stage, seed), gather) if task.prepare else lambda engine, batches: batches
+    )
+    engine = make_engine(module, stage, sequence_parallel_size=size, **zero)
     metrics = []
     for indices in steps:
         micro_batches, totals = layout.share().micro_batches(task.items, np.array(indices))

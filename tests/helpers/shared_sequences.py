@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from preference_training import TASKS, run_steps
 from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
@@ -122,6 +123,10 @@ def main(model: str, folder: Path, size: int) -> None:
     results: dict[str, object] = {} if group is None else {"distances": distances(group)}
     if dist.get_world_size() != 3:  # the model has four heads
         results |= {f"steps {stage}": steps(model, stage, size) for stage in range(4)}
+        layout = Layout(dist.get_rank(), dist.get_world_size(), max_tokens=80 // size, ranks_per_sequence=size)
+        for name in TASKS:
+            trained = run_steps(model, TASKS[name](), 2, layout)
+            results[name] = {"metrics": trained.metrics, "weights": trained.weights}
     torch.save(results, folder / f"rank{dist.get_rank()}of{dist.get_world_size()}.pt")
     distributed.leave_process_group()
 

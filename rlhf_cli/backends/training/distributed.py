@@ -4,6 +4,7 @@ Leaves out how ranks are started: by nobody (one process), by a launcher, or by 
 environment variables.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -79,6 +80,7 @@ def num_gpus() -> int:
     return dist.get_world_size() if torch.cuda.is_available() else 0
 
 
+@functools.cache
 def sequence_group(ranks_per_sequence: int) -> dist.ProcessGroup | None:
     """Return the group of neighbouring ranks that share each sequence with this one; None for one rank a sequence.
 
@@ -118,17 +120,19 @@ def summed(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def gather_rows(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+def gather_rows(rows: torch.Tensor, *, ranks_per_sequence: int = 1) -> tuple[torch.Tensor, int]:
     """Return the rows of all ranks end to end, on this rank's device, and where this rank's begin; every rank must call
     it.
 
-    Ranks may have different numbers of rows, of the same shape and type.
+    Ranks may have different numbers of rows, of the same shape and type. Ranks that share sequences have the same rows,
+    which are there once.
     """
     if dist.get_world_size() == 1:
         return rows, 0
     parts: list[torch.Tensor] = [rows] * dist.get_world_size()
     dist.all_gather_object(parts, rows.cpu())
-    start = sum(len(part) for part in parts[: dist.get_rank()])
+    parts = parts[::ranks_per_sequence]
+    start = sum(len(part) for part in parts[: dist.get_rank() // ranks_per_sequence])
     return torch.cat(parts).to(rows.device), start
 
 

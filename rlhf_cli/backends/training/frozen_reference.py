@@ -35,7 +35,8 @@ class FrozenReference:
     def __init__(self, source: ModelConfig, settings: DeepSpeedConfig) -> None:
         partition = partitioned_loading(settings, param_dtype=source.param_dtype)
         self._hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
-        self.engine = FrozenEngine(PolicyModel(self._hf_model), settings, param_dtype=source.param_dtype)
+        module = PolicyModel(self._hf_model, distributed.sequence_group(settings.ranks_per_sequence))
+        self.engine = FrozenEngine(module, settings, param_dtype=source.param_dtype)
 
     def infer(self, batches: Sequence[object], forward: Forward) -> list[torch.Tensor]:
         """Return the results of `forward` on each micro-batch."""

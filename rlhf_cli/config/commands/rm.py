@@ -3,7 +3,7 @@
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import PreferenceDataConfig
 from rlhf_cli.config.preference import RewardLossConfig
-from rlhf_cli.config.train import SequenceParallelConfig, SingleOptimConfig
+from rlhf_cli.config.train import SingleOptimConfig
 
 
 class RMConfig(OfflineConfig):
@@ -12,4 +12,3 @@ class RMConfig(OfflineConfig):
     data: PreferenceDataConfig
     reward: RewardLossConfig = RewardLossConfig()
     optim: SingleOptimConfig = SingleOptimConfig(learning_rate=9e-6)
-    deepspeed: SequenceParallelConfig = SequenceParallelConfig()

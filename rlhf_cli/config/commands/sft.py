@@ -2,7 +2,7 @@
 
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import DataConfig
-from rlhf_cli.config.train import OfflineBatchConfig, SequenceParallelConfig
+from rlhf_cli.config.train import OfflineBatchConfig
 
 
 class SFTConfig(OfflineConfig):
@@ -10,4 +10,3 @@ class SFTConfig(OfflineConfig):
 
     data: DataConfig
     batch: OfflineBatchConfig = OfflineBatchConfig(max_epochs=2)
-    deepspeed: SequenceParallelConfig = SequenceParallelConfig()

@@ -21,6 +21,7 @@ from rlhf_cli.runs.run_identity import model_identity
 from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers.offline import dpo, kto
 from rlhf_cli.trainers.offline.loop import Share
+from rlhf_cli.trainers.offline.pairs import Gather
 from rlhf_cli.trainers.offline.reference_logprobs import all_results, digest_of_pairs, digest_of_responses
 
 Forwards = dict[str, Callable[[object, Any], object]]
@@ -81,15 +82,16 @@ def pair_reference(
     deepspeed: DeepSpeedConfig,
 ) -> tuple[Items, ReferenceHooks]:
     """Return the pairs with the reference's log-probabilities, or the reference that is asked in every step."""
+    gather = _gather(deepspeed)
     if not objective.needs_reference:
-        return items, _pair_hooks(objective, None)
+        return items, _pair_hooks(objective, None, gather)
     if settings.precompute_ref_log_probs:
         precomputed = _Precomputed(_source(settings, model), deepspeed, share, {dpo.REF: dpo.batch_logprobs})
-        return precomputed.added_to(items, digest_of_pairs), _pair_hooks(objective, None)
+        return precomputed.added_to(items, digest_of_pairs), _pair_hooks(objective, None, gather)
     if _is_base(settings, model):
-        return items, _pair_hooks(objective, base_results(dpo.batch_logprobs))
+        return items, _pair_hooks(objective, base_results(dpo.batch_logprobs), gather)
     frozen = FrozenReference(_source(settings, model), deepspeed)
-    hooks = _pair_hooks(objective, frozen.results(dpo.batch_logprobs))
+    hooks = _pair_hooks(objective, frozen.results(dpo.batch_logprobs), gather)
     return items, _moving(hooks, frozen, settings) if settings.moves else hooks
 
 
@@ -98,8 +100,13 @@ def _is_base(settings: FrozenReferenceConfig, model: TrainedModel) -> bool:
     return model.plan is not None and settings.ref_pretrain is None
 
 
-def _pair_hooks(objective: dpo.DPOObjective, infer: dpo.Infer | None) -> ReferenceHooks:
-    preparation = dpo.PairPreparation(objective, infer, gather_rows)
+def _gather(settings: DeepSpeedConfig) -> Gather:
+    """Return the function that gives every rank the rows of all."""
+    return functools.partial(gather_rows, ranks_per_sequence=settings.ranks_per_sequence)
+
+
+def _pair_hooks(objective: dpo.DPOObjective, infer: dpo.Infer | None, gather: Gather) -> ReferenceHooks:
+    preparation = dpo.PairPreparation(objective, infer, gather)
     return ReferenceHooks(prepare=preparation if preparation.is_needed else None)
 
 
@@ -133,7 +140,7 @@ def labelled_reference(
             base_results if _is_base(settings, model) else FrozenReference(_source(settings, model), deepspeed).results
         )
         reference = kto.LabelledReference(asked(kto.matched_logprobs), asked(kto.mismatched_logprobs))
-    return items, ReferenceHooks(prepare=kto.KTOPreparation(objective, reference, gather_rows))
+    return items, ReferenceHooks(prepare=kto.KTOPreparation(objective, reference, _gather(deepspeed)))
 
 
 class _Precomputed:
@@ -157,6 +164,6 @@ class _Precomputed:
 
     def _columns(self, part: Any) -> Columns:
         return {
-            name: all_results(self._model, forward, part, share=self._share, gather=gather_rows)
+            name: all_results(self._model, forward, part, share=self._share, gather=_gather(self._deepspeed))
             for name, forward in self._forwards.items()
         }

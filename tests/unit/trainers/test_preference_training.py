@@ -281,7 +281,7 @@ def test_a_kto_micro_batch_keeps_to_its_bound_with_either_response():
 def test_unpaired_apo_asks_for_no_baseline(tiny_model_dir):
     task = kto_task("apo_zero_unpaired")
     assert task.prepare is not None
-    assert isinstance(task.prepare(make_reference(tiny_model_dir, 0, 5)), KTOPreparation)
+    assert isinstance(task.prepare(make_reference(tiny_model_dir, 0, 5), distributed.gather_rows), KTOPreparation)
     metrics = run_steps(tiny_model_dir, task, 2, Layout(), steps=STEPS[:1]).metrics[0]
     assert metrics["kl_baseline"] == 0.0
 
