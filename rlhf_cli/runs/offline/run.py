@@ -122,6 +122,8 @@ def _check_sequence_parallel(config: OfflineConfig, model: TrainedModel) -> None
     check_sequence_parallel(model.architecture, size=size, num_ranks=num_ranks, attention=model.attention)
     if size > 1 and config.optim.aux_loss_coef:
         raise UsageError("--aux_loss_coef needs all tokens of a pack on each rank: drop --sequence_parallel_size")
+    if size > 1 and config.model.compile_model:
+        raise UsageError("compile_model does not go with --sequence_parallel_size: ranks exchange tokens in each layer")
 
 
 def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., LoadedItemsT]) -> Items[LoadedItemsT]:
