@@ -21,6 +21,7 @@ class CriticModelConfig(SettingsGroup):
 
 
 ZeroStage = Literal[0, 1, 2, 3]
+ROLES = ("actor", "critic", "ref", "reward")
 
 
 class OnlineDeepSpeedConfig(DeepSpeedConfig):
@@ -30,16 +31,30 @@ class OnlineDeepSpeedConfig(DeepSpeedConfig):
     """Stage of the reference, by default zero_stage; frozen weights are partitioned at 3 and whole at the others."""
     reward_zero_stage: ZeroStage | None = None
     """Stage of the reward model, by default zero_stage."""
+    ref_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Ranks of the reference that share each sequence, by default sequence_parallel_size."""
+    reward_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Ranks of the reward model that share each sequence, by default sequence_parallel_size."""
 
     def of(self, role: str) -> "OnlineDeepSpeedConfig":
         """Return the settings of a role: "actor", "critic", "ref" or "reward"."""
-        stage = getattr(self, f"{role}_zero_stage", None)
-        return self if stage is None else self.model_copy(update={"zero_stage": stage})
+        own = {name: getattr(self, self.name_of(role, name)) for name in ("zero_stage", "sequence_parallel_size")}
+        return self.model_copy(update=own)
+
+    def name_of(self, role: str, name: str) -> str:
+        """Return the name of the setting that holds for a role: its own if it is given, else the common one."""
+        own = f"{role}_{name}"
+        return name if getattr(self, own, None) is None else own
 
     @property
     def stages(self) -> set[int]:
         """The stages of all roles there can be."""
-        return {self.of(role).zero_stage for role in ("actor", "critic", "ref", "reward")}
+        return {self.of(role).zero_stage for role in ROLES}
+
+    @property
+    def sequence_sizes(self) -> set[int]:
+        """The ranks that share a sequence, of all roles there can be."""
+        return {self.of(role).sequence_parallel_size for role in ROLES}
 
 
 class ActorCriticDeepSpeedConfig(OnlineDeepSpeedConfig):
@@ -47,6 +62,8 @@ class ActorCriticDeepSpeedConfig(OnlineDeepSpeedConfig):
 
     critic_zero_stage: ZeroStage | None = None
     """Stage of the critic, by default zero_stage."""
+    critic_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Ranks of the critic that share each sequence, by default sequence_parallel_size."""
 
 
 class OnlineBatchConfig(BatchConfig):

@@ -27,6 +27,11 @@ class PlacementConfig(SettingsGroup):
     deepspeed_enable_sleep: bool = False
     """Move weights, gradients and optimizer states of idle trainers to host memory."""
 
+    def num_ranks(self, role: str) -> int:
+        """Return the ranks of a role: "actor", "critic", "ref" or "reward"."""
+        ranks: int = getattr(self, f"{role}_num_nodes") * getattr(self, f"{role}_num_gpus_per_node")
+        return ranks
+
     @property
     def colocated_pairs(self) -> list[tuple[str, str]]:
         """The pairs of roles that share GPUs."""

@@ -89,6 +89,25 @@ class DeepSpeedConfig(SettingsGroup):
     """Overlap gradient reduction with the backward pass, and at stage 3 the gathering of weights with computation. By
     default between several GPUs, but not with --adam_offload."""
 
+    sequence_parallel_size: int = Field(1, gt=0)
+    """Ranks that share each sequence, for long ones: a micro-batch holds as many times --train_max_tokens_per_gpu. It
+    divides the ranks of a model; needs attn_implementation varlen."""
+    sequence_parallel_mode: Literal["auto", "ulysses", "gather"] = "auto"
+    """What these ranks exchange in attention: ulysses tokens for heads, whose number the size divides; gather the keys
+    of all tokens, which takes more memory. auto takes ulysses where it can."""
+    ring_flash_attn: bool = False
+    """Let ring-flash-attn gather the keys of some heads while it computes others. It needs a GPU and the extras flash
+    and ring."""
+
+    @model_validator(mode="after")
+    def _modes_are_of_shared_sequences(self) -> "DeepSpeedConfig":
+        given = self.changed("sequence_parallel_mode", "ring_flash_attn")
+        if given and max(self.sequence_sizes) == 1:
+            raise ValueError(f"{given} is about ranks that share a sequence: give --sequence_parallel_size")
+        if self.ring_flash_attn and self.sequence_parallel_mode == "ulysses":
+            raise ValueError("ring_flash_attn gathers keys: drop --sequence_parallel_mode ulysses")
+        return self
+
     @model_validator(mode="after")
     def _parts_are_of_partitioned_weights(self) -> "DeepSpeedConfig":
         if 3 not in self.stages and self.changed("zpg"):
@@ -101,22 +120,9 @@ class DeepSpeedConfig(SettingsGroup):
         return {self.zero_stage}
 
     @property
-    def ranks_per_sequence(self) -> int:
-        """Ranks that compute each sequence together."""
-        return 1
-
-
-class SequenceParallelConfig(DeepSpeedConfig):
-    """DeepSpeed"""
-
-    sequence_parallel_size: int = Field(1, gt=0)
-    """Ranks that share each sequence, for long ones: a micro-batch holds as many times --train_max_tokens_per_gpu. It
-    divides the ranks and the attention heads; needs attn_implementation varlen."""
-
-    @property
-    def ranks_per_sequence(self) -> int:
-        """Ranks that compute each sequence together."""
-        return self.sequence_parallel_size
+    def sequence_sizes(self) -> set[int]:
+        """The ranks that share a sequence, of all models that are run by these settings."""
+        return {self.sequence_parallel_size}
 
 
 class LaunchConfig(SettingsGroup):

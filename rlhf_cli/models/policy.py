@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.errors import UsageError
@@ -16,7 +15,8 @@ from rlhf_cli.models.last_mlp import LastMLP
 from rlhf_cli.models.logprobs import LogitTransform, token_logprobs
 from rlhf_cli.models.packs import PackLike
 from rlhf_cli.models.routers import RouterRecorder, router_recorder, token_weights
-from rlhf_cli.models.sequence_parallel import Part, part_of
+from rlhf_cli.models.sequence_parallel.parts import Part, part_of
+from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.shape_bucketing import rounded
 
 
@@ -34,18 +34,13 @@ class Decoder:
         `real` is the pack before it was rounded up with filler.
         """
         pack = part.pack
-        keys = pack.keys or pack
         records_routers = self.routers is not None and self.routers.is_on
         with self._spared(part):
             output = self._decoder(
                 input_ids=pack.input_ids_T[part.tokens][None],
                 position_ids=pack.position_ids_T[part.tokens][None],
                 use_cache=False,
-                cu_seq_lens_q=pack.cu_seqlens,
-                cu_seq_lens_k=keys.cu_seqlens,
-                max_length_q=pack.max_seqlen,
-                max_length_k=keys.max_seqlen,
-                **({"key_index": pack.keys.index_U} if pack.keys else {}),
+                **part.runs.as_arguments(),
                 **({"shards": part.shards} if part.shards else {}),
                 **({"output_router_logits": True} if records_routers else {}),
             )
@@ -111,12 +106,12 @@ class TokenHead(nn.Module):
 class PolicyModel(nn.Module):
     """A causal language model that gives log-probabilities of the trained tokens of a pack.
 
-    The ranks of `sequence_group` share the tokens of each pack; None if this rank computes whole packs.
+    `sequence_ranks` share the tokens of each pack; None if this rank computes whole packs.
     """
 
-    def __init__(self, model: PreTrainedModel, sequence_group: ProcessGroup | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
         super().__init__()
-        self.sequence_group = sequence_group
+        self.sequence_ranks = sequence_ranks
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UsageError(f"{type(model).__name__} has no linear language-model head: it cannot be a policy")
@@ -141,7 +136,7 @@ class PolicyModel(nn.Module):
         Only hidden states that predict a target are projected, and a few more if the pack is rounded up. Without
         targets the results are empty, and a backward pass from them gives every parameter a gradient of zero.
         """
-        part = part_of(rounded(pack, self.model.dtype), self.sequence_group)
+        part = part_of(rounded(pack, self.model.dtype), self.sequence_ranks)
         logprobs, entropies = self.head(
             self._decoder(part, real=pack),
             part.pack.targets_K[part.targets],
@@ -155,12 +150,12 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """A decoder with a scalar head that gives the value of the state before each trained token of a pack.
 
-    The ranks of `sequence_group` share the tokens of each pack; None if this rank computes whole packs.
+    `sequence_ranks` share the tokens of each pack; None if this rank computes whole packs.
     """
 
-    def __init__(self, model: PreTrainedModel, sequence_group: ProcessGroup | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
         super().__init__()
-        self.sequence_group = sequence_group
+        self.sequence_ranks = sequence_ranks
         if not isinstance(getattr(model, "score", None), nn.Linear):
             raise UsageError(f"{type(model).__name__} has no linear `score` head: it cannot be trained as a critic")
         self.model = model
@@ -173,7 +168,7 @@ class ValueModel(nn.Module):
 
     def forward(self, pack: PackLike) -> torch.Tensor:
         """Return the values float32 [K]."""
-        part = part_of(rounded(pack, self.model.dtype), self.sequence_group)
+        part = part_of(rounded(pack, self.model.dtype), self.sequence_ranks)
         values = self.model.score(self._decoder(part, real=pack)).squeeze(-1).float()
         return part.whole(values)[: pack.targets_K.numel()]
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from rlhf_cli.models.compat import has_bf16_products
-from rlhf_cli.models.packs import PackLike
+from rlhf_cli.models.packs import PackLike, with_filler
 
 LEAST_STEP = 64
 """Lengths below 8,192 are multiples of it, longer ones of the power of two that is 1/128 to 1/64 of them."""
@@ -31,32 +31,14 @@ def rounded(pack: PackLike, dtype: torch.dtype) -> PackLike:
     if pack.input_ids_T.device.type != "cpu" or dtype != torch.bfloat16 or not has_bf16_products():
         return pack
     num_tokens, num_targets = pack.input_ids_T.numel(), pack.targets_K.numel()
-    filler = rounded_length(num_tokens) - num_tokens
     more_targets = rounded_length(num_targets) - num_targets
-    nothing_F = torch.zeros(filler, dtype=torch.int64)
-    runs = [filler] if filler else []
+    filled = with_filler(pack, rounded_length(num_tokens) - num_tokens)
     return replace(
-        pack,
-        input_ids_T=torch.cat([pack.input_ids_T, nothing_F]),
-        position_ids_T=torch.cat([pack.position_ids_T, nothing_F]),  # nobody looks at where filler stands
-        cu_seqlens=_with_runs(pack.cu_seqlens, runs),
-        max_seqlen=max(pack.max_seqlen, filler),
+        filled,
         rows_K=torch.cat([pack.rows_K, pack.rows_K[-1:].expand(more_targets)]),
-        read_R=_with_others(pack.read_R, num_tokens + filler),
+        read_R=_with_others(pack.read_R, filled.input_ids_T.numel()),
         targets_K=torch.cat([pack.targets_K, pack.targets_K.new_zeros(more_targets)]),
-        keys=pack.keys
-        and replace(
-            pack.keys,
-            index_U=torch.cat([pack.keys.index_U, torch.arange(num_tokens, num_tokens + filler)]),
-            cu_seqlens=_with_runs(pack.keys.cu_seqlens, runs),
-            max_seqlen=max(pack.keys.max_seqlen, filler),
-        ),
     )
-
-
-def _with_runs(cu_seqlens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Return the bounds with more runs of these lengths, one at most."""
-    return torch.cat([cu_seqlens, *(cu_seqlens[-1:] + length for length in lengths)])
 
 
 def _with_others(read_R: torch.Tensor, num_tokens: int) -> torch.Tensor:

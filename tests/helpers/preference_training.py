@@ -12,7 +12,8 @@ from tiny_training import Layout, load_policy, make_engine, partition, weights_o
 from rlhf_cli.algorithms.kto import UnpairedSettings
 from rlhf_cli.algorithms.preference import PreferenceSettings
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, FrozenEngine
-from rlhf_cli.backends.training.distributed import gather_rows, sequence_group
+from rlhf_cli.backends.training.distributed import gather_rows
+from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.prefix_packing import Branch
@@ -161,7 +162,8 @@ def run_steps(
     else:
         hf_model, module = load_policy(model, stage)
     size = layout.ranks_per_sequence
-    module.sequence_group = sequence_group(size)
+    settings = DeepSpeedConfig(sequence_parallel_size=size)
+    module.sequence_ranks = sequence_ranks(settings, hf_model.config)
     gather = partially(gather_rows, ranks_per_sequence=size)
     prepare = (
         task.prepare(make_reference(model, stage, seed), gather) if task.prepare else lambda engine, batches: batches

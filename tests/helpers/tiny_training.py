@@ -13,7 +13,7 @@ from torch import nn
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.config.model import ModelConfig
-from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig, SequenceParallelConfig
+from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel, parameter_groups
@@ -107,7 +107,7 @@ def make_engine(
 ) -> DeepSpeedEngine:
     return DeepSpeedEngine(
         module,
-        SequenceParallelConfig(zero_stage=stage, **zero),  # type: ignore[arg-type]
+        DeepSpeedConfig(zero_stage=stage, **zero),  # type: ignore[arg-type]
         optim=optim,
         learning_rate=learning_rate,
         total_steps=10,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # only the process of a rank imports DeepSpeed
 class Dealer:
     """Cuts batches into packed micro-batches for the ranks of a role.
 
+    `ranks_per_sequence` neighbouring ranks get the same micro-batches, of as many times the tokens.
     `do_share_prompts` asks the ranks whether they compute the common prompt of neighbours in a micro-batch once.
     """
 
@@ -40,25 +41,33 @@ class Dealer:
     batch: BatchConfig
     quadratic_cost: float
     do_share_prompts: Callable[[], bool] = lambda: False
+    ranks_per_sequence: int = 1
 
     @cached_property
     def _shares_prompts(self) -> bool:
         return self.do_share_prompts()
 
     def plan(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
-        """Return the indices by rank and micro-batch."""
+        """Return the indices by rank and micro-batch; ranks that share sequences have the same ones."""
+        shares = self._shares(sequences)
+        return [share for share in shares for _ in range(self.ranks_per_sequence)]
+
+    def _shares(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
+        """Return the indices by group of ranks that share sequences, and micro-batch."""
+        max_tokens = self.batch.train_max_tokens_per_gpu * self.ranks_per_sequence
+        num_groups = self.num_ranks // self.ranks_per_sequence
         if self._shares_prompts:
             return plan_groups(
                 sequences,
-                max_tokens=self.batch.train_max_tokens_per_gpu,
-                num_ranks=self.num_ranks,
+                max_tokens=max_tokens,
+                num_ranks=num_groups,
                 max_sequences=self.batch.micro_train_batch_size,
                 quadratic_cost=self.quadratic_cost,
             )
         return plan_packs(
             [len(sequence) for sequence in sequences],
-            max_tokens=self.batch.train_max_tokens_per_gpu,
-            num_ranks=self.num_ranks,
+            max_tokens=max_tokens,
+            num_ranks=num_groups,
             max_sequences=self.batch.micro_train_batch_size,
             quadratic_cost=self.quadratic_cost,
         )

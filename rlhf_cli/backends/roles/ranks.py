@@ -33,6 +33,7 @@ from rlhf_cli.backends.training.deepspeed_engine import (
 from rlhf_cli.backends.training.deepspeed_weights import DESCRIPTION
 from rlhf_cli.backends.training.frozen_reference import SYNC_FILE
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
+from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.backends.training.weight_average import WeightAverage
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import Idle, PushReport, Transport, WeightSender
@@ -71,7 +72,8 @@ class Packer:
     """How a rank packs the sequences of a micro-batch: with a prompt once for neighbours that share it, or in full."""
 
     def __init__(self, settings: RoleSettings, hf_model: Any) -> None:
-        self._shares_prompts = settings.share_prompts and attention_name(hf_model.config) == VARLEN
+        by_ring = settings.deepspeed.ring_flash_attn  # whose kernel takes keys in their order alone
+        self._shares_prompts = settings.share_prompts and attention_name(hf_model.config) == VARLEN and not by_ring
 
     def shares_prompts(self) -> bool:
         """Return whether neighbours that share a prompt have it once."""
@@ -161,7 +163,8 @@ class ActorRank:
 
     def __init__(self, settings: RoleSettings) -> None:
         hf_model = join_and_load(settings, load_causal_lm)
-        self.role = TrainedRank(settings, hf_model, PolicyModel(hf_model), ema_beta=settings.ema_beta)
+        module = PolicyModel(hf_model, sequence_ranks(settings.deepspeed, hf_model.config))
+        self.role = TrainedRank(settings, hf_model, module, ema_beta=settings.ema_beta)
         self._sender: WeightSender | None = None
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
@@ -251,7 +254,8 @@ class CriticRank:
 
     def __init__(self, settings: RoleSettings) -> None:
         hf_model = join_and_load(settings, load_value_backbone)
-        self.role = TrainedRank(settings, hf_model, ValueModel(hf_model))
+        module = ValueModel(hf_model, sequence_ranks(settings.deepspeed, hf_model.config))
+        self.role = TrainedRank(settings, hf_model, module)
 
     def values(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the values of the states before the trained tokens of each micro-batch, float32 [K]."""
@@ -291,7 +295,8 @@ class ReferenceRank:
         self._hf_model = hf_model = join_and_load(settings, load_causal_lm)
         self._settings = settings
         self.packer = Packer(settings, hf_model)
-        self.engine = FrozenEngine(PolicyModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
+        module = PolicyModel(hf_model, sequence_ranks(settings.deepspeed, hf_model.config))
+        self.engine = FrozenEngine(module, settings.deepspeed, param_dtype=settings.model.param_dtype)
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
@@ -332,7 +337,8 @@ class RewardRank:
 
     def __init__(self, settings: RoleSettings) -> None:
         hf_model = join_and_load(settings, load_reward_model)
-        self.engine = FrozenEngine(ValueModel(hf_model), settings.deepspeed, param_dtype=settings.model.param_dtype)
+        module = ValueModel(hf_model, sequence_ranks(settings.deepspeed, hf_model.config))
+        self.engine = FrozenEngine(module, settings.deepspeed, param_dtype=settings.model.param_dtype)
 
     def scores(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the scores read at the marked tokens of each micro-batch, float32 [K]: at the tokens, not before

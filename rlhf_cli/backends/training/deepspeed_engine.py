@@ -106,7 +106,7 @@ class DeepSpeedEngine:
             config=config,
         )
         self._stage = settings.zero_stage
-        self._ranks_per_sequence = settings.ranks_per_sequence
+        self._ranks_per_sequence = settings.sequence_parallel_size
         self._states = TrainedStates(self._engine, module, device=distributed.device())
         self._skipped_in_a_row = 0
         routers = getattr(module, "routers", None) if optim.aux_loss_coef else None

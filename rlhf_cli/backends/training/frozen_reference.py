@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, Forward, FrozenEngine, move_weights
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
+from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.environment import user_cache
@@ -35,7 +36,7 @@ class FrozenReference:
     def __init__(self, source: ModelConfig, settings: DeepSpeedConfig) -> None:
         partition = partitioned_loading(settings, param_dtype=source.param_dtype)
         self._hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
-        module = PolicyModel(self._hf_model, distributed.sequence_group(settings.ranks_per_sequence))
+        module = PolicyModel(self._hf_model, sequence_ranks(settings, self._hf_model.config))
         self.engine = FrozenEngine(module, settings, param_dtype=source.param_dtype)
 
     def infer(self, batches: Sequence[object], forward: Forward) -> list[torch.Tensor]:

@@ -6,9 +6,9 @@ from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.config.model import AdapterConfig, ModelConfig
 from rlhf_cli.config.train import (
     CheckpointConfig,
+    DeepSpeedConfig,
     LaunchConfig,
     OfflineBatchConfig,
-    SequenceParallelConfig,
     SingleOptimConfig,
     TrackingConfig,
 )
@@ -24,7 +24,7 @@ class OfflineConfig(BaseModel):
     data: OfflineDataConfig
     batch: OfflineBatchConfig = OfflineBatchConfig()
     optim: SingleOptimConfig = SingleOptimConfig()
-    deepspeed: SequenceParallelConfig = SequenceParallelConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     launch: LaunchConfig = LaunchConfig()
     checkpoint: CheckpointConfig
     tracking: TrackingConfig = TrackingConfig()

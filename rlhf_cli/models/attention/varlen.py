@@ -7,7 +7,6 @@ packs only: no KV cache, no padding, no attention dropout, caps or sinks.
 import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from transformers import AttentionInterface
 
 from rlhf_cli.models.attention.varlen_cpu import varlen_attention
-from rlhf_cli.models.sequence_parallel import attend_by_heads
+from rlhf_cli.models.sequence_parallel.attention import attend_shared
 
 VARLEN = "varlen"
 """Name under which transformers knows the function."""
@@ -36,9 +35,9 @@ def varlen_attention_forward(
     Takes from `kwargs` what transformers passes to every attention function: `cu_seq_lens_q` (int32 [B + 1]),
     `max_length_q`, the same for the keys, `scaling`, `sliding_window` (tokens a position sees, itself included), and
     `key_index` [U] of a pack with shared beginnings: which tokens' keys the sequences see, one after the other. With
-    `shards`, which several ranks have of one pack, the tensors hold this rank's tokens alone, and the bounds are of the
-    whole pack. The mask is ignored: the bounds replace it. Raises ValueError for arguments that the kernels do not
-    support, so that nothing is ignored silently.
+    `shards`, which several ranks have of one pack, the tensors hold this rank's tokens alone. The mask is ignored: the
+    bounds replace it. Raises ValueError for arguments that the kernels do not support, so that nothing is ignored
+    silently.
     """
     del module, attention_mask
     if kwargs.get("cu_seq_lens_q") is None:
@@ -49,7 +48,7 @@ def varlen_attention_forward(
     shards = kwargs.pop("shards", None)
     if shards is None:
         return _attend(query, key, value, **kwargs), None
-    return attend_by_heads(query, key, value, shards, partial(_attend, **kwargs)), None
+    return attend_shared(query, key, value, shards, _attend, **kwargs), None
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:

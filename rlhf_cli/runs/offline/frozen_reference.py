@@ -102,7 +102,7 @@ def _is_base(settings: FrozenReferenceConfig, model: TrainedModel) -> bool:
 
 def _gather(settings: DeepSpeedConfig) -> Gather:
     """Return the function that gives every rank the rows of all."""
-    return functools.partial(gather_rows, ranks_per_sequence=settings.ranks_per_sequence)
+    return functools.partial(gather_rows, ranks_per_sequence=settings.sequence_parallel_size)
 
 
 def _pair_hooks(objective: dpo.DPOObjective, infer: dpo.Infer | None, gather: Gather) -> ReferenceHooks:

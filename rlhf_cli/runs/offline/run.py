@@ -10,7 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from pydantic import BaseModel
 from rich.console import Console
 from torch import nn
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from rlhf_cli.backends.process.launch import stop_with_launcher
@@ -21,6 +20,7 @@ from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, c
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, seed_everything
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
+from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.config.plugins import contents_of_plugins
@@ -35,7 +35,8 @@ from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.dtypes import dtype_note
 from rlhf_cli.models.requirements import check_loadable
 from rlhf_cli.models.routers import check_router_loss
-from rlhf_cli.models.sequence_parallel import check_sequence_parallel
+from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
+from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
@@ -112,18 +113,12 @@ def offline_model(config: OfflineConfig) -> TrainedModel:
     check_router_loss(config.optim.aux_loss_coef, model.architecture)
     in_4bit = model.plan is not None and model.plan.in_4bit
     check_loadable(model.base, model.architecture, in_4bit=in_4bit, partitioned=config.deepspeed.zero_stage == 3)
-    _check_sequence_parallel(config, model)
+    _, num_ranks = distributed_env.rank_and_world_size()
+    check_sequence_parallel(model.architecture, config.deepspeed, num_ranks=num_ranks, attention=model.attention)
+    check_whole_packs(
+        config.deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model
+    )
     return model
-
-
-def _check_sequence_parallel(config: OfflineConfig, model: TrainedModel) -> None:
-    """Raise UsageError if the ranks of this run cannot share sequences as the settings request."""
-    size, (_, num_ranks) = config.deepspeed.ranks_per_sequence, distributed_env.rank_and_world_size()
-    check_sequence_parallel(model.architecture, size=size, num_ranks=num_ranks, attention=model.attention)
-    if size > 1 and config.optim.aux_loss_coef:
-        raise UsageError("--aux_loss_coef needs all tokens of a pack on each rank: drop --sequence_parallel_size")
-    if size > 1 and config.model.compile_model:
-        raise UsageError("compile_model does not go with --sequence_parallel_size: ranks exchange tokens in each layer")
 
 
 def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., LoadedItemsT]) -> Items[LoadedItemsT]:
@@ -155,7 +150,7 @@ class OfflineTask:
     model: TrainedModel
     load: Callable[..., PreTrainedModel]  # `load_causal_lm` or `load_value_backbone`
     # (Hugging Face model, ranks that share sequences) -> module that the objective calls
-    wrap: Callable[[PreTrainedModel, ProcessGroup | None], nn.Module]
+    wrap: Callable[[PreTrainedModel, SequenceRanks | None], nn.Module]
     # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
     begin: Callable[[Items[LoadedItems], Share], tuple[Items[LoadedItems], ReferenceHooks]] = no_reference
     finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
@@ -222,7 +217,7 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
 
 def _share(config: OfflineConfig, task: OfflineTask) -> Share:
     """Return this rank's part of every step; ranks that share sequences have the same part."""
-    (rank, num_ranks), size = distributed_env.rank_and_world_size(), config.deepspeed.ranks_per_sequence
+    (rank, num_ranks), size = distributed_env.rank_and_world_size(), config.deepspeed.sequence_parallel_size
     cost = quadratic_cost(task.model.architecture)
     return Share(rank // size, num_ranks // size, config.batch, cost, ranks_per_sequence=size)
 
@@ -232,7 +227,7 @@ def check_items(config: OfflineConfig, items: Items) -> None:
     given = config.batch.changed("eval_steps", "stop_eval_loss")
     if items.eval_data is None and given:
         raise UsageError(f"{given} is about evaluations: give --eval_dataset")
-    budget = config.batch.train_max_tokens_per_gpu * config.deepspeed.ranks_per_sequence
+    budget = config.batch.train_max_tokens_per_gpu * config.deepspeed.sequence_parallel_size
     for what, part in (("training", items.data), ("evaluation", items.eval_data)):
         longest = int(part.lengths.max()) if part is not None else 0
         if longest > budget:
@@ -278,7 +273,7 @@ def _build(config: OfflineConfig, task: OfflineTask) -> tuple[PreTrainedModel, D
         task.load, task.model.base, task.model.plan, device=distributed.device(), partition=partition
     )
     engine = DeepSpeedEngine(
-        task.wrap(hf_model, distributed.sequence_group(config.deepspeed.ranks_per_sequence)),
+        task.wrap(hf_model, sequence_ranks(config.deepspeed, hf_model.config)),
         config.deepspeed,
         optim=config.optim,
         learning_rate=config.optim.learning_rate,

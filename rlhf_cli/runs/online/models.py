@@ -11,6 +11,7 @@ from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.classifiers import refuse_several_labels
 from rlhf_cli.models.requirements import check_trainable
 from rlhf_cli.models.reward_model import RewardModelPlan, find_reward_model, require_same_tokens
+from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.trained_model import TrainedModel, trained_model
 
@@ -92,7 +93,7 @@ def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
     for role in (role for role in _ABSENT if role not in roles):
         sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER[role])
         given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
-        given = given or deepspeed.changed(f"{role}_zero_stage")
+        given = given or deepspeed.changed(f"{role}_zero_stage", f"{role}_sequence_parallel_size")
         if given := given or (config.reward.changed("normalize_reward") if role == "reward" else None):
             said.append(f"--{given} means nothing here: {_ABSENT[role]}")
     return said
@@ -109,11 +110,27 @@ def truncation_notice(rollout: RolloutConfig) -> list[str]:
     ]
 
 
+def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
+    """Raise UsageError if ranks of a role cannot share sequences as the settings request."""
+    deepspeed, policy = config.deepspeed, models.policy
+    check_whole_packs(deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model)
+    of_role = {"actor": policy, "critic": models.critic, "ref": policy, "reward": models.reward}
+    for role in role_names(config, models):
+        model = of_role[role]
+        assert model is not None
+        check_sequence_parallel(
+            model.found.architecture,
+            deepspeed.of(role),
+            num_ranks=config.placement.num_ranks(role),
+            attention=policy.attention,
+            name=deepspeed.name_of(role, "sequence_parallel_size"),
+        )
+
+
 def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
     """Raise UsageError if blocks of a role are to be compiled whose weights are partitioned."""
     deepspeed = config.deepspeed
     for role in roles:
         if config.model.compile_model and deepspeed.of(role).zero_stage == 3:
-            own = f"{role}_zero_stage"
-            stage = own if getattr(deepspeed, own, None) is not None else "zero_stage"
+            stage = deepspeed.name_of(role, "zero_stage")
             raise UsageError(f"compile_model does not go with --{stage} 3, which gathers weights between layers")

@@ -41,6 +41,7 @@ from rlhf_cli.runs.online.evaluation import (
 from rlhf_cli.runs.online.identity import online_identity
 from rlhf_cli.runs.online.models import (
     OnlineModels,
+    check_shared_sequences,
     check_stages,
     find_models,
     idle_settings,
@@ -204,6 +205,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineR
         check_positions(model.architecture, config.prompts.max_len)
     roles = role_names(config, models)
     check_stages(config, roles)
+    check_shared_sequences(config, models)
     check_layout(config.placement, config.rollout, roles=roles)
     longest, seed = config.rollout.max_new_tokens, config.batch.seed
     data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed, reward=config.reward)
@@ -260,16 +262,13 @@ def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
             f"--overlong_buffer_len {buffer} is longer than a response may be: --max_new_tokens "
             f"{rollout.max_new_tokens}"
         )
-    if config.policy.bootstraps and batch.train_max_tokens_per_gpu == config.prompts.max_len:
-        raise UsageError(
-            f"--bootstrap_truncated reads one more token than --max_len {config.prompts.max_len}: raise "
-            f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu}"
-        )
-    if config.batch.train_max_tokens_per_gpu < config.prompts.max_len:
-        raise UsageError(
-            f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu} cannot hold one sequence of --max_len "
-            f"{config.prompts.max_len}: raise the one or lower the other"
-        )
+    ranks = min(config.deepspeed.sequence_sizes)
+    room = f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu}" + (f" on {ranks} ranks" if ranks > 1 else "")
+    max_tokens, max_len = batch.train_max_tokens_per_gpu * ranks, config.prompts.max_len
+    if config.policy.bootstraps and max_tokens == max_len:
+        raise UsageError(f"--bootstrap_truncated reads one more token than --max_len {max_len}: raise {room}")
+    if max_tokens < max_len:
+        raise UsageError(f"{room} cannot hold one sequence of --max_len {max_len}: raise the one or lower the other")
 
 
 def check_filtering(config: OnlineConfig) -> None:

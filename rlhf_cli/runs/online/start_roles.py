@@ -197,10 +197,17 @@ class OnlineRoles:
     ) -> Dealer:
         """Return the dealer of a group; `shares_prompts` asks a rank whether it computes a common prompt once."""
         cost = quadratic_cost(model.architecture)
-        return Dealer(len(group), self._config.batch, cost, lambda: group.all(shares_prompts)[0])
+        return Dealer(
+            len(group),
+            self._config.batch,
+            cost,
+            lambda: group.all(shares_prompts)[0],
+            self._config.deepspeed.of(group.role).sequence_parallel_size,
+        )
 
     def _reward_group(self, group: WorkerGroup[Any], model: RewardModelPlan) -> RewardRole:
-        dealer = Dealer(len(group), self._config.batch, model.quadratic_cost)
+        size = self._config.deepspeed.of(group.role).sequence_parallel_size
+        dealer = Dealer(len(group), self._config.batch, model.quadratic_cost, ranks_per_sequence=size)
         return RewardRole(group, dealer, takes_turns=self._takes_turns, statistics=model.statistics)
 
     def _threads(self, role: str) -> int:

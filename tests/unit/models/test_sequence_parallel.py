@@ -1,18 +1,27 @@
-"""What may share a sequence; how ranks compute together is in e2e/test_sequence_parallel.py."""
+"""What may share a sequence, and what these ranks exchange; how they compute together is in
+e2e/test_shared_sequences.py.
+"""
 
 import pytest
 import torch
 from tiny_training import make_sequences
 from transformers import Qwen2Config
 
+from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.sequence_parallel import check_sequence_parallel, key_repeats, part_of
+from rlhf_cli.models.sequence_parallel.attention import key_repeats
+from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs, chosen_mode
+from rlhf_cli.models.sequence_parallel.parts import part_of
 
 
 def model(heads: int = 8, key_heads: int = 2, **rope: object) -> Qwen2Config:
     more = {"rope_parameters": {"rope_theta": 1e4, **rope}} if rope else {}
     return Qwen2Config(num_attention_heads=heads, num_key_value_heads=key_heads, hidden_size=64, **more)
+
+
+def settings(size: int, **given: object) -> DeepSpeedConfig:
+    return DeepSpeedConfig.model_validate({"sequence_parallel_size": size, **given})
 
 
 @pytest.mark.parametrize(
@@ -28,21 +37,69 @@ def test_every_rank_gets_the_keys_of_its_query_heads(heads, key_heads, size, rep
 
 
 @pytest.mark.parametrize(
+    ("heads", "given", "mode"),
+    [
+        (8, {}, "ulysses"),
+        (7, {}, "gather"),
+        (8, {"sequence_parallel_mode": "gather"}, "gather"),
+        (7, {"ring_flash_attn": True}, "ring"),
+    ],
+)
+def test_ranks_exchange_tokens_for_heads_where_heads_divide(heads, given, mode) -> None:
+    assert chosen_mode(model(heads, 1), settings(2, **given)) == mode
+
+
+@pytest.mark.parametrize(
     ("config", "size", "num_ranks", "attention", "fault"),
     [
-        (model(), 3, 4, "varlen", "--sequence_parallel_size 3 does not divide the 4 ranks of the run"),
-        (model(6), 4, 4, "varlen", "--sequence_parallel_size 4 does not divide the model's 6 attention heads"),
+        (model(), 3, 4, "varlen", "--sequence_parallel_size 3 does not divide the 4 ranks of the model"),
         (model(), 2, 2, "sdpa", "attn_implementation varlen, and this run takes sdpa"),
         (model(rope_type="dynamic", factor=2.0), 2, 2, "varlen", "rotary positions of type dynamic need the whole"),
     ],
 )
 def test_ranks_that_cannot_share_a_sequence_are_refused(config, size, num_ranks, attention, fault) -> None:
     with pytest.raises(UsageError, match=fault):
-        check_sequence_parallel(config, size=size, num_ranks=num_ranks, attention=attention)
+        check_sequence_parallel(config, settings(size), num_ranks=num_ranks, attention=attention)
+
+
+def test_heads_that_cannot_be_dealt_are_refused_with_the_mode_that_takes_them() -> None:
+    given = settings(4, sequence_parallel_mode="ulysses")
+    with pytest.raises(UsageError, match=r"--ref_sequence_parallel_size 4 .* 6 attention heads: .* gather takes any"):
+        check_sequence_parallel(model(6), given, num_ranks=4, attention="varlen", name="ref_sequence_parallel_size")
+    check_sequence_parallel(model(6), settings(4), num_ranks=4, attention="varlen")
+
+
+def test_the_ring_kernel_is_refused_where_flash_attn_is_not_installed() -> None:
+    with pytest.raises(UsageError, match="--ring_flash_attn needs the package flash-attn: pip install"):
+        check_sequence_parallel(model(), settings(2, ring_flash_attn=True), num_ranks=2, attention="varlen")
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"ring_flash_attn": True}, "ring_flash_attn is about ranks that share a sequence"),
+        ({"sequence_parallel_mode": "gather"}, "sequence_parallel_mode is about ranks that share a sequence"),
+        (
+            {"sequence_parallel_size": 2, "sequence_parallel_mode": "ulysses", "ring_flash_attn": True},
+            "ring_flash_attn gathers keys: drop",
+        ),
+    ],
+)
+def test_modes_that_mean_nothing_are_refused(given, fault) -> None:
+    with pytest.raises(ValueError, match=fault):
+        DeepSpeedConfig.model_validate(given)
+
+
+def test_settings_that_need_whole_packs_are_refused() -> None:
+    with pytest.raises(UsageError, match="--aux_loss_coef needs all tokens"):
+        check_whole_packs(settings(2), aux_loss_coef=0.1, compile_model=False)
+    with pytest.raises(UsageError, match="compile_model does not go with"):
+        check_whole_packs(settings(2), aux_loss_coef=0, compile_model=True)
+    check_whole_packs(settings(1), aux_loss_coef=0.1, compile_model=True)
 
 
 def test_one_rank_a_sequence_asks_for_nothing() -> None:
-    check_sequence_parallel(model(7, 7), size=1, num_ranks=3, attention="eager")
+    check_sequence_parallel(model(7, 7), settings(1), num_ranks=3, attention="eager")
     one = pack(make_sequences(3))
     part = part_of(one, None)
     assert part.pack is one

@@ -1,0 +1,108 @@
+"""Attention of tokens that ranks share: what ranks exchange around the kernel that a rank runs.
+
+`ulysses` (arXiv 2309.14509): a rank attends with all tokens in some of the heads. `gather` (arXiv 2407.21783, 3.3.2):
+a rank attends with its own queries to the keys of all tokens. `ring`: the same by a kernel of ring-flash-attn, which
+gathers the keys of some heads while it computes others.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.sequence_parallel.shards import GatherTokens, HeadsForTokens, Shards, TokensForHeads
+
+RING_PACKAGE = "ring_flash_attn"
+
+
+def attend_shared(
+    query_1HLD: torch.Tensor,
+    key_1HLD: torch.Tensor,
+    value_1HLD: torch.Tensor,
+    shards: Shards,
+    attend: Callable[..., torch.Tensor],
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return the attention output [1, own tokens, heads, size] of own queries.
+
+    Args:
+        attend: the kernel: query [1, heads, tokens, size], key and value [1, kv heads, tokens, size], `kwargs` ->
+            [1, tokens, heads, size].
+        kwargs: what transformers passes to every attention function, as `Part.runs` has it.
+    """
+    ranks = shards.ranks
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query_1HLD, key_1HLD, value_1HLD))
+    if ranks.mode == "ulysses":
+        repeats = key_repeats(query.shape[1], key.shape[1], ranks.size)
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        whole = (TokensForHeads.apply(tensor, ranks).transpose(0, 1)[None] for tensor in (query, key, value))
+        return HeadsForTokens.apply(attend(*whole, **kwargs)[0], ranks)[None]
+    if ranks.mode == "ring":
+        return _attend_by_ring(query, key, value, shards, **kwargs)[None]
+    keys = shards.keys or slice(None)
+    seen = (GatherTokens.apply(tensor, ranks)[keys].transpose(0, 1)[None] for tensor in (key, value))
+    return attend(query_1HLD, *seen, **kwargs)
+
+
+def key_repeats(heads: int, kv_heads: int, size: int) -> int:
+    """Return how many times each key head is sent so that every rank has the keys of its query heads."""
+    if kv_heads % size == 0:
+        return 1
+    return size // kv_heads if size % kv_heads == 0 else heads // kv_heads
+
+
+def _attend_by_ring(
+    query_LHD: torch.Tensor, key_LHD: torch.Tensor, value_LHD: torch.Tensor, shards: Shards, **kwargs: Any
+) -> torch.Tensor:
+    window = kwargs.get("sliding_window") or 0
+    output_LHD: torch.Tensor = _ring_kernel()(
+        query_LHD,
+        key_LHD,
+        value_LHD,
+        kwargs["cu_seq_lens_q"],
+        kwargs["cu_seq_lens_k"],
+        kwargs["max_length_q"],
+        kwargs["max_length_k"],
+        heads_k_stride=1,  # gathers one head while it computes another: the least memory
+        local_k_slice=shards.keys,
+        softmax_scale=kwargs.get("scaling"),
+        causal=True,
+        # The kernel counts the keys to the left of the query, transformers the query too.
+        window_size=(window - 1, 0) if window else (-1, -1),
+        group=shards.ranks.group,
+    )
+    return output_LHD
+
+
+@functools.cache
+def _ring_kernel() -> Callable[..., Any]:
+    """Return the llama3 kernel, from its file alone: the package's own imports fail with transformers 5."""
+    spec = find_spec(RING_PACKAGE)
+    assert spec is not None, "check_ring_kernel has found it"
+    package = ModuleType(RING_PACKAGE)
+    package.__path__ = list(spec.submodule_search_locations or ())
+    before = sys.modules.get(RING_PACKAGE)
+    sys.modules[RING_PACKAGE] = package
+    try:
+        found = importlib.import_module(f"{RING_PACKAGE}.llama3_flash_attn_varlen")
+    finally:
+        if before is None:
+            del sys.modules[RING_PACKAGE]
+        else:
+            sys.modules[RING_PACKAGE] = before
+    return found.llama3_flash_attn_varlen_func
+
+
+def check_ring_kernel() -> None:
+    """Raise UsageError if ring-flash-attn, or flash-attn under it, is not installed."""
+    for package, extra in ((RING_PACKAGE, "ring"), ("flash_attn", "flash")):
+        if find_spec(package) is None:
+            name = package.replace("_", "-")
+            raise UsageError(f"--ring_flash_attn needs the package {name}: pip install 'rlhf-cli[{extra}]'")
