@@ -241,13 +241,14 @@ TRL = {
 }
 """Words of TRL that need more than a name."""
 
-SHARED_ELSEWHERE = "several ranks for one sequence are in sft, rm, dpo and kto alone; drop it"
+SHARED_ELSEWHERE = "several ranks for one sequence are in the training commands alone; drop it"
 SHARED_SEQUENCES = {
     "ring_attn_size": Foreign(1, _renamed("sequence_parallel_size")),
     "ulysses_sequence_parallel_size": Foreign(1, _renamed("sequence_parallel_size")),
     "ring_head_stride": Foreign(1, _not_needed),
 }
-"""Words about several ranks for one sequence, of commands that have them."""
+"""Words about several ranks for one sequence, of commands that train."""
+TRAINING = ("sft", "rm", "dpo", "kto", "ppo", "reinforce++", "grpo", "rloo", "remax")
 
 OF_COMMAND: dict[str, dict[str, Foreign]] = {
     "merge": {
@@ -269,7 +270,7 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
         "zero_stage": Foreign(1, _not_needed),
         "greedy_sampling": Foreign(0, _as({"temperature": ["0"]})),
     },
-    **dict.fromkeys(("sft", "rm", "dpo", "kto"), SHARED_SEQUENCES),
+    **dict.fromkeys(TRAINING, SHARED_SEQUENCES),
     "serve-rm": {
         "batch_size": Foreign(1, _refused("give --max_tokens_per_gpu, the tokens of a pack")),
         "attn_implementation": Foreign(1, _not_needed),

@@ -291,12 +291,20 @@ def test_a_run_whose_engine_and_then_whose_actor_is_killed_goes_on_by_itself_as_
     assert_nothing_left(output)
 
 
+SHARED = "--sequence_parallel_size 2 --critic_sequence_parallel_size 1 --ref_sequence_parallel_size 1"
+"""The actor's two ranks share each sequence, the critic's two do not; the reference has one rank."""
+
+
 @pytest.mark.parametrize("finished_run", ["transformers"], indirect=True)
-def test_two_ranks_and_two_engines_do_what_one_of_each_does(finished_run, tmp_path, model, problems):
+@pytest.mark.parametrize("shared", ["", SHARED], ids=["apart", "shared"])
+def test_two_ranks_and_two_engines_do_what_one_of_each_does(finished_run, shared, tmp_path, model, problems):
     backend, alone = finished_run
     output = tmp_path / "two"
-    many = ("--actor_num_gpus_per_node", "2", "--critic_num_gpus_per_node", "2", "--vllm_num_engines", "2")
-    run_rlhf(*ppo_words(model, problems, output, backend=backend), *ADDED[backend], *many)
+    many = "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 2 --vllm_num_engines 2"
+    said = run_rlhf(
+        *ppo_words(model, problems, output, backend=backend), *ADDED[backend], *many.split(), *shared.split()
+    )
+    assert ("2 ranks share each sequence of actor, which may have 32,384 tokens" in said) == bool(shared)
     assert_nothing_left(output)
     one, two = plain_metrics(alone), plain_metrics(output)
     assert one.keys() == two.keys()

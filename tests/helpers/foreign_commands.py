@@ -87,7 +87,7 @@ COMMAND_LINES = {
     "generate --eval_task rm --pretrain m --dataset d --output_path out.jsonl": "refused: rlhf generate scores if",
     "serve-rm --reward_pretrain rm --batch_size 16": "refused: give --max_tokens_per_gpu",
     f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 1 --ds_tensor_parallel_size 1": "parses: --ring_attn_size 1",
-    f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 2": "refused: several ranks for one sequence are in sft, rm, dpo and kto",
+    f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 2 --ring_head_stride 2": "parses: --ring_attn_size 2 is --sequence_parallel_size 2",
     "sft --pretrain m --dataset d --save_path out --ring_attn_size 2 --ring_head_stride 2": "parses: --ring_attn_size 2 is --sequence_parallel_size 2",
     f"ppo {PPO} {CRITIC} {FILE} --ds_tensor_parallel_size 4": "refused: --zero_stage 3 partitions weights",
     f"ppo {PPO} {CRITIC} {FILE} --policy_loss_type gspo": "parses: --policy_loss gspo",

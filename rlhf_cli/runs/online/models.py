@@ -127,6 +127,19 @@ def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
         )
 
 
+def shared_sequences(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
+    """Return a text for each number of ranks that share a sequence, with the tokens that such a sequence may have."""
+    by_size: dict[int, list[str]] = {}
+    for role in roles:
+        by_size.setdefault(config.deepspeed.of(role).sequence_parallel_size, []).append(role)
+    return [
+        f"{size} ranks share each sequence of {' + '.join(names)}, "
+        f"which may have {size * config.batch.train_max_tokens_per_gpu:,} tokens"
+        for size, names in sorted(by_size.items())
+        if size > 1
+    ]
+
+
 def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
     """Raise UsageError if blocks of a role are to be compiled whose weights are partitioned."""
     deepspeed = config.deepspeed

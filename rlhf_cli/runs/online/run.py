@@ -46,6 +46,7 @@ from rlhf_cli.runs.online.models import (
     find_models,
     idle_settings,
     role_names,
+    shared_sequences,
     truncation_notice,
 )
 from rlhf_cli.runs.online.restarts import with_restarts
@@ -159,8 +160,7 @@ def _attempt(run: _OnlineRun, stop: StopSignal) -> Finished:
     with ExitStack() as stack:
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
         where = _reserve(run, stack)
-        placement = "; ".join(describe(where.layout, unit=where.cluster.unit))
-        for line in [*_notices(run), f"Starting on {placement}; logs in {run.paths.logs}"]:
+        for line in [*_notices(run), f"Starting on {_placement(run, where)}; logs in {run.paths.logs}"]:
             terminal.console.print(line, markup=False, soft_wrap=True)
         roles = stack.enter_context(_build(run, where))
         scorer = stack.enter_context(
@@ -328,6 +328,12 @@ def _notices(run: _OnlineRun) -> list[str]:
     return [*idle, *truncation_notice(config.rollout), *files]
 
 
+def _placement(run: _OnlineRun, where: OnlineCluster) -> str:
+    """Return the places of the roles, and which roles have several ranks a sequence, in words."""
+    shared = shared_sequences(run.config, role_names(run.config, run.models))
+    return "; ".join([*describe(where.layout, unit=where.cluster.unit), *shared])
+
+
 def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:
     """Return the facts about the run for its start."""
     config, models, adapter = run.config, run.models, run.models.policy.plan
@@ -340,7 +346,7 @@ def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:
         **({"Reward model": models.reward.source.pretrain} if models.reward else {}),
         **({"Reward file": reward_file[0]} if reward_file else {}),
         "Engine": described(config.rollout, run.backend),
-        "Placement": "; ".join(describe(where.layout, unit=where.cluster.unit)),
+        "Placement": _placement(run, where),
         **sleep_memory_fact(config, models, where.layout, has_gpus=where.cluster.has_gpus),
         **attention_note(models.policy.attention, models.policy.architecture, on_gpu=where.cluster.has_gpus),
         **({} if where.cluster.has_gpus else dtype_note(config.model)),
