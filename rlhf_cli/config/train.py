@@ -39,6 +39,8 @@ class OptimConfig(SettingsGroup):
 
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon, which is added to the root of the second moment."""
     l2: float = Field(0.0, ge=0)
     """Decoupled weight decay; not applied to biases and norms."""
     max_norm: float = Field(1.0, ge=0)
@@ -53,6 +55,8 @@ class OptimConfig(SettingsGroup):
     """Course of the learning rate after warm-up."""
     lr_warmup_ratio: float = Field(0.03, ge=0, le=1)
     """Share of all steps in which the learning rate rises linearly."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Number of these steps, in place of the share."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate of cosine_with_min_lr as a share of the peak."""
 
@@ -61,6 +65,16 @@ class OptimConfig(SettingsGroup):
         if not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas {' '.join(f'{beta:g}' for beta in self.adam_betas)}: both from 0 to below 1")
         return self
+
+    @model_validator(mode="after")
+    def _warm_up_has_one_length(self) -> "OptimConfig":
+        if self.warmup_steps is not None and self.changed("lr_warmup_ratio"):
+            raise ValueError("warmup_steps and lr_warmup_ratio are both the length of the warm-up: give one of them")
+        return self
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Return the steps in which the learning rate rises, of a run of so many steps."""
+        return round(total_steps * self.lr_warmup_ratio) if self.warmup_steps is None else self.warmup_steps
 
     def kept(self) -> dict[str, Any]:
         """Return the settings that a continued run must not change: optimizer, learning rate, router loss; as JSON."""

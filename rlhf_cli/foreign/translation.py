@@ -202,6 +202,18 @@ def _reward_file(rest: list[str], done: Translation) -> bool:
     return True
 
 
+def _warmup_share(rest: list[str], done: Translation) -> bool:
+    """Take a number below 1 as the share of all steps, as transformers does."""
+    try:
+        is_share = 0 < float(rest[0]) < 1
+    except ValueError:
+        return False
+    if is_share:
+        done.rewritten.append(f"--warmup_steps {rest[0]} is --lr_warmup_ratio {rest[0]} here")
+        done.words += ["--lr_warmup_ratio", rest.pop(0)]
+    return is_share
+
+
 SWITCH_WORDS = ("true", "false", "null")
 """Words that switch a setting, in files and on TRL's command lines."""
 OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
@@ -209,6 +221,7 @@ OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
     "use_tensorboard": _tensorboard_folder,
     **{name: _list_of(name) for name in ("target_modules", "reward_funcs", "reward_weights")},
     "remote_rm_url": _reward_file,
+    "warmup_steps": _warmup_share,
 }
 """Flags of this program that have another form elsewhere: each takes that form off the words, or leaves them."""
 

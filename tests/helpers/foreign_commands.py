@@ -135,6 +135,11 @@ COMMAND_LINES = {
     "sft --pretrain m --dataset d --output o --packing true --assistant_only_loss true --use_peft --lora_r 8": (
         "refused: give --lora_rank"
     ),
+    "sft --pretrain m --dataset d --output o --warmup_steps 0.1 --adam_epsilon 1e-7": (
+        "parses: --warmup_steps 0.1 is --lr_warmup_ratio 0.1 here | --adam_epsilon 1e-7 is --adam_eps 1e-7 here"
+    ),
+    "dpo --pretrain m --dataset d --output o --warmup_steps 150 --adam_beta2 0.999": "refused: give --adam_betas BETA1",
+    f"{SFT} --adam.eps 1e-6": "parses: --adam.eps is --adam_eps",
     "sft --pretrain m --dataset d --output o --assistant_only_loss false": "refused: --pretrain_mode",
     "grpo --pretrain m --prompt_data d --output o --reward_funcs math format --reward_weights 1.0 0.5 "
     "--n_samples_per_prompt 8 --bf16 true": "parses: --param_dtype bf16",

@@ -17,67 +17,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.cpp_extension import CUDA_HOME
-from transformers import get_scheduler
 
 from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.deepspeed_config import deepspeed_config
 from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED
+from rlhf_cli.backends.training.optimizers import make_optimizer, make_schedule
 from rlhf_cli.backends.training.router_loss import RouterLoss
 from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
-from rlhf_cli.errors import UsageError
-from rlhf_cli.models.policy import PolicyModel, parameter_groups
+from rlhf_cli.models.policy import PolicyModel
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
 
 BUCKET_BYTES = 1 << 28
 """Weights that are whole at a time under ZeRO-3."""
-
-
-def make_optimizer(
-    module: nn.Module, settings: DeepSpeedConfig, *, learning_rate: float, optim: OptimConfig, sleeps: bool = False
-) -> torch.optim.Optimizer:
-    """Return AdamW over the trainable parameters, without weight decay on vectors (biases, norms)."""
-    groups = parameter_groups(module, optim.l2)
-    if settings.adam_offload:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(groups, lr=learning_rate, betas=optim.adam_betas, adamw_mode=True)
-    if sleeps and settings.zero_stage == 3 and torch.cuda.is_available():
-        from deepspeed.ops.adam import FusedAdam  # the only one whose states stage 3 can move to host memory
-
-        check_compiler(CUDA_HOME)
-        return FusedAdam(groups, lr=learning_rate, betas=optim.adam_betas, adam_w_mode=True)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=optim.adam_betas, fused=True)
-
-
-def check_compiler(cuda_home: str | None) -> None:
-    """Raise UsageError if there is no CUDA toolkit, with which DeepSpeed compiles its Adam on first use."""
-    if cuda_home is None:
-        raise UsageError(
-            "--deepspeed_enable_sleep at --zero_stage 3 needs nvcc, to compile DeepSpeed's Adam: set CUDA_HOME to a "
-            "CUDA toolkit, or give --zero_stage 2"
-        )
-
-
-def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total_steps: int) -> LambdaLR:
-    """Return the course of the learning rate, from transformers, begun one step later: there the first step has
-    rate 0.
-    """
-    special = {"min_lr_rate": optim.min_lr_ratio} if optim.lr_scheduler == "cosine_with_min_lr" else None
-    course = get_scheduler(
-        optim.lr_scheduler,
-        optimizer,
-        num_warmup_steps=round(total_steps * optim.lr_warmup_ratio),
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs=special,
-    )
-    factor_at = course.lr_lambdas[0]
-    return LambdaLR(optimizer, lambda step: factor_at(step + 1))
 
 
 class DeepSpeedEngine:

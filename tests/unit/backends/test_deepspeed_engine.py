@@ -25,7 +25,7 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
 from rlhf_cli.algorithms.objective import value_objective
-from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine, make_schedule, seed_everything
+from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine, seed_everything
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
@@ -319,33 +319,6 @@ def test_bf16_trains_at_every_stage_as_float32_does(tiny_model_dir, items, stage
 def test_states_that_deepspeed_cannot_move_are_known(tiny_model_dir, stage, dtype, movable):
     _, module = load_policy(tiny_model_dir, stage, dtype=dtype)
     assert make_engine(module, stage, dtype=dtype).has_movable_states == movable
-
-
-SCHEDULES: dict[str, list[float]] = {
-    # Ten steps, the first two of warm-up. Step k of the eight after it is (k / 8) of the way down.
-    "cosine_with_min_lr": [0.5, 1.0] + [0.1 + 0.9 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(1, 9)],
-    "cosine": [0.5, 1.0] + [(1 + math.cos(math.pi * k / 8)) / 2 for k in range(1, 9)],
-    "linear": [0.5, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0.0],
-    "constant": [1.0] * 10,
-    "constant_with_warmup": [0.5] + [1.0] * 9,
-    # 1 / sqrt of the steps in units of the warm-up.
-    "inverse_sqrt": [0.5, 1.0] + [math.sqrt(2 / k) for k in range(3, 11)],
-    # Down to 1e-7 by the power 1; the peak is 1e-3.
-    "polynomial": [0.5, 1.0] + [(1 - 1e-4) * (1 - k / 8) + 1e-4 for k in range(1, 9)],
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_learning_rate_of_every_step_by_hand(name):
-    optim = OptimConfig(lr_scheduler=name, lr_warmup_ratio=0.2, min_lr_ratio=0.1)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LEARNING_RATE)
-    schedule = make_schedule(optimizer, optim, total_steps=10)
-    rates = []
-    for _ in range(10):
-        rates.append(schedule.get_last_lr()[0] / LEARNING_RATE)
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx(SCHEDULES[name], abs=1e-9)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -8,7 +8,7 @@ from adapted_models import load
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from sleeping import assert_same, trained_weights
 
-from rlhf_cli.backends.training.deepspeed_engine import check_compiler
+from rlhf_cli.backends.training.optimizers import check_compiler
 from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import PolicyModel

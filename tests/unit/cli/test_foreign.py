@@ -140,11 +140,13 @@ def test_names_with_sections_in_a_file_are_translated(capsys, tmp_path):
         ("--bf16=True", "--param_dtype bf16"),
         ("--bf16 false", ""),
         ("--bf16 --seed 3", "--param_dtype bf16 --seed 3"),
+        ("--warmup_steps 0.1", "--lr_warmup_ratio 0.1"),
+        ("--warmup_steps 150 --seed 3", "--warmup_steps 150 --seed 3"),
         ("--use_wandb true", "--use_wandb true"),  # pydantic's message names the forms of a switch
     ],
 )
-def test_a_switch_may_have_a_value_as_in_trl(words, expected):
-    known = {"param_dtype": 1, "seed": 1, "use_wandb": 0}
+def test_values_may_have_the_form_of_trl(words, expected):
+    known = {"param_dtype": 1, "seed": 1, "use_wandb": 0, "warmup_steps": 1, "lr_warmup_ratio": 1}
     assert " ".join(translate(words.split(), command="sft", known=known).words) == expected
 
 

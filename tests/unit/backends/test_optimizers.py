@@ -1,0 +1,76 @@
+"""The optimizers and the learning rate schedule against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from tiny_training import LEARNING_RATE, OPTIM, make_engine
+from torch import nn
+
+from rlhf_cli.backends.training.optimizers import make_schedule
+from rlhf_cli.config.train import OptimConfig
+
+SCHEDULES: dict[str, list[float]] = {
+    # Ten steps, the first two of warm-up. Step k of the eight after it is (k / 8) of the way down.
+    "cosine_with_min_lr": [0.5, 1.0] + [0.1 + 0.9 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(1, 9)],
+    "cosine": [0.5, 1.0] + [(1 + math.cos(math.pi * k / 8)) / 2 for k in range(1, 9)],
+    "linear": [0.5, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0.0],
+    "constant": [1.0] * 10,
+    "constant_with_warmup": [0.5] + [1.0] * 9,
+    # 1 / sqrt of the steps in units of the warm-up.
+    "inverse_sqrt": [0.5, 1.0] + [math.sqrt(2 / k) for k in range(3, 11)],
+    # Down to 1e-7 by the power 1; the peak is 1e-3.
+    "polynomial": [0.5, 1.0] + [(1 - 1e-4) * (1 - k / 8) + 1e-4 for k in range(1, 9)],
+}
+
+
+def rates_of(optim: OptimConfig) -> list[float]:
+    """Shares of the peak in each of ten steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LEARNING_RATE)
+    schedule = make_schedule(optimizer, optim, total_steps=10)
+    rates = []
+    for _ in range(10):
+        rates.append(schedule.get_last_lr()[0] / LEARNING_RATE)
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("warm_up", [{"lr_warmup_ratio": 0.2}, {"warmup_steps": 2}], ids=str)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_learning_rate_of_every_step_by_hand(name, warm_up):
+    optim = OptimConfig(lr_scheduler=name, min_lr_ratio=0.1, **warm_up)
+    assert rates_of(optim) == pytest.approx(SCHEDULES[name], abs=1e-9)
+
+
+def test_no_steps_of_warm_up_begin_at_the_peak_and_many_never_reach_it():
+    assert rates_of(OptimConfig(lr_scheduler="linear", warmup_steps=0))[0] == pytest.approx(0.9)
+    rates = rates_of(OptimConfig(lr_scheduler="linear", warmup_steps=20))
+    assert rates == pytest.approx([step / 20 for step in range(1, 11)])
+
+
+def test_a_warm_up_of_two_lengths_is_refused():
+    with pytest.raises(ValueError, match="warmup_steps and lr_warmup_ratio are both the length of the warm-up"):
+        OptimConfig(warmup_steps=5, lr_warmup_ratio=0.1)
+
+
+class Weight(nn.Module):
+    """One weight with the gradient that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_epsilon_is_added_to_the_root_of_the_second_moment(stage):
+    """The first step is g / (|g| + eps) times the rate: 3 / 4 of it at g = 0.03 and eps = 0.01."""
+    model = Weight()
+    engine = make_engine(model, stage, optim=OPTIM.model_copy(update={"adam_eps": 0.01, "l2": 0.0}))
+    engine.train_step([torch.tensor([0.03])], lambda model, x: (model(x).sum(), {}))
+    (weight,) = [weight.item() for _, weight in engine.named_weights(model)]
+    assert weight == pytest.approx(1 - LEARNING_RATE * 3 / 4, rel=1e-6)
