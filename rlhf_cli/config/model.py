@@ -63,10 +63,16 @@ class LoraConfig(SettingsGroup):
     """Train an adapter of this rank and leave the model itself as it is; 0 trains the model."""
     lora_alpha: int = Field(16, gt=0)
     """Strength of the adapter: its product of matrices is scaled by lora_alpha / lora_rank."""
+    use_rslora: bool = False
+    """Scale it by lora_alpha / sqrt(lora_rank) instead, so that large ranks learn as fast as small ones (rsLoRA)."""
+    use_dora: bool = False
+    """Train the length of each row of a weight apart from its direction (DoRA): often better at low ranks, slower."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """Share of a layer's inputs that the adapter does not see in a training step."""
     target_modules: list[str] = ["all-linear"]
     """Names of the linear layers that get an adapter (q_proj,v_proj); all-linear: every one but the head."""
+    exclude_modules: list[str] = []
+    """Names of layers that get none although target_modules names them: o_proj, or layers.0.mlp.up_proj."""
 
     @property
     def base_in_4bit(self) -> bool:

@@ -139,6 +139,11 @@ def _correction_threshold(values: list[str], call: Call) -> Settings:
     return {"rollout_correction_cap": values[-1:]}
 
 
+def _lora_target(values: list[str], call: Call) -> Settings:
+    """Return LLaMA-Factory's layers under an adapter, whose `all` are all linear ones."""
+    return {"target_modules": ["all-linear" if values == ["all"] else ",".join(values)]}
+
+
 def _post_processor(values: list[str], call: Call) -> Settings:
     if values[:1] == ["rs"]:
         return {"select": ["best"]}
@@ -232,6 +237,11 @@ TRL = {
     "use_peft": Foreign(None, _refused("give --lora_rank; a rank above 0 trains an adapter")),
     "lora_r": Foreign(1, _renamed("lora_rank")),
     "lora_target_modules": Foreign(None, lambda values, call: {"target_modules": [",".join(values)]}),
+    "lora_modules_to_save": Foreign(None, _refused("adapters train linear layers and a reward model's head alone")),
+    "lora_task_type": Foreign(1, _not_needed),
+    "use_bnb_nested_quant": Foreign(None, _not_needed),
+    "bnb_4bit_quant_type": Foreign(1, _one_of("nf4", instead="weights in 4 bits are NF4")),
+    "load_in_8bit": Foreign(None, _refused("the model under an adapter is in 16 bits, or with --load_in_4bit in 4")),
     "max_steps": Foreign(1, _refused("give --max_iterations")),
     "torch_dtype": Foreign(1, _mapped("param_dtype", {"bfloat16": "bf16", "float32": "fp32"})),
     "dtype": Foreign(1, _mapped("param_dtype", {"bfloat16": "bf16", "float32": "fp32"})),
@@ -242,6 +252,17 @@ TRL = {
     "learning_rate": Foreign(1, _renamed("actor_learning_rate")),
 }
 """Words of TRL that need more than a name."""
+
+LLAMA_FACTORY = {
+    "finetuning_type": Foreign(1, _one_of("full", instead="give --lora_rank; a rank above 0 trains an adapter")),
+    "lora_target": Foreign(1, _lora_target),
+    "additional_target": Foreign(1, _refused("adapters train linear layers and a reward model's head alone")),
+    "adapter_name_or_path": Foreign(1, _refused("give the adapter's folder as --pretrain; it names its model")),
+    "quantization_bit": Foreign(1, _one_of("none", instead="give --load_in_4bit")),
+    "pissa_init": Foreign(None, _refused("adapters start as no change of the model")),
+    "loraplus_lr_ratio": Foreign(1, _refused("both factors have one learning rate")),
+}
+"""Words of LLaMA-Factory about adapters."""
 
 SHARED_ELSEWHERE = "several ranks for one sequence are in the training commands alone; drop it"
 SHARED_SEQUENCES = {
@@ -318,6 +339,7 @@ TABLE: dict[str, Foreign] = {
     "beta": Foreign(1, _refused("the weight of the KL divergence is --init_kl_coef")),
     **OPENRLHF,
     **TRL,
+    **LLAMA_FACTORY,
     "agent_func_path": Foreign(1, _refused("episodes of several turns are not there yet")),
     "async_train": Foreign(0, _refused(NO_ASYNC)),
     "pretrain_data": Foreign(1, _refused("a second loss on pre-training data is not there")),

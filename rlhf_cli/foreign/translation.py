@@ -219,7 +219,7 @@ SWITCH_WORDS = ("true", "false", "null")
 OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
     "use_wandb": _wandb_key,
     "use_tensorboard": _tensorboard_folder,
-    **{name: _list_of(name) for name in ("target_modules", "reward_funcs", "reward_weights")},
+    **{name: _list_of(name) for name in ("target_modules", "exclude_modules", "reward_funcs", "reward_weights")},
     "remote_rm_url": _reward_file,
     "warmup_steps": _warmup_share,
 }

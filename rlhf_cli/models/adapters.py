@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError, first_line
+from rlhf_cli.models.adapter_parts import require_known_parts, require_whole_precision
 from rlhf_cli.models.classifiers import refuse_classifier, set_padding
 from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, resolve_model_path
 from rlhf_cli.models.folders import whole_folder
@@ -38,8 +39,16 @@ SCORES = "SEQ_CLS"
 """PEFT's task type of adapters on a model with a head."""
 PREFIX = "base_model.model."
 """Before every name in PEFT's files: there the model sits in two wrappers."""
+MAGNITUDE = "lora_magnitude_vector"
+"""DoRA's lengths of rows, which PEFT's files name without `.weight`."""
 ACTIVE = "default"
 """PEFT's name for the one adapter there is; a part of names in memory, not in files."""
+
+
+VARIANTS = ("use_rslora", "use_dora", "exclude_modules", "rank_pattern", "alpha_pattern")
+"""Settings of an adapter that most adapters do not have."""
+OF_NEW_ADAPTERS = ("lora_alpha", "use_rslora", "use_dora", "target_modules", "exclude_modules")
+"""Settings that an adapter on disk has of its own."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +65,13 @@ class AdapterPlan:
     def identity(self) -> dict[str, object]:
         """Return the settings that have to be equal for a checkpoint of it to be continued."""
         config = self.config
-        targets = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)
         return {
             "lora_rank": config.r,
             "lora_alpha": config.lora_alpha,
             "lora_dropout": config.lora_dropout,
-            "target_modules": targets,
+            "target_modules": _sorted(config.target_modules),
             "load_in_4bit": self.in_4bit,
+            **{name: _sorted(getattr(config, name)) or None for name in VARIANTS},
         }
 
     def start_fingerprint(self) -> str:
@@ -72,6 +81,11 @@ class AdapterPlan:
         _require_weights(self.weights)
         own = fingerprint_of(SafetensorsFiles([self.weights]))
         return hashlib.sha256(f"{self.fingerprint} {own}".encode()).hexdigest()[:32]
+
+
+def _sorted(setting: Any) -> Any:
+    """Return names of layers in a fixed order; PEFT keeps them as a set, or has a pattern instead."""
+    return sorted(setting) if isinstance(setting, set | list) else setting
 
 
 def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> AdapterPlan | None:
@@ -86,7 +100,7 @@ def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Adapt
     if folder is None and adapter.lora_rank == 0:
         if in_4bit:
             raise UsageError("load_in_4bit: weights in 4 bits cannot be trained themselves; give --lora_rank")
-        if given := adapter.changed("lora_alpha", "lora_dropout", "target_modules"):
+        if given := adapter.changed("lora_dropout", *OF_NEW_ADAPTERS):
             raise UsageError(f"{given} is about an adapter: give --lora_rank")
         return None
     config = _new_config(adapter) if folder is None else _stored_config(folder, adapter)
@@ -94,6 +108,8 @@ def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Adapt
     if Path(base).is_dir():
         base = str(Path(base).resolve())  # a saved adapter is looked at from other places
     config.base_model_name_or_path = base
+    if folder is not None:
+        require_whole_precision(folder, folder_of(base))
     mark = fingerprint(folder_of(base))
     if folder is not None:
         require_same_base(folder, base, mark)
@@ -118,6 +134,9 @@ def _new_config(adapter: LoraConfig) -> Any:
         lora_alpha=adapter.lora_alpha,
         lora_dropout=adapter.lora_dropout,
         target_modules="all-linear" if everywhere else adapter.target_modules,
+        exclude_modules=adapter.exclude_modules or None,
+        use_rslora=adapter.use_rslora,
+        use_dora=adapter.use_dora,
     )
 
 
@@ -128,10 +147,13 @@ def _stored_config(folder: Path, adapter: LoraConfig) -> Any:
             f"pretrain {str(folder)!r} is an adapter of rank {config.r}, not {adapter.lora_rank}: leave --lora_rank "
             "away to train it further, or fold it into its base with `rlhf merge` to begin another"
         )
-    if given := adapter.changed("lora_alpha", "target_modules"):
+    if given := adapter.changed(*OF_NEW_ADAPTERS):
         raise UsageError(f"pretrain {str(folder)!r} is an adapter that has its own {given}: leave --{given} away")
     if others := set(config.modules_to_save or ()) - {HEAD}:
-        raise UsageError(f"pretrain {str(folder)!r}: adapters that save {', '.join(sorted(others))} are not trained")
+        raise UsageError(
+            f"pretrain {str(folder)!r}: an adapter that trains whole layers ({', '.join(sorted(others))}) is not "
+            "trained further; `rlhf merge` makes a model of it, to begin another adapter on"
+        )
     config.inference_mode, config.modules_to_save = False, None
     config.lora_dropout = adapter.lora_dropout
     return config
@@ -144,6 +166,7 @@ def read_config(folder: Path) -> Any:
     config = peft.PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, peft.LoraConfig):
         raise UsageError(f"adapter {folder} is a {config.peft_type.value}: LoRA is what is known here")
+    require_known_parts(folder, config)
     return config
 
 
@@ -195,12 +218,13 @@ def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
 
     config = copy.deepcopy(plan.config)
     config.task_type = SCORES if _has_head(model) else "CAUSAL_LM"
+    _require_excluded_layers(model, config.exclude_modules)
     with torch.random.fork_rng():
         torch.manual_seed(plan.seed)  # the same weights however the model was loaded
         try:
             inject_adapter_in_model(config, model, adapter_name=ACTIVE)
         except ValueError as error:
-            raise UsageError(f"target_modules: {first_line(error)}") from error
+            raise UsageError(f"{_naming_setting(config)}: {first_line(error)}") from error
     _require_linear_layers(model)
     config.target_modules = _short_names(model)
     if _has_head(model):
@@ -208,6 +232,18 @@ def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
     if plan.weights is not None:
         _load_weights(model, plan.weights)
     model.adapter_fingerprint = plan.fingerprint
+
+
+def _naming_setting(config: Any) -> str:
+    return "target_modules, exclude_modules" if config.exclude_modules else "target_modules"
+
+
+def _require_excluded_layers(model: nn.Module, excluded: Any) -> None:
+    """Raise UsageError if the list of excluded layers has a name that no layer has; PEFT may have a pattern instead."""
+    names = [f".{name}" for name, _ in model.named_modules()]
+    for wanted in excluded if isinstance(excluded, list | set | tuple) else ():
+        if not any(name.endswith(f".{wanted}") for name in names):
+            raise UsageError(f"exclude_modules: no layer has the name {wanted}")
 
 
 def _has_head(model: nn.Module) -> bool:
@@ -277,7 +313,21 @@ def parameters_said(model: nn.Module) -> str:
 
 def file_name(name: str) -> str:
     """Return the name in PEFT's files of a parameter of the model."""
-    return PREFIX + name.replace(f".{ACTIVE}.", ".")
+    in_file = PREFIX + name.replace(f".{ACTIVE}.", ".")
+    return in_file.removesuffix(".weight") if in_file.endswith(f"{MAGNITUDE}.weight") else in_file
+
+
+def weights_read_by_others(model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
+    """Return pairs (module, parameter of another module that it reads), for ZeRO-3 to gather in time.
+
+    DoRA's module reads the weight of the layer under it, and the shape of the first factor.
+    """
+    pairs = []
+    for layer in _tuned(model).values():
+        for name, magnitude in getattr(layer, MAGNITUDE).items():
+            read = (*layer.get_base_layer().parameters(recurse=False), layer.lora_A[name].weight)
+            pairs += [(magnitude, parameter) for parameter in read]
+    return pairs
 
 
 def save_adapter(

@@ -13,18 +13,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.models.adapters import ACTIVE, HEAD, PREFIX
+from rlhf_cli.models.adapters import ACTIVE, HEAD, MAGNITUDE, PREFIX
 from rlhf_cli.models.weight_files import TensorSource, open_weights
 
 FACTORS = (".lora_A", ".lora_B")
 LORA_A, LORA_B = (f"{kind}.weight" for kind in FACTORS)
+LENGTHS = f".{MAGNITUDE}"
 BASE_LAYER = ".base_layer."
 """PEFT's name for a layer under an adapter, a part of names in memory."""
 
 
 class FoldedAdapter:
-    """The base's tensors with the adapter's products added: W + scale B A, in float32; weights saved whole
-    replace or join."""
+    """The base's tensors as the adapter changes them (`changed`), in float32; weights saved whole replace or join."""
 
     def __init__(self, base: TensorSource, weights: TensorSource, config: Any) -> None:
         """`weights` are the adapter's, under the names of PEFT's files; `config` is PEFT's.
@@ -39,7 +39,11 @@ class FoldedAdapter:
             for name, whole in adapter.items()
             if name.endswith(LORA_A)
         }
-        self._saved = {name: whole for name, whole in adapter.items() if not name.endswith((LORA_A, LORA_B))}
+        self._lengths = {
+            f"{name.removesuffix(LENGTHS)}.weight": whole for name, whole in adapter.items() if name.endswith(LENGTHS)
+        }
+        parts = (LORA_A, LORA_B, LENGTHS)
+        self._saved = {name: whole for name, whole in adapter.items() if not name.endswith(parts)}
         self._require_fit()
 
     def names(self) -> list[str]:
@@ -60,9 +64,12 @@ class FoldedAdapter:
         weight = self._base.read(name)
         if name not in self._factors:
             return weight
-        a_RI, b_OR = (self._weights.read(factor).float() for factor in self._factors[name])
-        change = b_OR @ a_RI
-        return added(weight, change.T if self._turned else change, scale=self._scale(name, rank=len(a_RI)))
+        a_RI, b_OR = (self._weights.read(factor) for factor in self._factors[name])
+        lengths_O = self._weights.read(self._lengths[name]) if name in self._lengths else None
+        scale = self._scale(name, rank=len(a_RI))
+        if self._turned:
+            return changed(weight.T, a_RI, b_OR, scale=scale, lengths_O=lengths_O).T
+        return changed(weight, a_RI, b_OR, scale=scale, lengths_O=lengths_O)
 
     @property
     def _turned(self) -> bool:
@@ -77,14 +84,18 @@ class FoldedAdapter:
 
     def _require_fit(self) -> None:
         strange = [name for name in self._saved if ".lora_" in name or ".base_layer." in name]
-        if strange or self._config.use_dora or self._config.lora_bias:
-            raise UsageError(f"the adapter has more than LoRA's two factors ({(strange or ['lora_bias'])[0]})")
+        if strange:
+            raise UsageError(f"the adapter has more than LoRA's two factors ({strange[0]})")
+        if self._lengths.keys() != (self._factors.keys() if self._config.use_dora else set()):
+            raise UsageError("the adapter has magnitudes (DoRA) for other layers than factors, or lacks them")
         known = set(self._base.names())
         for name, (a, b) in self._factors.items():
             if not b or name not in known:
                 raise UsageError(f"the adapter does not fit the model under it, which has no {name}")
             change = (self._weights.shape(b)[0], self._weights.shape(a)[1])
             self._require_shape(name, change[::-1] if self._turned else change)
+            if name in self._lengths and self._weights.shape(self._lengths[name]) != change[:1]:
+                raise UsageError(f"the adapter's magnitude of {name} has not one number a row")
         for name, whole in self._saved.items():
             if name in known:
                 self._require_shape(name, self._weights.shape(whole))
@@ -97,9 +108,25 @@ class FoldedAdapter:
             )
 
 
-def added(weight: torch.Tensor, change: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Return `weight + scale * change`, in float32."""
-    return weight.float() + scale * change
+def changed(
+    weight_OI: torch.Tensor,
+    a_RI: torch.Tensor,
+    b_OR: torch.Tensor,
+    *,
+    scale: float,
+    lengths_O: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return W + scale B A, in float32; with lengths, its rows have these lengths instead (DoRA, arXiv 2402.09353,
+    eq. 5).
+
+    Lengths are compared in their own type, as training does: in bfloat16 a row of an untrained adapter would else get
+    another length than the base's, by the rounding of the magnitude.
+    """
+    whole_OI = weight_OI.float() + scale * (b_OR.float() @ a_RI.float())
+    if lengths_O is None:
+        return whole_OI
+    norms_O = torch.linalg.norm(whole_OI, dim=1).to(lengths_O.dtype)
+    return whole_OI * (lengths_O / norms_O).float()[:, None]
 
 
 def in_folding_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -111,8 +138,8 @@ def in_folding_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
             continue
         layer, _, rest = name.partition(BASE_LAYER)
         if rest == "weight":
-            factors = (f"{layer}{kind}.{ACTIVE}.weight" for kind in FACTORS)
-            ordered += [(factor, named[factor]) for factor in factors]
+            factors = (f"{layer}{kind}.{ACTIVE}.weight" for kind in (*FACTORS, LENGTHS))
+            ordered += [(factor, named[factor]) for factor in factors if factor in named]
         ordered.append((name, parameter))
     return ordered
 
@@ -125,7 +152,7 @@ def parameters_without_adapter(model: nn.Module) -> list[tuple[str, nn.Parameter
 def folded(
     named: Iterable[tuple[str, torch.Tensor]], scales: Mapping[str, float]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors in folding order, named as in a model without an adapter: W + scale B A, rounded to W's type.
+    """Whole tensors in folding order, named as in a model without an adapter: changed by it, rounded to W's type.
 
     The tensors given are not changed, and need not be valid any longer when the next one is asked for; without an
     adapter they come back as they are. The numbers are the same as from `rlhf merge`.
@@ -133,18 +160,19 @@ def folded(
     factors: list[torch.Tensor] = []
     for name, tensor in named:
         if _is_factor(name):
-            factors.append(tensor.to(torch.float32, copy=True))
+            factors.append(tensor.clone())
             continue
         layer, _, rest = name.partition(BASE_LAYER)
         if rest == "weight":
-            a_RI, b_OR = factors
-            tensor = added(tensor, b_OR @ a_RI, scale=scales[layer]).to(tensor.dtype)
+            a_RI, b_OR, *lengths = factors
+            whole = changed(tensor, a_RI, b_OR, scale=scales[layer], lengths_O=lengths[0] if lengths else None)
+            tensor = whole.to(tensor.dtype)
             factors = []
         yield name.replace(BASE_LAYER, "."), tensor
 
 
 def _is_factor(name: str) -> bool:
-    return any(f"{kind}.{ACTIVE}." in name for kind in FACTORS)
+    return any(f"{kind}.{ACTIVE}." in name for kind in (*FACTORS, LENGTHS))
 
 
 def plan_shards(source: TensorSource, *, dtype: torch.dtype | None, max_bytes: int) -> list[list[str]]:

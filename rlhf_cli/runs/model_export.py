@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_cli.backends.training.checkpoint import MANIFEST, verify
 from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED, DESCRIPTION, EngineWeights
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.adapter_parts import require_whole_precision
 from rlhf_cli.models.adapters import (
     MODEL_FILE,
     WEIGHTS_FILE,
@@ -33,7 +34,7 @@ from rlhf_cli.models.weight_files import (
 
 GENERATION = "generation_config.json"
 SHARD_BYTES = 4_000_000_000
-SCALING = ("lora_alpha", "alpha_pattern", "use_rslora", "fan_in_fan_out")
+SCALING = ("lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
 """Settings of an adapter by which the same factors add up to other weights."""
 
 
@@ -76,6 +77,7 @@ def find_parts(model: str, *, flag: str, base: str | None = None) -> Parts | Non
     under = None
     if (description / ADAPTER_FILE).is_file():
         under = resolve_model_path(base) if base else base_of(description, read_config(description))
+        require_whole_precision(description, folder_of(under))
         require_same_base(description, under, fingerprint(folder_of(under)))
     return Parts(engine, description, folder_of(under) if under else None)
 
@@ -104,6 +106,7 @@ def configuration(parts: Parts, *, trust_remote_code: bool) -> object:
         return AutoConfig.from_pretrained(own[0], trust_remote_code=trust_remote_code)
     assert parts.base is not None, "a checkpoint has a configuration of its own"
     config = AutoConfig.from_pretrained(parts.base, trust_remote_code=trust_remote_code)
+    _separate_head(config, parts.description)
     if num_labels := _foreign_head(parts.description):  # PEFT alone does not say what model it was
         config.num_labels = num_labels
         config.architectures = [f"{config.architectures[0].removesuffix('ForCausalLM')}ForSequenceClassification"]
@@ -161,6 +164,25 @@ def read_back(folder: Path, config: object, *, device_map: str | None, trust_rem
     if wrong:
         raise RunError(f"transformers does not find the model in what was written: {len(wrong)} weights, {min(wrong)}")
     return model
+
+
+def _separate_head(config: Any, folder: Path) -> None:
+    """Untie the head from the embedding if the adapter in the folder trains the head as a layer of its own.
+
+    Raises:
+        UsageError: it trains the embedding alone, while PEFT leaves the head as it was.
+    """
+    adapter = read_config(folder)
+    if not config.tie_word_embeddings or getattr(adapter, "ensure_weight_tying", False):
+        return
+    whole = {name.rsplit(".", 1)[-1] for name in adapter.modules_to_save or ()}
+    if "lm_head" in whole:
+        config.tie_word_embeddings = False
+    elif "embed_tokens" in whole:
+        raise UsageError(
+            f"adapter {folder} trains the embedding of a model whose head has the same weight, and leaves the head "
+            "as it was: train it with modules_to_save embed_tokens,lm_head or with PEFT's ensure_weight_tying"
+        )
 
 
 def _foreign_head(folder: Path) -> int | None:

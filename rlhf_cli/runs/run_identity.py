@@ -5,11 +5,11 @@ Each setting and each hash has an entry of its own, whose name is read in the re
 
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.plugins import without_folder
-from rlhf_cli.models.adapters import AdapterPlan
+from rlhf_cli.models.adapters import VARIANTS, AdapterPlan
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.identity import configuration_fingerprint, template_fingerprint, tokenizer_fingerprint
 
-OF_AN_ADAPTER = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "load_in_4bit")
+OF_AN_ADAPTER = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "load_in_4bit", *VARIANTS)
 NOT_OF_THE_OBJECTIVE = {"preset", "share_prompts"}
 """A preset only gives defaults, and shared prompts only save time."""
 

@@ -1,6 +1,9 @@
 """Models with an adapter, loaded as the commands load them."""
 
+import torch
+from peft import LoraConfig, get_peft_model
 from tiny_training import partition
+from transformers import AutoModelForCausalLM
 
 from rlhf_cli.config.model import AdapterConfig, ModelConfig
 from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
@@ -16,3 +19,16 @@ def load(pretrain, stage=0, *, lora_rank=4, seed=1, kind=load_causal_lm, dtype="
     config = settings(pretrain, param_dtype=dtype, **(model or {}))
     plan = plan_adapter(config, AdapterConfig(lora_rank=lora_rank, **adapter), seed=seed)
     return load_with_adapter(kind, config, plan, partition=partition(stage, dtype=dtype))
+
+
+def foreign_adapter(base, folder, *, auto_class=AutoModelForCausalLM, options=None, **config):
+    """A model under an adapter of PEFT with an effect, saved as other tools leave it: without a tokenizer."""
+    model = auto_class.from_pretrained(base, attn_implementation="varlen", **(options or {}))
+    foreign = get_peft_model(model, LoraConfig(**config)).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in foreign.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    foreign.save_pretrained(folder)
+    return foreign

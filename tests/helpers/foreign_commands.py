@@ -108,7 +108,18 @@ COMMAND_LINES = {
     f"{SFT} --train_split train": "parses: --dataset_split train",
     f"dpo {PAIRS} --ipo": "parses: --loss ipo",
     f"rm {PAIRS} --compute_fp32_loss": "parses: --compute_fp32_loss",
+    f"{SFT} --lora_rank 64 --use_dora --use_rslora --exclude_modules o_proj down_proj": "parses",
+    # LLaMA-Factory: its words about adapters.
+    f"{SFT} --lora_rank 8 --lora_target all --use_rslora": "parses: --lora_target all is --target_modules all-linear",
+    f"{SFT} --lora_rank 8 --lora_target q_proj,v_proj": "parses: --target_modules q_proj,v_proj",
+    f"{SFT} --finetuning_type lora --adapter_name_or_path a --quantization_bit 4": (
+        "refused: give --lora_rank | give the adapter's folder as --pretrain | give --load_in_4bit"
+    ),
     # TRL: its spelling on our commands.
+    "sft --pretrain m --dataset d --output o --lora_r 16 --use_dora --lora_task_type CAUSAL_LM": (
+        "parses: --lora_rank 16 | not needed here: --lora_task_type CAUSAL_LM"
+    ),
+    "sft --pretrain m --dataset d --output o --lora_r 16 --lora_modules_to_save lm_head": "refused: linear layers",
     "sft --model_name_or_path owner/model --dataset_name owner/chats --output_dir out": (
         "refused: give --pretrain | give --dataset, or | give --output"
     ),

@@ -18,10 +18,10 @@ TOKENS = torch.tensor([[5, 6, 7, 8, 250, 3, 3, 9]])
 class Trained:
     """A tiny model after two steps, as a run leaves it: its folder, and a sealed checkpoint of it."""
 
-    def __init__(self, root, pretrain, *, stage=0, dtype="fp32", lora_rank=0, value=False, name="model"):
+    def __init__(self, root, pretrain, *, stage=0, dtype="fp32", lora_rank=0, value=False, name="model", **lora):
         config = ModelConfig(pretrain=str(pretrain), param_dtype=dtype)
         tokenizer = load_tokenizer(config)
-        adapter = AdapterConfig(lora_rank=lora_rank, lora_alpha=8) if lora_rank else AdapterConfig()
+        adapter = AdapterConfig(lora_rank=lora_rank, lora_alpha=8, **lora) if lora_rank else AdapterConfig()
         plan = plan_adapter(config, adapter, seed=1)
         load = load_value_backbone if value else load_causal_lm
         self.hf_model = load_with_adapter(load, config, plan, partition=partition(stage, dtype=dtype))

@@ -26,6 +26,7 @@ from rlhf_cli.backends.training.optimizers import make_optimizer, make_schedule
 from rlhf_cli.backends.training.router_loss import RouterLoss
 from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
+from rlhf_cli.models.adapters import weights_read_by_others
 from rlhf_cli.models.policy import PolicyModel
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
@@ -273,9 +274,9 @@ def undo_first_step(optimizer: Any) -> None:
 
 def register_external_parameters(module: nn.Module) -> None:
     """Register parameters with ZeRO-3 that are used outside the module that owns them."""
-    if isinstance(module, PolicyModel):
-        for user, parameter in module.external_parameters():
-            deepspeed.zero.register_external_parameter(user, parameter)
+    head = module.external_parameters() if isinstance(module, PolicyModel) else []
+    for user, parameter in [*head, *weights_read_by_others(module)]:
+        deepspeed.zero.register_external_parameter(user, parameter)
 
 
 def frozen_names(module: nn.Module) -> set[str]:

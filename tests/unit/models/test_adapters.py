@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from adapted_models import load, settings
+from adapted_models import foreign_adapter, load, settings
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_training import (
     CLOSE,
@@ -21,6 +23,7 @@ from tiny_training import (
     weights_of,
 )
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
@@ -109,6 +112,42 @@ def test_what_an_adapter_adds_is_alpha_over_rank_times_its_factors(tiny_model_di
     torch.testing.assert_close(layer(x), layer.base_layer(x) + x @ (6 / 2 * change).T)
 
 
+def test_rslora_divides_by_the_root_of_the_rank(tiny_model_dir):
+    model = load(tiny_model_dir, lora_rank=4, lora_alpha=6, use_rslora=True, target_modules=["gate_proj"])
+    layer = model.model.layers[0].mlp.gate_proj
+    stir(model)
+    x = torch.randn(3, 32)
+    change = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + x @ (6 / 2 * change).T)
+
+
+def test_dora_gives_each_row_its_own_length(tiny_model_dir):
+    model = load(tiny_model_dir, lora_rank=2, lora_alpha=4, use_dora=True)
+    plain = load_causal_lm(settings(tiny_model_dir))
+    torch.testing.assert_close(logprobs(model), logprobs(plain))  # a new one changes nothing
+    layer = model.model.layers[0].mlp.gate_proj
+    stir(model)
+    x = torch.randn(3, 32)
+    whole = layer.base_layer.weight + 2 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    lengths = layer.lora_magnitude_vector["default"].weight
+    torch.testing.assert_close(layer(x), x @ (lengths[:, None] * whole / whole.norm(dim=1, keepdim=True)).T)
+
+
+def test_layers_are_excluded_by_name(tiny_model_dir):
+    model = load(tiny_model_dir, exclude_modules=["o_proj", "layers.1.mlp.up_proj"])
+    found = {name.partition(".lora_")[0] for name in trained_weights(model)}
+    linear = {name for name, m in load_causal_lm(settings(tiny_model_dir)).named_modules() if isinstance(m, nn.Linear)}
+    excluded = {name for name in linear if name.endswith(("o_proj", "layers.1.mlp.up_proj"))}
+    assert found == linear - excluded - {"lm_head"}
+
+
+def test_an_excluded_layer_that_is_not_there_is_named(tiny_model_dir):
+    with pytest.raises(UsageError, match="exclude_modules: no layer has the name query_proj"):
+        load(tiny_model_dir, exclude_modules=["query_proj"])
+    with pytest.raises(UsageError, match=r"target_modules, exclude_modules: .*(excluded|targeted)"):
+        load(tiny_model_dir, target_modules=["q_proj"], exclude_modules=["q_proj"])
+
+
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
 def test_heads_and_embeddings_get_no_adapter(tiny_model_dir, name):
     with pytest.raises(UsageError, match=f"{name} cannot have an adapter"):
@@ -171,7 +210,17 @@ def test_the_terminal_is_told_how_much_is_trained(tiny_model_dir):
     assert parameters_said(load_causal_lm(settings(tiny_model_dir))) == "0.0M parameters"
 
 
-@pytest.mark.parametrize("given", [{"lora_alpha": 32}, {"lora_dropout": 0.1}, {"target_modules": ["q_proj"]}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lora_alpha": 32},
+        {"lora_dropout": 0.1},
+        {"target_modules": ["q_proj"]},
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"exclude_modules": ["q_proj"]},
+    ],
+)
 def test_settings_of_an_adapter_are_refused_where_there_is_none(tiny_model_dir, given):
     with pytest.raises(UsageError, match=f"{next(iter(given))} is about an adapter: give --lora_rank"):
         load(tiny_model_dir, lora_rank=0, **given)
@@ -189,13 +238,14 @@ def test_4_bits_are_refused_without_a_gpu_and_without_an_adapter(tiny_model_dir)
 # In training
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_three_steps_equal_plain_pytorch_and_only_the_adapter_moves(tiny_model_dir, items, stage):
-    plain = load(tiny_model_dir)
+def test_three_steps_equal_plain_pytorch_and_only_the_adapter_moves(tiny_model_dir, items, stage, use_dora):
+    plain = load(tiny_model_dir, use_dora=use_dora)
     expected = train_plainly(PolicyModel(plain), items, STEPS)
     expected_weights = {name: weight.detach() for name, weight in plain.named_parameters()}
 
-    model = load(tiny_model_dir, stage)
+    model = load(tiny_model_dir, stage, use_dora=use_dora)
     engine = make_engine(PolicyModel(model), stage)
     before = weights_of(engine, model)
     metrics = train(engine, items, STEPS, Layout())
@@ -267,9 +317,6 @@ def test_the_reference_in_training_is_the_base_at_every_step(tiny_model_dir, ite
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_saved_adapter_is_what_peft_loads(tiny_model_dir, items, tmp_path, stage):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = load(tiny_model_dir, stage)
     engine = make_engine(PolicyModel(model), stage)
     train(engine, items, STEPS, Layout())
@@ -301,9 +348,10 @@ def test_an_adapter_without_a_tokenizer_has_that_of_its_base(tiny_model_dir, tmp
     assert found.chat_template == expected.chat_template
 
 
+@pytest.mark.parametrize("variant", [{}, {"use_dora": True, "use_rslora": True, "exclude_modules": ["o_proj"]}])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_adapter_is_trained_further_from_its_folder_or_its_run(tiny_model_dir, items, tmp_path, stage):
-    model = load(tiny_model_dir, lora_alpha=3)
+def test_an_adapter_is_trained_further_from_its_folder_or_its_run(tiny_model_dir, items, tmp_path, stage, variant):
+    model = load(tiny_model_dir, lora_alpha=3, **variant)
     stir(model)
     saved(model, tiny_model_dir, tmp_path / "run" / "model")
     for path in (tmp_path / "run", tmp_path / "run" / "model"):
@@ -328,13 +376,72 @@ def test_an_adapter_for_another_base_is_refused(tiny_model_dir, tmp_path):
         load(folder, lora_rank=0)
 
 
-def test_an_adapter_of_peft_alone_is_loaded_and_one_of_other_shapes_refused(tiny_model_dir, tiny_llama_dir, tmp_path):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+PEERS: dict[str, dict[str, Any]] = {
+    "trl": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "use_dora": True},
+    "llama_factory": {"r": 4, "target_modules": ["q_proj", "gate_proj"], "use_rslora": True, "lora_dropout": 0.1},
+    "unsloth": {"r": 8, "target_modules": r".*\.layers\.\d+\.(self_attn|mlp)\.(q_proj|up_proj)", "lora_alpha": 8},
+    "patterns": {
+        "r": 4,
+        "target_modules": "all-linear",
+        "exclude_modules": ["o_proj"],
+        "rank_pattern": {"v_proj": 2},
+        "alpha_pattern": {"layers.1.self_attn.q_proj": 32},
+    },
+}
+"""Configurations as other tools write them."""
 
-    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="varlen")
-    foreign = get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False))
-    foreign.save_pretrained(tmp_path / "adapter")
+
+@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapters_of_other_tools_compute_the_same_here_are_trained_further_and_saved(
+    tiny_model_dir, items, tmp_path, peer, stage
+):
+    foreign = foreign_adapter(tiny_model_dir, tmp_path / "adapter", **PEERS[peer])
+    model = load(tmp_path / "adapter", stage, lora_rank=0)
+    engine = make_engine(PolicyModel(model), stage)
+    [result] = engine.infer([some_pack()], lambda module, batch: module(batch)[0])
+    torch.testing.assert_close(result, logprobs(foreign.base_model.model), atol=1e-5, rtol=1e-5)
+    train(engine, items, STEPS[:1], Layout())
+    [trained] = engine.infer([some_pack()], lambda module, batch: module(batch)[0])
+    assert (trained - result).abs().max() > 1e-4
+    save_whole_model(engine, model, load_tokenizer(settings(tiny_model_dir)), tmp_path / "saved")
+    before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "saved"))
+    assert {name: tensor.shape for name, tensor in before.items()} == {n: t.shape for n, t in after.items()}
+    again = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="varlen"), tmp_path / "saved"
+    )
+    torch.testing.assert_close(logprobs(again.eval().base_model.model), trained, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, r"trains whole layers \(embed_tokens, lm_head\)"),
+        ({"init_lora_weights": "pissa"}, "was changed when its training began .init_lora_weights pissa"),
+        ({"bias": "all"}, "trains biases of the model .bias all"),
+        ({"lora_bias": True}, "has biases of its own .lora_bias"),
+        ({"trainable_token_indices": [3]}, "has single rows of the embedding .trainable_token_indices"),
+    ],
+)
+def test_adapters_with_unknown_parts_are_refused_with_the_reason(tiny_model_dir, tmp_path, changes, message):
+    folder = saved(load(tiny_model_dir), tiny_model_dir, tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(UsageError, match=message):
+        load(folder, lora_rank=0)
+
+
+def test_an_adapter_on_a_quantised_model_names_the_way_to_a_whole_one(tiny_model_dir, tmp_path):
+    base = shutil.copytree(tiny_model_dir, tmp_path / "bnb-4bit")
+    foreign_adapter(base, tmp_path / "adapter", r=2, target_modules=["q_proj"])
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(UsageError, match=r"bnb-4bit, is quantised \(bitsandbytes\): `rlhf merge --base`"):
+        load(tmp_path / "adapter", lora_rank=0)
+
+
+def test_an_adapter_of_peft_alone_is_loaded_and_one_of_other_shapes_refused(tiny_model_dir, tiny_llama_dir, tmp_path):
+    foreign = foreign_adapter(tiny_model_dir, tmp_path / "adapter", r=3, target_modules=["q_proj"])
     shutil.copy(f"{tiny_model_dir}/tokenizer.json", tmp_path / "adapter")
     torch.testing.assert_close(logprobs(load(tmp_path / "adapter", lora_rank=0)), logprobs(foreign.base_model.model))
 
@@ -366,8 +473,6 @@ def test_commands_without_adapters_name_the_way_to_a_whole_model(tiny_model_dir,
 
 
 def test_a_fingerprint_is_of_weights_and_not_of_how_files_are_cut(tiny_model_dir, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     model.save_pretrained(tmp_path / "cut", max_shard_size="20KB")
     assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 1
@@ -410,9 +515,6 @@ def test_a_head_is_trained_and_saved_whole_with_its_adapter(tiny_model_dir, tmp_
 
 
 def test_peft_loads_a_head_saved_with_its_adapter(tiny_model_dir, tmp_path):
-    from peft import PeftModel
-    from transformers import AutoModelForSequenceClassification
-
     model = load(tiny_model_dir, kind=load_value_backbone)
     stir(model)
     folder = saved(model, tiny_model_dir, tmp_path / "adapter")

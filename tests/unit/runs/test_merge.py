@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted_models import foreign_adapter
 from safetensors.torch import load_file, save_file
 from trained_folders import Trained, outputs
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -123,9 +124,10 @@ def test_merged_gives_the_outputs_of_the_adapter(fixture, request, tmp_path, sta
     assert merged.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_checkpoint_of_an_adapter_is_merged_as_its_folder_is(tiny_model_dir, tmp_path, stage):
-    run = Trained(tmp_path, tiny_model_dir, stage=stage, lora_rank=4)
+def test_a_checkpoint_of_an_adapter_is_merged_as_its_folder_is(tiny_model_dir, tmp_path, stage, use_dora):
+    run = Trained(tmp_path, tiny_model_dir, stage=stage, lora_rank=4, use_dora=use_dora)
     merge(run.checkpoint, tmp_path / "of_checkpoint")
     merge(run.folder, tmp_path / "of_folder")
     assert_same_files(tmp_path / "of_checkpoint", tmp_path / "of_folder")
@@ -177,39 +179,76 @@ def test_a_head_is_merged_with_its_adapter(tiny_model_dir, tmp_path):
     assert_same_files(tmp_path / "of_checkpoint", tmp_path / "out")
 
 
-@pytest.mark.parametrize("value", [False, True])
-def test_an_adapter_of_peft_alone_with_patterns_is_merged(tiny_llama_dir, tmp_path, value):
-    from peft import LoraConfig, TaskType, get_peft_model
+PATTERNS = {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"layers.1.self_attn.q_proj": 32}}
+WHOLE = ["embed_tokens", "lm_head"]
 
-    kind = AutoModelForSequenceClassification if value else AutoModelForCausalLM
-    base = kind.from_pretrained(tiny_llama_dir, **({"num_labels": 1} if value else {}))
-    patterns = {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"layers.1.self_attn.q_proj": 32}}
-    task = TaskType.SEQ_CLS if value else TaskType.CAUSAL_LM
-    config = LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], use_rslora=True, init_lora_weights=False, task_type=task, **patterns
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, **PATTERNS},
+        {"target_modules": "all-linear", "exclude_modules": ["o_proj"], "use_dora": True},
+        {"target_modules": ["q_proj", "v_proj"], "use_dora": True, "use_rslora": True, **PATTERNS},
+        {"target_modules": ["q_proj"], "modules_to_save": WHOLE},
+        {"target_modules": ["q_proj"], "modules_to_save": WHOLE, "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+    ids=["rslora", "dora", "dora+rslora", "whole", "tied", "head"],
+)
+@pytest.mark.parametrize("fixture", ["tiny_model_dir", "tiny_llama_dir"])
+def test_an_adapter_of_peft_alone_is_merged_as_peft_merges_it(fixture, request, tmp_path, config):
+    foreign = foreign_adapter(request.getfixturevalue(fixture), tmp_path / "adapter", r=4, lora_alpha=8, **config)
+    merge(tmp_path / "adapter", tmp_path / "out")
+    theirs = foreign.merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(merged.state_dict(), theirs.state_dict(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(outputs(merged), outputs(theirs), atol=1e-5, rtol=1e-5)
+    assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == merged.config.tie_word_embeddings
+
+
+def test_an_embedding_that_leaves_a_shared_head_behind_is_refused(tiny_model_dir, tmp_path):
+    foreign_adapter(tiny_model_dir, tmp_path / "adapter", target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    with pytest.raises(UsageError, match="trains the embedding of a model whose head has the same weight"):
+        merge(tmp_path / "adapter", tmp_path / "out")
+
+
+def test_the_head_of_a_foreign_reward_model_is_merged(tiny_llama_dir, tmp_path):
+    kind, config = AutoModelForSequenceClassification, {"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}
+    foreign = foreign_adapter(
+        tiny_llama_dir, tmp_path / "adapter", auto_class=kind, options={"num_labels": 1}, **config
     )
-    foreign = get_peft_model(base, config)
-    foreign.save_pretrained(tmp_path / "adapter")
     merge(tmp_path / "adapter", tmp_path / "out")
     merged = kind.from_pretrained(tmp_path / "out")
-    assert type(merged).__name__ == type(base).__name__
+    assert type(merged).__name__ == "LlamaForSequenceClassification"
     torch.testing.assert_close(outputs(merged), outputs(foreign.base_model.model), atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_on_a_quantised_model_is_merged_into_its_original(tiny_llama_dir, tmp_path):
+    base = shutil.copytree(tiny_llama_dir, tmp_path / "bnb-4bit")
+    foreign = foreign_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(UsageError, match="is quantised"):
+        merge(tmp_path / "adapter", tmp_path / "out")
+    merge(tmp_path / "adapter", tmp_path / "out", base=tiny_llama_dir)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(outputs(merged), outputs(foreign.base_model.model), atol=1e-5, rtol=1e-5)
 
 
 def test_what_is_not_lora_is_refused(tiny_llama_dir, tmp_path):
     from peft import IA3Config, LoraConfig, get_peft_model
 
-    for number, config in enumerate(
+    for number, (config, message) in enumerate(
         (
-            LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
-            LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True),
-            LoraConfig(r=2, target_modules=["embed_tokens"]),
-            IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+            (LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True), "biases of its own"),
+            (LoraConfig(r=2, target_modules=["embed_tokens"]), "more than LoRA's two factors"),
+            (LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), "was changed when its training"),
+            (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "LoRA is what is known here"),
         )
     ):
         folder = tmp_path / str(number)
         get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), config).save_pretrained(folder)
-        with pytest.raises(UsageError, match=r"more than LoRA's two factors|LoRA is what is known here"):
+        with pytest.raises(UsageError, match=message):
             merge(folder, tmp_path / "out")
 
 
