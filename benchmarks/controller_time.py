@@ -27,7 +27,7 @@ from rich.console import Console
 from setting import machine, word_problem
 
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.backends.roles.groups import ActorRole, CriticRole, Dealer, ReferenceRole, TrainedRole
+from rlhf_cli.backends.roles.groups import ActorRole, CriticRole, Dealer, FrozenRole, ReferenceRole, TrainedRole
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import ActorCriticBatchConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
@@ -101,7 +101,7 @@ def fake_roles(elsewhere: Elsewhere, settings: OnlineSettings, *, num_ranks: int
     actor, critic = (
         TrainedRole(ranks(moments), dealer, takes_turns=False) for moments in (POLICY_MOMENTS, VALUE_MOMENTS)
     )
-    reference = ReferenceRole(ranks(), dealer, takes_turns=False, actor=actor, alpha=0.0)
+    reference = ReferenceRole(FrozenRole(ranks(), dealer, takes_turns=False), actor=actor, alpha=0.0)
     engines = FakeEngines(elsewhere, num_engines=num_ranks, responses=material.responses)
     return Roles(ActorRole(actor), CriticRole(critic), reference, None, engines, FakeScorer(elsewhere))
 

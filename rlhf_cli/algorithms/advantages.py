@@ -37,6 +37,16 @@ def at_every_token(advantages_B: Tensor, cu: Tensor) -> Tensor:
     return advantages_B[segment_ids(cu)]
 
 
+def drawn_to_teacher(advantages_N: Tensor, log_ratio_N: Tensor, *, coef: float) -> Tensor:
+    """Return `A - coef (log policy - log teacher)` at each token: on-policy distillation.
+
+    `log_ratio_N` of the sampled tokens. The expected gradient at a token is of the reverse KL divergence in the state
+    before it, in which sampling is not differentiated (arXiv 2306.13649, section 3.1): the single-step part of arXiv
+    2306.08543, section 2.2, without the sum over later tokens.
+    """
+    return advantages_N - coef * log_ratio_N
+
+
 def whiten(x_N: Tensor) -> Tensor:
     """Return `(x - mean) / sqrt(var + 1e-8)` with the unbiased variance over all tokens given; one token alone becomes
     0.

@@ -21,7 +21,7 @@ class CriticModelConfig(SettingsGroup):
 
 
 ZeroStage = Literal[0, 1, 2, 3]
-ROLES = ("actor", "critic", "ref", "reward")
+ROLES = ("actor", "critic", "ref", "reward", "teacher")
 
 
 class OnlineDeepSpeedConfig(DeepSpeedConfig):
@@ -31,13 +31,17 @@ class OnlineDeepSpeedConfig(DeepSpeedConfig):
     """Stage of the reference, by default zero_stage; frozen weights are partitioned at 3 and whole at the others."""
     reward_zero_stage: ZeroStage | None = None
     """Stage of the reward model, by default zero_stage."""
+    teacher_zero_stage: ZeroStage | None = None
+    """Stage of the teacher, by default zero_stage."""
     ref_sequence_parallel_size: int | None = Field(None, gt=0)
     """Ranks of the reference that share each sequence, by default sequence_parallel_size."""
     reward_sequence_parallel_size: int | None = Field(None, gt=0)
     """Ranks of the reward model that share each sequence, by default sequence_parallel_size."""
+    teacher_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Ranks of the teacher that share each sequence, by default sequence_parallel_size."""
 
     def of(self, role: str) -> "OnlineDeepSpeedConfig":
-        """Return the settings of a role: "actor", "critic", "ref" or "reward"."""
+        """Return the settings of a role, one of `ROLES`."""
         own = {name: getattr(self, self.name_of(role, name)) for name in ("zero_stage", "sequence_parallel_size")}
         return self.model_copy(update=own)
 

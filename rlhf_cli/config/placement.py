@@ -20,6 +20,10 @@ class PlacementConfig(SettingsGroup):
     """Nodes of the reward model."""
     reward_num_gpus_per_node: int = Field(1, gt=0)
     """Reward model ranks per node."""
+    teacher_num_nodes: int = Field(1, gt=0)
+    """Nodes of the teacher."""
+    teacher_num_gpus_per_node: int = Field(1, gt=0)
+    """Teacher ranks per node."""
     colocate_all_models: bool = False
     """All models share GPUs (the engines share the actor's) and take turns; each has the first ones it needs."""
     colocate_actor_ref: bool = False
@@ -28,7 +32,7 @@ class PlacementConfig(SettingsGroup):
     """Move weights, gradients and optimizer states of idle trainers to host memory."""
 
     def num_ranks(self, role: str) -> int:
-        """Return the ranks of a role: "actor", "critic", "ref" or "reward"."""
+        """Return the ranks of a role: "actor", "critic", "ref", "reward" or "teacher"."""
         ranks: int = getattr(self, f"{role}_num_nodes") * getattr(self, f"{role}_num_gpus_per_node")
         return ranks
 

@@ -71,6 +71,11 @@ def defaults_of_baseline(given: Mapping[str, object]) -> dict[str, object]:
     return {"use_kl_loss": True, "kl_estimator": "k2"}
 
 
+def defaults_of_teacher(given: Mapping[str, object]) -> dict[str, object]:
+    """Return the defaults that go with a given teacher, which takes the place of the reference."""
+    return {} if given.get("teacher_pretrain") is None else _without_rivals({"init_kl_coef": 0.0}, given)
+
+
 def _share_of_response(given: Mapping[str, object]) -> int:
     longest = given.get("max_new_tokens", EngineConfig.model_fields["max_new_tokens"].default)
     try:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_cli.config.base import JsonObject, SettingsGroup
-from rlhf_cli.config.rewards import REWARD_PLUGIN, REWARDS, RewardCall, read_calls
+from rlhf_cli.config.rewards import REWARD_PLUGIN, RewardCall, read_calls
 from rlhf_cli.config.row_rewards import fault_of_sources
 
 REMOTE_RM_KEY = "RLHF_RM_API_KEY"
@@ -210,13 +210,6 @@ class RewardConfig(ScoringConfig):
     """Scores are clipped to this before anything else is done with them."""
 
     @model_validator(mode="after")
-    def _there_is_a_reward(self) -> "RewardConfig":
-        if not self.reward_funcs and self.reward_func is None:
-            names = ", ".join(REWARDS)
-            raise ValueError(f"no reward: give --reward_funcs ({names}) or --reward_func FILE.py")
-        return self
-
-    @model_validator(mode="after")
     def _clip_range_is_not_empty(self) -> "RewardConfig":
         low, high = self.reward_clip_range
         if not low < high:
@@ -244,12 +237,13 @@ class OnlineRewardConfig(RemoteScoringConfig, RewardConfig):
             raise ValueError("overlong_buffer_len and stop_properly_penalty_coef both punish length: give one of them")
         return self
 
-    @model_validator(mode="after")
-    def _there_is_a_reward(self) -> "OnlineRewardConfig":
-        if not self.is_given:
-            names = ", ".join(REWARDS)
-            raise ValueError(
-                f"no reward: give --reward_funcs ({names}), --reward_func FILE.py, --reward_pretrain MODEL or "
-                "--remote_rm_url URL"
-            )
-        return self
+    @property
+    def has_weight(self) -> bool:
+        """Whether a reward counts: one of weight 0 is only measured."""
+        others = (
+            (self.reward_func, self.reward_func_weight),
+            (self.reward_pretrain, self.reward_model_weight),
+            (self.remote_rm_url, self.remote_rm_weight),
+        )
+        weights = (self.reward_weights or [1.0]) if self.reward_funcs else []
+        return any(weights) or any(weight for way, weight in others if way not in (None, []))

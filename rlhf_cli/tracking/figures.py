@@ -11,6 +11,7 @@ MEASURED = ("time/", "perf/", "memory/")
 PROMINENT = (
     "accuracy",
     "reward",
+    "teacher_kl",
     "loss",
     "policy_loss",
     "critic/value_loss",
@@ -33,6 +34,8 @@ TITLES = {
     "approx_kl": "update KL (k1)",
     "approx_k3": "update KL (k3)",
     "kl_coef": "KL coefficient",
+    "teacher_kl": "KL from teacher",
+    "teacher_logprob": "teacher log-prob",
     "rollout_k3": "engine mismatch",
     "truncated": "truncated share",
     "grad_norm": "gradient norm",

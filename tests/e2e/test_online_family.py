@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 WITHOUT_KL = "--init_kl_coef 0.0"
 EVALUATED = "--eval_dataset {problems} --eval_max_samples 5 --eval_steps 1 --best_metric_key eval/reward"
+TEACHER = "--teacher_pretrain {model} --teacher_num_gpus_per_node 2 --teacher_zero_stage 3 --param_dtype fp32"
 MEASURED = ("time/", "perf/", "memory/")
 
 
@@ -31,15 +32,16 @@ def reward(tmp_path_factory) -> Path:
 
 
 def train(command: str, model: Path, problems: Path, reward: Path, output: Path) -> dict[int, dict[str, float]]:
-    """The metrics of two iterations that have to be equal in equal runs."""
+    """The metrics of two iterations that have to be equal in equal runs; a teacher is alone."""
     run_rlhf(
-        *command.format(problems=problems).split(),
-        *f"--pretrain {model} --prompt_data {problems} --label_key answer --reward_func {reward} --max_len 64".split(),
+        *command.format(problems=problems, model=model).split(),
+        *([] if TEACHER in command else ["--reward_func", reward]),
+        *f"--pretrain {model} --prompt_data {problems} --label_key answer --max_len 64".split(),
         *["--max_new_tokens", "6", "--rollout_batch_size", "4", "--n_samples_per_prompt", "3", "--max_iterations", "2"],
         *f"--actor_learning_rate 1e-3 --output {output} --rollout_backend transformers".split(),
     )
-    reference = set() if WITHOUT_KL in command else {"ref-0"}
-    assert {path.stem for path in (output / "logs").glob("*-*.log")} == {"actor-0", "engine-0"} | reference
+    others = {"teacher-0", "teacher-1"} if TEACHER in command else set() if WITHOUT_KL in command else {"ref-0"}
+    assert {path.stem for path in (output / "logs").glob("*-*.log")} == {"actor-0", "engine-0"} | others
     return {
         step: {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
         for step, metrics in read_metrics(output).items()
@@ -56,7 +58,7 @@ def run(model, problems, reward, tmp_path):
     [
         f"rloo --train_batch_size 12 --entropy_target 1 --overlong_buffer_len 3 {EVALUATED}",
         f"remax --train_batch_size 12 --stop_properly_penalty_coef 0.5 {WITHOUT_KL}",
-        "reinforce++ --baseline group --train_batch_size 6",
+        f"reinforce++ --baseline group --train_batch_size 6 --entropy_loss_coef 0.1 {TEACHER}",
     ],
     ids=lambda command: command.split()[0],
 )
@@ -67,13 +69,26 @@ def test_commands_without_a_critic_train_the_actor(command, run, model, tmp_path
         metrics.pop(0)  # before the first update there is an evaluation alone
     assert sorted(metrics) == [1, 2]
     assert not any(name.startswith("critic") for name in metrics[1])
-    assert ("kl" in metrics[1]) == (WITHOUT_KL not in command)
+    assert ("kl" in metrics[1]) == (WITHOUT_KL not in command and TEACHER not in command)
     assert ("greedy_reward" in metrics[1]) == command.startswith("remax")
-    assert metrics[1]["advantage_abs"] > 0
+    if TEACHER in command:
+        assert_teacher_was_the_policy_at_first(metrics)
+    assert metrics[2 if TEACHER in command else 1]["advantage_abs"] > 0
     if "train_batch_size 12" in command:  # one step an iteration: the model is its own anchor
         assert metrics[1]["ratio_mean"] == metrics[1]["ratio_max"] == metrics[2]["ratio_max"] == 1.0
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "model"))
     assert any(not weight.equal(after[name].to(weight.dtype)) for name, weight in before.items())
+
+
+def assert_teacher_was_the_policy_at_first(metrics: dict[int, dict[str, float]]) -> None:
+    """Its two ranks, which ZeRO-3 divides it among, gave the log-probs of the actor's single rank.
+
+    Then the entropy bonus led the policy away from it.
+    """
+    assert abs(metrics[1]["teacher_kl"]) < 1e-6
+    assert abs(metrics[2]["teacher_kl"]) > 1e-4
+    assert metrics[1]["teacher_logprob"] < -1
+    assert "reward" not in metrics[1]
 
 
 def assert_best_is_kept(metrics: dict[int, dict[str, float]], output: Path) -> None:

@@ -85,3 +85,20 @@ def test_other_algorithms_teach_the_same_model(folder, tmp_path, words):
         rlhf(*command)
     (after,) = accuracies(tmp_path)
     assert after >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("output")
+def test_the_model_that_imitated_reaches_the_one_that_practised_by_its_log_probs_alone(folder, tmp_path):
+    practice = Walkthrough(folder, SEED, "reinforce++").practice()
+    del practice[practice.index("--reward_funcs") : practice.index("--reward_funcs") + 2]
+    practice[practice.index("--output") + 1] = str(tmp_path / "distilled")
+    rlhf(*practice, "--teacher_pretrain", str(folder / "practice"))
+    evaluation = Walkthrough(folder, SEED).evaluation()
+    evaluation[evaluation.index("--pretrain") + 1] = f"{folder / 'practice'},{tmp_path / 'distilled'}"
+    evaluation[evaluation.index("--output") + 1] = str(tmp_path / "eval")
+    rlhf(*evaluation)
+    teacher, student = accuracies(tmp_path)
+    assert student >= teacher - 0.03
+    course = [json.loads(line) for line in (tmp_path / "distilled" / "metrics.jsonl").open()]
+    assert course[-1]["teacher_kl"] < course[0]["teacher_kl"] / 4

@@ -236,6 +236,7 @@ class Run:
         self.has_critic = ALGORITHMS[algorithm].critic
         self.reference = FakeModel("ref", self.journal, level=-1.25) if policy.init_kl_coef else None
         self.reward_model = FakeModel("reward", self.journal) if reward.reward_pretrain else None
+        self.teacher = FakeModel("teacher", self.journal, level=-0.75) if more.get("distill_coef") else None
         self.engines = FakeEngines(self.journal)
         self.scorer = FakeScorer(self.journal, fails)
         self.tracker = FakeTracker()
@@ -262,6 +263,7 @@ class Run:
             self.engines,
             self.scorer,
             self.reference,
+            self.teacher,
         )
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:

@@ -22,6 +22,7 @@ ALSO_NEEDED = {"reward_funcs": "gsm8k"}
 EVALUATED = {"eval_dataset": "x"}
 # Settings that are only valid together with others.
 TOGETHER: dict[str, dict[str, Any]] = {
+    "distill_coef": {"teacher_pretrain": "x"},
     "dynamic_filtering_reward_range": {"dynamic_filtering": True},
     "dynamic_max_rounds": {"dynamic_filtering": True},
     "dynamic_oversample": {"dynamic_filtering": True},

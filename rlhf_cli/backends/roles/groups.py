@@ -204,33 +204,56 @@ class CriticRole:
         return [finish_value_metrics(of_step) for of_step in metrics[0]]
 
 
-class ReferenceRole:
-    """The policy that the KL divergence is measured from; it stays, or moves towards the actor."""
+class HasSleep(Protocol):
+    """A rank of a frozen role: `ReferenceRank` or `RewardRank`."""
 
-    def __init__(
-        self,
-        group: WorkerGroup["ReferenceRank"],
-        dealer: Dealer,
-        *,
-        takes_turns: bool,
-        actor: TrainedRole["ActorRank"],
-        alpha: float,
-    ) -> None:
-        self._group = group
-        self._dealer = dealer
+    def wake(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+
+FrozenT = TypeVar("FrozenT", bound=HasSleep)
+
+
+class FrozenRole(Generic[FrozenT]):
+    """All ranks of a role that is not trained: the part that references, teachers and reward models share."""
+
+    def __init__(self, group: WorkerGroup[FrozenT], dealer: Dealer, *, takes_turns: bool) -> None:
+        self.group = group
+        self.dealer = dealer
         self._takes_turns = takes_turns
-        self._actor = actor
-        self._alpha = alpha
 
     def wake(self) -> None:
         """Be ready to compute; does nothing for a role that never sleeps."""
         if self._takes_turns:
-            self._group.all(lambda rank: rank.wake())
+            self.group.all(lambda rank: rank.wake())
 
     def sleep(self) -> None:
         """Leave the accelerators to others."""
         if self._takes_turns:
-            self._group.all(lambda rank: rank.sleep())
+            self.group.all(lambda rank: rank.sleep())
+
+
+class TeacherRole:
+    """The frozen policy that on-policy distillation leads to."""
+
+    def __init__(self, frozen: FrozenRole["ReferenceRank"]) -> None:
+        self._frozen = frozen
+        self.wake, self.sleep = frozen.wake, frozen.sleep
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        """Return the log-probs of each sequence's trained tokens, in nats."""
+        return self._frozen.dealer.forward(self._frozen.group, lambda rank, work: rank.logprobs(work), sequences)
+
+
+class ReferenceRole:
+    """The policy that the KL divergence is measured from; it stays, or moves towards the actor."""
+
+    def __init__(self, frozen: FrozenRole["ReferenceRank"], *, actor: TrainedRole["ActorRank"], alpha: float) -> None:
+        self._group, self._dealer = frozen.group, frozen.dealer
+        self.wake, self.sleep = frozen.wake, frozen.sleep
+        self._actor = actor
+        self._alpha = alpha
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return the log-probs of each sequence's trained tokens, in nats."""
@@ -275,34 +298,16 @@ class BaseReference:
 class RewardRole:
     """The reward model, which scores whole responses."""
 
-    def __init__(
-        self,
-        group: WorkerGroup["RewardRank"],
-        dealer: Dealer,
-        *,
-        takes_turns: bool,
-        statistics: ScoreStatistics | None,
-    ) -> None:
-        self._group = group
-        self._dealer = dealer
-        self._takes_turns = takes_turns
+    def __init__(self, frozen: FrozenRole["RewardRank"], *, statistics: ScoreStatistics | None) -> None:
+        self._frozen = frozen
+        self.wake, self.sleep = frozen.wake, frozen.sleep
         self._statistics = statistics
-
-    def wake(self) -> None:
-        """Be ready to compute; does nothing for a role that never sleeps."""
-        if self._takes_turns:
-            self._group.all(lambda rank: rank.wake())
-
-    def sleep(self) -> None:
-        """Leave the accelerators to others."""
-        if self._takes_turns:
-            self._group.all(lambda rank: rank.sleep())
 
     def scores(self, sequences: Sequence[TokenSequence]) -> list[float]:
         """Return the score of each sequence, read at its last token; normalised if there are statistics."""
         ends = [only_end(sequence) for sequence in sequences]
         scores_B = torch.from_numpy(
-            np.concatenate(self._dealer.forward(self._group, lambda rank, work: rank.scores(work), ends))
+            np.concatenate(self._frozen.dealer.forward(self._frozen.group, lambda rank, work: rank.scores(work), ends))
         )
         if self._statistics is not None:
             scores_B = normalised_scores(scores_B, mean=self._statistics.mean, std=self._statistics.std)

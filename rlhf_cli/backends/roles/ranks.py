@@ -1,4 +1,4 @@
-"""One rank of each online role, its models and its methods: actor, critic, reference and reward model.
+"""One rank of each online role, its models and its methods: actor, critic, reference, teacher and reward model.
 
 Leaves out how ranks are started and given work (role_group, online_roles). Micro-batches arrive as lists of
 sequences and are packed here, so that only token ids and numbers travel between processes.
@@ -289,7 +289,7 @@ class CriticRank:
 
 
 class ReferenceRank:
-    """One rank of the frozen policy that the KL divergence is measured from."""
+    """One rank of a frozen policy: the reference of the KL divergence, or a teacher."""
 
     def __init__(self, settings: RoleSettings) -> None:
         self._hf_model = hf_model = join_and_load(settings, load_causal_lm)

@@ -19,6 +19,7 @@ ROLE_CLASSES = {
     "critic": "rlhf_cli.backends.roles.ranks:CriticRank",
     "ref": "rlhf_cli.backends.roles.ranks:ReferenceRank",
     "reward": "rlhf_cli.backends.roles.ranks:RewardRank",
+    "teacher": "rlhf_cli.backends.roles.ranks:ReferenceRank",
 }
 """The class of each role, by name: only the process of a rank imports it."""
 

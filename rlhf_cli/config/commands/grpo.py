@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import model_validator
+
 from rlhf_cli.config.commands.online import FilteringConfig
 from rlhf_cli.config.policy import GroupPolicyConfig
-from rlhf_cli.config.presets import defaults_of_preset
+from rlhf_cli.config.presets import defaults_of_preset, defaults_of_teacher
 from rlhf_cli.config.rollout import RolloutConfig
 
 
@@ -18,4 +20,10 @@ class GRPOConfig(FilteringConfig):
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
-        return defaults_of_preset(given)
+        return defaults_of_preset(given) | defaults_of_teacher(given)
+
+    @model_validator(mode="after")
+    def _several_rewards_are_compared(self) -> "GRPOConfig":
+        if self.distils_alone and self.policy.aggregate == "normalize_then_sum":
+            raise ValueError("aggregate normalize_then_sum compares rewards, and only the teacher counts here")
+        return self

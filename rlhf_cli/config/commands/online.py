@@ -19,9 +19,11 @@ from rlhf_cli.config.online import (
 )
 from rlhf_cli.config.placement import CriticPlacementConfig, PlacementConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
-from rlhf_cli.config.presets import defaults_of_loss
+from rlhf_cli.config.presets import defaults_of_loss, defaults_of_teacher
+from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.teacher import TeacherConfig
 from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
 
 
@@ -34,7 +36,8 @@ class OnlineConfig(BaseModel):
     adapter: LoraConfig = LoraConfig()
     prompts: PromptConfig
     rollout: RolloutConfig = RolloutConfig()
-    reward: OnlineRewardConfig
+    reward: OnlineRewardConfig = OnlineRewardConfig()
+    teacher: TeacherConfig = TeacherConfig()
     policy: PolicyConfig = PolicyConfig()
     reference: MovingReferenceConfig = MovingReferenceConfig()
     placement: PlacementConfig = PlacementConfig()
@@ -48,12 +51,44 @@ class OnlineConfig(BaseModel):
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
-        return defaults_of_loss(given)
+        return defaults_of_loss(given) | defaults_of_teacher(given)
 
     @property
     def dynamic_sampling(self) -> DynamicSamplingConfig | None:
         """The settings of dynamic sampling; None if it is off or the command has none."""
         return None
+
+    @property
+    def distils_alone(self) -> bool:
+        """Whether the policy learns from a teacher and from no reward."""
+        return self.teacher.teacher_pretrain is not None and not self.reward.has_weight
+
+    @model_validator(mode="after")
+    def _there_is_something_to_learn_from(self) -> "OnlineConfig":
+        if self.teacher.teacher_pretrain is None and not self.reward.is_given:
+            raise ValueError(
+                f"no reward: give --reward_funcs ({', '.join(REWARDS)}), --reward_func FILE.py, "
+                "--reward_pretrain MODEL, --remote_rm_url URL or a --teacher_pretrain MODEL"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _settings_of_scores_have_one(self) -> "OnlineConfig":
+        reward = self.reward
+        given = reward.changed("reward_clip_range", "overlong_buffer_len", "stop_properly_penalty_coef")
+        given = given or self.evaluation.changed("eval_dataset")
+        if given and not reward.is_given:
+            raise ValueError(f"{given} is about scores, and a teacher gives none: give a reward too")
+        return self
+
+    @model_validator(mode="after")
+    def _a_divergence_is_taken_off_a_reward(self) -> "OnlineConfig":
+        if self.distils_alone and self.policy.init_kl_coef > 0 and not self.policy.use_kl_loss:
+            raise ValueError(
+                "init_kl_coef is taken off the reward, and only the teacher counts here: give --use_kl_loss with "
+                "--kl_estimator k3, or --init_kl_coef 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _best_is_judged(self) -> "OnlineConfig":
@@ -75,6 +110,12 @@ class FilteringConfig(OnlineConfig):
         """The settings of dynamic sampling; None if it is off."""
         return self.dynamic if self.dynamic.dynamic_filtering else None
 
+    @model_validator(mode="after")
+    def _prompts_are_judged_by_rewards(self) -> "FilteringConfig":
+        if self.distils_alone and self.dynamic.dynamic_filtering:
+            raise ValueError("dynamic_filtering replaces prompts by their rewards, and only the teacher counts here")
+        return self
+
 
 class CriticConfig(FilteringConfig):
     """Settings of an online command that trains a critic."""
@@ -85,3 +126,12 @@ class CriticConfig(FilteringConfig):
     batch: ActorCriticBatchConfig = ActorCriticBatchConfig()
     optim: ActorCriticOptimConfig = ActorCriticOptimConfig()
     deepspeed: ActorCriticDeepSpeedConfig = ActorCriticDeepSpeedConfig()
+
+    @model_validator(mode="after")
+    def _a_critic_values_rewards(self) -> "CriticConfig":
+        if self.distils_alone:
+            raise ValueError(
+                "a critic values rewards, and only the teacher counts here: rlhf reinforce++ and rlhf grpo learn from "
+                "a teacher alone"
+            )
+        return self

@@ -1,7 +1,18 @@
 """The settings of `rlhf remax`."""
 
+from pydantic import model_validator
+
 from rlhf_cli.config.commands.online import OnlineConfig
 
 
 class ReMaxConfig(OnlineConfig):
     """Settings of `rlhf remax`."""
+
+    @model_validator(mode="after")
+    def _greedy_responses_are_compared_with(self) -> "ReMaxConfig":
+        if self.distils_alone:
+            raise ValueError(
+                "greedy responses are compared by their reward, and only the teacher counts here: rlhf reinforce++ and "
+                "rlhf grpo learn from a teacher alone"
+            )
+        return self

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_cli.backends.cluster.placement import ENGINE, Layout, Seat, describe, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Cluster, Reservation
-from rlhf_cli.backends.roles.groups import Dealer, RewardRole
+from rlhf_cli.backends.roles.groups import Dealer, FrozenRole, RewardRole
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.worker_group import WorkerGroup, start_engine, start_ranks
 from rlhf_cli.backends.rollout.engine import EngineSettings
@@ -122,7 +122,7 @@ def _reward_group(places: _Places, ranks: WorkerGroup["RewardRank"] | None, mode
     default = BatchConfig()
     max_tokens = max(default.train_max_tokens_per_gpu, places.config.prompts.max_len)
     dealer = Dealer(len(ranks), BatchConfig(train_max_tokens_per_gpu=max_tokens), model.quadratic_cost)
-    return RewardRole(ranks, dealer, takes_turns=False, statistics=model.statistics)
+    return RewardRole(FrozenRole(ranks, dealer, takes_turns=False), statistics=model.statistics)
 
 
 def _start_engines(places: _Places, ranks: WorkerGroup["RewardRank"] | None) -> EngineGroup:

@@ -61,6 +61,7 @@ def online_identity(
         **objective_identity(config.policy, besides=frozenset({"advantage_estimator"})),  # the algorithm has its name
         **_rewards(config.reward),
         **config.reference.model_dump(mode="json"),
+        **objective_identity(config.teacher, besides=frozenset({"teacher_pretrain"})),  # the teacher has hashes
         **_filtering(config),
         "seed": config.batch.seed,
         "iterations": iterations,
@@ -75,6 +76,7 @@ def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, object]:
         **model_identity("policy", policy.found, policy.plan),
         **adapter_identity(policy.plan),
         **model_identity("reward model", models.reward.found if models.reward else None),
+        **model_identity("teacher", models.teacher.found if models.teacher else None),
     }
     if critic is None:
         return roles

@@ -12,17 +12,19 @@ from rlhf_cli.models.classifiers import refuse_several_labels
 from rlhf_cli.models.requirements import check_trainable
 from rlhf_cli.models.reward_model import RewardModelPlan, find_reward_model, require_same_tokens
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
+from rlhf_cli.models.teacher import TeacherModel, find_teacher
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.trained_model import TrainedModel, trained_model
 
 
 @dataclass(frozen=True)
 class OnlineModels:
-    """The models that the roles start from; a critic and a reward model if the run has them."""
+    """The models that the roles start from; a critic, a reward model and a teacher if the run has them."""
 
     policy: TrainedModel
     critic: TrainedModel | None
     reward: RewardModelPlan | None
+    teacher: TeacherModel | None = None
 
 
 def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
@@ -41,11 +43,15 @@ def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
         reward = find_reward_model(
             config.reward.reward_pretrain, policy.base, policy.tokenizer, normalize=config.reward.normalize_reward
         )
+    teacher = None
+    if config.teacher.teacher_pretrain is not None:
+        teacher = find_teacher(config.teacher.teacher_pretrain, policy.base, policy.architecture, policy.tokenizer)
     critic = _critic(config, policy) if algorithm.critic else None
     trained = (policy, critic or policy)
     names = {name for model in trained for name in (model.source.pretrain, model.base.pretrain)}
-    check_not_replaced(config.checkpoint, *sorted(names), *([reward.source.pretrain] if reward else []))
-    return OnlineModels(policy, critic, reward)
+    frozen = [model.source.pretrain for model in (reward, teacher) if model is not None]
+    check_not_replaced(config.checkpoint, *sorted(names), *frozen)
+    return OnlineModels(policy, critic, reward, teacher)
 
 
 def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
@@ -74,12 +80,14 @@ def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
     critic = ("critic",) if models.critic else ()
     reference = ("ref",) if config.policy.init_kl_coef > 0 and models.policy.plan is None else ()
     reward = ("reward",) if models.reward else ()
-    return ("actor", *critic, *reference, *reward)
+    teacher = ("teacher",) if models.teacher else ()
+    return ("actor", *critic, *reference, *reward, *teacher)
 
 
 _ABSENT = {
     "ref": "there is a reference only with --init_kl_coef above 0, and under an adapter it is the actor's own base",
     "reward": "there is a reward model only with --reward_pretrain",
+    "teacher": "there is a teacher only with --teacher_pretrain",
 }
 _TOGETHER = {"ref": "colocate_actor_ref", "reward": "colocate_critic_reward"}
 
@@ -91,7 +99,7 @@ def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
     """
     placement, deepspeed, said = config.placement, config.deepspeed, []
     for role in (role for role in _ABSENT if role not in roles):
-        sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER[role])
+        sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER.get(role, ""))
         given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
         given = given or deepspeed.changed(f"{role}_zero_stage", f"{role}_sequence_parallel_size")
         if given := given or (config.reward.changed("normalize_reward") if role == "reward" else None):
@@ -114,7 +122,13 @@ def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
     """Raise UsageError if ranks of a role cannot share sequences as the settings request."""
     deepspeed, policy = config.deepspeed, models.policy
     check_whole_packs(deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model)
-    of_role = {"actor": policy, "critic": models.critic, "ref": policy, "reward": models.reward}
+    of_role = {
+        "actor": policy,
+        "critic": models.critic,
+        "ref": policy,
+        "reward": models.reward,
+        "teacher": models.teacher,
+    }
     for role in role_names(config, models):
         model = of_role[role]
         assert model is not None
@@ -122,7 +136,7 @@ def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
             model.found.architecture,
             deepspeed.of(role),
             num_ranks=config.placement.num_ranks(role),
-            attention=policy.attention,
+            attention=model.attention if isinstance(model, TeacherModel) else policy.attention,
             name=deepspeed.name_of(role, "sequence_parallel_size"),
         )
 

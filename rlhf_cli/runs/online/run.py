@@ -106,6 +106,7 @@ class _OnlineRun:
             config.reference,
             config.optim,
             config.dynamic_sampling,
+            config.teacher.weight,
         )
 
     @property
@@ -344,6 +345,7 @@ def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:
         **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
         **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
         **({"Reward model": models.reward.source.pretrain} if models.reward else {}),
+        **({"Teacher": models.teacher.source.pretrain} if models.teacher else {}),
         **({"Reward file": reward_file[0]} if reward_file else {}),
         "Engine": described(config.rollout, run.backend),
         "Placement": _placement(run, where),

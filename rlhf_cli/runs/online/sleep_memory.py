@@ -41,7 +41,7 @@ def sleep_memory_fact(config: OnlineConfig, models: OnlineModels, layout: Layout
     """Return a line about the memory of sleeping roles, if there are any."""
     if not (has_gpus and config.placement.deepspeed_enable_sleep):
         return {}
-    return described(_bytes_by_node(_roles(config, models, layout), layout), psutil.virtual_memory().total)
+    return described(bytes_by_node(config, models, layout), psutil.virtual_memory().total)
 
 
 def described(by_node: Mapping[int, float], available: int) -> dict[str, str]:
@@ -52,9 +52,10 @@ def described(by_node: Mapping[int, float], available: int) -> dict[str, str]:
     return {"Host memory": f"{line}; this node has {has}" + (", WHICH IS TOO LITTLE" if needed > available else "")}
 
 
-def _bytes_by_node(roles: Mapping[str, SleepingRole], layout: Layout) -> Mapping[int, float]:
+def bytes_by_node(config: OnlineConfig, models: OnlineModels, layout: Layout) -> Mapping[int, float]:
+    """Return the bytes of sleeping roles on each node."""
     found: Counter[int] = Counter()
-    for name, role in roles.items():
+    for name, role in _roles(config, models, layout).items():
         for seat in layout.of(name):
             found[layout.islands[seat.island].node] += role.host_bytes // role.num_ranks
     return found
@@ -67,6 +68,7 @@ def _roles(config: OnlineConfig, models: OnlineModels, layout: Layout) -> dict[s
         "critic": (critic.base, critic.plan is None) if critic else None,
         "ref": (policy.base, False),
         "reward": (reward.source, False) if reward else None,
+        "teacher": (models.teacher.source, False) if models.teacher else None,
     }
     roles = {}
     for name, found in sources.items():

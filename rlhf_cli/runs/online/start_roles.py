@@ -12,8 +12,10 @@ from rlhf_cli.backends.roles.groups import (
     BaseReference,
     CriticRole,
     Dealer,
+    FrozenRole,
     ReferenceRole,
     RewardRole,
+    TeacherRole,
     TrainedRole,
     TrainedT,
 )
@@ -29,6 +31,7 @@ from rlhf_cli.config.online import ActorCriticOptimConfig
 from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.reward_model import RewardModelPlan
+from rlhf_cli.models.teacher import TeacherModel
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.online.models import OnlineModels, role_names
 from rlhf_cli.runs.trained_model import TrainedModel
@@ -83,6 +86,7 @@ class OnlineRoles:
         self.critic = CriticRole(self._trained(groups["critic"], models.critic)) if models.critic else None
         self.reference = self._reference(groups.get("ref"))
         self.reward_model = self._reward_group(groups["reward"], models.reward) if models.reward else None
+        self.teacher = self._teacher(groups["teacher"], models.teacher) if models.teacher else None
         self._build_models(groups)
         if engines_last:
             self.engines = self._start_engines()
@@ -90,7 +94,16 @@ class OnlineRoles:
 
     def with_scorer(self, scorer: Scorer) -> Roles:
         """Return the roles as the loop takes them."""
-        return Roles(self.actor, self.critic, self.reference, self.reward_model, self.engines, scorer, self._moving)
+        return Roles(
+            self.actor,
+            self.critic,
+            self.reference,
+            self.reward_model,
+            self.engines,
+            scorer,
+            self._moving,
+            self.teacher,
+        )
 
     def checkpoint_bytes(self) -> int:
         """Return the bytes of a checkpoint of all trained roles, as an estimate."""
@@ -138,7 +151,13 @@ class OnlineRoles:
 
     def _build_models(self, groups: dict[str, WorkerGroup[object]]) -> None:
         """Build all models; one after the other if they take turns on GPUs, because each fills a GPU at first."""
-        sleepers = {"actor": self.actor, "critic": self.critic, "ref": self.reference, "reward": self.reward_model}
+        sleepers = {
+            "actor": self.actor,
+            "critic": self.critic,
+            "ref": self.reference,
+            "reward": self.reward_model,
+            "teacher": self.teacher,
+        }
         one_by_one = self._takes_turns and self._where.cluster.has_gpus
         rounds = [(role,) for role in groups] if one_by_one else [tuple(groups)]
         for roles in rounds:
@@ -178,12 +197,17 @@ class OnlineRoles:
             asks_base = self._config.policy.init_kl_coef > 0 and self._models.policy.plan is not None
             return BaseReference(self.actor.trained) if asks_base else None
         return ReferenceRole(
-            group,
-            self._dealer(group, lambda rank: rank.packer.shares_prompts(), self._models.policy),
-            takes_turns=self._takes_turns,
+            self._frozen_policy(group, self._models.policy),
             actor=self.actor.trained,
             alpha=self._config.reference.ref_mixup_alpha,
         )
+
+    def _teacher(self, group: WorkerGroup[Any], model: TeacherModel) -> TeacherRole:
+        return TeacherRole(self._frozen_policy(group, model))
+
+    def _frozen_policy(self, group: WorkerGroup[Any], model: TrainedModel | TeacherModel) -> FrozenRole[Any]:
+        dealer = self._dealer(group, lambda rank: rank.packer.shares_prompts(), model)
+        return FrozenRole(group, dealer, takes_turns=self._takes_turns)
 
     def _trained(self, group: WorkerGroup[TrainedT], model: TrainedModel) -> TrainedRole[TrainedT]:
         return TrainedRole(
@@ -193,10 +217,10 @@ class OnlineRoles:
         )
 
     def _dealer(
-        self, group: WorkerGroup[RankT], shares_prompts: Callable[[RankT], bool], model: TrainedModel
+        self, group: WorkerGroup[RankT], shares_prompts: Callable[[RankT], bool], model: TrainedModel | TeacherModel
     ) -> Dealer:
         """Return the dealer of a group; `shares_prompts` asks a rank whether it computes a common prompt once."""
-        cost = quadratic_cost(model.architecture)
+        cost = quadratic_cost(model.found.architecture)
         return Dealer(
             len(group),
             self._config.batch,
@@ -208,7 +232,8 @@ class OnlineRoles:
     def _reward_group(self, group: WorkerGroup[Any], model: RewardModelPlan) -> RewardRole:
         size = self._config.deepspeed.of(group.role).sequence_parallel_size
         dealer = Dealer(len(group), self._config.batch, model.quadratic_cost, ranks_per_sequence=size)
-        return RewardRole(group, dealer, takes_turns=self._takes_turns, statistics=model.statistics)
+        frozen = FrozenRole(group, dealer, takes_turns=self._takes_turns)
+        return RewardRole(frozen, statistics=model.statistics)
 
     def _threads(self, role: str) -> int:
         """Return the CPU threads of a process of the role."""
@@ -233,10 +258,11 @@ class OnlineRoles:
             adapter=source.plan if isinstance(source, TrainedModel) and role != "ref" else None,
         )
 
-    def _source(self, role: str) -> TrainedModel | RewardModelPlan:
+    def _source(self, role: str) -> TrainedModel | RewardModelPlan | TeacherModel:
         """Return the model of a role; the reference starts as the policy."""
         models = self._models
-        source = {"critic": models.critic, "reward": models.reward}.get(role, models.policy)
+        others = {"critic": models.critic, "reward": models.reward, "teacher": models.teacher}
+        source = others.get(role, models.policy)
         assert source is not None
         return source
 

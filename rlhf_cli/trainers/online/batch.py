@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rlhf_cli.algorithms.advantages import drawn_to_teacher
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, segment_sum
 from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
@@ -50,29 +51,41 @@ def learning_samples(
     """
     policy, cu = settings.policy, responses.cu
     kl_N = None if policy.has_kl_loss else _kl(responses, policy)
-    trained_B = responses.trained_B(policy)
-    experience = Experience(
-        rewards_N=token_rewards(_rewards(responses, settings), kl_N, cu, kl_coef=kl_coef),
-        parts=weighted_parts(responses, settings.reward) if settings.algorithm.rewards_apart else (),
-        values_N=None if responses.values is None else _flat(responses.values),
-        bootstrap_B=None if responses.bootstrap is None else torch.tensor(responses.bootstrap),
-        cu=cu,
-        groups_B=responses.groups_B,
-        trained_B=trained_B,
-        greedy_B=None
-        if greedy is None
-        else _of_groups(_rewards(greedy, settings), greedy.groups_B, responses.groups_B),
-    )
+    rewards_N = token_rewards(_rewards(responses, settings), kl_N, cu, kl_coef=kl_coef)
+    experience = _experience(responses, greedy, settings, rewards_N=rewards_N)
     advantages_N, returns_N = compute_advantages(settings.algorithm, experience, settings=policy)
+    metrics, trained_B = dict[str, float](), experience.trained_B
+    if settings.distill_coef is not None:
+        log_ratio_N = _log_ratio_to_teacher(responses)
+        advantages_N = drawn_to_teacher(advantages_N, log_ratio_N, coef=settings.distill_coef)
+        metrics = _teacher_metrics(responses, log_ratio_N)
     columns = _columns(responses, policy, advantages_N=advantages_N, returns_N=returns_N)
     samples = [
         Sample(responses.sequences[i], {name: values[i] for name, values in columns.items()})
         for i in torch.nonzero(trained_B).squeeze(1).tolist()
     ]
-    metrics = {"advantage_abs": float(advantages_N[trained_B[segment_ids(cu)]].abs().mean())}
+    metrics["advantage_abs"] = float(advantages_N[trained_B[segment_ids(cu)]].abs().mean())
     if kl_N is not None:
         metrics["kl"] = float(segment_sum(kl_N, cu).mean())
     return samples, metrics
+
+
+def _experience(
+    responses: Responses, greedy: Responses | None, settings: OnlineSettings, *, rewards_N: torch.Tensor
+) -> Experience:
+    """Return the record that advantages are computed from."""
+    return Experience(
+        rewards_N=rewards_N,
+        parts=weighted_parts(responses, settings.reward) if settings.algorithm.rewards_apart else (),
+        values_N=None if responses.values is None else _flat(responses.values),
+        bootstrap_B=None if responses.bootstrap is None else torch.tensor(responses.bootstrap),
+        cu=responses.cu,
+        groups_B=responses.groups_B,
+        trained_B=responses.trained_B(settings.policy),
+        greedy_B=None
+        if greedy is None
+        else _of_groups(_rewards(greedy, settings), greedy.groups_B, responses.groups_B),
+    )
 
 
 def _rewards(responses: Responses, settings: OnlineSettings) -> torch.Tensor:
@@ -122,6 +135,25 @@ def _kl(responses: Responses, policy: PolicyConfig) -> torch.Tensor | None:
         return None
     assert responses.old_logprobs is not None, "the KL divergence needs the policy's own log-probs"
     return kl_estimate(_flat(responses.old_logprobs), _flat(responses.ref_logprobs), policy.kl_estimator)
+
+
+def _log_ratio_to_teacher(responses: Responses) -> torch.Tensor:
+    """Return the policy's log-probs less the teacher's, `[N]`, both by the trainer's kernels.
+
+    The sampler's log-probs would put the rounding of another engine into every difference.
+    """
+    assert responses.old_logprobs is not None, "a teacher needs the policy's own log-probs"
+    assert responses.teacher_logprobs is not None, "distill_coef needs a teacher"
+    return _flat(responses.old_logprobs) - _flat(responses.teacher_logprobs)
+
+
+def _teacher_metrics(responses: Responses, log_ratio_N: torch.Tensor) -> dict[str, float]:
+    """Return means over the sampled tokens, in nats."""
+    assert responses.teacher_logprobs is not None
+    return {
+        "teacher_kl": float(log_ratio_N.mean()),
+        "teacher_logprob": float(_flat(responses.teacher_logprobs).mean()),
+    }
 
 
 def _flat(by_response: Sequence[np.ndarray]) -> torch.Tensor:

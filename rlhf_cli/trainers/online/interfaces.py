@@ -60,6 +60,12 @@ class Reference(Sleeper, Protocol):
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
 
 
+class Teacher(Sleeper, Protocol):
+    """The frozen policy that on-policy distillation leads to."""
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
+
+
 class MovingReference(Sleeper, Protocol):
     """A reference that follows the policy in training."""
 
@@ -148,3 +154,4 @@ class Roles:
     engines: Engines
     scorer: Scoring
     moving_reference: MovingReference | None = None
+    teacher: Teacher | None = None

@@ -26,6 +26,7 @@ from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Roles, Run
 from rlhf_cli.trainers.online.metrics import (
     failure_metrics,
     greedy_metrics,
+    length_metrics,
     rollout_metrics,
     sample_rows,
     source_metrics,
@@ -210,7 +211,7 @@ def _learn(
     if roles.moving_reference is not None and settings.reference_moves(iteration):
         with timer("transfer"), awake(roles.moving_reference):
             roles.moving_reference.move()
-    metrics |= _batch_metrics(batch)
+    metrics |= _batch_metrics(batch, settings.reward)
     after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(responses))
     tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
     sampled = batch.sampled
@@ -218,13 +219,16 @@ def _learn(
     return after, metrics
 
 
-def _batch_metrics(batch: _ScoredBatch) -> dict[str, float]:
-    """Return the metrics of the iteration's responses."""
+def _batch_metrics(batch: _ScoredBatch, reward: OnlineRewardConfig) -> dict[str, float]:
+    """Return the metrics of the iteration's responses; without a reward there is none of scores."""
     sampled = batch.sampled
+    num_tokens = {"num_tokens": float(sum(len(sequence) for sequence in batch.trainable.sequences))}
+    if not reward.is_given:
+        return length_metrics(sampled.generations) | num_tokens
     metrics = rollout_metrics(sampled.generations, sampled.scores) | greedy_metrics(batch.greedy)
     metrics |= batch.rollout.metrics | zero_std_metrics(sampled.scores, sampled.groups)
     metrics |= source_metrics(sampled.questions, sampled.scores) | failure_metrics(batch.scores)
-    return metrics | {"num_tokens": float(sum(len(sequence) for sequence in batch.trainable.sequences))}
+    return metrics | num_tokens
 
 
 def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int) -> UpdatePlan:
@@ -239,6 +243,9 @@ def _evaluate(roles: Roles, settings: OnlineSettings, responses: Responses, *, n
     if roles.reference is not None:
         with awake(roles.reference):
             responses.ref_logprobs = roles.reference.logprobs(responses.sequences)
+    if roles.teacher is not None:
+        with awake(roles.teacher):
+            responses.teacher_logprobs = roles.teacher.logprobs(responses.sequences)
     if needs_old:
         with awake(roles.actor):
             responses.old_logprobs = roles.actor.logprobs(responses.sequences)

@@ -20,9 +20,9 @@ class Responses:
     """Responses of one iteration, every list by response.
 
     `groups` numbers the group of each response, the responses to one prompt: a prompt may be asked twice. The loop
-    fills the other columns before the update: one value for each response token from the policy, the reference and the
-    critic; None for a model that takes no part. `bootstrap` is the critic's value of the state in which the response
-    was cut, 0 for a finished response; None if nothing is bootstrapped.
+    fills the other columns before the update: one value for each response token from the policy, the reference, the
+    teacher and the critic; None for a model that takes no part. `bootstrap` is the critic's value of the state in which
+    the response was cut, 0 for a finished response; None if nothing is bootstrapped.
     """
 
     prompts: Sequence[Prompt]
@@ -32,6 +32,7 @@ class Responses:
     groups: Sequence[int]
     old_logprobs: Sequence[np.ndarray] | None = None
     ref_logprobs: Sequence[np.ndarray] | None = None
+    teacher_logprobs: Sequence[np.ndarray] | None = None
     values: Sequence[np.ndarray] | None = None
     bootstrap: Sequence[float] | None = None
 

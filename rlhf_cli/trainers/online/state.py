@@ -28,6 +28,7 @@ class OnlineSettings:
     reference: MovingReferenceConfig
     optim: OptimConfig
     dynamic: DynamicSamplingConfig | None = None  # None where every prompt's group is trained on
+    distill_coef: float | None = None  # None without a teacher
 
     @property
     def sampling(self) -> SamplingParams:
@@ -44,8 +45,11 @@ class OnlineSettings:
 
     @property
     def needs_old(self) -> bool:
-        """Whether the policy's own log-probs are needed whatever the steps are: for the KL divergence in the reward."""
-        return self.policy.init_kl_coef > 0 and not self.policy.use_kl_loss
+        """Whether the policy's own log-probs are needed whatever the steps are: for the KL divergence in the reward, or
+        beside a teacher's.
+        """
+        has_kl_reward = self.policy.init_kl_coef > 0 and not self.policy.use_kl_loss
+        return has_kl_reward or self.distill_coef is not None
 
     def reference_moves(self, iteration: int) -> bool:
         """Return whether the reference moves after this iteration."""

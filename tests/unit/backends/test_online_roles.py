@@ -8,7 +8,7 @@ import pytest
 from remote_calls import recorded
 from tiny_training import make_sequences
 
-from rlhf_cli.backends.roles.groups import Dealer, RewardRole
+from rlhf_cli.backends.roles.groups import Dealer, FrozenRole, RewardRole
 from rlhf_cli.backends.rollout.engine_group import balanced_shares
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence
@@ -62,14 +62,14 @@ def test_results_come_back_to_their_sequences(num_ranks, max_tokens, max_sequenc
 def test_a_reward_model_reads_the_last_token_of_each_sequence(num_ranks, max_tokens, max_sequences):
     sequences, group = make_sequences(7), FakeGroup()
     deal = dealer(num_ranks, max_tokens, max_sequences)
-    reward = RewardRole(group, deal, takes_turns=False, statistics=None)  # type: ignore[arg-type]
+    reward = RewardRole(FrozenRole(group, deal, takes_turns=False), statistics=None)  # type: ignore[arg-type]
     assert reward.scores(sequences) == [10.0 * sequence.token_ids[-1] for sequence in sequences]
 
 
 def test_scores_are_normalised_by_the_statistics_of_the_model():
     sequences, deal = make_sequences(3), dealer(1, 1000, None)
     statistics = ScoreStatistics(mean=4.0, std=2.0)
-    reward = RewardRole(FakeGroup(), deal, takes_turns=False, statistics=statistics)  # type: ignore[arg-type]
+    reward = RewardRole(FrozenRole(FakeGroup(), deal, takes_turns=False), statistics=statistics)  # type: ignore[arg-type]
     assert reward.scores(sequences) == [(10.0 * sequence.token_ids[-1] - 4.0) / 2.0 for sequence in sequences]
 
 

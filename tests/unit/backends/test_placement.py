@@ -121,6 +121,18 @@ def test_a_reward_model_apart_has_gpus_of_its_own():
     assert users(layout) == [["actor"], ["critic"], ["ref"], ["reward"], ["reward"]] + [[ENGINE]] * 3
 
 
+def test_a_teacher_has_gpus_of_its_own_or_shares_all():
+    roles = ("actor", "teacher")
+    apart = layout_of([8], **shape(1, 2, "actor"), **shape(1, 4, "teacher"), roles=roles, engines=2)
+    assert_sound(apart, [8])
+    assert users(apart) == [["actor"]] * 2 + [["teacher"]] * 4 + [[ENGINE]] * 2
+    together = layout_of(
+        [8], **shape(1, 2, "actor"), **shape(1, 4, "teacher"), roles=roles, engines=2, colocate_all_models=True
+    )
+    assert_sound(together, [8])
+    assert users(together) == [["actor", "teacher", ENGINE]] * 2 + [["teacher"]] * 2
+
+
 def test_eight_colocated_gpus_carry_tensor_parallel_engines():
     layout = layout_of([8], **shape(1, 8, *ROLES), engines=4, tensor_parallel=2, colocate_all_models=True)
     assert_sound(layout, [8])

@@ -533,7 +533,6 @@ def test_a_scorer_needs_its_servers_and_shows_them_the_key_of_the_environment(se
             {"reward_funcs": ["exact"], "remote_rm_weight": 2.0},
             "remote_rm_weight is about reward servers: give --remote",
         ),
-        ({}, "--reward_pretrain MODEL or --remote_rm_url URL"),
     ],
 )
 def test_bad_settings_of_reward_servers_are_refused(settings, said):

@@ -159,7 +159,6 @@ def test_labels_that_a_verifier_cannot_use_are_found_beforehand() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "no reward"),
         ({"reward_funcs": ["gsm9k"]}, "there is no reward 'gsm9k'"),
         ({"reward_funcs": ["exact", "exact"]}, "named twice"),
         ({"reward_funcs": ["exact"], "reward_weights": [1.0, 2.0]}, "2 values for 1"),
@@ -175,7 +174,6 @@ def test_bad_reward_settings_are_refused(settings: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "no reward: give --reward_funcs .* --reward_pretrain MODEL or --remote_rm_url URL"),
         ({"reward_funcs": ["exact"], "reward_model_weight": 2.0}, "reward_model_weight is about"),
         ({"reward_pretrain": "rm", "reward_clip_range": (1.0, 1.0)}, "is empty"),
         ({"reward_pretrain": "rm", "reward_weights": [1.0]}, "1 values for 0"),

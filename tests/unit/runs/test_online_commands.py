@@ -187,3 +187,57 @@ def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generate
     judged_after: Any = build_config(cls, given | {"reward_pretrain": "rm"})
     with pytest.raises(UsageError, match=r"which a reward model cannot do: give .* or --remote_rm_url besides"):
         check_filtering(judged_after)
+
+
+def resolve_alone(command: str, **given: Any) -> Any:
+    """Resolve a command that has a teacher and no reward but those given."""
+    least = {name: value for name, value in LEAST.items() if name != "reward_funcs"}
+    cls = config_class(cli.command_function(cli.COMMANDS[command]))
+    return build_config(cls, least | {"teacher_pretrain": "x"} | given)
+
+
+@pytest.mark.parametrize("command", ["grpo", "reinforce++", "rloo"])
+def test_a_teacher_is_enough_to_learn_from_and_takes_the_references_place(command):
+    config = resolve_alone(command, distill_coef="0.5")
+    assert (config.teacher.weight, config.policy.init_kl_coef) == (0.5, 0.0)
+    assert resolve_alone(command, init_kl_coef="0.1", use_kl_loss="true", kl_estimator="k3").policy.init_kl_coef == 0.1
+    beside = resolve(command, teacher_pretrain="x")
+    assert (beside.policy.init_kl_coef, resolve(command).policy.init_kl_coef) == (0.0, 0.01)
+    assert (beside.distils_alone, config.distils_alone, resolve(command).teacher.weight) == (False, True, None)
+
+
+def test_a_reward_of_weight_zero_is_measured_alone():
+    assert resolve("reinforce++", teacher_pretrain="x", reward_weights="0", eval_dataset="x").distils_alone
+    assert not resolve("grpo", teacher_pretrain="x", reward_funcs="exact,math", reward_weights="0,0.5").distils_alone
+    assert not resolve_alone("grpo", reward_pretrain="rm").distils_alone
+    assert resolve_alone("grpo", reward_pretrain="rm", reward_model_weight="0").distils_alone
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "message"),
+    [
+        ("ppo", {}, "a critic values rewards, and only the teacher counts here: rlhf reinforce"),
+        ("remax", {}, "greedy responses are compared by their reward, and only the teacher counts"),
+        ("grpo", {"aggregate": "normalize_then_sum"}, "normalize_then_sum compares rewards, and only the teacher"),
+        ("grpo", {"dynamic_filtering": "true"}, "dynamic_filtering replaces prompts by their rewards, and only the te"),
+        ("reinforce++", {"init_kl_coef": "0.1"}, "init_kl_coef is taken off the reward, and only the teacher counts"),
+        (
+            "grpo",
+            {"preset": "dapo"},
+            "overlong_buffer_len is about scores, and a teacher gives none: give a reward too",
+        ),
+        ("rloo", {"eval_dataset": "x"}, "eval_dataset is about scores, and a teacher gives none"),
+        ("rloo", {"distill_coef": "0"}, "distill_coef 0: must be a number > 0"),
+    ],
+)
+def test_settings_that_need_a_reward_are_refused_beside_a_teacher_alone(command, given, message):
+    with pytest.raises(UsageError, match=message):
+        resolve_alone(command, **given)
+
+
+@pytest.mark.parametrize("command", ONLINE)
+def test_a_run_without_reward_and_teacher_is_refused(command):
+    with pytest.raises(UsageError, match=r"no reward: give --reward_funcs .* or a --teacher_pretrain MODEL"):
+        resolve_alone(command, teacher_pretrain=None)
+    with pytest.raises(UsageError, match="distill_coef is about a teacher: give --teacher_pretrain MODEL"):
+        resolve(command, distill_coef="0.5")

@@ -11,7 +11,14 @@ from reward_models import save_reward_model
 
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.errors import UsageError
-from rlhf_cli.runs.online.models import OnlineModels, check_stages, find_models, idle_settings, truncation_notice
+from rlhf_cli.runs.online.models import (
+    OnlineModels,
+    check_stages,
+    find_models,
+    idle_settings,
+    role_names,
+    truncation_notice,
+)
 
 
 def find(command: str, pretrain: str, **given: Any) -> OnlineModels:
@@ -54,6 +61,17 @@ def test_a_critic_that_does_not_fit_is_refused(tiny_model_dir, tmp_path):
         find("ppo", str(policy), critic_pretrain=str(save_reward_model(tmp_path / "critic")))
 
 
+def test_a_teacher_is_a_role_of_its_own(tiny_model_dir, tmp_path):
+    teacher = shutil.copytree(tiny_model_dir, tmp_path / "teacher")
+    config = resolve("grpo", pretrain=tiny_model_dir, teacher_pretrain=str(teacher))
+    found = find_models(config, ALGORITHMS["grpo"])
+    assert found.teacher is not None
+    assert found.teacher.source.pretrain == str(teacher)
+    assert role_names(config, found) == ("actor", "teacher")
+    with pytest.raises(UsageError, match=r"--overwrite would remove '.*teacher', which this run starts from"):
+        find("grpo", tiny_model_dir, teacher_pretrain=str(teacher), output=str(teacher), overwrite="true")
+
+
 def test_a_role_has_its_own_stage_or_that_of_all():
     deepspeed = resolve("ppo", zero_stage=2, critic_zero_stage=3, ref_zero_stage=0, zpg=2).deepspeed
     assert [deepspeed.of(role).zero_stage for role in ("actor", "critic", "ref", "reward")] == [2, 3, 0, 2]
@@ -77,6 +95,11 @@ def test_a_role_has_its_own_stage_or_that_of_all():
             {"normalize_reward": "true"},
             "--normalize_reward means nothing here: there is a reward model",
         ),
+        (
+            ("actor", "ref", "reward"),
+            {"teacher_zero_stage": 3},
+            "--teacher_zero_stage means nothing here: there is a te",
+        ),
         (("actor", "ref"), {"colocate_critic_reward": "true"}, "--colocate_critic_reward means nothing here: there is"),
     ],
 )
@@ -84,7 +107,7 @@ def test_it_is_said_where_a_role_is_not_there_that_something_is_said_of(roles, g
     config = resolve("ppo", **given)
     (sentence,) = idle_settings(config, roles)
     assert sentence.startswith(said)
-    assert idle_settings(config, ("actor", "ref", "reward")) == []
+    assert idle_settings(config, ("actor", "ref", "reward", "teacher")) == []
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.05)])

@@ -203,10 +203,11 @@ class Online:
     """Runs of an online command, and what their checkpoints remember."""
 
     def __init__(self, folder: Path, model: str) -> None:
-        names = ("policy", "critic", "reward")
+        names = ("policy", "critic", "reward", "teacher")
         self.paths = dict.fromkeys(names, Path())
         self.paths["policy"] = Path(shutil.copytree(model, folder / "policy"))
-        for name in names[1:]:
+        self.paths["teacher"] = Path(shutil.copytree(model, folder / "teacher"))
+        for name in ("critic", "reward"):
             self.paths[name] = save_reward_model(folder / name)
         self._data = folder / "prompts.jsonl"
         self._data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "label": str(n + 1)}) + "\n" for n in range(4)))
@@ -224,7 +225,7 @@ class Online:
     def _identity(self, given: dict[str, Any]) -> dict[str, Any]:
         models = {f"{name}_pretrain".removeprefix("policy_"): str(path) for name, path in self.paths.items()}
         lengths = {"max_len": "64", "max_new_tokens": "8"}
-        config = resolve("ppo", **models, **{"prompt_data": str(self._data), **lengths, **given})
+        config = resolve("ppo", **models | {"prompt_data": str(self._data), **lengths, **given})
         row = ALGORITHMS["ppo"]
         found = find_models(config, row)
         data = load_prompts(config.prompts, found.policy.tokenizer, max_new_tokens=8, seed=0)
@@ -239,7 +240,13 @@ def ppo(tmp_path, tiny_model_dir):
 
 
 @pytest.mark.parametrize(
-    ("role", "said"), [("policy", "the policy"), ("critic", "the critic"), ("reward", "the reward model")]
+    ("role", "said"),
+    [
+        ("policy", "the policy"),
+        ("critic", "the critic"),
+        ("reward", "the reward model"),
+        ("teacher", "the teacher"),
+    ],
 )
 def test_the_role_whose_weights_are_others_is_named(ppo, role, said):
     change_weights(ppo.paths[role])
@@ -257,6 +264,8 @@ def test_online_models_may_move_and_settings_of_speed_may_change(ppo, tmp_path):
     [
         ({"eps_clip": "0.3"}, "its eps_clip is 0.2, not 0.3"),
         ({"temperature": "0.5"}, "its temperature is 1.0, not 0.5"),
+        ({"distill_coef": "0.5"}, "its distill_coef is 1.0, not 0.5"),
+        ({"teacher_pretrain": None}, "it differs in weights of the teacher"),
         ({"reward_funcs": "gsm8k"}, r"its reward_funcs is \['exact'\], not \['gsm8k'\]"),
         ({"tokenizer_chat_template": "{{ messages[0].content }}"}, "it differs in chat template"),
     ],

@@ -6,7 +6,14 @@ from online_settings import resolve
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.cluster.placement import Island, Layout, Seat
 from rlhf_cli.runs.online.models import find_models
-from rlhf_cli.runs.online.sleep_memory import GIB, SleepingRole, described, num_parameters, sleep_memory_fact
+from rlhf_cli.runs.online.sleep_memory import (
+    GIB,
+    SleepingRole,
+    bytes_by_node,
+    described,
+    num_parameters,
+    sleep_memory_fact,
+)
 
 SEVEN = 7_000_000_000
 
@@ -44,6 +51,15 @@ def test_a_run_whose_roles_take_turns_states_the_memory_of_its_fullest_node(tiny
     assert sleep_memory_fact(config, models, layout, has_gpus=False) == {}
     assert sleep_memory_fact(resolve("ppo", pretrain=tiny_model_dir), models, layout, has_gpus=True) == {}
     assert num_parameters(models.policy.base) == 25_248  # 9,600 of embeddings, 7,808 a layer, 32 of the last norm
+
+
+def test_a_teacher_sleeps_in_host_memory_too(tiny_model_dir):
+    sleeping = {"deepspeed_enable_sleep": "true", "colocate_all_models": "true"}
+    config = resolve("grpo", pretrain=tiny_model_dir, teacher_pretrain=tiny_model_dir, **sleeping)
+    models = find_models(config, ALGORITHMS["grpo"])
+    seats = (Seat("teacher", 0, 0, (0,), shared=True), Seat("teacher", 1, 0, (1,), shared=True))
+    layout = Layout((Island(node=0, num_gpus=2),), seats)
+    assert bytes_by_node(config, models, layout) == {0: 2 * 2 * 25_248}  # two bytes of each parameter on both ranks
 
 
 def test_too_little_memory_is_named():

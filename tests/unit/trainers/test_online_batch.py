@@ -51,7 +51,11 @@ def responses_of(
 
 
 def settings_of(
-    algorithm: str, policy: PolicyConfig | None = None, reward: OnlineRewardConfig = REWARD
+    algorithm: str,
+    policy: PolicyConfig | None = None,
+    reward: OnlineRewardConfig = REWARD,
+    *,
+    distill_coef: float | None = None,
 ) -> OnlineSettings:
     return OnlineSettings(
         ALGORITHMS[algorithm],
@@ -61,6 +65,7 @@ def settings_of(
         OnlineBatchConfig(),
         MovingReferenceConfig(),
         OptimConfig(),
+        distill_coef=distill_coef,
     )
 
 

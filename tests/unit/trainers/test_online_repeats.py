@@ -15,7 +15,7 @@ from online_settings import resolve
 from site_hooks import undocumented
 
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.backends.roles.groups import ActorRole, CriticRole, Dealer, ReferenceRole, TrainedRole
+from rlhf_cli.backends.roles.groups import ActorRole, CriticRole, Dealer, FrozenRole, ReferenceRole, TrainedRole
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.rollout.engine import EngineSettings
@@ -127,7 +127,7 @@ def train(config: OnlineConfig, row: str, folder: Path) -> tuple[list[Any], list
     roles = Roles(
         ActorRole(policy),
         CriticRole(trained(CriticRank(settings))) if algorithm.critic else None,
-        ReferenceRole(reference, dealer, takes_turns=False, actor=policy, alpha=0.0),  # type: ignore[arg-type]
+        ReferenceRole(FrozenRole(reference, dealer, takes_turns=False), actor=policy, alpha=0.0),  # type: ignore[arg-type]
         None,
         engine,
         Scorer([], fails=lambda index: False),
