@@ -250,6 +250,7 @@ TRL = {
         None, _one_of("true", "True", instead="loss is on the assistant's tokens; rlhf sft --pretrain_mode is on all")
     ),
     "learning_rate": Foreign(1, _renamed("actor_learning_rate")),
+    "teacher_model_name_or_path": Foreign(1, _renamed("teacher_pretrain")),
 }
 """Words of TRL that need more than a name."""
 
@@ -263,6 +264,14 @@ LLAMA_FACTORY = {
     "loraplus_lr_ratio": Foreign(1, _refused("both factors have one learning rate")),
 }
 """Words of LLaMA-Factory about adapters."""
+
+SLIME = {
+    "use_opd": Foreign(0, _not_needed),
+    "opd_type": Foreign(1, _one_of("megatron", instead="the teacher is a role of the run: --teacher_pretrain MODEL")),
+    "opd_kl_coef": Foreign(1, _renamed("distill_coef")),
+    "opd_teacher_load": Foreign(1, _renamed("teacher_pretrain")),
+}
+"""Words of slime about on-policy distillation."""
 
 SHARED_ELSEWHERE = "several ranks for one sequence are in the training commands alone; drop it"
 SHARED_SEQUENCES = {
@@ -340,12 +349,22 @@ TABLE: dict[str, Foreign] = {
     **OPENRLHF,
     **TRL,
     **LLAMA_FACTORY,
+    **SLIME,
     "agent_func_path": Foreign(1, _refused("episodes of several turns are not there yet")),
     "async_train": Foreign(0, _refused(NO_ASYNC)),
     "pretrain_data": Foreign(1, _refused("a second loss on pre-training data is not there")),
     **{
         section: Foreign(None, _refused(FLAT))
-        for section in ("data", "worker", "trainer", "algorithm", "actor_rollout_ref", "critic", "reward_model")
+        for section in (
+            "data",
+            "worker",
+            "trainer",
+            "algorithm",
+            "actor_rollout_ref",
+            "critic",
+            "reward_model",
+            "distillation",
+        )
     },
 }
 

@@ -162,6 +162,16 @@ COMMAND_LINES = {
     ),
     "generate --pretrain m --dataset d --output_path o --post_processor csft": "refused: --select best",
     f"ppo {PPO} {CRITIC} {FILE} --max_len 2048": "refused: drop --prompt_max_len",
+    # On-policy distillation: TRL's, slime's and verl's words.
+    "grpo --pretrain m --prompt_data d --output o --n_samples_per_prompt 8 --teacher_model_name_or_path t": (
+        "parses: --teacher_pretrain t"
+    ),
+    "grpo --pretrain m --prompt_data d --output o --n_samples_per_prompt 8 --use-opd --opd-type megatron "
+    "--opd-kl-coef 0.5 --opd-teacher-load t": (
+        "parses: not needed here: --use_opd, --opd_type megatron | --distill_coef 0.5 | --teacher_pretrain t"
+    ),
+    "grpo --pretrain m --prompt_data d --output o --opd-type sglang": "refused: the teacher is a role of the run",
+    "grpo --distillation.enabled true": "refused: settings are flat here",
     # EasyR1 and verl: sections and dots.
     "grpo data.train_files=d worker.actor.model.model_path=m": "refused: settings are given as --NAME VALUE",
     "grpo --actor_rollout_ref.actor.optim.lr 1e-6": "refused: settings are flat here",
