@@ -58,6 +58,7 @@ COMMANDS = {
     "remax": Entry("remax", ONLINE, "Without a critic: each response against the greedy one to its prompt."),
     "generate": Entry("generate", USE, "Sample responses to prompts, score them and select some to train on."),
     "eval": Entry("eval", USE, "Answer prompts with a model and count what a verifier finds right."),
+    "chat": Entry("chat", USE, "Talk to one or several models in the terminal."),
     "serve-rm": Entry("serve_rm", USE, "Serve a reward model or verifiers over HTTP, for --remote_rm_url."),
     "merge": Entry("merge", USE, "Fold an adapter into its model, or turn a checkpoint into a Hugging Face folder."),
     "scratch": Entry("scratch", USE, "Make a small untrained model and tokenizer, to try things offline."),

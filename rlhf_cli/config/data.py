@@ -25,11 +25,9 @@ def known_format(data_format: str) -> str:
     return "auto" if is_target(data_format) else data_format
 
 
-class TextConfig(SettingsGroup):
-    """How text of a row is rendered: shared by offline data and prompts."""
+class RenderingConfig(SettingsGroup):
+    """Template"""
 
-    input_key: str | None = None
-    """Column with the prompt or the messages; found by its name if not given."""
     apply_chat_template: bool = True
     """Render rows with the tokenizer's chat template."""
     chat_template_kwargs: JsonObject = "{}"
@@ -39,11 +37,9 @@ class TextConfig(SettingsGroup):
     """Text around a prompt without a chat template, `{}` standing for it: 'User: {}\\nAssistant:'."""
     system_prompt: str | None = None
     """System message put before conversations that have none."""
-    max_len: int = Field(2048, gt=1)
-    """Longest sequence in tokens, prompt and response together."""
 
     @model_validator(mode="after")
-    def _one_way_of_rendering(self) -> "TextConfig":
+    def _one_way_of_rendering(self) -> "RenderingConfig":
         if self.input_template is not None and "{}" not in self.input_template:
             raise ValueError(f"input_template {self.input_template!r} has no {{}} for the prompt")
         if self.input_template is not None and self.apply_chat_template:
@@ -55,6 +51,15 @@ class TextConfig(SettingsGroup):
         if taken := sorted(RESERVED & json.loads(self.chat_template_kwargs).keys()):
             raise ValueError(f"chat_template_kwargs: {taken[0]!r} is set by this program")
         return self
+
+
+class TextConfig(RenderingConfig):
+    """How text of a row is rendered: shared by offline data and prompts."""
+
+    input_key: str | None = None
+    """Column with the prompt or the messages; found by its name if not given."""
+    max_len: int = Field(2048, gt=1)
+    """Longest sequence in tokens, prompt and response together."""
 
 
 class OfflineDataConfig(TextConfig):

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.model import ModelSource
-from rlhf_cli.config.rollout import EngineConfig
+from rlhf_cli.config.rollout import DecodingConfig, EngineConfig
 from rlhf_cli.config.scoring import RemoteScoringConfig
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, require_sampled
 
@@ -19,28 +19,33 @@ class InferenceModelConfig(ModelSource):
     """Model that answers: a folder, an adapter, a run directory or checkpoint of this program, a Hugging Face name."""
 
 
-class SamplingConfig(EngineConfig):
+class ResponseSamplingConfig(DecodingConfig):
+    """Sampling"""
+
+    temperature: float = Field(1.0, ge=0, le=HIGHEST_TEMPERATURE)
+    """Sampling temperature; 0 takes the likeliest token."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Above 1, tokens of prompt and response get less likely: logits above 0 are divided by it, others multiplied."""
+
+    _temperature_is_kept = field_validator("temperature")(require_sampled)
+
+    @model_validator(mode="after")
+    def _the_likeliest_token_has_no_rivals(self) -> "ResponseSamplingConfig":
+        given = self.changed("top_p", "top_k", "min_p")
+        if self.temperature == 0 and given:
+            raise ValueError(f"{given} chooses among tokens, and temperature 0 takes the likeliest: raise temperature")
+        return self
+
+
+class SamplingConfig(EngineConfig, ResponseSamplingConfig):
     """Sampling"""
 
     rollout_batch_size: int = Field(1024, gt=0)
     """Prompts answered, scored and written together: the bound on memory, and on the work lost by a kill."""
     n_samples_per_prompt: int = Field(1, gt=0)
     """Responses sampled for each prompt."""
-    temperature: float = Field(1.0, ge=0, le=HIGHEST_TEMPERATURE)
-    """Sampling temperature; 0 takes the likeliest token."""
-    repetition_penalty: float = Field(1.0, gt=0)
-    """Above 1, tokens of prompt and response get less likely: logits above 0 are divided by it, others multiplied."""
     vllm_num_engines: int = Field(1, gt=0)
     """Rollout engines."""
-
-    _temperature_is_kept = field_validator("temperature")(require_sampled)
-
-    @model_validator(mode="after")
-    def _the_likeliest_token_has_no_rivals(self) -> "SamplingConfig":
-        given = self.changed("top_p", "top_k", "min_p")
-        if self.temperature == 0 and given:
-            raise ValueError(f"{given} chooses among tokens, and temperature 0 takes the likeliest: raise temperature")
-        return self
 
     @model_validator(mode="after")
     def _samples_differ(self) -> "SamplingConfig":

@@ -30,18 +30,9 @@ ENGINE_METHODS = (
 """The methods of `RolloutEngine` (backends/rollout/engine.py)."""
 
 
-class EngineConfig(SettingsGroup):
-    """Engine"""
+class DecodingConfig(SettingsGroup):
+    """Sampling"""
 
-    rollout_backend: Annotated[
-        str,
-        Plugin(
-            ("auto", "vllm", "transformers"),
-            ("model_path", "settings"),
-            methods=ENGINE_METHODS,
-        ),
-    ] = "auto"
-    """Engine that generates; auto takes vLLM if it is installed."""
     max_new_tokens: int = Field(1024, gt=0)
     """Tokens generated per response at most."""
     stop: list[str] = []
@@ -53,6 +44,32 @@ class EngineConfig(SettingsGroup):
     """Sample from this many of the likeliest tokens, and others as likely as the last of them; 0 or -1 from all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample from tokens with at least this share of the probability of the likeliest one; 0 from all."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _no_bound_has_one_spelling(cls, top_k: int) -> int:
+        return max(top_k, 0)
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_strings_are_no_ends_by_themselves(cls, stop: list[str]) -> list[str]:
+        if "" in stop:
+            raise ValueError("an empty text is in every response; blanks alone can be given as a list in YAML")
+        return stop
+
+
+class EngineConfig(DecodingConfig):
+    """Engine"""
+
+    rollout_backend: Annotated[
+        str,
+        Plugin(
+            ("auto", "vllm", "transformers"),
+            ("model_path", "settings"),
+            methods=ENGINE_METHODS,
+        ),
+    ] = "auto"
+    """Engine that generates; auto takes vLLM if it is installed."""
     vllm_tensor_parallel_size: int = Field(1, gt=0)
     """GPUs that share one engine."""
     vllm_gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
@@ -76,18 +93,6 @@ class EngineConfig(SettingsGroup):
         if fault := fault_of_vllm_args(json.loads(text)):
             raise ValueError(fault)
         return text
-
-    @field_validator("top_k")
-    @classmethod
-    def _no_bound_has_one_spelling(cls, top_k: int) -> int:
-        return max(top_k, 0)
-
-    @field_validator("stop")
-    @classmethod
-    def _stop_strings_are_no_ends_by_themselves(cls, stop: list[str]) -> list[str]:
-        if "" in stop:
-            raise ValueError("an empty text is in every response; blanks alone can be given as a list in YAML")
-        return stop
 
 
 class RolloutConfig(EngineConfig):

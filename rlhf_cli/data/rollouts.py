@@ -4,6 +4,8 @@ import zlib
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf_cli.config.generate import ResponseSamplingConfig
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -22,6 +24,21 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     greedy: bool = False
     stop: tuple[str, ...] = ()
+
+
+def sampling_params(sampling: ResponseSamplingConfig) -> SamplingParams:
+    """Return the settings as engines take them."""
+    is_greedy = sampling.temperature == 0
+    return SamplingParams(
+        sampling.max_new_tokens,
+        temperature=1.0 if is_greedy else sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        greedy=is_greedy,
+        stop=tuple(sampling.stop),
+    )
 
 
 @dataclass(frozen=True, slots=True)

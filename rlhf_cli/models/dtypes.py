@@ -2,14 +2,14 @@
 
 import torch
 
-from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.model import ModelSource
 from rlhf_cli.models.compat import has_bf16_products
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SLOW_BF16 = "this processor has no fast bf16 products: --param_dtype fp32 is many times faster here"
 
 
-def dtype_note(config: ModelConfig) -> dict[str, str]:
+def dtype_note(config: ModelSource) -> dict[str, str]:
     """Return a line for the terminal, by its name, where models that run in this process would be slow in their
     type.
     """

@@ -28,19 +28,24 @@ def check_trainable(architecture: PretrainedConfig) -> None:
         raise UsageError(f"models of type {kind} cannot be trained on packs: layers {', '.join(others)}")
 
 
-def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
-    """Raise UsageError where vLLM would not start, as sequences get longer than the positions that the model has."""
+def known_positions(architecture: PretrainedConfig) -> tuple[int, str] | None:
+    """Return the positions of the model, and their key in its config.json; None if it names none, or they are not
+    to be heeded.
+    """
     text = architecture.get_text_config()
     key = "model_max_length" if getattr(text, "model_max_length", None) else "max_position_embeddings"
     positions = getattr(text, key, None)
     is_unlimited = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
-    if positions is None or is_unlimited:
-        return
-    known = int(positions * _stretch(text))
-    if max_len > known:
+    return None if positions is None or is_unlimited else (int(positions * _stretch(text)), key)
+
+
+def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
+    """Raise UsageError where vLLM would not start, as sequences get longer than the positions that the model has."""
+    known = known_positions(architecture)
+    if known is not None and max_len > known[0]:
         raise UsageError(
-            f"--max_len {max_len}: the model has {known} positions ({key} in its config.json), and vLLM takes no "
-            "longer sequences"
+            f"--max_len {max_len}: the model has {known[0]} positions ({known[1]} in its config.json), and vLLM takes "
+            "no longer sequences"
         )
 
 

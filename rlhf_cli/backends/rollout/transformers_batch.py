@@ -76,10 +76,18 @@ class TransformersBatch:
         self._mask_is_final = has_only_full_attention(self._config)
         self._seen: torch.Tensor | None = None  # [rows, vocabulary], if a penalty looks at it
 
-    def run(self, version: int, *, add: Callable[[int, Generation], None], max_tokens: Callable[[], int]) -> None:
+    def run(
+        self,
+        version: int,
+        *,
+        add: Callable[[int, Generation], None],
+        max_tokens: Callable[[], int],
+        hear: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Hand each response to `add`, with the number of its request, when it is finished.
 
-        `max_tokens` is looked at again for each token: responses that get longer are given up.
+        `max_tokens` is looked at again for each token: responses that get longer are given up. `hear` gets every token
+        as soon as it is sampled, after the number of its request.
         """
         num_rows, limit = len(self._prompt_rows), self._sampling.max_new_tokens
         responses = SampledResponses(num_rows, limit)
@@ -89,7 +97,11 @@ class TransformersBatch:
         logits = self._prefill()
         for step in range(limit):
             token, logprob = sample_tokens(logits, uniforms[rows, step], self._sampling, seen_BV=self._seen)
-            responses.add(step, *(part[alive].cpu().numpy() for part in (rows, token, logprob)))
+            sampled = [part[alive].cpu().numpy() for part in (rows, token, logprob)]
+            responses.add(step, *sampled)
+            if hear is not None:
+                for number, heard in zip(*sampled[:2], strict=True):
+                    hear(int(number), int(heard))
             ended = alive & self._ends(token, rows, responses, step + 1)
             for row in rows[ended].tolist():
                 add(row, responses.finished(row, step + 1, stopped=True, version=version))

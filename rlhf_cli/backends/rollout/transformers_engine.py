@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -24,11 +24,20 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint, copy_from_checkpoint, shapes_in_checkpoint
 from rlhf_cli.models.compat import attention_name
+from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.loading import placed_on
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
 Result = TypeVar("Result")
+
+
+def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+    """Return the language model on the device, with the attention that decodes fastest there."""
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=dtype, trust_remote_code=trust_remote_code, **placed_on(device)
+    )
+    if device.type == "cpu" and attention_name(model.config) == "sdpa":
+        model.set_attn_implementation(GROUPED_DECODE)
+    return model.to(device).eval().requires_grad_(False)
 
 
 class TransformersEngine:
@@ -43,15 +52,12 @@ class TransformersEngine:
         self._model_path = model_path
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._eos = torch.tensor(eos_token_ids(model_path), device=self._device)
-        model = AutoModelForCausalLM.from_pretrained(
+        self._model = load_for_decoding(
             model_path,
-            dtype=_DTYPES[settings.dtype],
+            dtype=DTYPES[settings.dtype],
+            device=self._device,
             trust_remote_code=settings.trust_remote_code,
-            **placed_on(self._device),
         )
-        if self._device.type == "cpu" and attention_name(model.config) == "sdpa":
-            model.set_attn_implementation(GROUPED_DECODE)
-        self._model = model.to(self._device).eval().requires_grad_(False)
         self._version = 0
         self._pushed_checksum: int | None = None
         self._asleep = False

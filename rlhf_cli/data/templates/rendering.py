@@ -10,7 +10,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import RESERVED, TextConfig
+from rlhf_cli.config.data import RESERVED, RenderingConfig
 from rlhf_cli.data.formats.conversations import Conversation, Document, Message
 from rlhf_cli.data.templates.chat_template import ChatTemplate, Rendered
 from rlhf_cli.data.templates.text import TemplateFault
@@ -32,7 +32,7 @@ class Pieces:
 class Renderer:
     """Renders by the chat template, or by `input_template` if the chat template is turned off."""
 
-    def __init__(self, config: TextConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: RenderingConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._of_rows: dict[str, ChatTemplate] = {}
@@ -88,12 +88,16 @@ class Renderer:
         return self._around(conversation.messages)
 
     def _around(self, messages: tuple[Message, ...]) -> str:
-        """Return the one user message in the input template, in which a typed \\n means a line break."""
+        """Return the one user message in the input template."""
         if [message.role for message in messages] != ["user"]:
             roles = ", ".join(message.role for message in messages)
             raise TemplateFault(f"without a chat template there is one prompt and its response, not {roles} before it")
-        template = (self._config.input_template or "{}").replace("\\n", "\n")
-        return template.replace("{}", messages[0].content)
+        return in_input_template(messages[0].content, self._config.input_template)
+
+
+def in_input_template(text: str, input_template: str | None) -> str:
+    """Return a prompt in the input template, in which a typed \\n means a line break; without one, the text itself."""
+    return (input_template or "{}").replace("\\n", "\n").replace("{}", text)
 
 
 def _whole(text: str) -> Rendered:

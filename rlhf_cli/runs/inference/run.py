@@ -9,10 +9,10 @@ from typing import Any
 
 from rlhf_cli.backends.cluster.ray_cluster import Cluster
 from rlhf_cli.backends.rollout.engine_group import rollout_backend
-from rlhf_cli.config.generate import InferenceConfig, SamplingConfig
+from rlhf_cli.config.generate import InferenceConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
-from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, scattered_seed
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, sampling_params, scattered_seed
 from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
@@ -244,21 +244,6 @@ def _answer(
                 questions=questions,
             )
     return Answers(asked, questions, generations, scores)
-
-
-def sampling_params(sampling: SamplingConfig) -> SamplingParams:
-    """Return the settings as engines take them."""
-    is_greedy = sampling.temperature == 0
-    return SamplingParams(
-        sampling.max_new_tokens,
-        temperature=1.0 if is_greedy else sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        greedy=is_greedy,
-        stop=tuple(sampling.stop),
-    )
 
 
 def _metrics(answers: Answers) -> dict[str, float]:

@@ -13,7 +13,7 @@ from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.prompts import Prompt, PromptData, PromptReport
 from rlhf_cli.data.reading.sources import Row, Source
-from rlhf_cli.data.rollouts import Generation, SamplingParams
+from rlhf_cli.data.rollouts import Generation, SamplingParams, sampling_params
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.options import build_config
@@ -33,7 +33,6 @@ from rlhf_cli.runs.inference.run import (
     InferenceRun,
     ModelUnderTest,
     answer_chunks,
-    sampling_params,
     settings_identity,
 )
 

@@ -1,0 +1,71 @@
+"""One response at a time on a transformers model in this process, with every token reported as it is sampled.
+
+Prefill, cache, sampling and seeds are those of the transformers engine, so that `rlhf generate` gives the same response
+to the same tokens and seed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rlhf_cli.backends.rollout.engine import eos_token_ids
+from rlhf_cli.backends.rollout.stop_strings import StopStrings
+from rlhf_cli.backends.rollout.transformers_batch import TransformersBatch
+from rlhf_cli.backends.rollout.transformers_engine import load_for_decoding
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedResponse:
+    """The sampled tokens, with the token that ended them, and the reason of their end."""
+
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "interrupted"]
+
+
+class StreamingModel:
+    """A transformers model on the GPU, or on the CPU without one."""
+
+    def __init__(
+        self,
+        model_path: str,
+        tokenizer: object,
+        *,
+        dtype: torch.dtype,
+        trust_remote_code: bool,
+        ends_of_turn: Sequence[int] = (),
+    ) -> None:
+        """`ends_of_turn` are tokens that end a response besides the model's own, as a template may have."""
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = load_for_decoding(model_path, dtype=dtype, device=self.device, trust_remote_code=trust_remote_code)
+        self._tokenizer = tokenizer
+        self._eos = torch.tensor(sorted({*eos_token_ids(model_path), *ends_of_turn}), device=self.device)
+
+    @torch.inference_mode()
+    def respond(
+        self,
+        request: GenerationRequest,
+        sampling: SamplingParams,
+        *,
+        hear: Callable[[int], None],
+        should_stop: Callable[[], bool],
+    ) -> StreamedResponse:
+        """Return the response; `hear` gets each of its tokens, and `should_stop` is asked after each."""
+        stop = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
+        batch = TransformersBatch(self.model, [request], sampling, eos=self._eos, stop=stop)
+        tokens: list[int] = []
+        finished: list[Generation] = []
+
+        def hear_token(_: int, token: int) -> None:
+            tokens.append(token)
+            hear(token)
+
+        batch.run(
+            0,
+            add=lambda _, response: finished.append(response),
+            max_tokens=lambda: 0 if should_stop() else sampling.max_new_tokens,
+            hear=hear_token,
+        )
+        return StreamedResponse(tokens, finished[0].finish_reason if finished else "interrupted")

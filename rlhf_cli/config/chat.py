@@ -1,0 +1,36 @@
+"""The models, the template and the sampling of a conversation in the terminal."""
+
+from pydantic import Field
+
+from rlhf_cli.config.base import JsonObject
+from rlhf_cli.config.data import RenderingConfig
+from rlhf_cli.config.evaluation import EvaluatedModelConfig
+from rlhf_cli.config.generate import ResponseSamplingConfig
+
+
+class ChatModelConfig(EvaluatedModelConfig):
+    """Model"""
+
+    pretrain: str
+    """Models to talk to: local folders, run directories and checkpoints of this program, adapters, Hugging Face names.
+    Several, separated by commas, all answer every message."""
+
+
+class ChatTextConfig(RenderingConfig):
+    """Conversation"""
+
+    system_prompt: str | None = None
+    """System message at the start of the conversation."""
+    apply_chat_template: bool = True
+    """Render the conversation with the tokenizer's chat template; a model without one continues the text."""
+    chat_template_kwargs: JsonObject = "{}"
+    """Variables of the chat template's own, as a JSON object: '{"enable_thinking": false}' of Qwen 3."""
+    input_template: str | None = None
+    """Text around each message without a chat template, `{}` standing for it: 'User: {}\\nAssistant:'."""
+
+
+class ChatSamplingConfig(ResponseSamplingConfig):
+    """Sampling"""
+
+    seed: int = Field(42, ge=0, lt=2**32)
+    """Seed of the sampled answers: the same messages get the same answers."""

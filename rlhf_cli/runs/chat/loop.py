@@ -1,0 +1,136 @@
+"""The loop of a chat: a line is read, commands act, models answer one after the other."""
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rlhf_cli.errors import UsageError
+from rlhf_cli.runs.chat.commands import End, Load, Save, reply_to
+from rlhf_cli.runs.chat.files import read_conversation, rows_of, write_conversation
+from rlhf_cli.runs.chat.screen import Screen
+from rlhf_cli.runs.chat.session import Ask, Session
+from rlhf_cli.runs.chat.speaker import Answer, Prompt, Speaker
+
+AGAIN_ENDS = "Ctrl-C once more ends the chat, as Ctrl-D and /exit do"
+
+
+class Chat:
+    """A chat in progress: its state, the models, the screen, and the files that it has written."""
+
+    def __init__(self, session: Session, speakers: Sequence[Speaker], screen: Screen) -> None:
+        self.session = session
+        self._speakers = speakers
+        self._screen = screen
+        self._written: set[Path] = set()
+        self._was_stopped = False  # by Ctrl-C, since the last line
+
+    def run(self) -> int:
+        """Read lines to their end and act on them. Return the number of lines that failed."""
+        failed = 0
+        while (line := self._next_line()) is not None:
+            try:
+                if line.strip() and not self._act(line):
+                    break
+            except UsageError as error:
+                failed += 1
+                self._screen.fault(str(error))
+        return failed
+
+    def _next_line(self) -> str | None:
+        """Return the next line; None at the end, or if Ctrl-C follows another one."""
+        while True:
+            try:
+                line = self._screen.read()
+            except KeyboardInterrupt:
+                if not self._screen.is_interactive:
+                    raise
+                if self._was_stopped:
+                    self._screen.tell("")
+                    return None
+                self._was_stopped = True
+                self._screen.tell(f"\n{AGAIN_ENDS}")
+            else:
+                self._was_stopped = False
+                return line
+
+    def _act(self, line: str) -> bool:
+        """Do what a line asks for. Return whether the chat goes on."""
+        reply = reply_to(self.session, line)
+        self.session = reply.session
+        if reply.text:
+            self._screen.tell(reply.text)
+        match reply.action:
+            case Ask() as ask:
+                self._ask(ask)
+            case Save(path):
+                self._save(path)
+            case Load(path, row):
+                self._load(path, row)
+            case End():
+                return False
+        return True
+
+    def _ask(self, ask: Ask) -> None:
+        """Let every model answer; the message and its answers become a turn."""
+        prompts = [
+            speaker.prompt(self.session.conversation(number, ask), self.session.sampling)
+            for number, speaker in enumerate(self._speakers)
+        ]
+        with stopped_by_ctrl_c(is_active=self._screen.is_interactive) as should_stop:
+            pairs = zip(self._speakers, prompts, strict=True)
+            answers = [self._answer(speaker, prompt, ask, should_stop) for speaker, prompt in pairs]
+            self._was_stopped = should_stop()
+        if all(answer.text.strip() for answer in answers):
+            self.session = self.session.answered(ask, [answer.text for answer in answers])
+        else:
+            self._screen.tell(
+                f"there is no answer to keep: the {'former one stays' if ask.again else 'message is taken back'}"
+            )
+
+    def _answer(self, speaker: Speaker, prompt: Prompt, ask: Ask, should_stop: Callable[[], bool]) -> Answer:
+        sampling = self.session.sampling
+        name = speaker.name if len(self._speakers) > 1 else None
+        self._screen.begin(name, opens_thought=prompt.opens_thought)
+        answer = speaker.answer(
+            prompt, sampling, seed=self.session.seed(ask), write=self._screen.write, should_stop=should_stop
+        )
+        notes = {"stop": "", "length": f"cut at max_new_tokens {sampling.max_new_tokens}", "interrupted": "stopped"}
+        self._screen.end(notes[answer.finish_reason])
+        return answer
+
+    def _save(self, path: Path) -> None:
+        rows = rows_of(self.session, [speaker.name for speaker in self._speakers])
+        write_conversation(path, rows, may_replace=path.resolve() in self._written)
+        self._written.add(path.resolve())
+        many = f", {len(rows)} rows: one for each model" if len(rows) > 1 else ""
+        self._screen.tell(f"saved {path}{many}")
+
+    def _load(self, path: Path, row: int) -> None:
+        conversation = read_conversation(path, row)
+        self.session = self.session.loaded(conversation, num_models=len(self._speakers))
+        turns = len(self.session.turns)
+        self._screen.tell(f"loaded {turns} {'turn' if turns == 1 else 'turns'} of {path}")
+
+
+@contextmanager
+def stopped_by_ctrl_c(*, is_active: bool) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed within the block, where it interrupts nothing.
+
+    If it is not active, Ctrl-C does what it did before.
+    """
+    pressed = False
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+
+    if not is_active:
+        yield lambda: False
+        return
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, previous)

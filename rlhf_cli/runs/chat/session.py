@@ -1,0 +1,85 @@
+"""The state of a conversation: messages, the answers of each model, system prompt and sampling settings.
+
+Nothing here reads, writes or generates: commands.py changes the state, loop.py acts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rlhf_cli.config.chat import ChatSamplingConfig
+from rlhf_cli.data.formats.conversations import Conversation, Message
+from rlhf_cli.data.rollouts import scattered_seed
+from rlhf_cli.errors import UsageError
+
+TURNS_OF_AN_ATTEMPT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message and the answers to it, one for each model."""
+
+    message: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A message that waits for answers. `attempt` counts the answers to it before; `again` replaces the last turn."""
+
+    message: str
+    attempt: int = 0
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A conversation with one or several models, each of which has its own answers in its history."""
+
+    sampling: ChatSamplingConfig = field(default_factory=ChatSamplingConfig)
+    system: str | None = None
+    turns: tuple[Turn, ...] = ()
+    attempt: int = 0
+    """How often the last message was answered with this seed; -1 if the seed is new."""
+
+    def before(self, ask: Ask) -> "Session":
+        """Return the session that the message is asked in: without the last turn, if the message is in that turn."""
+        return replace(self, turns=self.turns[:-1]) if ask.again else self
+
+    def conversation(self, model: int, ask: Ask) -> Conversation:
+        """Return the messages up to the one that a model is asked, with that model's own answers."""
+        before = self.before(ask)
+        return Conversation((*before.messages(model), Message("user", ask.message)))
+
+    def messages(self, model: int) -> tuple[Message, ...]:
+        """Return all messages, with the answers of one model."""
+        messages = [] if self.system is None else [Message("system", self.system)]
+        for turn in self.turns:
+            messages += [Message("user", turn.message), Message("assistant", turn.answers[model])]
+        return tuple(messages)
+
+    def answered(self, ask: Ask, answers: Sequence[str]) -> "Session":
+        """Return the session with the answers of all models."""
+        turn = Turn(ask.message, tuple(answers))
+        return replace(self, turns=(*self.before(ask).turns, turn), attempt=ask.attempt)
+
+    def seed(self, ask: Ask) -> int:
+        """Return the seed of the answers: equal seeds, places in the conversation and attempts give equal ones."""
+        place = len(self.before(ask).turns)
+        return scattered_seed(self.sampling.seed, ask.attempt * TURNS_OF_AN_ATTEMPT + place)
+
+    def loaded(self, conversation: Conversation, *, num_models: int) -> "Session":
+        """Return the session with another conversation, which all models go on with.
+
+        Raises:
+            UsageError: a message is none of system, user and assistant, or calls a function.
+        """
+        first = conversation.messages[0]
+        system = first if first.role == "system" else None
+        rest = conversation.messages[1:] if system else conversation.messages
+        others = [message for message in rest if message.role not in ("user", "assistant") or message.tool_calls]
+        if others or conversation.tools:
+            raise UsageError("the row has tools, and a chat has none")
+        texts = [message.with_reasoning_in_text().content for message in rest]
+        pairs = zip(texts[::2], texts[1::2], strict=True)
+        turns = tuple(Turn(message, (answer,) * num_models) for message, answer in pairs)
+        return replace(self, system=system.content if system else None, turns=turns, attempt=0)

@@ -1,0 +1,186 @@
+"""One model of a chat: its template, its tokens, and its answers as text."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, Protocol
+
+from rlhf_cli.backends.rollout.streaming import StreamingModel
+from rlhf_cli.config.chat import ChatSamplingConfig, ChatTextConfig
+from rlhf_cli.data.formats.conversations import Conversation, Message
+from rlhf_cli.data.rollouts import GenerationRequest, sampling_params
+from rlhf_cli.data.templates.chat_template import ChatTemplate
+from rlhf_cli.data.templates.rendering import in_input_template
+from rlhf_cli.data.templates.text import TemplateFault
+from rlhf_cli.data.templates.turn_spans import THOUGHT_START
+from rlhf_cli.data.tokenizing.decoding import text_of
+from rlhf_cli.data.tokenizing.text_stream import TextStream
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.dtypes import DTYPES
+from rlhf_cli.models.loading import num_parameters
+from rlhf_cli.models.requirements import known_positions
+from rlhf_cli.models.weight_files import folder_of
+from rlhf_cli.runs.chat.prompt_ids import PromptIds
+from rlhf_cli.runs.inference.model import InferenceModel
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a model is asked, as text and as token ids; `opens_thought` if the template began a thought."""
+
+    text: str
+    ids: list[int]
+
+    @property
+    def opens_thought(self) -> bool:
+        """Whether the answer continues a thought that the template opened."""
+        return self.text.rstrip().endswith(THOUGHT_START)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The text of an answer as a message of the history, and the reason of its end."""
+
+    text: str
+    finish_reason: Literal["stop", "length", "interrupted"]
+
+
+class Speaker(Protocol):
+    """A model that answers."""
+
+    name: str
+
+    def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> Prompt:
+        """Return the prompt of a conversation. Raise UsageError if it cannot be rendered or leaves no room."""
+        ...
+
+    def answer(
+        self,
+        prompt: Prompt,
+        sampling: ChatSamplingConfig,
+        *,
+        seed: int,
+        write: Callable[[str], None],
+        should_stop: Callable[[], bool],
+    ) -> Answer:
+        """Return the answer; `write` gets its text in pieces."""
+        ...
+
+
+class ConversationText:
+    """Conversations as the text that a model continues: by its chat template, or as they are without one."""
+
+    def __init__(self, config: ChatTextConfig, tokenizer: Any) -> None:
+        self.is_plain = not config.apply_chat_template or tokenizer.chat_template is None
+        self._input_template = config.input_template
+        self.template = None if self.is_plain else ChatTemplate(tokenizer, json.loads(config.chat_template_kwargs))
+
+    def of(self, conversation: Conversation) -> str:
+        """Return the text. Raise UsageError if the template does not take the conversation."""
+        if self.template is None:
+            return "".join(map(self._plain, conversation.messages))
+        try:
+            return self.template.prompt(conversation)
+        except TemplateFault as fault:
+            raise UsageError(str(fault)) from fault
+
+    def _plain(self, message: Message) -> str:
+        if message.role == "system":
+            raise UsageError("a system prompt needs a chat template: give --tokenizer_chat_template FILE")
+        return in_input_template(message.content, self._input_template) if message.role == "user" else message.content
+
+    def ends_of_turn(self, tokenizer: Any) -> list[int]:
+        """Return the tokens with which the template ends turns; none if it ends them in another way."""
+        if self.template is None:
+            return []
+        try:
+            ends = self.template.ends_of_turn
+        except TemplateFault:
+            return []
+        added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        return [added[end] for end in ends if end in added]
+
+
+class ModelSpeaker:
+    """A model in this process."""
+
+    def __init__(self, model: InferenceModel, config: ChatTextConfig, *, sampling: ChatSamplingConfig) -> None:
+        """Check everything that needs no weights; `load` has to follow.
+
+        Raises:
+            UsageError: the template does not take the system prompt, or the model has too few positions.
+        """
+        self.name = model.source.pretrain
+        self._model = model
+        self.text = ConversationText(config, model.tokenizer)
+        self._ids = PromptIds(model.tokenizer, plain=self.text.is_plain)
+        self._positions = known_positions(model.architecture)
+        trial = Conversation((Message("user", "a"),)).with_system_prompt(config.system_prompt)
+        self.prompt(trial, sampling)
+
+    def load(self, tell: Callable[[str], None]) -> None:
+        """Read the weights; those of an adapter or a checkpoint are written as a whole model first, to a folder that
+        is gone afterwards.
+        """
+        source = self._model.source
+        with TemporaryDirectory(prefix="rlhf-") as folder, self._model.whole(Path(folder) / "model", tell=tell) as path:
+            self._engine = StreamingModel(
+                str(folder_of(path)),
+                self._model.tokenizer,
+                dtype=DTYPES[source.param_dtype],
+                trust_remote_code=source.trust_remote_code,
+                ends_of_turn=self.text.ends_of_turn(self._model.tokenizer),
+            )
+
+    @property
+    def description(self) -> str:
+        """The model's size, type, device and template in one line."""
+        size = num_parameters(self._engine.model)
+        template = "no chat template: it continues the text" if self.text.is_plain else "its chat template"
+        return f"{size / 1e6:,.1f}M parameters, {self._model.source.param_dtype} on {self._engine.device}, {template}"
+
+    def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> Prompt:
+        """Return the prompt of a conversation. Raise UsageError if it cannot be rendered or leaves no room."""
+        text = self.text.of(conversation)
+        prompt = Prompt(text, self._ids.of(text))
+        if not prompt.ids:
+            raise UsageError("the message has no tokens")
+        if self._positions is not None:
+            check_room(len(prompt.ids), sampling.max_new_tokens, positions=self._positions[0], name=self.name)
+        return prompt
+
+    def answer(
+        self,
+        prompt: Prompt,
+        sampling: ChatSamplingConfig,
+        *,
+        seed: int,
+        write: Callable[[str], None],
+        should_stop: Callable[[], bool],
+    ) -> Answer:
+        """Return the answer; `write` gets its text in pieces."""
+        stream = TextStream(self._model.tokenizer)
+        response = self._engine.respond(
+            GenerationRequest(prompt.ids, seed),
+            sampling_params(sampling),
+            hear=lambda token: write(stream.add(token)),
+            should_stop=should_stop,
+        )
+        write(stream.rest())
+        self._ids.remember(prompt.text, prompt.ids, response.token_ids)
+        text = text_of(self._model.tokenizer, response.token_ids, skip_special_tokens=True)
+        return Answer(f"{THOUGHT_START}\n{text}" if prompt.opens_thought else text, response.finish_reason)
+
+
+def check_room(num_tokens: int, max_new_tokens: int, *, positions: int, name: str) -> None:
+    """Raise UsageError if a prompt and its answer may need more positions than the model has."""
+    left = positions - num_tokens
+    if max_new_tokens <= left:
+        return
+    cure = f"/set max_new_tokens {left}, " if left > 0 else ""
+    raise UsageError(
+        f"the conversation has {num_tokens:,} tokens and max_new_tokens is {max_new_tokens:,}, but {name} has "
+        f"{positions:,} positions: {cure}/undo or /clear"
+    )
