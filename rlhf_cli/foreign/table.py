@@ -302,6 +302,20 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
         "zero_stage": Foreign(1, _not_needed),
         "greedy_sampling": Foreign(0, _as({"temperature": ["0"]})),
     },
+    "chat": {
+        "model_name_or_path": Foreign(1, _renamed("pretrain")),
+        "model_revision": Foreign(1, _refused("give the folder of that revision as --pretrain")),
+        "greedy_sampling": Foreign(0, _as({"temperature": ["0"]})),
+        "do_sample": Foreign(1, _one_of("true", "True", instead="give --temperature 0")),
+        "num_beams": Foreign(1, _only(1, instead="answers are sampled; there are no beams")),
+        "eos_tokens": Foreign(1, _renamed("stop")),
+        "eos_token_ids": Foreign(1, _refused("give the text of these tokens as --stop")),
+        "max_len": Foreign(1, _not_needed),
+        "save_folder": Foreign(1, _refused("/save FILE in the chat writes the conversation")),
+        "user": Foreign(1, _not_needed),
+        "attn_implementation": Foreign(1, _not_needed),
+        "device": Foreign(1, _refused("it takes the GPU if there is one; CUDA_VISIBLE_DEVICES= hides it")),
+    },
     **dict.fromkeys(TRAINING, SHARED_SEQUENCES),
     "serve-rm": {
         "batch_size": Foreign(1, _refused("give --max_tokens_per_gpu, the tokens of a pack")),
@@ -383,7 +397,6 @@ COMMANDS = {
     "reward": "rm",
     "vllm-serve": "generate, which starts its own engines",
     "env": "doctor",
-    "interactive_chat": "generate; there is no chat",
-    "chat": "generate; there is no chat",
+    "interactive_chat": "chat",
 }
 """Commands of other tools, with their names here."""

@@ -85,6 +85,11 @@ COMMAND_LINES = {
     "generate --eval_task generate_vllm --pretrain m --dataset d --output_path out.jsonl --post_processor rs --best_of_n 4 "
     "--reward_pretrain rm": "parses: --select best | --n_samples_per_prompt 4",
     "generate --eval_task rm --pretrain m --dataset d --output_path out.jsonl": "refused: rlhf generate scores if",
+    "chat --pretrain m --bf16 --max_len 4096 --greedy_sampling --enable_prefix_caching": "refused: unknown flag --enable_prefix_caching",
+    "chat --pretrain m --bf16 --max_len 4096 --max_new_tokens 256 --greedy_sampling --apply_chat_template": "parses: --greedy_sampling is --temperature 0 here | not needed here: --max_len",
+    "chat --model_name_or_path m --dtype bfloat16 --do_sample true --top_k 50 --eos_tokens User:": "parses: --model_name_or_path m is --pretrain m here | --eos_tokens User: is --stop",
+    "chat --model_name_or_path m --save_folder talks": "refused: /save FILE",
+    "chat m --num_beams 4": "refused: there are no beams",
     "serve-rm --reward_pretrain rm --batch_size 16": "refused: give --max_tokens_per_gpu",
     f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 1 --ds_tensor_parallel_size 1": "parses: --ring_attn_size 1",
     f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 2 --ring_head_stride 2": "parses: --ring_attn_size 2 is --sequence_parallel_size 2",

@@ -15,10 +15,13 @@ from rlhf_cli.runs.chat.session import Session
 
 
 def rows_of(session: Session, models: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each model: its name and its messages."""
+    """Return a row for each model: its name and its messages. A model with an empty answer has none, because rows with
+    an empty answer cannot be trained on.
+    """
     return [
         {"pretrain": name, "messages": [{"role": m.role, "content": m.content} for m in session.messages(number)]}
         for number, name in enumerate(models)
+        if all(turn.answers[number].strip() for turn in session.turns)
     ]
 
 

@@ -1,13 +1,13 @@
 """The loop of a chat: a line is read, commands act, models answer one after the other."""
 
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.chat.commands import End, Load, Save, reply_to
+from rlhf_cli.runs.chat.ctrl_c import CtrlC
 from rlhf_cli.runs.chat.files import read_conversation, rows_of, write_conversation
 from rlhf_cli.runs.chat.screen import Screen
 from rlhf_cli.runs.chat.session import Ask, Session
@@ -24,10 +24,15 @@ class Chat:
         self._speakers = speakers
         self._screen = screen
         self._written: set[Path] = set()
+        self._ctrl_c = CtrlC()
         self._was_stopped = False  # by Ctrl-C, since the last line
 
     def run(self) -> int:
         """Read lines to their end and act on them. Return the number of lines that failed."""
+        with self._ctrl_c.handled() if self._screen.is_interactive else nullcontext():
+            return self._act_on_lines()
+
+    def _act_on_lines(self) -> int:
         failed = 0
         while (line := self._next_line()) is not None:
             try:
@@ -42,7 +47,8 @@ class Chat:
         """Return the next line; None at the end, or if Ctrl-C follows another one."""
         while True:
             try:
-                line = self._screen.read()
+                with self._ctrl_c.raised():
+                    line = self._screen.read()
             except KeyboardInterrupt:
                 if not self._screen.is_interactive:
                     raise
@@ -78,24 +84,25 @@ class Chat:
             speaker.prompt(self.session.conversation(number, ask), self.session.sampling)
             for number, speaker in enumerate(self._speakers)
         ]
-        with stopped_by_ctrl_c(is_active=self._screen.is_interactive) as should_stop:
-            pairs = zip(self._speakers, prompts, strict=True)
-            answers = [self._answer(speaker, prompt, ask, should_stop) for speaker, prompt in pairs]
-            self._was_stopped = should_stop()
-        if all(answer.text.strip() for answer in answers):
+        pairs = zip(self._speakers, prompts, strict=True)
+        answers = [self._answer(speaker, prompt, ask) for speaker, prompt in pairs]
+        if any(answer.text.strip() for answer in answers):
             self.session = self.session.answered(ask, [answer.text for answer in answers])
+        elif ask.again:
+            self.session = replace(self.session, attempt=ask.attempt)
+            self._screen.tell("the answer is empty: the former one stays")
         else:
-            self._screen.tell(
-                f"there is no answer to keep: the {'former one stays' if ask.again else 'message is taken back'}"
-            )
+            self._screen.tell("the answer is empty: the message is taken back")
 
-    def _answer(self, speaker: Speaker, prompt: Prompt, ask: Ask, should_stop: Callable[[], bool]) -> Answer:
+    def _answer(self, speaker: Speaker, prompt: Prompt, ask: Ask) -> Answer:
+        """Let one model answer; Ctrl-C stops it, and the next model answers all the same."""
         sampling = self.session.sampling
         name = speaker.name if len(self._speakers) > 1 else None
         self._screen.begin(name, opens_thought=prompt.opens_thought)
         answer = speaker.answer(
-            prompt, sampling, seed=self.session.seed(ask), write=self._screen.write, should_stop=should_stop
+            prompt, sampling, seed=self.session.seed(ask), write=self._screen.write, should_stop=self._ctrl_c
         )
+        self._was_stopped |= self._ctrl_c.take()
         notes = {"stop": "", "length": f"cut at max_new_tokens {sampling.max_new_tokens}", "interrupted": "stopped"}
         self._screen.end(notes[answer.finish_reason])
         return answer
@@ -104,33 +111,16 @@ class Chat:
         rows = rows_of(self.session, [speaker.name for speaker in self._speakers])
         write_conversation(path, rows, may_replace=path.resolve() in self._written)
         self._written.add(path.resolve())
-        many = f", {len(rows)} rows: one for each model" if len(rows) > 1 else ""
-        self._screen.tell(f"saved {path}{many}")
+        missing = len(self._speakers) - len(rows)
+        left_out = f"; {missing} left out, which has an empty answer" if missing else ""
+        self._screen.tell(f"saved {counted(len(rows), 'conversation')} to {path}{left_out}")
 
     def _load(self, path: Path, row: int) -> None:
         conversation = read_conversation(path, row)
         self.session = self.session.loaded(conversation, num_models=len(self._speakers))
-        turns = len(self.session.turns)
-        self._screen.tell(f"loaded {turns} {'turn' if turns == 1 else 'turns'} of {path}")
+        self._screen.tell(f"loaded {counted(len(self.session.turns), 'turn')} from {path}")
 
 
-@contextmanager
-def stopped_by_ctrl_c(*, is_active: bool) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed within the block, where it interrupts nothing.
-
-    If it is not active, Ctrl-C does what it did before.
-    """
-    pressed = False
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-
-    if not is_active:
-        yield lambda: False
-        return
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, previous)
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,5 +1,7 @@
 """The body of `rlhf chat`: find the models, check them, load them, and talk."""
 
+from collections.abc import Callable
+
 from rlhf_cli.config.commands.chat import ChatConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.dtypes import dtype_note
@@ -12,8 +14,8 @@ from rlhf_cli.runs.inference.model import find_inference_model
 HINT = "Type a message, or /help. Ctrl-C stops an answer, Ctrl-D ends the chat."
 
 
-def run_chat(config: ChatConfig) -> None:
-    """Talk until the input ends.
+def run_chat(config: ChatConfig, *, open_screen: Callable[[], Screen] = open_screen) -> None:
+    """Talk until the input ends; lines come from the screen, which is opened once all settings are checked.
 
     Raises:
         UsageError: a model cannot be found, or does not take the settings.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TextIO
 
 from rich.console import Console
+from rich.segment import Segment, Segments
 
 from rlhf_cli.runs.chat.commands import COMMANDS
 from rlhf_cli.runs.chat.thoughts import ThoughtMarks
@@ -107,8 +108,10 @@ class TerminalScreen:
             self._print(text.translate(VISIBLE), "dim" if is_thought else "")
 
     def _print(self, text: str, style: str) -> None:
-        plain = self._console.no_color or not style
-        self._console.print(text, end="", style=None if plain else style, markup=False, soft_wrap=True)
+        """Write text as it is: rich's own strings would get their tabs expanded and :names: replaced by emoji."""
+        is_plain = self._console.no_color or not style
+        segment = Segment(text, None if is_plain else self._console.get_style(style))
+        self._console.print(Segments([segment]), end="", soft_wrap=True)
 
 
 def joined_lines(read_line: Callable[[str], str]) -> str:

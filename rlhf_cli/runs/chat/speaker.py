@@ -28,15 +28,11 @@ from rlhf_cli.runs.inference.model import InferenceModel
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a model is asked, as text and as token ids; `opens_thought` if the template began a thought."""
+    """What a model is asked, as text and as token ids; `opens_thought` if the template begins the answer's thought."""
 
     text: str
     ids: list[int]
-
-    @property
-    def opens_thought(self) -> bool:
-        """Whether the answer continues a thought that the template opened."""
-        return self.text.rstrip().endswith(THOUGHT_START)
+    opens_thought: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +112,22 @@ class ModelSpeaker:
         self._model = model
         self.text = ConversationText(config, model.tokenizer)
         self._ids = PromptIds(model.tokenizer, plain=self.text.is_plain)
-        self._positions = known_positions(model.architecture)
-        trial = Conversation((Message("user", "a"),)).with_system_prompt(config.system_prompt)
-        self.prompt(trial, sampling)
+        known = known_positions(model.architecture)
+        self._positions = None if known is None else known[0]
+        self._require_room_for_a_message(config.system_prompt, sampling.max_new_tokens)
+
+    def _require_room_for_a_message(self, system_prompt: str | None, max_new_tokens: int) -> None:
+        trial = Conversation((Message("user", "a"),)).with_system_prompt(system_prompt)
+        left = self._room_beside(len(self._ids.of(self.text.of(trial))))
+        if left is not None and max_new_tokens > left:
+            raise UsageError(
+                f"--max_new_tokens {max_new_tokens}: {self.name} has {self._positions:,} positions, which are for the "
+                f"conversation too: give {max(left // 2, 1)} for example"
+            )
+
+    def _room_beside(self, num_tokens: int) -> int | None:
+        """Return the tokens that an answer to a prompt may have; None without a bound."""
+        return None if self._positions is None else self._positions - num_tokens
 
     def load(self, tell: Callable[[str], None]) -> None:
         """Read the weights; those of an adapter or a checkpoint are written as a whole model first, to a folder that
@@ -144,11 +153,17 @@ class ModelSpeaker:
     def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> Prompt:
         """Return the prompt of a conversation. Raise UsageError if it cannot be rendered or leaves no room."""
         text = self.text.of(conversation)
-        prompt = Prompt(text, self._ids.of(text))
+        opens_thought = not self.text.is_plain and text.rstrip().endswith(THOUGHT_START)
+        prompt = Prompt(text, self._ids.of(text), opens_thought)
         if not prompt.ids:
             raise UsageError("the message has no tokens")
-        if self._positions is not None:
-            check_room(len(prompt.ids), sampling.max_new_tokens, positions=self._positions[0], name=self.name)
+        left = self._room_beside(len(prompt.ids))
+        if left is not None and sampling.max_new_tokens > left:
+            cure = f"/set max_new_tokens {left}, " if left > 0 else ""
+            raise UsageError(
+                f"the conversation has {len(prompt.ids):,} tokens and max_new_tokens is {sampling.max_new_tokens:,}, "
+                f"but {self.name} has {self._positions:,} positions: {cure}/undo or /clear"
+            )
         return prompt
 
     def answer(
@@ -172,15 +187,3 @@ class ModelSpeaker:
         self._ids.remember(prompt.text, prompt.ids, response.token_ids)
         text = text_of(self._model.tokenizer, response.token_ids, skip_special_tokens=True)
         return Answer(f"{THOUGHT_START}\n{text}" if prompt.opens_thought else text, response.finish_reason)
-
-
-def check_room(num_tokens: int, max_new_tokens: int, *, positions: int, name: str) -> None:
-    """Raise UsageError if a prompt and its answer may need more positions than the model has."""
-    left = positions - num_tokens
-    if max_new_tokens <= left:
-        return
-    cure = f"/set max_new_tokens {left}, " if left > 0 else ""
-    raise UsageError(
-        f"the conversation has {num_tokens:,} tokens and max_new_tokens is {max_new_tokens:,}, but {name} has "
-        f"{positions:,} positions: {cure}/undo or /clear"
-    )

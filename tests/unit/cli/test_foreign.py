@@ -170,7 +170,7 @@ def test_a_flag_of_the_command_itself_is_never_taken_for_a_foreign_one():
 
 
 @pytest.mark.parametrize(
-    ("name", "here"), [("train_sft", "rlhf sft"), ("serve_rm", "rlhf serve-rm"), ("chat", "no chat")]
+    ("name", "here"), [("train_sft", "rlhf sft"), ("serve_rm", "rlhf serve-rm"), ("interactive_chat", "rlhf chat")]
 )
 def test_a_command_of_another_tool_is_named_as_it_is_called_here(name, here, capsys):
     assert cli.main([name, "--pretrain", "x"]) == 2

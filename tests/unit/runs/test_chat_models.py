@@ -1,0 +1,278 @@
+"""A chat with a tiny model: ids of prompts and answers, seeds, history, files, several models, scripts and Ctrl-C."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from chat_fakes import ScriptedScreen
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_cli.config.commands.chat import ChatConfig
+from rlhf_cli.config.commands.data import DataCommandConfig
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.weight_files import folder_of
+from rlhf_cli.options import build_config
+from rlhf_cli.runs.chat.prompt_ids import PromptIds
+from rlhf_cli.runs.chat.run import found_speakers, run_chat
+from rlhf_cli.runs.chat.screen import PipeScreen
+from rlhf_cli.runs.data_preview import inspect_data
+
+
+def chat_config(pretrain, **settings):
+    return build_config(ChatConfig, {"pretrain": str(pretrain), "param_dtype": "fp32", "max_new_tokens": 12} | settings)
+
+
+def talk(pretrain, *lines, **settings):
+    """Return the screen after a chat with these lines."""
+    screen = ScriptedScreen(*lines)
+    run_chat(chat_config(pretrain, **settings), open_screen=lambda: screen)
+    return screen
+
+
+def texts(screen):
+    return [answer[1] for answer in screen.answers]
+
+
+def greedy(folder, ids, max_new_tokens):
+    """Return the ids that transformers' own generate adds."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    output = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=max_new_tokens)
+    return output[0, len(ids) :].tolist()
+
+
+def test_greedy_answers_are_those_of_transformers_generate_over_two_turns(tiny_model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    screen = talk(tiny_model_dir, "the one", "the other 🙂", temperature=0, system_prompt="Be kind.")
+    start = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nthe one<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer(start, add_special_tokens=False).input_ids
+    answer = greedy(tiny_model_dir, ids, 12)
+    assert texts(screen)[0] == tokenizer.decode(answer, skip_special_tokens=True)
+    end = "" if answer[-1] == tokenizer.eos_token_id else "<|im_end|>"
+    rest = f"{end}\n<|im_start|>user\nthe other 🙂<|im_end|>\n<|im_start|>assistant\n"
+    second = ids + answer + tokenizer(rest, add_special_tokens=False).input_ids
+    assert texts(screen)[1] == tokenizer.decode(greedy(tiny_model_dir, second, 12), skip_special_tokens=True)
+    assert "fp32 on" in screen.told[0]
+    assert "chat template" in screen.told[0]
+
+
+def test_sampled_ids_stay_in_the_prompt_though_the_tokenizer_would_write_their_text_otherwise(tiny_model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    t, h, th = (tokenizer.convert_tokens_to_ids(token) for token in ("t", "h", "th"))
+    ids = PromptIds(tokenizer, plain=False)
+    first = ids.of("a")
+    ids.remember("a", first, [t, h, tokenizer.eos_token_id])
+    assert ids.of("ath<|im_end|>th") == [*first, t, h, tokenizer.eos_token_id, th]
+    assert ids.of("athth") == [*first, t, h, th]  # as after an answer that was stopped
+    assert ids.of("bth") == [*tokenizer("b").input_ids, th]
+
+
+def test_the_same_messages_get_the_same_answers_and_retry_gets_others(tiny_model_dir):
+    lines = ("the one", "/retry", "/set seed 7", "/retry", "/set seed 42", "/retry")
+    first, again, other, back = texts(talk(tiny_model_dir, *lines))
+    assert len({first, again, other}) == 3
+    assert back == first
+    assert texts(talk(tiny_model_dir, *lines)) == [first, again, other, back]
+    assert texts(talk(tiny_model_dir, "the one", seed=7))[0] == other
+
+
+def test_a_retry_forgets_the_answer_it_replaces(tiny_model_dir):
+    plain = texts(talk(tiny_model_dir, "the one", "more", temperature=0))
+    retried = texts(talk(tiny_model_dir, "the one", "/retry", "more", temperature=0))
+    undone = texts(talk(tiny_model_dir, "else", "/undo", "the one", "more", temperature=0))
+    assert plain == [retried[0], retried[2]] == undone[1:]
+
+
+def test_a_stop_string_ends_an_answer_and_stays_a_part_of_it(tiny_model_dir):
+    (whole,) = texts(talk(tiny_model_dir, "the one", temperature=0))
+    middle = next(letter for letter in whole if letter.isalpha())
+    (stopped,) = texts(talk(tiny_model_dir, f"/set stop {middle}", "the one", temperature=0))
+    assert stopped == whole[: whole.index(middle) + 1]
+
+
+def test_two_models_side_by_side_answer_as_each_alone(tiny_model_dir, tiny_llama_dir):
+    lines = ("the one", "the other")
+    alone = [texts(talk(folder, *lines)) for folder in (tiny_model_dir, tiny_llama_dir)]
+    both = talk(f"{tiny_model_dir},{tiny_llama_dir}", *lines)
+    assert [answer[0] for answer in both.answers] == [tiny_model_dir, tiny_llama_dir] * 2
+    assert texts(both) == [alone[0][0], alone[1][0], alone[0][1], alone[1][1]]
+
+
+def test_a_saved_conversation_is_a_row_that_sft_reads(tiny_model_dir, tmp_path):
+    file = tmp_path / "talk.jsonl"
+    screen = talk(tiny_model_dir, "the one", "/retry", "the other", f"/save {file}", system_prompt="Be kind.")
+    assert screen.faults == []
+    row = json.loads(file.read_text())
+    assert [message["role"] for message in row["messages"]] == ["system", *("user", "assistant") * 2]
+    assert [m["content"] for m in row["messages"][2::2]] == texts(screen)[1:]
+    shown = {"for": "sft", "dataset": str(file), "pretrain": str(tiny_model_dir)}
+    (preview,) = inspect_data(build_config(DataCommandConfig, shown))
+    assert (preview.num_rows, preview.num_items, preview.happened) == (1, 1, [])
+
+
+def test_a_message_without_room_says_so_and_the_chat_goes_on(tiny_model_dir):
+    screen = talk(
+        tiny_model_dir, "the one", "x" * 600, "/set max_new_tokens 600", "the two", "/set max_new_tokens 3", "y"
+    )
+    assert "has 512 positions" in screen.faults[0]
+    assert "/undo or /clear" in screen.faults[0]
+    assert "/set max_new_tokens " in screen.faults[1]
+    assert len(screen.answers) == 2
+
+
+def test_settings_that_the_model_does_not_take_are_refused_before_its_weights_are_read(tiny_model_dir, tmp_path):
+    with pytest.raises(UsageError, match=r"--max_new_tokens 512: .* has 512 positions, .* give 248 for example"):
+        found_speakers(chat_config(tiny_model_dir, max_new_tokens=512))
+    template = tmp_path / "strict.jinja"
+    template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
+    with pytest.raises(UsageError, match="no system"):
+        found_speakers(chat_config(tiny_model_dir, tokenizer_chat_template=str(template), system_prompt="Be kind."))
+    with pytest.raises(UsageError, match="names a model twice"):
+        chat_config(f"{tiny_model_dir},{tiny_model_dir}")
+
+
+def test_a_model_without_a_template_continues_the_text(tiny_model_dir, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    screen = talk(tiny_model_dir, "the ", " other", "/system S", "more", temperature=0, apply_chat_template=False)
+    ids = tokenizer("the ", add_special_tokens=False).input_ids
+    first = greedy(tiny_model_dir, ids, 12)
+    kept = first[:-1] if first[-1] == tokenizer.eos_token_id else first
+    second = ids + kept + tokenizer(" other", add_special_tokens=False).input_ids
+    expected = [first, greedy(tiny_model_dir, second, 12)]
+    assert texts(screen) == [tokenizer.decode(answer, skip_special_tokens=True) for answer in expected]
+    assert "no chat template: it continues the text" in screen.told[0]
+    assert screen.faults == ["a system prompt needs a chat template: give --tokenizer_chat_template FILE"]
+
+
+def test_an_input_template_is_around_every_message(tiny_model_dir):
+    config = chat_config(tiny_model_dir, apply_chat_template=False, input_template=r"User: {}\nAssistant:")
+    (speaker,) = found_speakers(config)
+    from rlhf_cli.runs.chat.session import Ask, Session, Turn
+
+    session = Session(turns=(Turn("a", (" b\n",)),))
+    assert speaker.prompt(session.conversation(0, Ask("c")), config.sampling).text == (
+        "User: a\nAssistant: b\nUser: c\nAssistant:"
+    )
+
+
+def test_template_variables_reach_the_template_and_a_thought_that_it_opens_is_part_of_the_answer(
+    tiny_model_dir, tmp_path
+):
+    template = tmp_path / "thinking.jinja"
+    template.write_text(
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{{ message.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% if thinks %}<think>\n{% endif %}{% endif %}"
+    )
+    file = tmp_path / "talk.json"
+    settings = {"tokenizer_chat_template": str(template), "chat_template_kwargs": '{"thinks": true}'}
+    screen = talk(tiny_model_dir, "the one", f"/save {file}", **settings)
+    (row,) = json.loads(file.read_text())
+    assert row["messages"][1]["content"] == f"<think>\n{texts(screen)[0]}"
+
+
+def test_a_template_may_end_turns_with_a_token_that_the_model_does_not_end_with(tiny_model_dir):
+    speakers = found_speakers(chat_config(tiny_model_dir))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    assert speakers[0].text.ends_of_turn(tokenizer) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    plain = found_speakers(chat_config(tiny_model_dir, apply_chat_template=False))
+    assert plain[0].text.ends_of_turn(tokenizer) == []
+
+
+def test_a_script_gets_an_answer_a_line_and_fails_if_a_line_fails(tiny_model_dir):
+    expected = texts(talk(tiny_model_dir, "the one", "the other"))
+    out, errors = io.StringIO(), io.StringIO()
+    screen = PipeScreen(io.StringIO("the one\nthe other\n/nope\n"), out, errors)
+    with pytest.raises(RunError, match="1 of the lines failed"):
+        run_chat(chat_config(tiny_model_dir), open_screen=lambda: screen)
+    assert out.getvalue() == "".join(f"{text}\n" for text in expected)
+    assert "parameters, fp32 on" in errors.getvalue()
+
+
+class PressingScreen(ScriptedScreen):
+    """Presses Ctrl-C after some pieces of the first answer."""
+
+    def write(self, piece):
+        super().write(piece)
+        if len(self.answers) == 1 and len(self.answers[0][1]) >= 3 and not getattr(self, "pressed", False):
+            self.pressed = True
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_within_an_answer_keeps_its_start_in_the_history(tiny_model_dir):
+    (whole,) = texts(talk(tiny_model_dir, "the one", temperature=0))
+    screen = PressingScreen("the one", "more")
+    run_chat(chat_config(tiny_model_dir, temperature=0), open_screen=lambda: screen)
+    start = texts(screen)[0]
+    assert whole.startswith(start)
+    assert len(start) < len(whole)
+    assert screen.answers[0][2] == "stopped"
+    assert len(texts(screen)) == 2
+
+
+class Terminal:
+    """`rlhf chat` in a pseudo-terminal."""
+
+    def __init__(self, *words):
+        self.master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "rlhf_cli", "chat", *words]
+        self.process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that it gets the signal of Ctrl-C
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def until(self, words, seconds=180.0):
+        """Read until the words are there; return the text since the last call."""
+        begin, end = len(self.seen), time.monotonic() + seconds
+        while words not in self.seen[begin:]:
+            assert time.monotonic() < end, self.seen
+            if select.select([self.master], [], [], 0.5)[0]:
+                self.seen += os.read(self.master, 4096).decode(errors="replace")
+        return self.seen[begin:]
+
+    def more(self):
+        """Read until anything comes."""
+        begin = len(self.seen)
+        while len(self.seen) == begin:
+            self.seen += os.read(self.master, 4096).decode(errors="replace")
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+
+def test_a_terminal_shows_the_model_streams_an_answer_stops_it_at_ctrl_c_and_ends_at_ctrl_d(tiny_model_dir, tmp_path):
+    file = tmp_path / "talk.jsonl"
+    terminal = Terminal(str(folder_of(tiny_model_dir)), "--param_dtype", "fp32", "--max_new_tokens", "450")
+    start = terminal.until("> ")
+    assert f"{tiny_model_dir}: 0.0M parameters, fp32 on" in start.replace("\r\n", "\n")
+    terminal.type("the one\r")
+    terminal.until("the one\r\n")
+    terminal.more()
+    terminal.type("\x03")
+    terminal.until("(stopped)")
+    terminal.until("> ")
+    terminal.type(f"/save {file}\r")
+    terminal.until("saved 1 conversation")
+    terminal.type("\x04")
+    assert terminal.process.wait(60) == 0
+    os.close(terminal.master)
+    answer = json.loads(Path(file).read_text())["messages"][1]["content"]
+    assert answer
