@@ -131,7 +131,7 @@ def test_a_message_without_room_says_so_and_the_chat_goes_on(tiny_model_dir):
 
 
 def test_settings_that_the_model_does_not_take_are_refused_before_its_weights_are_read(tiny_model_dir, tmp_path):
-    with pytest.raises(UsageError, match=r"--max_new_tokens 512: .* has 512 positions, .* give 248 for example"):
+    with pytest.raises(UsageError, match=r"--max_new_tokens 512: .* has 512 positions, .* give 246 for example"):
         found_speakers(chat_config(tiny_model_dir, max_new_tokens=512))
     template = tmp_path / "strict.jinja"
     template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
@@ -238,20 +238,21 @@ class Terminal:
         )
         os.close(slave)
         self.seen = ""
+        self.read = 0  # characters of it that were waited for
 
     def until(self, words, seconds=180.0):
-        """Read until the words are there; return the text since the last call."""
-        begin, end = len(self.seen), time.monotonic() + seconds
-        while words not in self.seen[begin:]:
+        """Wait for the words; return the text up to them since the last call."""
+        end = time.monotonic() + seconds
+        while (place := self.seen.find(words, self.read)) < 0:
             assert time.monotonic() < end, self.seen
             if select.select([self.master], [], [], 0.5)[0]:
                 self.seen += os.read(self.master, 4096).decode(errors="replace")
-        return self.seen[begin:]
+        begin, self.read = self.read, place + len(words)
+        return self.seen[begin : self.read]
 
     def more(self):
-        """Read until anything comes."""
-        begin = len(self.seen)
-        while len(self.seen) == begin:
+        """Wait for any text that was not waited for."""
+        while len(self.seen) == self.read:
             self.seen += os.read(self.master, 4096).decode(errors="replace")
 
     def type(self, text):
