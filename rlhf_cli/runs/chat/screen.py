@@ -1,8 +1,9 @@
 """What the person at the terminal sees and types, and the plain form of it for scripts."""
 
+import io
 import sys
 from collections.abc import Callable, Iterable
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from rich.console import Console
 from rich.segment import Segment, Segments
@@ -45,8 +46,10 @@ class Screen(Protocol):
 
 def open_screen() -> Screen:
     """Return the terminal, or plain text if standard input is no terminal."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no UTF-8 must not end the chat
     if not sys.stdin.isatty():
-        return PipeScreen(sys.stdin, sys.stdout, sys.stderr)
+        return PipeScreen(sys.stdin, LastingStream(1), LastingStream(2))
     edit_lines()
     return TerminalScreen(open_console(LastingStream(1)), input)
 
@@ -131,7 +134,7 @@ class PipeScreen:
 
     is_interactive = False
 
-    def __init__(self, lines: Iterable[str], output: TextIO, errors: TextIO) -> None:
+    def __init__(self, lines: Iterable[str], output: io.TextIOBase, errors: io.TextIOBase) -> None:
         self._lines = iter(lines)
         self._output = output
         self._errors = errors
@@ -141,17 +144,16 @@ class PipeScreen:
         return None if line is None else line.rstrip("\r\n")
 
     def tell(self, text: str) -> None:
-        print(text, file=self._errors, flush=True)
+        self._errors.write(f"{text}\n")
 
     def fault(self, text: str) -> None:
-        print(f"rlhf chat: {text}", file=self._errors, flush=True)
+        self.tell(f"rlhf chat: {text}")
 
     def begin(self, name: str | None, *, opens_thought: bool) -> None:
         self.write("" if name is None else f"[{name}] ")
 
     def write(self, piece: str) -> None:
         self._output.write(piece)
-        self._output.flush()
 
     def end(self, note: str) -> None:
         self.write("\n")

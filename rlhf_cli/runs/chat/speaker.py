@@ -17,6 +17,7 @@ from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.templates.turn_spans import THOUGHT_START
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.text_stream import TextStream
+from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.loading import num_parameters
@@ -41,6 +42,14 @@ class Answer:
 
     text: str
     finish_reason: Literal["stop", "length", "interrupted"]
+
+
+@dataclass(slots=True)
+class LargestToken:
+    """The largest token id of a prompt, and a name for the prompt."""
+
+    largest_token: int
+    largest_token_at: str
 
 
 class Speaker(Protocol):
@@ -69,9 +78,20 @@ class ConversationText:
     """Conversations as the text that a model continues: by its chat template, or as they are without one."""
 
     def __init__(self, config: ChatTextConfig, tokenizer: Any) -> None:
-        self.is_plain = not config.apply_chat_template or tokenizer.chat_template is None
+        """Raise UsageError for template variables without a template."""
+        self._kwargs = json.loads(config.chat_template_kwargs)
         self._input_template = config.input_template
-        self.template = None if self.is_plain else ChatTemplate(tokenizer, json.loads(config.chat_template_kwargs))
+        self.is_plain = not config.apply_chat_template or tokenizer.chat_template is None
+        if self.is_plain and self._kwargs:
+            raise UsageError("--chat_template_kwargs are variables of a chat template, and the tokenizer has none")
+        self.template = None if self.is_plain else ChatTemplate(tokenizer, self._kwargs)
+
+    @property
+    def description(self) -> str:
+        """The way from messages to text in a few words."""
+        if self.is_plain:
+            return "no chat template: it continues the text"
+        return f"its chat template{f' with {json.dumps(self._kwargs)}' if self._kwargs else ''}"
 
     def of(self, conversation: Conversation) -> str:
         """Return the text. Raise UsageError if the template does not take the conversation."""
@@ -147,8 +167,8 @@ class ModelSpeaker:
     def description(self) -> str:
         """The model's size, type, device and template in one line."""
         size = num_parameters(self._engine.model)
-        template = "no chat template: it continues the text" if self.text.is_plain else "its chat template"
-        return f"{size / 1e6:,.1f}M parameters, {self._model.source.param_dtype} on {self._engine.device}, {template}"
+        how = f"{self._model.source.param_dtype} on {self._engine.device}, {self.text.description}"
+        return f"{size / 1e6:,.1f}M parameters, {how}"
 
     def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> Prompt:
         """Return the prompt of a conversation. Raise UsageError if it cannot be rendered or leaves no room."""
@@ -157,6 +177,8 @@ class ModelSpeaker:
         prompt = Prompt(text, self._ids.of(text), opens_thought)
         if not prompt.ids:
             raise UsageError("the message has no tokens")
+        largest = LargestToken(max(prompt.ids), "the conversation")
+        check_token_ids(largest, self._model.tokenizer, self._model.architecture, pretrain=self.name)
         left = self._room_beside(len(prompt.ids))
         if left is not None and sampling.max_new_tokens > left:
             cure = f"/set max_new_tokens {left}, " if left > 0 else ""

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,6 +131,14 @@ def test_a_message_without_room_says_so_and_the_chat_goes_on(tiny_model_dir):
     assert len(screen.answers) == 2
 
 
+def without_template(folder, tmp_path):
+    """Return a copy of the model whose tokenizer has no chat template."""
+    base = tmp_path / "base"
+    shutil.copytree(folder, base)
+    (base / "chat_template.jinja").unlink()
+    return base
+
+
 def test_settings_that_the_model_does_not_take_are_refused_before_its_weights_are_read(tiny_model_dir, tmp_path):
     with pytest.raises(UsageError, match=r"--max_new_tokens 512: .* has 512 positions, .* give 246 for example"):
         found_speakers(chat_config(tiny_model_dir, max_new_tokens=512))
@@ -137,13 +146,20 @@ def test_settings_that_the_model_does_not_take_are_refused_before_its_weights_ar
     template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
     with pytest.raises(UsageError, match="no system"):
         found_speakers(chat_config(tiny_model_dir, tokenizer_chat_template=str(template), system_prompt="Be kind."))
+    with pytest.raises(UsageError, match="a system prompt needs a chat template"):
+        found_speakers(chat_config(without_template(tiny_model_dir, tmp_path), system_prompt="Be kind."))
+    with pytest.raises(UsageError, match="--chat_template_kwargs are variables of a chat template"):
+        found_speakers(chat_config(tmp_path / "base", chat_template_kwargs='{"a": 1}'))
     with pytest.raises(UsageError, match="names a model twice"):
         chat_config(f"{tiny_model_dir},{tiny_model_dir}")
 
 
-def test_a_model_without_a_template_continues_the_text(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("is_turned_off", [True, False])
+def test_a_model_without_a_template_continues_the_text(tiny_model_dir, tmp_path, is_turned_off):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    screen = talk(tiny_model_dir, "the ", " other", "/system S", "more", temperature=0, apply_chat_template=False)
+    model = tiny_model_dir if is_turned_off else without_template(tiny_model_dir, tmp_path)
+    given = {"apply_chat_template": False} if is_turned_off else {}
+    screen = talk(model, "the ", " other", "/system S", "more", temperature=0, **given)
     ids = tokenizer("the ", add_special_tokens=False).input_ids
     first = greedy(tiny_model_dir, ids, 12)
     kept = first[:-1] if first[-1] == tokenizer.eos_token_id else first
@@ -152,6 +168,17 @@ def test_a_model_without_a_template_continues_the_text(tiny_model_dir, tmp_path)
     assert texts(screen) == [tokenizer.decode(answer, skip_special_tokens=True) for answer in expected]
     assert "no chat template: it continues the text" in screen.told[0]
     assert screen.faults == ["a system prompt needs a chat template: give --tokenizer_chat_template FILE"]
+
+
+def test_a_token_that_the_model_has_no_embedding_of_is_reported_and_the_chat_goes_on(tiny_model_dir, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    folder = tmp_path / "grown"
+    shutil.copytree(tiny_model_dir, folder)
+    tokenizer.add_tokens([f"<new_{number}>" for number in range(60)])
+    tokenizer.save_pretrained(folder)
+    screen = talk(folder, "a <new_59>", "the one")
+    assert "'<new_59>' has the id 31" in screen.faults[0]
+    assert len(screen.answers) == 1
 
 
 def test_an_input_template_is_around_every_message(tiny_model_dir):
@@ -178,6 +205,7 @@ def test_template_variables_reach_the_template_and_a_thought_that_it_opens_is_pa
     settings = {"tokenizer_chat_template": str(template), "chat_template_kwargs": '{"thinks": true}'}
     screen = talk(tiny_model_dir, "the one", f"/save {file}", **settings)
     (row,) = json.loads(file.read_text())
+    assert 'its chat template with {"thinks": true}' in screen.told[0]
     assert row["messages"][1]["content"] == f"<think>\n{texts(screen)[0]}"
 
 
