@@ -17,17 +17,23 @@ from pathlib import Path
 import pytest
 import torch
 from chat_fakes import ScriptedScreen
+from trained_folders import Trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_cli.config.chat import ChatSamplingConfig
 from rlhf_cli.config.commands.chat import ChatConfig
 from rlhf_cli.config.commands.data import DataCommandConfig
+from rlhf_cli.config.model import ModelSource
+from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.weight_files import folder_of
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.chat.prompt_ids import PromptIds
 from rlhf_cli.runs.chat.run import found_speakers, run_chat
 from rlhf_cli.runs.chat.screen import PipeScreen
+from rlhf_cli.runs.chat.session import Ask, Session, Turn
 from rlhf_cli.runs.data_preview import inspect_data
+from rlhf_cli.runs.inference.model import find_inference_model
 
 
 def chat_config(pretrain, **settings):
@@ -109,6 +115,26 @@ def test_two_models_side_by_side_answer_as_each_alone(tiny_model_dir, tiny_llama
     assert texts(both) == [alone[0][0], alone[1][0], alone[0][1], alone[1][1]]
 
 
+@pytest.mark.usefixtures("group_of_one")
+def test_an_adapter_and_a_checkpoint_answer_as_the_whole_model_and_leave_no_folder(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    run = Trained(tmp_path, tiny_model_dir, lora_rank=4)
+    whole = tmp_path / "whole"
+    (speaker,) = found_speakers(chat_config(run.folder, max_new_tokens=12))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    ids = speaker.prompt(Conversation((Message("user", "the one"),)), ChatSamplingConfig(max_new_tokens=12)).ids
+    with find_inference_model(ModelSource(pretrain=str(run.folder))).whole(whole, tell=print) as path:
+        expected = tokenizer.decode(greedy(path, ids, 12), skip_special_tokens=True)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    screen = talk(f"{run.folder},{run.checkpoint}", "the one", temperature=0)
+    assert texts(screen) == [expected, expected]
+    assert expected != texts(talk(tiny_model_dir, "the one", temperature=0))[0]
+    assert list(temporary.iterdir()) == []
+
+
 def test_a_saved_conversation_is_a_row_that_sft_reads(tiny_model_dir, tmp_path):
     file = tmp_path / "talk.jsonl"
     screen = talk(tiny_model_dir, "the one", "/retry", "the other", f"/save {file}", system_prompt="Be kind.")
@@ -184,8 +210,6 @@ def test_a_token_that_the_model_has_no_embedding_of_is_reported_and_the_chat_goe
 def test_an_input_template_is_around_every_message(tiny_model_dir):
     config = chat_config(tiny_model_dir, apply_chat_template=False, input_template=r"User: {}\nAssistant:")
     (speaker,) = found_speakers(config)
-    from rlhf_cli.runs.chat.session import Ask, Session, Turn
-
     session = Session(turns=(Turn("a", (" b\n",)),))
     assert speaker.prompt(session.conversation(0, Ask("c")), config.sampling).text == (
         "User: a\nAssistant: b\nUser: c\nAssistant:"
