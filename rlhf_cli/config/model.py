@@ -80,6 +80,14 @@ class LoraConfig(SettingsGroup):
         return False
 
 
+class OnlineLoraConfig(LoraConfig):
+    """Adapter (LoRA)"""
+
+    lora_push: Literal["merged", "adapter"] = "merged"
+    """What engines get after each iteration: the whole merged weights, or the adapter alone, which vLLM adds to the
+    model while it generates (not with use_dora): pushes are small, generation is a little slower."""
+
+
 class AdapterConfig(LoraConfig):
     """Adapter (LoRA)"""
 

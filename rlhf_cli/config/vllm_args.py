@@ -9,6 +9,7 @@ _PLACES = "Ray places the engines: --vllm_num_engines and --vllm_tensor_parallel
 _TOKENS = "engines take and return token ids: --pretrain names model and tokenizer"
 _SAMPLING = "give --temperature, --top_p, --top_k or --min_p"
 _WORKER = "weights are pushed through this program's worker: --vllm_sync_backend chooses how"
+_ADAPTER = "--lora_push adapter of the online commands has vLLM add the adapter"
 _SCHEDULER = "stop strings and reproducible batches need this program's scheduler"
 
 DECIDED: dict[str, str] = {
@@ -23,6 +24,7 @@ DECIDED: dict[str, str] = {
     "enforce_eager": "give --enforce_eager or --no_enforce_eager",
     "enable_prefix_caching": "give --enable_prefix_caching or --no_enable_prefix_caching",
     "enable_chunked_prefill": "it is vLLM's choice on a GPU, and on a CPU it ends the engine",
+    **dict.fromkeys(("enable_lora", "max_lora_rank"), _ADAPTER),
     "enable_sleep_mode": "give --vllm_enable_sleep",
     "gpu_memory_utilization": "give --vllm_gpu_memory_utilization",
     "tensor_parallel_size": "give --vllm_tensor_parallel_size",

@@ -69,9 +69,9 @@ class AdapterPlan:
             "lora_rank": config.r,
             "lora_alpha": config.lora_alpha,
             "lora_dropout": config.lora_dropout,
-            "target_modules": _sorted(config.target_modules),
+            "target_modules": sorted_names(config.target_modules),
             "load_in_4bit": self.in_4bit,
-            **{name: _sorted(getattr(config, name)) or None for name in VARIANTS},
+            **{name: sorted_names(getattr(config, name)) or None for name in VARIANTS},
         }
 
     def start_fingerprint(self) -> str:
@@ -83,7 +83,7 @@ class AdapterPlan:
         return hashlib.sha256(f"{self.fingerprint} {own}".encode()).hexdigest()[:32]
 
 
-def _sorted(setting: Any) -> Any:
+def sorted_names(setting: Any) -> Any:
     """Return names of layers in a fixed order; PEFT keeps them as a set, or has a pattern instead."""
     return sorted(setting) if isinstance(setting, set | list) else setting
 

@@ -152,18 +152,19 @@ def assert_engine_agrees(metrics: dict[str, float]) -> None:
     assert metrics["rollout_prob_correlation"] > 0.99
 
 
-def test_actor_and_critic_train_adapters_online_and_engines_sample_from_the_merged_weights(place):
-    first, second = sums_online(place, "ppo", "--pretrain", place / "tiny", *PPO, "ppo")
+def test_actor_and_critic_train_adapters_online_and_engines_add_them_to_the_model_or_get_it_merged(place):
+    pushed = ("--lora_push", "adapter", "--use_rslora", "--param_dtype", "fp32")
+    first, second = sums_online(place, "ppo", "--pretrain", place / "tiny", *PPO, *pushed, "ppo")
+    assert '"max_lora_rank": 8' in (place / "ppo" / "logs" / "engine-0.log").read_text()
     assert {path.stem for path in (place / "ppo" / "logs").glob("*-*.log")} == {"actor-0", "critic-0", "engine-0"}
     assert first["kl"] == 0.0  # a new adapter changes nothing, and the reference is the model under it
     assert abs(second["kl"]) > 1e-4
-    # From the adapter on: before the first iteration the engines get its weights.
+    # From the adapter on: before the first iteration the engines get its merged weights.
     exact = ("--rollout_backend", "transformers", "--param_dtype", "fp32", "--max_iterations", 1)
     (third,) = sums_online(place, "rloo", "--pretrain", place / "ppo", *exact, "rloo")
     assert abs(third["kl"]) > 1e-4
-    assert third["rollout_diff_max"] < 1e-3
-    for metrics in (first, second):
-        assert_engine_agrees(metrics)
+    for metrics in (first, second, third):
+        assert metrics["rollout_diff_max"] < 1e-3
 
 
 def test_an_adapter_answers_as_its_merged_model_does(place):

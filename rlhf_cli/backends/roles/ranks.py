@@ -35,6 +35,7 @@ from rlhf_cli.backends.training.frozen_reference import SYNC_FILE
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.backends.training.weight_average import WeightAverage
+from rlhf_cli.backends.weight_sync.adapter_push import ObjectTransport
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import Idle, PushReport, Transport, WeightSender
 from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, connect, tensor_specs
@@ -45,6 +46,7 @@ from rlhf_cli.data.packing.shared_prompts import pack_groups
 from rlhf_cli.models.adapters import (
     adapter_off,
     describe_adapter,
+    file_name,
     is_adapted,
     load_with_adapter,
     save_adapter,
@@ -61,6 +63,8 @@ from rlhf_cli.models.tokenizers import load_tokenizer
 
 
 def _transport(link: EngineLink, hf_model: object) -> Transport:
+    if link.adapter_alone:
+        return ObjectTransport() if dist.get_rank() == 0 else Idle()
     if link.backend == "shm":
         return ShmTransport() if dist.get_rank() == 0 else Idle()
     client = EngineClient(link.call_engines, num_engines=link.num_engines, ranks_per_engine=link.ranks_per_engine)
@@ -166,6 +170,7 @@ class ActorRank:
         module = PolicyModel(hf_model, sequence_ranks(settings.deepspeed, hf_model.config))
         self.role = TrainedRank(settings, hf_model, module, ema_beta=settings.ema_beta)
         self._sender: WeightSender | None = None
+        self._pushes_adapter = False
 
     def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
@@ -190,11 +195,13 @@ class ActorRank:
         if self._sender is not None:
             self._sender.close()
         self._sender = WeightSender(_transport(link, self.role.hf_model))
+        self._pushes_adapter = link.adapter_alone
 
     def push_weights(self, version: int) -> PushReport:
         """Send the weights to the engines; every rank calls it, the report of rank 0 counts."""
         assert self._sender is not None, "no engine is connected"
-        return self._sender.send(self.engine_weights(), version)
+        weights = self.adapter_weights() if self._pushes_adapter else self.engine_weights()
+        return self._sender.send(weights, version)
 
     def discard_push(self) -> None:
         """Remove the files of the last push, which every engine has taken; only pushes by shared memory have any."""
@@ -206,6 +213,11 @@ class ActorRank:
         hf_model = self.role.hf_model
         parameters = folded(self.role.engine.whole(in_folding_order(hf_model)), scales(hf_model))
         return as_in_checkpoint(hf_model, itertools.chain(parameters, persistent_buffers(hf_model)))
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adapter's whole weights under the names of PEFT's files; every rank must iterate to the end."""
+        trained = self.role.engine.named_weights(self.role.hf_model, only_trained=True)
+        return ((file_name(name), weight) for name, weight in trained)
 
     def base_logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the same as `logprobs` by the model under the adapter."""

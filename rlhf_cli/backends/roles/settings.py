@@ -60,3 +60,4 @@ class EngineLink:
     num_engines: int
     ranks_per_engine: int
     rendezvous: Rendezvous
+    adapter_alone: bool = False  # the engines have the model under it

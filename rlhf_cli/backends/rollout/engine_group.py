@@ -91,6 +91,7 @@ class EngineGroup:
         takes_turns: whether engines sleep while models train.
         sync_backend: how weights travel.
         ranks_per_engine: GPUs that share one engine.
+        adapter_alone: whether pushes are of the adapter, and engines keep the model under it while they sleep.
     """
 
     def __init__(
@@ -101,12 +102,15 @@ class EngineGroup:
         takes_turns: bool,
         sync_backend: SyncBackend,
         ranks_per_engine: int,
+        adapter_alone: bool = False,
     ) -> None:
         self._start = start
         self._actor: TrainedRole[ActorRank] | None = None
         self._takes_turns = takes_turns
         self._sync_backend = sync_backend
         self._ranks_per_engine = ranks_per_engine
+        self._adapter_alone = adapter_alone
+        self._sleep_level = 1 if adapter_alone else 2
         self._version = 0
         self._restarts = 0
         self._batch = _Batch([], SamplingParams(0), [])
@@ -133,6 +137,7 @@ class EngineGroup:
             num_engines=len(self._workers),
             ranks_per_engine=self._ranks_per_engine,
             rendezvous=Rendezvous(*actor.group.address()),
+            adapter_alone=self._adapter_alone,
         )
         actor.group.all(lambda rank: rank.connect_engines(link))
 
@@ -209,12 +214,10 @@ class EngineGroup:
         unfinished = [number, *self._batch.calls.values()]
         died = {number: error} | self._stop()
         if self._takes_turns:
-            self._each(
-                [other for other in range(len(self._workers)) if other not in died], lambda host: host.engine.sleep()
-            )
+            self._sleep(other for other in range(len(self._workers)) if other not in died)
         self._restart(died)
         if self._takes_turns:
-            self._each(died, lambda host: host.engine.sleep())
+            self._sleep(died)
         with actor.awake():
             actor.sleep_optimizer()
             self.receive_weights(self._version)
@@ -244,7 +247,11 @@ class EngineGroup:
     def sleep(self) -> None:
         """Leave the accelerators to others."""
         if self._takes_turns:
-            self._all(lambda host: host.engine.sleep())
+            self._sleep(range(len(self._workers)))
+
+    def _sleep(self, numbers: Iterable[int]) -> None:
+        level = self._sleep_level
+        self._each(numbers, lambda host: host.engine.sleep(level))
 
     def receive_weights(self, version: int) -> dict[str, float]:
         """Take the actor's present weights; metrics of the transfer. Engines that died meanwhile are started again."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.weight_sync.adapter_push import vllm_rank
 from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.errors import RunError, UsageError
 
@@ -45,8 +46,16 @@ def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool)
         "worker_extension_cls": f"{_WORKER_MODULE}.WorkerExtension",
         "scheduler_cls": f"{_SCHEDULER_MODULE}.{'StoppingScheduler' if on_cpu else 'AsyncStoppingScheduler'}",
         "weight_transfer_config": {"backend": f"rlhf_{settings.sync_backend}"},
+        **_adapter_arguments(settings),
         **_device_arguments(settings, on_cpu=on_cpu),
     }
+
+
+def _adapter_arguments(settings: EngineSettings) -> dict[str, object]:
+    """Return the engine arguments for an adapter that is pushed apart from its model."""
+    if settings.adapter is None:
+        return {}
+    return {"enable_lora": True, "max_lora_rank": vllm_rank(settings.adapter)}
 
 
 def is_eager(settings: EngineSettings, *, on_cpu: bool) -> bool:

@@ -6,7 +6,7 @@ How it starts is in `rollout_vllm_start`.
 
 import asyncio
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_cli.backends.rollout.engine import (
@@ -20,17 +20,21 @@ from rlhf_cli.backends.rollout.engine import (
 from rlhf_cli.backends.rollout.processes import end_processes, process_tree
 from rlhf_cli.backends.rollout.stop_strings import stop_strings
 from rlhf_cli.backends.rollout.vllm_start import cpu_probe, engine_environment, started
+from rlhf_cli.backends.weight_sync.adapter_push import read_adapter, written_adapter
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 _POLL_SECONDS = 0.25  # between looks at whether the engine's processes still live
 _DEAD = "a vLLM engine process ended unexpectedly; the engine's log has its last words"
 _CUT_POLL_SECONDS = 0.05  # between looks at how long the responses are that may be given up
+_ADAPTER = "policy"
+"""vLLM's name for the one adapter there is."""
 _SHUTDOWN_SECONDS = 2.0
 """How long an engine has for its own end, which takes half a second; then Python would take its modules apart."""
 
@@ -55,6 +59,8 @@ class VllmEngine:
         self._asleep = False
         self._updating = False
         self._weights_lost = False
+        self._adapter: LoRARequest | None = None
+        self._adapter_checksum: int | None = None
         self._batch = RequestBatch(0)
         self._serving: asyncio.Task[None] | None = None
         with cpu_probe() as on_cpu, engine_environment(settings, on_cpu=on_cpu):
@@ -119,7 +125,7 @@ class VllmEngine:
             for name, request in zip(names, requests, strict=True):
                 prompt: object = {"type": "token", "prompt_token_ids": request.prompt_ids}
                 params = _vllm_sampling(request, sampling, self._eos)
-                queues.append(await self._llm.add_request(name, prompt, params))
+                queues.append(await self._llm.add_request(name, prompt, params, lora_request=self._adapter))
             await self._llm.resume_generation()
             cutting = asyncio.create_task(self._cut(batch, queues, limit=sampling.max_new_tokens))
             try:
@@ -191,10 +197,14 @@ class VllmEngine:
     async def start_weight_update(self) -> None:
         """Open an update; until it is finished nothing can be generated."""
         self._updating = True
-        await self._control(self._llm.start_weight_update())
+        if self._settings.adapter is None:
+            await self._control(self._llm.start_weight_update())
 
     async def update_weights(self, update_info: dict[str, object]) -> None:
-        """Receive a push or a part of it: for shm a manifest. Raise RunError with the fault."""
+        """Receive a push or a part of it: for shm and adapters a manifest. Raise RunError with the fault."""
+        if self._settings.adapter is not None:
+            await self._take_adapter(update_info, self._settings.adapter)
+            return
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         request = WeightTransferUpdateRequest(update_info=update_info)
@@ -202,9 +212,22 @@ class VllmEngine:
 
     async def finish_weight_update(self, version: int) -> None:
         """Close the update: responses carry this version from now on."""
-        await self._control(self._llm.finish_weight_update(weight_version=str(version)))
+        if self._settings.adapter is None:
+            await self._control(self._llm.finish_weight_update(weight_version=str(version)))
         self._version = version
         self._updating = self._weights_lost = False
+
+    async def _take_adapter(self, manifest: Mapping[str, Any], config: Mapping[str, object]) -> None:
+        """Replace the adapter by the push; requests have it from now on. One that vLLM refuses changes nothing."""
+        from vllm.lora.request import LoRARequest
+
+        tensors, checksum = read_adapter(manifest)
+        with written_adapter(tensors, config) as folder:
+            request = LoRARequest(_ADAPTER, 1, folder, load_inplace=True)
+            await self._control(self._llm.add_lora(request))
+        # Without `load_inplace`: workers find the adapter by its number and do not look for the folder again.
+        self._adapter = LoRARequest(_ADAPTER, 1, folder)
+        self._adapter_checksum = checksum
 
     async def abort_weight_update(self) -> None:
         """Close an update that failed before anything was loaded (shm); the weights are the former ones."""
@@ -217,6 +240,8 @@ class VllmEngine:
 
     async def weight_checksum(self) -> list[int]:
         """Checksum of the last push as it arrived in each worker; equal to the sender's. Empty before the first."""
+        if self._settings.adapter is not None:
+            return [] if self._adapter_checksum is None else [self._adapter_checksum]
         found = await self._while_alive(self._llm.collective_rpc("pushed_checksum"))
         return [checksum for checksum in found if checksum is not None]
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from rlhf_cli.backends.weight_sync.transfer import Ledger, NamedTensors, check_tensors
+from rlhf_cli.backends.weight_sync.transfer import Ledger, NamedTensors, check_arrived, check_tensors
 from rlhf_cli.errors import RunError
 
 BUCKET_BYTES = 256 << 20
@@ -192,11 +192,5 @@ def read_verified_push(
     ledger = Ledger()
     for name, tensor in named_tensors:
         ledger.add(name, tensor)
-    if len(ledger.names) != manifest["num_tensors"]:
-        raise RunError(f"weight push: {len(ledger.names)} tensors arrived, {manifest['num_tensors']} were sent")
-    if ledger.checksum != manifest["checksum"]:
-        raise RunError(
-            f"weight push {manifest['version']}: checksum {ledger.checksum:016x} of what arrived is not "
-            f"{manifest['checksum']:016x} of what was sent"
-        )
+    check_arrived(ledger, manifest)
     return named_tensors, ledger.checksum

@@ -9,7 +9,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -130,6 +130,17 @@ class Ledger:
         for name, tensor in named_tensors:
             self.add(name, tensor)
             yield name, tensor
+
+
+def check_arrived(ledger: Ledger, manifest: Mapping[str, object]) -> None:
+    """Raise RunError unless the ledger has the number of tensors and the checksum of what was sent."""
+    if len(ledger.names) != manifest["num_tensors"]:
+        raise RunError(f"weight push: {len(ledger.names)} tensors arrived, {manifest['num_tensors']} were sent")
+    if ledger.checksum != manifest["checksum"]:
+        raise RunError(
+            f"weight push {manifest['version']}: checksum {ledger.checksum:016x} of what arrived is not "
+            f"{manifest['checksum']:016x} of what was sent"
+        )
 
 
 def weights_checksum(named_tensors: NamedTensors) -> int:

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.evaluation import EvaluationConfig
-from rlhf_cli.config.model import LoraConfig, ModelConfig, MovingReferenceConfig
+from rlhf_cli.config.model import ModelConfig, MovingReferenceConfig, OnlineLoraConfig
 from rlhf_cli.config.online import (
     ActorCriticBatchConfig,
     ActorCriticDeepSpeedConfig,
@@ -33,7 +33,7 @@ class OnlineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: ModelConfig
-    adapter: LoraConfig = LoraConfig()
+    adapter: OnlineLoraConfig = OnlineLoraConfig()
     prompts: PromptConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: OnlineRewardConfig = OnlineRewardConfig()

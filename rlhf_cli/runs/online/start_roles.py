@@ -24,10 +24,12 @@ from rlhf_cli.backends.roles.worker_group import RankT, WorkerGroup, start_engin
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
 from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE
+from rlhf_cli.backends.weight_sync.adapter_push import vllm_config
 from rlhf_cli.backends.weight_sync.transfer import choose_sync_backend
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig
+from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import AdapterPlan
 from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.reward_model import RewardModelPlan
@@ -69,8 +71,9 @@ class OnlineRoles:
         self._where = where
         self._models = models
         self._total_steps = total_steps
+        self._adapter = engine_adapter(config, models.policy.plan, has_gpus=where.cluster.has_gpus)
         self._sync_backend = choose_sync_backend(
-            config.rollout.vllm_sync_backend,
+            "shm" if self._adapter else config.rollout.vllm_sync_backend,
             engine=where.backend,
             on_gpu=where.cluster.has_gpus,
             shares_gpus=shares_gpus(where.layout),
@@ -141,11 +144,14 @@ class OnlineRoles:
         self.engines.shutdown()
 
     def _connect_engines(self) -> None:
-        """Wait for the engines, link them with the actor, and give them the policy if they started with its base."""
+        """Wait for the engines, link them with the actor, and give them the policy if they started with its base.
+
+        An adapter that is pushed alone is pushed now in any case: what vLLM cannot take ends the run before it samples.
+        """
         self.engines.wait_until_built()
         self.engines.connect(self.actor.trained)
         plan = self._models.policy.plan
-        if plan is not None and plan.weights is not None:
+        if plan is not None and (plan.weights is not None or self._adapter is not None):
             self.engines.sleep()
             self._push(0)
 
@@ -180,6 +186,7 @@ class OnlineRoles:
             takes_turns=rollout.vllm_enable_sleep,
             sync_backend=self._sync_backend,
             ranks_per_engine=rollout.vllm_tensor_parallel_size,
+            adapter_alone=self._adapter is not None,
         )
 
     def _all_trained(self) -> dict[str, TrainedRole[Any]]:
@@ -281,6 +288,7 @@ class OnlineRoles:
             trust_remote_code=config.model.trust_remote_code,
             num_threads=self._threads(ENGINE),
             vllm_args=rollout.engine_arguments,
+            adapter=self._adapter,
         )
         seat = self._where.layout.of(ENGINE)[number]
         return start_engine(
@@ -327,6 +335,19 @@ def role_settings(
         ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,
         sleeps=config.placement.deepspeed_enable_sleep,
     )
+
+
+def engine_adapter(config: OnlineConfig, plan: AdapterPlan | None, *, has_gpus: bool) -> dict[str, object] | None:
+    """Return the adapter that engines add to the model by themselves; None if they get whole weights.
+
+    Raises:
+        UsageError: the type of the weights is one that vLLM's kernels for adapters do not take.
+    """
+    if plan is None or config.adapter.lora_push != "adapter":
+        return None
+    if has_gpus and config.model.param_dtype == "fp32":
+        raise UsageError("--lora_push adapter: on a GPU vLLM adds adapters in 16 bits alone; give --param_dtype bf16")
+    return vllm_config(plan)
 
 
 def shares_gpus(layout: Layout) -> bool:

@@ -56,7 +56,7 @@ class FakeWorker:
 
     def __init__(self, number, *, dies_in_batch=False):
         self.number, self.dies_in_batch = number, dies_in_batch
-        self.alive, self.asleep, self.version = True, False, 0
+        self.alive, self.asleep, self.version, self.level = True, False, 0, 0
         self.share: list[GenerationRequest] = []
         self.done = 0
         self.call = SimpleNamespace(remote=self._remote)
@@ -93,9 +93,9 @@ class FakeWorker:
         assert max_tokens == 0
         self.share = self.share[: self.done]
 
-    def sleep(self):
+    def sleep(self, level):
         assert not self.share, "an engine sleeps that still generates"
-        self.asleep = True
+        self.asleep, self.level = True, level
 
     def wake(self, tags):
         self.asleep = self.asleep and tags != ["kv_cache"]
@@ -141,7 +141,7 @@ def fake_ray(monkeypatch):
     monkeypatch.setattr(engine_group, "ray", FakeRay())
 
 
-def make_group(backend, *, takes_turns, dying):
+def make_group(backend, *, takes_turns, dying, **options):
     """Three engines with the weights of VERSION, of which some die in the next batch, and all that were started."""
     started: list[FakeWorker] = []
     present: dict[int, FakeWorker] = {}
@@ -152,7 +152,9 @@ def make_group(backend, *, takes_turns, dying):
         present[number] = worker
         return worker, FakeCall(lambda: None, waits=False)
 
-    group = EngineGroup(start, num_engines=3, takes_turns=takes_turns, sync_backend=backend, ranks_per_engine=1)
+    group = EngineGroup(
+        start, num_engines=3, takes_turns=takes_turns, sync_backend=backend, ranks_per_engine=1, **options
+    )
     group.connect(FakeActor(present, backend))  # type: ignore[arg-type]
     group.receive_weights(VERSION)
     group.wake_cache()
@@ -182,6 +184,13 @@ def test_engines_that_have_finished_are_not_asked_again_when_another_one_dies():
     while group.is_generating:
         found += group.collect()
     assert sorted(found) == [(number, (number, VERSION)) for number in range(len(REQUESTS))]
+
+
+@pytest.mark.parametrize(("adapter_alone", "level"), [(False, 2), (True, 1)])
+def test_engines_drop_their_weights_while_they_sleep_unless_pushes_are_of_an_adapter(adapter_alone, level):
+    group, started = make_group("shm", takes_turns=True, dying=set(), adapter_alone=adapter_alone)
+    group.sleep()
+    assert [(worker.asleep, worker.level) for worker in started] == [(True, level)] * 3
 
 
 def test_engines_that_die_again_and_again_end_the_run():
