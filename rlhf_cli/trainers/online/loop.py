@@ -26,9 +26,9 @@ from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Roles, Run
 from rlhf_cli.trainers.online.metrics import (
     failure_metrics,
     greedy_metrics,
+    iteration_rows,
     length_metrics,
     rollout_metrics,
-    sample_rows,
     source_metrics,
     zero_std_metrics,
 )
@@ -214,8 +214,7 @@ def _learn(
     metrics |= _batch_metrics(batch, settings.reward)
     after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(responses))
     tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
-    sampled = batch.sampled
-    tracker.samples(iteration, sample_rows(sampled.questions, sampled.generations, sampled.scores))
+    tracker.samples(iteration, iteration_rows(batch.sampled, responses, has_reward=settings.reward.is_given))
     return after, metrics
 
 

@@ -111,3 +111,20 @@ def sample_rows(
         }
         for request, generation, score in zip(requests, generations, scores, strict=True)
     ]
+
+
+def iteration_rows(sampled: Responses, judged: Responses, *, has_reward: bool) -> list[dict[str, object]]:
+    """Return the rows of an iteration's responses, with the mean log-ratio to a teacher of those that it judged.
+
+    Without a reward the scores, which are all 0, are left out.
+    """
+    rows = sample_rows(sampled.questions, sampled.generations, sampled.scores)
+    if not has_reward:
+        rows = [row | {"reward": None, "verdict": None} for row in rows]
+    if judged.teacher_logprobs is not None:
+        assert judged.positions is not None
+        assert judged.old_logprobs is not None
+        columns = zip(judged.positions, judged.old_logprobs, judged.teacher_logprobs, strict=True)
+        for position, policy, teacher in columns:
+            rows[position]["teacher_kl"] = float((policy - teacher).mean()) if len(policy) else None
+    return rows

@@ -22,7 +22,8 @@ class Responses:
     `groups` numbers the group of each response, the responses to one prompt: a prompt may be asked twice. The loop
     fills the other columns before the update: one value for each response token from the policy, the reference, the
     teacher and the critic; None for a model that takes no part. `bootstrap` is the critic's value of the state in which
-    the response was cut, 0 for a finished response; None if nothing is bootstrapped.
+    the response was cut, 0 for a finished response; None if nothing is bootstrapped. `positions` are the places among
+    all responses of the iteration.
     """
 
     prompts: Sequence[Prompt]
@@ -30,6 +31,7 @@ class Responses:
     questions: Sequence[ScoreRequest]
     scores: Sequence[Score]
     groups: Sequence[int]
+    positions: Sequence[int] | None = None
     old_logprobs: Sequence[np.ndarray] | None = None
     ref_logprobs: Sequence[np.ndarray] | None = None
     teacher_logprobs: Sequence[np.ndarray] | None = None
@@ -114,4 +116,5 @@ def of_groups(groups: Sequence[PromptGroup]) -> Responses:
         [question for group in groups for question in group.questions],
         [score for group in groups for score in group.scores],
         [number for number, group in enumerate(groups) for _ in group.scores],
+        range(sum(len(group.scores) for group in groups)),
     )

@@ -81,7 +81,7 @@ def test_what_is_no_whole_language_model_is_no_teacher(tiny_model_dir, tmp_path)
         find(tmp_path / "nowhere", tiny_model_dir)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.usefixtures("group_of_one")
 def test_the_role_gives_transformers_logprobs_of_each_sequence_alone_at_the_sampling_temperature(tmp_path, stage):
     sequences, settings = make_sequences(7), role_settings(save_teacher(tmp_path), stage)
@@ -208,6 +208,8 @@ def test_an_iteration_without_a_reward_logs_the_teacher_and_no_scores():
     run = run_alone()
     ((_, metrics),) = run.tracker.logged
     assert (metrics["teacher_kl"], metrics["teacher_logprob"]) == (-0.25, -0.75)
+    ((_, rows),) = run.tracker.rows
+    assert [(row["reward"], row["verdict"], row["teacher_kl"]) for row in rows] == [(None, None, -0.25)] * 6
     assert metrics["response_length"] > 0
     assert not [name for name in metrics if "reward" in name or name == "accuracy"]
     assert undocumented("reinforce++", metrics) == ["loss"]  # of the fake actor
@@ -218,4 +220,6 @@ def test_responses_whose_reward_failed_are_not_distilled():
     run(total_iterations=1)
     samples, _ = run.actor.updates[0]
     assert len(samples) == 5
+    rows = run.tracker.rows[0][1]
+    assert [row.get("teacher_kl") for row in rows] == [-0.25, -0.25, None, -0.25, -0.25, -0.25]
     assert run.tracker.logged[0][1]["reward_failed"] == pytest.approx(1 / 6)
