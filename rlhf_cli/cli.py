@@ -49,6 +49,7 @@ class Entry(NamedTuple):
 COMMANDS = {
     "sft": Entry("sft", OFFLINE, "Fine-tune on examples: prompts with responses, conversations, or plain text."),
     "rm": Entry("rm", OFFLINE, "Train a reward model on pairs of a chosen and a rejected response."),
+    "prm": Entry("prm", OFFLINE, "Train a process reward model on solutions whose steps are labelled."),
     "dpo": Entry("dpo", OFFLINE, "Train a policy on pairs: DPO, IPO, SimPO, ORPO and other losses."),
     "kto": Entry("kto", OFFLINE, "Train a policy on single responses labelled desirable or undesirable."),
     "ppo": Entry("ppo", ONLINE, "Train a policy and a critic on sampled and scored responses (PPO with GAE)."),

@@ -14,6 +14,7 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 SEQUENCE_FORMATS = ("auto", "prompt_response", "messages", "sharegpt", "text")
 PAIR_FORMATS = ("auto", "explicit_prompt", "shared_prompt")
 LABELLED_FORMATS = ("auto", "unpaired", "preference")
+STEP_FORMATS = ("auto", "stepwise", "placeholder", "prm800k", "processbench")
 PROMPT_FORMATS = ("auto", "prompt", "messages", "sharegpt")
 """Names of the formats of each kind of data; a function of others makes rows that are read as by auto."""
 
@@ -157,6 +158,40 @@ class LabelledDataConfig(SidesConfig):
                     f"as {read}: leave one of them out"
                 )
         return self
+
+
+class StepConfig(SettingsGroup):
+    """Steps of a response."""
+
+    step_separator: str = Field(r"\n", min_length=1)
+    """Text between the steps of a response; a typed \\n means a line break. A step's score is read where it ends."""
+
+    @property
+    def separator(self) -> str:
+        """The separator with its line breaks."""
+        return self.step_separator.replace("\\n", "\n")
+
+
+class MarkedStepsConfig(StepConfig):
+    """Steps of rows, marked by a token."""
+
+    placeholder_token: str = Field("ки", min_length=1)
+    """Text behind each step in rows of the format placeholder; by default Math-Shepherd's. It is not trained on."""
+    reward_tokens: tuple[str, str] = ("+", "-")
+    """Labels of a right and of a wrong step, beside true, false and numbers from 0 to 1."""
+
+
+class StepDataConfig(OfflineDataConfig, MarkedStepsConfig):
+    """Data"""
+
+    data_format: Annotated[str, Plugin(STEP_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
+    """How rows are read; auto decides by the columns."""
+    output_key: str | None = None
+    """Column with the list of steps; found by its name if not given."""
+    label_key: str | None = None
+    """Column with the labels of the steps; found by its name if not given."""
+    train_on_last_step_only: bool = False
+    """Train on the last labelled step of each solution alone; evaluations read all of them."""
 
 
 class PromptConfig(TextConfig):

@@ -14,6 +14,8 @@ from rlhf_cli.config.data import (
     PARAMETERS_OF_FORMAT,
     PROMPT_FORMATS,
     SEQUENCE_FORMATS,
+    STEP_FORMATS,
+    MarkedStepsConfig,
     SidesConfig,
 )
 from rlhf_cli.config.plugins import Plugin
@@ -22,7 +24,7 @@ from rlhf_cli.config.plugins import Plugin
 class ShowConfig(SettingsGroup):
     """Show"""
 
-    for_: Literal["sft", "rm", "dpo", "kto", "ppo"] = Field(alias="for")
+    for_: Literal["sft", "rm", "prm", "dpo", "kto", "ppo"] = Field(alias="for")
     """Command whose reading of the data is shown."""
     num_rows: int = Field(3, ge=0)
     """Examples shown, spread over the data."""
@@ -30,21 +32,26 @@ class ShowConfig(SettingsGroup):
     """Seed of the order in which mixed data sets are read, as of the command."""
 
 
-ALL_FORMATS = tuple(dict.fromkeys((*SEQUENCE_FORMATS, *PAIR_FORMATS, *LABELLED_FORMATS, *PROMPT_FORMATS)))
+ALL_FORMATS = tuple(
+    dict.fromkeys((*SEQUENCE_FORMATS, *PAIR_FORMATS, *LABELLED_FORMATS, *STEP_FORMATS, *PROMPT_FORMATS))
+)
 
 
-class ShownDataConfig(SidesConfig):
+class ShownDataConfig(SidesConfig, MarkedStepsConfig):
     """Data"""
 
     data_format: Annotated[str, Plugin(ALL_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
     """How rows are read; auto decides by the columns. prompt_response to text are of sft, explicit_prompt and
-    shared_prompt of rm and dpo, unpaired and preference of kto, prompt, messages and sharegpt of ppo."""
+    shared_prompt of rm and dpo, unpaired and preference of kto, stepwise to processbench of prm,
+    prompt, messages and sharegpt of ppo."""
     output_key: str | None = None
-    """Column with the response (sft, kto); found by its name if not given."""
+    """Column with the response (sft, kto) or the list of steps (prm); found by its name if not given."""
     label_key: str | None = None
-    """Column that marks desirable responses (kto), or with the ground truth (ppo)."""
+    """Column that marks desirable responses (kto), with the labels of steps (prm), or the ground truth (ppo)."""
     pretrain_mode: bool = False
     """Train on every token, not only on the assistant's (sft)."""
+    train_on_last_step_only: bool = False
+    """Train on the last labelled step of each solution alone (prm)."""
     prompt_template: str | None = None
     """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (ppo)."""
     overlong_prompts: Literal["drop", "error"] = "drop"

@@ -10,7 +10,13 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.config.data import LabelledDataConfig, OfflineDataConfig, PreferenceDataConfig, known_format
+from rlhf_cli.config.data import (
+    LabelledDataConfig,
+    OfflineDataConfig,
+    PreferenceDataConfig,
+    StepDataConfig,
+    known_format,
+)
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.formats.conversations import Conversation, Document, Labelled, Message, Preference
 from rlhf_cli.data.formats.preference import PairColumns, choose_labelled_format, choose_pair_format
@@ -157,7 +163,7 @@ def load_pairs(
     Raises:
         UsageError: a row cannot be used (the message names file and line), or no pair is left.
     """
-    rows = _rows(config, dataset, split, seed)
+    rows = rows_of(config, dataset, split, seed)
     wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key)
     data_format = known_format(config.data_format)
     formats = {source.name: choose_pair_format(source, wanted, data_format=data_format) for source in rows.sources}
@@ -171,10 +177,10 @@ def load_pairs(
     def make(encoded: Encoded[Preference], report: DataReport) -> list[dict[str, object]]:
         return _pair(encoded, config, report)
 
-    encoder = _tried(Encoder(config, tokenizer), config, report)
+    encoder = with_tried_template(Encoder(config, tokenizer), config, report)
     preparation = Preparation(PAIR_SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress)
     kept_at = kept_path(config, tokenizer, rows, kind="pairs", formats=forms)
-    table = _not_empty(preparation.table(rows, report, kept_at=kept_at), report)
+    table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return PairData(
         StoredItems(table, _pair_at),
         prompt_lengths=table.column("prompt_length"),
@@ -200,7 +206,7 @@ def load_labelled(
 
     Carrying loss, `dataset_probs`, `progress` and errors as for `load_pairs`.
     """
-    rows = _rows(config, dataset, split, seed)
+    rows = rows_of(config, dataset, split, seed)
     wanted = PairColumns(config.input_key, config.chosen_key, config.rejected_key, config.output_key, config.label_key)
     data_format = known_format(config.data_format)
     formats = {source.name: choose_labelled_format(source, wanted, data_format=data_format) for source in rows.sources}
@@ -214,10 +220,10 @@ def load_labelled(
     def make(encoded: Encoded[list[Labelled]], report: DataReport) -> list[dict[str, object]]:
         return _responses(encoded, config, report)
 
-    encoder = _tried(Encoder(config, tokenizer), config, report)
+    encoder = with_tried_template(Encoder(config, tokenizer), config, report)
     preparation = Preparation(LABELLED_SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress)
     kept_at = kept_path(config, tokenizer, rows, kind="responses", formats=forms)
-    table = _not_empty(preparation.table(rows, report, kept_at=kept_at), report)
+    table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return LabelledData(
         StoredItems(table, _response_at),
         prompt_lengths=table.column("prompt_length"),
@@ -230,7 +236,10 @@ def load_labelled(
     )
 
 
-def _rows(config: PreferenceDataConfig | LabelledDataConfig, dataset: str, split: str, seed: int) -> Rows:
+def rows_of(
+    config: PreferenceDataConfig | LabelledDataConfig | StepDataConfig, dataset: str, split: str, seed: int
+) -> Rows:
+    """Return the rows of a data set; `dataset_probs` apply if it is the settings' own."""
     probs = config.dataset_probs if dataset == config.dataset else None
     return load_rows(
         dataset,
@@ -242,13 +251,15 @@ def _rows(config: PreferenceDataConfig | LabelledDataConfig, dataset: str, split
     )
 
 
-def _tried(encoder: Encoder, config: OfflineDataConfig, report: DataReport) -> Encoder:
+def with_tried_template(encoder: Encoder, config: OfflineDataConfig, report: DataReport) -> Encoder:
+    """Return the encoder after a trial of the chat template, if one is used."""
     if config.apply_chat_template:
         report.end_of_turn = encoder.tried_template()
     return encoder
 
 
-def _not_empty(table: StoredTable, report: DataReport) -> StoredTable:
+def not_empty(table: StoredTable, report: DataReport) -> StoredTable:
+    """Return the table. Raise UsageError if it has no item."""
     if len(table) == 0:
         raise UsageError(f"no {report.items_are[:-1]} is left to train on: {report.summary}")
     return table

@@ -266,9 +266,10 @@ def older_objects_uncollected() -> Iterator[None]:
 class Preparation(Generic[T]):
     """The steps from rows to the columns of a table.
 
-    `read` returns the row as read and the examples to tokenise; `make` returns the stored columns of a row, one dict an
-    item, or no item. A row for which either raises RowFault stops everything, or is dropped and counted, by
-    `invalid_rows`. `progress` is called with the number of rows done and of all rows.
+    `read` returns the row as read and the examples to tokenise; `mark` may give their texts other spans; `make` returns
+    the stored columns of a row, one dict an item, or no item. A row for which one of them raises RowFault stops
+    everything, or is dropped and counted, by `invalid_rows`. `progress` is called with the number of rows done and of
+    all rows.
     """
 
     schema: pa.Schema
@@ -277,6 +278,7 @@ class Preparation(Generic[T]):
     encoder: Encoder
     drops_invalid: bool
     progress: Progress
+    mark: Callable[[Row, T, list[Pieces]], list[Pieces]] = lambda row, read, texts: texts
 
     def table(self, rows: Rows, report: DataReport, *, kept_at: Path | None) -> StoredTable:
         """Return all items, and count the rows in the report. Items are read from `kept_at`, or kept there."""
@@ -331,7 +333,8 @@ class Preparation(Generic[T]):
         try:
             refuse_images(row)
             read, examples = self.read(row)
-            return Draft(row, read, self.encoder.rendered(row, examples), controls=self.encoder.controls(examples))
+            texts = self.mark(row, read, self.encoder.rendered(row, examples))
+            return Draft(row, read, texts, controls=self.encoder.controls(examples))
         except RowFault as fault:
             return Draft(row, None, [], fault)
 

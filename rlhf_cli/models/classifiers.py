@@ -11,6 +11,8 @@ from rlhf_cli.errors import UsageError
 
 CLASSIFIER = "ForSequenceClassification"
 """End of the class names of models with a score for a whole sequence."""
+TOKEN_CLASSES = ("ForTokenClassification", "ForProcessRewardModel")
+"""Ends of the class names of TRL's process reward models and of Qwen2.5-Math-PRM."""
 NEW_PADDING = "<|pad|>"
 """Padding token of a tokenizer that has none to spare, if the model has an embedding no token uses."""
 
@@ -24,6 +26,16 @@ def refuse_several_labels(config: PretrainedConfig, what: str) -> None:
     """Raise UsageError naming a classifier whose head is no reward model's; models without such a head get one."""
     if is_classifier(config) and config.num_labels != 1:
         raise UsageError(f"{what} has {config.num_labels} labels, and a reward model has one")
+
+
+def refuse_token_classes(config: PretrainedConfig, what: str) -> None:
+    """Raise UsageError naming a process reward model with two classes a token: its head would be thrown away."""
+    kind = next((kind for kind in config.architectures or [] if kind.endswith(TOKEN_CLASSES)), None)
+    if kind is not None:
+        raise UsageError(
+            f"{what} is {kind}, with two numbers for each step, and read behind separators of another form: a process "
+            "reward model here has one number for a step; start from a language model or a model of `rlhf prm`"
+        )
 
 
 def refuse_classifier(config: PretrainedConfig, what: str) -> None:

@@ -15,6 +15,9 @@ from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.finding import FoundModel, find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
 
+STEP_SEPARATOR = "step_separator"
+"""Entry of a process reward model's configuration: the text between the steps that it was trained on."""
+
 
 @dataclass(frozen=True)
 class ScoreStatistics:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, create_model
 
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.commands.data import DataCommandConfig
-from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
+from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
 from rlhf_cli.config.inspection import ShownDataConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.preference_data import LabelledItem, Pair, load_labelled, load_pairs
@@ -21,6 +22,7 @@ from rlhf_cli.data.preview import Decode, PreviewPart, ShownExample, part_of, sp
 from rlhf_cli.data.prompts import Prompt, load_prompts
 from rlhf_cli.data.reading.sources import ReadSource
 from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.step_data import StepItem, load_steps
 from rlhf_cli.data.tokenizing.control_tokens import ControlReport
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.tokenizers import load_tokenizer
@@ -30,6 +32,7 @@ from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
     "sft": DataConfig,
     "rm": PreferenceDataConfig,
+    "prm": StepDataConfig,
     "dpo": PreferenceDataConfig,
     "kto": LabelledDataConfig,
     "ppo": PromptConfig,
@@ -223,6 +226,22 @@ def _parts_of_labelled(item: LabelledItem, decode: Decode) -> list[PreviewPart]:
     return [prompt, _branch(name, item.prompt_ids, item.response, decode)]
 
 
+def _parts_of_solution(item: StepItem, decode: Decode) -> list[PreviewPart]:
+    """Return the prompt and every step, whose last token carries its label."""
+    ids, ends = item.token_ids.tolist(), item.ends.tolist()
+    parts = [_untrained("prompt", ids[: item.start], decode)]
+    for number, (begin, end, label) in enumerate(zip([item.start, *ends[:-1]], ends, item.labels, strict=True), 1):
+        is_read = [False] * (end - begin - 1) + [not np.isnan(label)]
+        name = f"step {number}, {_label_name(float(label))}"
+        parts.append(part_of(name, ids[begin:end], is_read, decode, behind=ids[:begin]))
+    return parts
+
+
+def _label_name(label: float) -> str:
+    known = {1.0: "right", 0.0: "wrong"}
+    return "no label" if np.isnan(label) else known.get(label, f"right with probability {label:g}")
+
+
 def _parts_of_prompt(prompt: Prompt, decode: Decode) -> list[PreviewPart]:
     return [_untrained("prompt", prompt.prompt_ids, decode)]
 
@@ -248,5 +267,6 @@ OFFLINE = {
     "sft": DataReading(load_sft_sequences, "sequences", _parts_of_sequence, lambda item: {}, "sequences"),
     "rm": PAIRS,
     "dpo": PAIRS,
+    "prm": DataReading(load_steps, "items", _parts_of_solution, lambda item: {}, "solutions with the prompt"),
     "kto": DataReading(load_labelled, "items", _parts_of_labelled, lambda item: {}, "responses with the prompt"),
 }

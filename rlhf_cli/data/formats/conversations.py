@@ -100,6 +100,15 @@ class Labelled:
     tools: tuple[dict[str, object], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A prompt and a response in steps, each with a label: 1 right, 0 wrong, a probability, or None for unknown."""
+
+    prompt: tuple[Message, ...]
+    steps: tuple[str, ...]
+    labels: tuple[float | None, ...]
+
+
 def fault_of_order(messages: tuple[Message, ...]) -> str | None:
     """Return the fault in the order of the roles, None if there is none."""
     if not messages:

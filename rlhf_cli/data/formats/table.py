@@ -1,6 +1,6 @@
 """Table of row formats: how the columns of a row become a conversation, and which format a data set has.
 
-Preference pairs and unpaired labels are read in `preference_formats`; step labels and images have no format.
+Preference pairs and unpaired labels are read in `preference`, labelled steps in `steps`; images have no format.
 """
 
 import json

@@ -1,0 +1,75 @@
+"""Loss and metrics of process reward models, which give each step of a solution the probability of being right."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, sequence_mean, token_mean
+from rlhf_cli.algorithms.ragged import segment_ids
+
+WRONG, CALLED_WRONG, FOUND_WRONG = "wrong_steps", "called_wrong", "found_wrong"
+ERRONEOUS, FOUND_ERROR, PASSED = "erroneous", "found_error", "passed"
+
+
+def step_loss(logits_K: Tensor, labels_K: Tensor) -> Tensor:
+    """Return the cross-entropy of each step in nats: `-y log s(x) - (1 - y) log(1 - s(x))`.
+
+    Labels are 1 for right, 0 for wrong, or a probability between (arXiv 2312.08935, eq. 3 and section 3.3).
+    """
+    return binary_cross_entropy_with_logits(logits_K, labels_K, reduction="none")
+
+
+def step_metrics(logits_K: Tensor, labels_K: Tensor, cu: Tensor, totals: StepTotals) -> Metrics:
+    """Return parts of shares of the steps and of the solutions, `cu` [B + 1], from which `finish_step_metrics` goes on.
+
+    A step is called wrong below a probability of one half, and is wrong if its label is below one half.
+    """
+    called_K, wrong_K = logits_K.detach() < 0, labels_K < 0.5
+    called_B, wrong_B = first_true(called_K, cu), first_true(wrong_K, cu)
+    same_B, is_erroneous_B = called_B == wrong_B, wrong_B >= 0
+    of_steps = {
+        "accuracy": called_K == wrong_K,
+        WRONG: wrong_K,
+        CALLED_WRONG: called_K,
+        FOUND_WRONG: called_K & wrong_K,
+    }
+    of_solutions = {
+        "first_error_accuracy": same_B,
+        ERRONEOUS: is_erroneous_B,
+        FOUND_ERROR: same_B & is_erroneous_B,
+        PASSED: same_B & ~is_erroneous_B,
+    }
+    return {name: token_mean(values.float(), totals) for name, values in of_steps.items()} | {
+        name: sequence_mean(values.float(), totals) for name, values in of_solutions.items()
+    }
+
+
+def first_true(values_K: Tensor, cu: Tensor) -> Tensor:
+    """Return the place of the first true value of each segment among the segment's values, int64 [B]; -1 for none."""
+    num_values = values_K.numel()
+    places_K = torch.arange(num_values, device=values_K.device)
+    none = torch.full((cu.numel() - 1,), num_values, device=values_K.device)
+    marked_K = torch.where(values_K, places_K, num_values)
+    first_B = none.scatter_reduce(0, segment_ids(cu), marked_K, "amin")
+    return torch.where(first_B == num_values, -1, first_B - cu[:-1])
+
+
+def finish_step_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of a step with F1 of both classes and ProcessBench's figures (arXiv 2412.06559, section 3.1).
+
+    Figures without any step or solution that they are about are left out.
+    """
+    helpers = (CALLED_WRONG, FOUND_WRONG, FOUND_ERROR, PASSED)
+    wrong, called, found = (metrics[name] for name in (WRONG, CALLED_WRONG, FOUND_WRONG))
+    shares = {
+        "wrong_f1": (2 * found, wrong + called),
+        "right_f1": (2 * (metrics["accuracy"] - found), 2 - wrong - called),
+        "error_accuracy": (metrics[FOUND_ERROR], metrics[ERRONEOUS]),
+        "correct_accuracy": (metrics[PASSED], 1 - metrics[ERRONEOUS]),
+    }
+    least = 1e-7  # float32 sums of shares
+    finished = {name: part / whole for name, (part, whole) in shares.items() if whole > least}
+    if {"error_accuracy", "correct_accuracy"} <= finished.keys():
+        both = finished["error_accuracy"], finished["correct_accuracy"]
+        finished["processbench_f1"] = 2 * both[0] * both[1] / sum(both) if sum(both) else 0.0
+    return {name: value for name, value in metrics.items() if name not in helpers} | finished

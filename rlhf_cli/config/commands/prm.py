@@ -1,0 +1,12 @@
+"""The settings of `rlhf prm`."""
+
+from rlhf_cli.config.commands.offline import OfflineConfig
+from rlhf_cli.config.data import StepDataConfig
+from rlhf_cli.config.train import SingleOptimConfig
+
+
+class PRMConfig(OfflineConfig):
+    """Settings of `rlhf prm`."""
+
+    data: StepDataConfig
+    optim: SingleOptimConfig = SingleOptimConfig(learning_rate=1e-6)

@@ -1,0 +1,343 @@
+"""Readers that make solutions with labelled steps of the columns of a row.
+
+RLHFlow's conversations, in which the assistant answers each step with + or -, have no format here.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_cli.data.formats.conversations import Message, Solution, fault_of_prompt
+from rlhf_cli.data.reading.columns import (
+    PROMPT_COLUMNS,
+    Present,
+    described,
+    prompt_reader,
+    refuse,
+    refuse_half_characters,
+    text_of,
+    truth,
+    with_system,
+)
+from rlhf_cli.data.reading.sources import Row, Source
+
+STEP_COLUMNS = ("completions", "steps")
+STEP_LABEL_COLUMNS = ("labels", "label")
+MARKED_COLUMNS = ("input", "text", "prompt")
+"""Columns for a text with a placeholder behind each step."""
+MARKED_LABEL_COLUMNS = ("label", "labels", "value")
+FIRST_STEP = re.compile(r"\bStep 1\b")
+"""Start of the first step in texts that have the question before it."""
+RATINGS = {1: 1.0, 0: 1.0, -1: 0.0}
+"""PRM800K: a neutral step is no error, as its paper counts it (arXiv 2305.20050, appendix)."""
+
+Labels = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepColumns:
+    """Which columns the settings name, and the words of marked texts; None leaves the choice to the columns' names."""
+
+    input_key: str | None
+    output_key: str | None
+    label_key: str | None
+    placeholder_token: str
+    reward_tokens: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFormat:
+    """The reader of one source's solutions. `columns` names the columns in use: 'prompt -> completions, labels'."""
+
+    name: str
+    columns: str
+    read: Callable[[Row], list[Solution]]
+
+
+def choose_step_format(source: Source, wanted: StepColumns, *, data_format: str) -> StepFormat:
+    """Return the reader of a source's solutions: `data_format`, or by its columns if the setting is 'auto'.
+
+    Raises:
+        UsageError: the columns fit no format; the message names them.
+    """
+    present = Present(source, source.columns())
+    return STEP_READERS[_detected(present, wanted) if data_format == "auto" else data_format](present, wanted)
+
+
+def _detected(present: Present, wanted: StepColumns) -> str:
+    first = present.source.row(0)
+    label = first.get(wanted.label_key or "label")
+    if isinstance(label, dict) and "steps" in label:
+        return "prm800k"
+    steps = wanted.output_key or present.first(STEP_COLUMNS)
+    if steps is not None and isinstance(first.get(steps), list):
+        return "processbench" if _is_place(first.get(wanted.label_key or "label")) else "stepwise"
+    marked = wanted.input_key or present.first(MARKED_COLUMNS)
+    if marked is not None and wanted.placeholder_token in str(first.get(marked)):
+        return "placeholder"
+    raise present.error(
+        f"no format fits: expected a list of steps ({', '.join(STEP_COLUMNS)}; --output_key), a label with steps as in "
+        f"PRM800K, or a text with {wanted.placeholder_token!r} behind each step (--placeholder_token, --input_key)"
+    )
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _stepwise(present: Present, wanted: StepColumns) -> StepFormat:
+    prompt, steps, label = _list_columns(present, wanted, STEP_LABEL_COLUMNS)
+    read_prompt = _prompt_reader(prompt, joined=wanted.input_key is None)
+
+    def read(row: Row) -> list[Solution]:
+        texts = _texts(row, steps)
+        given = row.get(label)
+        if not isinstance(given, list):
+            raise row.error(f"column {label!r} is not a list of labels but {described(given, row, label)}")
+        return [_solution(row, read_prompt(row), texts, _labels(row, given, wanted.reward_tokens))]
+
+    return StepFormat("stepwise", f"{prompt} -> {steps}, {label}", read)
+
+
+def _processbench(present: Present, wanted: StepColumns) -> StepFormat:
+    """Return the reader of rows whose label is the place of the first wrong step, -1 if all are right.
+
+    Steps behind the first wrong one are not labelled (arXiv 2412.06559, section 2.1).
+    """
+    prompt, steps, label = _list_columns(present, wanted, ("label",))
+    read_prompt = _prompt_reader(prompt, joined=wanted.input_key is None)
+
+    def read(row: Row) -> list[Solution]:
+        texts, place = _texts(row, steps), row.get(label)
+        if not isinstance(place, int) or not _is_place(place) or not -1 <= place < len(texts):
+            raise row.error(
+                f"column {label!r} is not the place of a step, 0 to {len(texts) - 1}, nor -1 but "
+                f"{described(place, row, label)}"
+            )
+        known = texts if place < 0 else texts[:place]
+        labels: list[float | None] = [1.0 for _ in known]
+        labels += [] if place < 0 else [0.0] + [None] * (len(texts) - place - 1)
+        return [_solution(row, read_prompt(row), texts, labels)]
+
+    return StepFormat("processbench", f"{prompt} -> {steps}, first error {label}", read)
+
+
+def _list_columns(present: Present, wanted: StepColumns, labels: tuple[str, ...]) -> tuple[str, str, str]:
+    prompt = present.named(wanted.input_key, "input_key")
+    prompt = prompt or present.only(PROMPT_COLUMNS, "the prompt", "input_key")
+    steps = present.named(wanted.output_key, "output_key") or present.first(STEP_COLUMNS)
+    label = present.named(wanted.label_key, "label_key") or present.first(labels)
+    if prompt is None:
+        raise present.error(f"no column for the prompt ({', '.join(PROMPT_COLUMNS)}): name it with --input_key")
+    if steps is None:
+        raise present.error(f"no column for the steps ({', '.join(STEP_COLUMNS)}): name it with --output_key")
+    if label is None:
+        raise present.error(f"no column for the labels ({', '.join(labels)}): name it with --label_key")
+    return prompt, steps, label
+
+
+def _prompt_reader(column: str, *, joined: bool) -> Callable[[Row], tuple[Message, ...]]:
+    plain = prompt_reader(column, joined=joined)
+
+    def read(row: Row) -> tuple[Message, ...]:
+        prompt = plain(row)
+        refuse(row, fault_of_prompt(prompt))
+        return prompt
+
+    return read
+
+
+def _prm800k(present: Present, wanted: StepColumns) -> StepFormat:
+    label = present.named(wanted.label_key, "label_key") or present.named("label", "label_key")
+    problem = present.named(wanted.input_key or "question.problem", "input_key")
+    assert label is not None
+    assert problem is not None
+
+    def read(row: Row) -> list[Solution]:
+        prompt = with_system((Message("user", text_of(row, problem)),), row)
+        rated = row.get(label)
+        steps = rated.get("steps") if isinstance(rated, dict) else None
+        if not isinstance(steps, list) or not steps:
+            raise row.error(f"column {label!r} is not an object with rated steps but {described(rated, row, label)}")
+        paths = _rated_paths(row, steps)
+        if not paths:
+            raise row.error("no step has a rating")
+        return [_solution(row, prompt, [text for text, _ in path], [rate for _, rate in path]) for path in paths]
+
+    return StepFormat("prm800k", f"{problem} -> {label}.steps", read)
+
+
+Path = list[tuple[str, float | None]]
+
+
+def _rated_paths(row: Row, steps: list[Any]) -> list[Path]:
+    """Return the labelled solution, then one path for each rated step that the solution does not go through.
+
+    Such a path is the solution up to there, whose labels count in the solution alone, with the other step at its end.
+    """
+    solution: Path = []
+    others: list[Path] = []
+    for number, step in enumerate(steps, start=1):
+        rated = _completions(row, number, step)
+        before: Path = [(text, None) for text, _ in solution]
+        chosen = _chosen(row, number, step, rated)
+        others += [[*before, other] for place, other in enumerate(rated) if place != chosen and other[1] is not None]
+        human = _human_text(step) if chosen is None else None
+        if human is not None:
+            solution.append((human, 1.0))  # people wrote a right step if every completion was wrong
+        elif chosen is not None:
+            solution.append(rated[chosen])
+        else:
+            break
+    return [path for path in [solution, *others] if any(label is not None for _, label in path)]
+
+
+def _completions(row: Row, number: int, step: object) -> Path:
+    listed = step.get("completions") if isinstance(step, dict) else None
+    if not isinstance(listed, list):
+        raise row.error(f"step {number} has no list of completions")
+    found: Path = []
+    for entry in listed:
+        text, rating = (entry.get(key) if isinstance(entry, dict) else None for key in ("text", "rating"))
+        if not isinstance(text, str) or not (rating is None or (_is_place(rating) and rating in RATINGS)):
+            raise row.error(f"step {number}: {entry!r:.80} is not a text with a rating of -1, 0, 1 or null")
+        found.append((text, None if rating is None else RATINGS[rating]))
+    return found
+
+
+def _chosen(row: Row, number: int, step: dict[str, Any], rated: Path) -> int | None:
+    """Return the place of the completion that the solution goes through, None for a step that people wrote.
+
+    Labelling of phase 2 ends at the first error without a choice: the solution's own step is the first completion.
+    """
+    chosen = step.get("chosen_completion")
+    if chosen is None:
+        return 0 if rated and _human_text(step) is None else None
+    if not isinstance(chosen, int) or not 0 <= chosen < len(rated):
+        raise row.error(f"step {number} has chosen_completion {chosen!r} of {len(rated)} completions")
+    return chosen
+
+
+def _human_text(step: dict[str, Any]) -> str | None:
+    human = step.get("human_completion")
+    text = human.get("text") if isinstance(human, dict) else human
+    return text if isinstance(text, str) and text.strip() else None
+
+
+def _placeholder(present: Present, wanted: StepColumns) -> StepFormat:
+    """Return the reader of texts with a placeholder behind each step.
+
+    Labels are the same text with a reward token in place of each placeholder, as in Math-Shepherd, or a list of reward
+    tokens or numbers, as for OpenRLHF.
+    """
+    text = present.named(wanted.input_key, "input_key") or present.first(MARKED_COLUMNS)
+    left = tuple(name for name in MARKED_LABEL_COLUMNS if name != text)
+    label = present.named(wanted.label_key, "label_key") or present.first(left)
+    if text is None:
+        raise present.error(f"no column for the marked text ({', '.join(MARKED_COLUMNS)}): name it with --input_key")
+    if label is None:
+        raise present.error(f"no column for the labels ({', '.join(left)}): name it with --label_key")
+
+    def read(row: Row) -> list[Solution]:
+        pieces = text_of(row, text).split(wanted.placeholder_token)
+        if len(pieces) == 1:
+            raise row.error(f"column {text!r} has no {wanted.placeholder_token!r} (--placeholder_token)")
+        if pieces[-1].strip():
+            raise row.error(f"column {text!r} has text behind its last {wanted.placeholder_token!r}")
+        prompt, first = _parted(row, pieces[0])
+        given = row.get(label)
+        listed = given if isinstance(given, list) else _tokens_between(row, label, pieces, wanted)
+        steps = [step.strip() for step in (first, *pieces[1:-1])]
+        messages = with_system((Message("user", prompt),), row)
+        return [_solution(row, messages, steps, _labels(row, listed, wanted.reward_tokens))]
+
+    return StepFormat("placeholder", f"{text} with {wanted.placeholder_token}, {label}", read)
+
+
+def _parted(row: Row, text: str) -> tuple[str, str]:
+    """Return the question and the first step of the text before the first placeholder."""
+    start = FIRST_STEP.search(text)
+    place = start.start() if start else text.rfind("?") + 1
+    question, step = text[:place].strip(), text[place:].strip()
+    if not question or not step:
+        raise row.error(
+            "the text does not show where its first step begins, by 'Step 1' or a question mark: write rows with "
+            "prompt, completions and labels instead"
+        )
+    return question, step
+
+
+def _tokens_between(row: Row, column: str, pieces: Sequence[str], wanted: StepColumns) -> list[str]:
+    """Return the reward tokens that stand between the pieces of the marked text in its labelled copy."""
+    rest, found = text_of(row, column), []
+    for number, piece in enumerate(pieces[:-1], start=1):
+        token = next((token for token in wanted.reward_tokens if rest.startswith(piece + token)), None)
+        if token is None:
+            raise row.error(
+                f"column {column!r} does not have {' or '.join(wanted.reward_tokens)} (--reward_tokens) behind step "
+                f"{number}, or has another step: {rest[: len(piece) + 10]!r:.80}"
+            )
+        found.append(token)
+        rest = rest[len(piece + token) :]
+    return found
+
+
+def _texts(row: Row, column: str) -> list[str]:
+    listed = row.get(column)
+    if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
+        raise row.error(f"column {column!r} is not a list of texts but {described(listed, row, column)}")
+    return listed
+
+
+def _labels(row: Row, given: Sequence[object], reward_tokens: tuple[str, str]) -> list[float | None]:
+    right, wrong = reward_tokens
+    values = {right: 1.0, wrong: 0.0}
+    labels: list[float | None] = []
+    for number, label in enumerate(given, start=1):
+        value = values.get(label.strip()) if isinstance(label, str) else None
+        value = _number(label) if value is None else value
+        if value is None and label is not None:
+            raise row.error(
+                f"step {number} has the label {label!r:.40}, which is not true, false, a number from 0 to 1, null, "
+                f"{right} or {wrong} (--reward_tokens)"
+            )
+        labels.append(value)
+    return labels
+
+
+def _number(label: object) -> float | None:
+    """Return a label as a probability of being right, None for any other value."""
+    is_right = truth(label)
+    if is_right is not None:
+        return float(is_right)
+    if isinstance(label, float) and math.isfinite(label) and 0 <= label <= 1:
+        return label
+    return None
+
+
+def _solution(row: Row, prompt: tuple[Message, ...], steps: Sequence[str], labels: Sequence[float | None]) -> Solution:
+    if len(steps) != len(labels):
+        raise row.error(f"{len(steps)} steps have {len(labels)} labels")
+    if not steps:
+        raise row.error("the solution has no steps")
+    empty = next((number for number, step in enumerate(steps, start=1) if not step.strip()), None)
+    if empty is not None:
+        raise row.error(f"step {empty} is empty")
+    for step in steps:
+        refuse_half_characters(row, step)
+    # Chat templates trim a response, and its steps must be where they were put.
+    texts = list(steps)
+    texts[0] = texts[0].lstrip()
+    texts[-1] = texts[-1].rstrip()
+    return Solution(prompt, tuple(texts), tuple(labels))
+
+
+STEP_READERS: dict[str, Callable[[Present, StepColumns], StepFormat]] = {
+    "stepwise": _stepwise,
+    "placeholder": _placeholder,
+    "prm800k": _prm800k,
+    "processbench": _processbench,
+}
+"""The formats by name."""

@@ -1,0 +1,63 @@
+"""Steps of a solution: joined to a text, and found again in a text or in the tokens of a response.
+
+A step ends with the separator behind it, and the last step with the text. A separator is a text, such as a line break.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def joined_steps(steps: Sequence[str], separator: str) -> tuple[str, list[int]]:
+    """Return the text of the steps with the separator between them, and the end of each step in it."""
+    text, ends = "", []
+    for number, step in enumerate(steps, start=1):
+        text += step + (separator if number < len(steps) else "")
+        ends.append(len(text))
+    return text, ends
+
+
+def step_ends(text: str, separator: str) -> list[int]:
+    """Return the end of each step of a text: the last one is the end of the text.
+
+    Blank pieces between separators belong to the step before them, at the start of the text to the step behind them.
+    A blank text has no step.
+    """
+    pieces = text.split(separator)
+    ends: list[int] = []
+    place = 0
+    for number, piece in enumerate(pieces, start=1):
+        place += len(piece) + (len(separator) if number < len(pieces) else 0)
+        if piece.strip():
+            ends.append(place)
+        elif ends:
+            ends[-1] = place
+    return ends
+
+
+def token_step_ends(token_ids: Sequence[int], separator: str, decode: Decode, *, closing: frozenset[int]) -> list[int]:
+    """Return the end of each step of a response in tokens: a step's last token is the first one that completes it.
+
+    The last step ends with the response. The ids are decoded and never tokenised again, so that the model reads the
+    sampled tokens. `decode` keeps special tokens. `closing` tokens at the end (end of sequence, end of turn) are no
+    step of their own. A response without text is one step.
+    """
+    num_said = len(token_ids)
+    while num_said and token_ids[num_said - 1] in closing:
+        num_said -= 1
+    said = token_ids[:num_said]
+    text = decode(said)
+    ends: list[int] = []
+    for end in step_ends(text, separator)[:-1]:
+        ends.append(_num_tokens(said, text[:end], decode, least=ends[-1] if ends else 0))
+    return list(dict.fromkeys([*ends, len(token_ids)])) if token_ids else []
+
+
+def _num_tokens(token_ids: Sequence[int], beginning: str, decode: Decode, *, least: int) -> int:
+    """Return the fewest tokens whose text has this beginning."""
+
+    def has_it(num_tokens: int) -> bool:
+        return decode(token_ids[:num_tokens]).startswith(beginning)
+
+    return bisect_left(range(len(token_ids)), True, lo=least, key=has_it)

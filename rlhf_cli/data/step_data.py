@@ -1,0 +1,207 @@
+"""Data sets as tokenised solutions with labelled steps, for process reward models.
+
+A step's score is read at its last token: the one that completes the separator behind the step, and for the last step
+the end of the turn.
+"""
+
+import collections.abc
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.config.data import StepDataConfig, known_format
+from rlhf_cli.data.cache import kept_path
+from rlhf_cli.data.formats.conversations import Conversation, Document, Message, Solution
+from rlhf_cli.data.formats.steps import StepColumns, choose_step_format
+from rlhf_cli.data.preference_data import not_empty, rows_of, with_tried_template
+from rlhf_cli.data.preparing import (
+    ORIGIN,
+    DataReport,
+    Encoded,
+    Encoder,
+    Origins,
+    Preparation,
+    Progress,
+    contents_digest,
+    fitting,
+    no_progress,
+)
+from rlhf_cli.data.reading.sources import Row, read_sources
+from rlhf_cli.data.solution_steps import joined_steps, step_ends
+from rlhf_cli.data.store import StoredItems, StoredTable
+from rlhf_cli.data.templates.rendering import Pieces
+from rlhf_cli.data.tokenizing.tokenizer import Tokens
+
+STEP_SCHEMA = pa.schema(
+    {
+        "token_ids": pa.list_(pa.int32()),
+        "ends": pa.list_(pa.int32()),
+        "labels": pa.list_(pa.float32()),
+        "start": pa.int32(),
+        "length": pa.int32(),
+        "num_trained": pa.int32(),
+        **ORIGIN,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """A prompt and a solution: token_ids int32 [L], of which `start` are the prompt's.
+
+    `ends` int32 [S] are the places behind the last token of each step; `labels` float32 [S], NaN for steps that carry
+    no loss.
+    """
+
+    token_ids: np.ndarray
+    ends: np.ndarray
+    labels: np.ndarray
+    start: int
+
+
+def _item_at(table: StoredTable, row: int) -> StepItem:
+    token_ids, ends, labels = (table.numbers(name, row) for name in ("token_ids", "ends", "labels"))
+    return StepItem(token_ids, ends, labels, table.value("start", row))
+
+
+@dataclass(frozen=True)
+class StepData:
+    """Tokenised solutions in the order of their rows.
+
+    `lengths` and `num_trained` (int32 [N]) are the tokens and the labelled steps of each solution. `where` gives file
+    and line of its row; `fingerprint` is a hash of all that the other fields hold.
+    """
+
+    items: collections.abc.Sequence[StepItem]
+    lengths: np.ndarray
+    num_trained: np.ndarray
+    report: DataReport
+    where: collections.abc.Callable[[int], str]
+    fingerprint: collections.abc.Callable[[], str]
+
+
+def load_steps(
+    config: StepDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dataset: str,
+    split: str,
+    seed: int,
+    progress: Progress = no_progress,
+) -> StepData:
+    """Return the tokenised solutions of a data set, and a report of the reading; a row of PRM800K may give several.
+
+    The steps are joined by `step_separator` and rendered as the assistant's turn. `max_len` cuts between steps.
+    `dataset_probs`, `progress` and errors as for `load_pairs`.
+    """
+    rows = rows_of(config, dataset, split, seed)
+    wanted = StepColumns(
+        config.input_key, config.output_key, config.label_key, config.placeholder_token, config.reward_tokens
+    )
+    data_format = known_format(config.data_format)
+    formats = {source.name: choose_step_format(source, wanted, data_format=data_format) for source in rows.sources}
+    forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
+    report = DataReport("solutions", read_sources(rows, forms), rows=len(rows))
+
+    def read(row: Row) -> tuple[list[Solution], list[Conversation | Document]]:
+        solutions = formats[row.source.name].read(row)
+        return solutions, [_conversation(solution, config.separator) for solution in solutions]
+
+    def mark(row: Row, solutions: list[Solution], texts: list[Pieces]) -> list[Pieces]:
+        pairs = zip(solutions, texts, strict=True)
+        return [_with_steps(row, solution, pieces, config.separator) for solution, pieces in pairs]
+
+    def make(encoded: Encoded[list[Solution]], report: DataReport) -> list[dict[str, object]]:
+        pairs = zip(encoded.read, encoded.tokens, strict=True)
+        made = (_item(encoded.row, solution, tokens, config, report) for solution, tokens in pairs)
+        return [item for item in made if item is not None]
+
+    encoder = with_tried_template(Encoder(config, tokenizer), config, report)
+    preparation = Preparation(STEP_SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress, mark)
+    kept_at = kept_path(config, tokenizer, rows, kind="steps", formats=forms)
+    table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
+    return StepData(
+        StoredItems(table, _item_at),
+        lengths=table.column("length"),
+        num_trained=table.column("num_trained"),
+        report=report,
+        where=Origins(rows, table),
+        fingerprint=lambda: contents_digest(table),
+    )
+
+
+def _conversation(solution: Solution, separator: str) -> Conversation:
+    content, _ = joined_steps(solution.steps, separator)
+    return Conversation((*solution.prompt, Message("assistant", content)))
+
+
+def _with_steps(row: Row, solution: Solution, pieces: Pieces, separator: str) -> Pieces:
+    """Return the texts with one span for each step in place of the span of the assistant's last turn."""
+    content, ends = joined_steps(solution.steps, separator)
+    response = pieces.texts[-1]
+    if not response.spans:
+        raise row.error("the solution is empty")
+    start, stop = response.spans[-1]
+    place = response.text.find(content, start, stop)
+    if place < 0:
+        raise row.error(f"the chat template leaves out or alters the steps: {content[:60]!r}")
+    bounds = [start, *(place + end for end in ends[:-1]), stop]
+    spans = tuple(pairwise(bounds))
+    untrained = [replace(before, spans=()) for before in pieces.texts[:-1]]
+    return replace(pieces, texts=(*untrained, replace(response, spans=spans)))
+
+
+def _item(
+    row: Row, solution: Solution, tokens: Tokens, config: StepDataConfig, report: DataReport
+) -> dict[str, object] | None:
+    """Return the stored columns of a solution without the steps that `max_len` cuts; None if no label is left."""
+    kept = fitting(row, [replace(tokens, merged=False)], config, report)
+    if kept is None:
+        return None
+    ends = [stop for _, stop in tokens.spans if stop <= config.max_len]
+    num_steps = len(tokens.spans)
+    labels = _trained_labels(solution.labels[: len(ends)], last_only=config.train_on_last_step_only)
+    num_trained = sum(label is not None for label in labels)
+    within = f" in the {len(ends)} of {num_steps} steps within max_len" if len(ends) < num_steps else ""
+    if num_trained == 0:
+        report.note("dropped_untrained", f"{row.where}: no labelled step{within}")
+        return None
+    if within:
+        report.note("truncated", f"{row.where}: {len(ends)} of {num_steps} steps are within {config.max_len:,} tokens")
+    _count(report, solution, labels, config.separator)
+    report.tokens += ends[-1]
+    report.trained_tokens += num_trained
+    report.count_turns(kept[0])
+    return {
+        "token_ids": tokens.ids[: ends[-1]],
+        "ends": ends,
+        "labels": [math.nan if label is None else label for label in labels],
+        "start": tokens.spans[0][0],
+        "length": ends[-1],
+        "num_trained": num_trained,
+    }
+
+
+def _trained_labels(labels: tuple[float | None, ...], *, last_only: bool) -> tuple[float | None, ...]:
+    if not last_only:
+        return labels
+    last = max((place for place, label in enumerate(labels) if label is not None), default=-1)
+    return tuple(label if place == last else None for place, label in enumerate(labels))
+
+
+def _count(report: DataReport, solution: Solution, labels: tuple[float | None, ...], separator: str) -> None:
+    """Count the steps by their labels, and solutions in which use would find other steps than their labels are of."""
+    known = [label for label in labels if label is not None]
+    content, ends = joined_steps(solution.steps, separator)
+    counted = {
+        "right steps": sum(label == 1 for label in known),
+        "wrong steps": sum(label == 0 for label in known),
+        "steps with a probability": sum(0 < label < 1 for label in known),
+        "solutions with the step separator within a step": int(step_ends(content, separator) != ends),
+    }
+    for what, count in counted.items():
+        report.details[what] = report.details.get(what, 0) + count

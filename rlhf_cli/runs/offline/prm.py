@@ -1,0 +1,46 @@
+"""The task of `rlhf prm`: its data, model and objective."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from rlhf_cli.algorithms.process_reward import finish_step_metrics
+from rlhf_cli.config.commands.prm import PRMConfig
+from rlhf_cli.data.step_data import load_steps
+from rlhf_cli.models.classifiers import refuse_several_labels, refuse_token_classes
+from rlhf_cli.models.loading import load_value_backbone
+from rlhf_cli.models.policy import ValueModel
+from rlhf_cli.models.reward_model import STEP_SEPARATOR
+from rlhf_cli.runs.offline.run import OfflineTask, load_items, offline_model
+from rlhf_cli.trainers.offline.prm import StepItems, step_objective
+
+
+def prm_task(config: PRMConfig) -> OfflineTask:
+    """Read the data and return the task of these settings. Raise UsageError if settings, model or data do not fit."""
+    data, seed = config.data, config.batch.seed
+    model = offline_model(config)
+    refuse_several_labels(model.architecture, f"--pretrain {model.base.pretrain!r}")
+    refuse_token_classes(model.architecture, f"--pretrain {model.base.pretrain!r}")
+
+    def load(**source: Any) -> StepItems:
+        own = source["dataset"] == data.dataset
+        reading = data if own else data.model_copy(update={"train_on_last_step_only": False})
+        return StepItems(load_steps(reading, model.tokenizer, seed=seed, **source))
+
+    def load_model(*args: Any, **kwargs: Any) -> PreTrainedModel:
+        """Return the model with the separator in its configuration, where its users look for it."""
+        hf_model = load_value_backbone(*args, **kwargs)
+        setattr(hf_model.config, STEP_SEPARATOR, data.separator)
+        return hf_model
+
+    items = load_items(data, model, load)
+    return OfflineTask(
+        command="prm",
+        objective=step_objective,
+        items=items,
+        summary=items.data.data.report.summary,
+        model=model,
+        load=load_model,
+        wrap=ValueModel,
+        finish_metrics=finish_step_metrics,
+    )

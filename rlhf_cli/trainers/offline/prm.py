@@ -1,0 +1,58 @@
+"""Process reward models: items and objective, with a score at the last token of each step."""
+
+import collections.abc
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, token_mean
+from rlhf_cli.algorithms.process_reward import step_loss, step_metrics
+from rlhf_cli.data.packing.packs import Pack, TokenSequence, at_targets, pack
+from rlhf_cli.data.packing.samples import Sample, SamplePack, pack_samples
+from rlhf_cli.data.step_data import StepData, StepItem
+
+LABELS = "labels"
+
+
+@dataclass(frozen=True)
+class StepItems:
+    """Tokenised solutions as the offline loop takes them: one item is one solution."""
+
+    data: StepData
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each solution with its prompt."""
+        return self.data.lengths
+
+    @property
+    def num_trained(self) -> np.ndarray:
+        """Labelled steps of each solution."""
+        return self.data.num_trained
+
+    def collate(self, indices: collections.abc.Sequence[int]) -> SamplePack:
+        """Return the solutions as one packed micro-batch, read at the ends of labelled steps."""
+        samples = [sample_of(self.data.items[index]) for index in indices]
+        return pack_samples(samples, names=(LABELS,), pack_sequences=pack_at_ends)
+
+
+def sample_of(item: StepItem) -> Sample:
+    """Return a solution whose targets are the last tokens of its labelled steps."""
+    is_labelled = ~np.isnan(item.labels)
+    mask = np.zeros(item.token_ids.size, dtype=bool)
+    mask[item.ends[is_labelled] - 1] = True
+    return Sample(TokenSequence(item.token_ids, mask), {LABELS: item.labels[is_labelled]})
+
+
+def pack_at_ends(sequences: list[TokenSequence]) -> Pack:
+    """Return the sequences packed, with the states read at their targets and not before them."""
+    return at_targets(pack(sequences))
+
+
+def step_objective(model: nn.Module, batch: SamplePack, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
+    """Return this micro-batch's part of the mean cross-entropy over the labelled steps of the optimizer step."""
+    logits_K, labels_K = model(batch.pack), batch.columns[LABELS]
+    loss = token_mean(step_loss(logits_K, labels_K), totals)
+    return loss, {"loss": loss.detach(), **step_metrics(logits_K, labels_K, batch.pack.cu_trained, totals)}
