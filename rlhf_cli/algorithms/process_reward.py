@@ -14,7 +14,7 @@ ERRONEOUS, FOUND_ERROR, PASSED = "erroneous", "found_error", "passed"
 def step_loss(logits_K: Tensor, labels_K: Tensor) -> Tensor:
     """Return the cross-entropy of each step in nats: `-y log s(x) - (1 - y) log(1 - s(x))`.
 
-    Labels are 1 for right, 0 for wrong, or a probability between (arXiv 2312.08935, eq. 3 and section 3.3).
+    Labels are 1 for right, 0 for wrong, or a probability between (hard and soft estimation of arXiv 2312.08935).
     """
     return binary_cross_entropy_with_logits(logits_K, labels_K, reduction="none")
 
@@ -55,7 +55,7 @@ def first_true(values_K: Tensor, cu: Tensor) -> Tensor:
 
 
 def finish_step_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of a step with F1 of both classes and ProcessBench's figures (arXiv 2412.06559, section 3.1).
+    """Return the metrics of a step with F1 of both classes and ProcessBench's figures (arXiv 2412.06559).
 
     Figures without any step or solution that they are about are left out.
     """

@@ -1,4 +1,4 @@
-"""Random preference data, and whole steps of rm, dpo and kto on it under the real DeepSpeed engine."""
+"""Random preference data and labelled steps, and whole steps of rm, prm, dpo and kto under the real DeepSpeed engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +20,11 @@ from rlhf_cli.data.packing.prefix_packing import Branch
 from rlhf_cli.data.preference_data import LabelledData, LabelledItem, Pair, PairData
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
+from rlhf_cli.data.step_data import StepData, StepItem
 from rlhf_cli.trainers.offline import dpo, kto
 from rlhf_cli.trainers.offline.loop import bind
 from rlhf_cli.trainers.offline.pairs import Gather, PairItems
+from rlhf_cli.trainers.offline.prm import StepItems, step_objective
 from rlhf_cli.trainers.offline.rm import MARGIN, RewardObjective
 
 STEPS = [[0, 1, 2, 3, 4], [5, 6], [7]]
@@ -126,8 +128,37 @@ def kto_task(name: str = "kto", **settings: Any) -> Task:
     return Task(objective, kto.LabelledItems(data, kto.partners_of(data), {}), prepare=prepare)
 
 
+def make_steps(count: int = NUM_ITEMS, *, seed: int = 0) -> StepData:
+    """Solutions of one to five steps of one to four tokens below 40; labels are 1, 0, a probability or missing."""
+    rng = np.random.default_rng(seed)
+    items = []
+    for _ in range(count):
+        start, lengths = int(rng.integers(1, 9)), rng.integers(1, 5, rng.integers(1, 6))
+        ends = (start + np.cumsum(lengths)).astype(np.int32)
+        labels = rng.choice(np.array([1.0, 0.0, 0.3, np.nan], np.float32), ends.size, p=[0.4, 0.3, 0.2, 0.1])
+        labels[0] = 1.0
+        items.append(StepItem(rng.integers(0, 40, ends[-1]).astype(np.int32), ends, labels, start))
+
+    def counts(of: Callable[[StepItem], int]) -> np.ndarray:
+        return np.array([of(item) for item in items], dtype=np.int32)
+
+    return StepData(
+        items,
+        counts(lambda item: item.token_ids.size),
+        counts(lambda item: int(np.count_nonzero(~np.isnan(item.labels)))),
+        report=None,  # type: ignore[arg-type]
+        where=str,
+        fingerprint=str,
+    )
+
+
+def prm_task() -> Task:
+    return Task(step_objective, StepItems(make_steps()), is_reward_model=True)
+
+
 TASKS: dict[str, Callable[[], Task]] = {
     "rm": lambda: rm_task(margin=True, center=0.1),
+    "prm": prm_task,
     "dpo": lambda: dpo_task("sigmoid", nll_loss_coef=0.3),
     "dpo mixed": lambda: dpo_task("aot", "bco_pair", "ipo"),
     "simpo": lambda: dpo_task("simpo"),

@@ -31,7 +31,7 @@ MARKED_LABEL_COLUMNS = ("label", "labels", "value")
 FIRST_STEP = re.compile(r"\bStep 1\b")
 """Start of the first step in texts that have the question before it."""
 RATINGS = {1: 1.0, 0: 1.0, -1: 0.0}
-"""PRM800K: a neutral step is no error, as its paper counts it (arXiv 2305.20050, appendix)."""
+"""PRM800K: a neutral step is no error, as its paper counts it (arXiv 2305.20050)."""
 
 Labels = tuple[float | None, ...]
 
@@ -104,7 +104,7 @@ def _stepwise(present: Present, wanted: StepColumns) -> StepFormat:
 def _processbench(present: Present, wanted: StepColumns) -> StepFormat:
     """Return the reader of rows whose label is the place of the first wrong step, -1 if all are right.
 
-    Steps behind the first wrong one are not labelled (arXiv 2412.06559, section 2.1).
+    Steps behind the first wrong one are not labelled (arXiv 2412.06559).
     """
     prompt, steps, label = _list_columns(present, wanted, ("label",))
     read_prompt = _prompt_reader(prompt, joined=wanted.input_key is None)

@@ -43,4 +43,5 @@ def prm_task(config: PRMConfig) -> OfflineTask:
         load=load_model,
         wrap=ValueModel,
         finish_metrics=finish_step_metrics,
+        identity=lambda: {STEP_SEPARATOR: data.separator},
     )

@@ -17,6 +17,7 @@ from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.commands.dpo import DPOConfig
 from rlhf_cli.config.commands.kto import KTOConfig
 from rlhf_cli.config.commands.online import CriticConfig
+from rlhf_cli.config.commands.prm import PRMConfig
 from rlhf_cli.config.commands.rm import RMConfig
 from rlhf_cli.config.commands.sft import SFTConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig
@@ -201,12 +202,28 @@ def test_evaluation_data_are_shown_too(write, model):
     assert [(part.title, part.num_items) for part in made] == [("Training data", 9), ("Evaluation data", 2)]
 
 
+def test_solutions_are_shown_step_by_step_with_their_labels(write, model):
+    write([{"prompt": "How many?", "completions": ["One.", "So two.", "Or 3."], "labels": [True, False, 0.25]}])
+    (made,) = inspect_data(config_of("prm", "rows.jsonl", model, step_separator="\\n\\n"))
+    parts = made.examples[0].parts
+    assert [part.name for part in parts] == [
+        "prompt",
+        "step 1, right",
+        "step 2, wrong",
+        "step 3, right with probability 0.25",
+    ]
+    assert [part.num_trained for part in parts] == [0, 1, 1, 1]
+    assert "".join(piece.text for piece in parts[1].pieces) == "One.\n\n"
+    assert parts[3].pieces[-1] == ("<|im_end|>", True, 0)
+
+
 def test_the_settings_are_those_of_the_commands():
     """Each setting of theirs is one here, with the same default; none here belongs to no command."""
     configs: dict[str, Any] = {
         "sft": SFTConfig,
         "rm": RMConfig,
         "dpo": DPOConfig,
+        "prm": PRMConfig,
         "kto": KTOConfig,
         "ppo": CriticConfig,
     }
