@@ -37,9 +37,15 @@ def write_rows(folder: Path) -> None:
             {"prompt": q, "completion": (right, wrong)[number % 2], "label": number % 2 == 0}
             for number, (q, right, wrong) in enumerate(rows)
         ],
+        "data/steps.jsonl": [
+            {"prompt": q, "completions": ["I add.", f"It is {answer}."], "labels": [True, answer == right]}
+            for q, right, wrong in rows
+            for answer in (right, wrong)
+        ],
         "prompts.jsonl": [{"prompt": q, "answer": right} for q, right, _ in rows[:8]],
     }
     files["data/held_out.jsonl"] = files["data/pairs.jsonl"][:32]
+    files["data/held_out_steps.jsonl"] = files["data/steps.jsonl"][:32]
     (folder / "data").mkdir()
     for name, content in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in content))

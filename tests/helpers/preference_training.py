@@ -1,4 +1,4 @@
-"""Random preference data and labelled steps, and whole steps of rm, prm, dpo and kto under the real DeepSpeed engine."""
+"""Random preference data and solutions, and whole steps of rm, prm, dpo and kto under the real DeepSpeed engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.prefix_packing import Branch
 from rlhf_cli.data.preference_data import LabelledData, LabelledItem, Pair, PairData
+from rlhf_cli.data.step_data import StepData, StepItem
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
-from rlhf_cli.data.step_data import StepData, StepItem
 from rlhf_cli.trainers.offline import dpo, kto
 from rlhf_cli.trainers.offline.loop import bind
 from rlhf_cli.trainers.offline.pairs import Gather, PairItems

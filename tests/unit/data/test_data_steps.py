@@ -202,7 +202,9 @@ def test_prm800k_rows_give_the_solution_and_every_other_rated_step_behind_its_be
 
 
 def test_a_step_that_people_wrote_goes_into_prm800ks_solution(tmp_path):
-    label = {"steps": [rated(completion("No.", -1), human={"text": "Yes.", "rating": None}), rated(completion("A.", 1))]}
+    label = {
+        "steps": [rated(completion("No.", -1), human={"text": "Yes.", "rating": None}), rated(completion("A.", 1))]
+    }
     _, found = solutions(tmp_path, PRM800K | {"label": label})
     assert [(solution.steps, solution.labels) for solution in found] == [
         (("Yes.", "A."), (1.0, 1.0)),

@@ -14,7 +14,12 @@ pytestmark = pytest.mark.usefixtures("group_of_one")
 
 @pytest.mark.parametrize(
     ("task", "command", "finish"),
-    [("rm", "rm", finish_reward_metrics), ("prm", "prm", finish_step_metrics), ("dpo", "dpo", dict), ("kto", "kto", finish_kto_metrics)],
+    [
+        ("rm", "rm", finish_reward_metrics),
+        ("prm", "prm", finish_step_metrics),
+        ("dpo", "dpo", dict),
+        ("kto", "kto", finish_kto_metrics),
+    ],
 )
 def test_every_metric_of_a_step_on_preferences_is_on_the_page_of_its_command(task, command, finish, tiny_model_dir):
     trained = run_steps(tiny_model_dir, TASKS[task](), 0, Layout(), steps=STEPS[:1])

@@ -66,7 +66,9 @@ def test_loss_and_gradient_of_a_pack_are_those_of_single_sequences_computed_dens
 def config_of(folder, model, **given):
     rows = folder / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1", "completions": ["2", "so 2"], "labels": [True, True]}) + "\n")
-    return build_config(PRMConfig, {"pretrain": str(model), "dataset": str(rows), "output": str(folder / "out"), **given})
+    return build_config(
+        PRMConfig, {"pretrain": str(model), "dataset": str(rows), "output": str(folder / "out"), **given}
+    )
 
 
 def test_a_trained_model_has_its_separator_in_its_configuration(tiny_model_dir, tmp_path):

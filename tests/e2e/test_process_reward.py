@@ -1,0 +1,63 @@
+"""`rlhf prm` as a user runs it: it learns which step is wrong, and goes on from a checkpoint to the same numbers."""
+
+import json
+import random
+import shutil
+
+import pytest
+from forked import run_rlhf
+
+from rlhf_cli.tracking.sinks import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+SIZE = "--hidden_size 32 --intermediate_size 48 --num_hidden_layers 2 --num_attention_heads 4 --vocab_size 300"
+MEASURED = ("time/", "perf/", "memory/")
+STEPS = 45
+
+
+def solution(rng):
+    """A step is right if its digit is above 3."""
+    digits = [rng.randrange(10) for _ in range(rng.randrange(1, 5))]
+    return {"prompt": "count", "completions": [f"n={d}" for d in digits], "labels": [d > 3 for d in digits]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model, solutions to train on and held-out ones."""
+    folder = tmp_path_factory.mktemp("prm")
+    rng = random.Random(0)
+    for name, count in (("train", 720), ("held_out", 100)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(solution(rng)) + "\n" for _ in range(count)))
+    run_rlhf(*f"scratch --dataset {folder}/train.jsonl {SIZE} --output {folder}/tiny".split())
+    run_rlhf(*words(folder, "--save_steps 15"))
+    return folder
+
+
+def words(folder, more):
+    data = f"--dataset {folder}/train.jsonl --eval_dataset {folder}/held_out.jsonl"
+    batch = f"--train_batch_size 32 --max_epochs 2 --max_steps {STEPS} --learning_rate 1e-2 --param_dtype fp32"
+    return f"prm --pretrain {folder}/tiny {data} {batch} --no_use_tensorboard --output {folder}/run {more}".split()
+
+
+def kept(folder):
+    rows = read_metrics(folder / "run")
+    return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows.values()]
+
+
+def test_a_process_reward_model_learns_which_steps_are_wrong(folder):
+    last = kept(folder)[-1]
+    assert last["eval/accuracy_low"] > 1 - last["eval/wrong_steps"]
+    assert last["eval/wrong_f1"] > 0.8
+    assert last["eval/processbench_f1"] > 0.6
+
+
+def test_a_run_that_is_continued_ends_with_the_numbers_of_one_that_was_not_stopped(folder):
+    expected = kept(folder)
+    assert len(expected) == STEPS
+    checkpoints = folder / "run" / "checkpoints"
+    for path in checkpoints.glob("step_*"):
+        if path.name != "step_000015":
+            shutil.rmtree(path)
+    run_rlhf(*words(folder, "--save_steps 15 --load_checkpoint"))
+    assert kept(folder) == expected
