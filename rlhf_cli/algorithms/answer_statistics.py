@@ -6,8 +6,10 @@ decided before (rewards/evaluation.py).
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from itertools import groupby
+from operator import itemgetter
 
 Z = 1.959964
 """Standard normal quantile of a two-sided interval of 95 %."""
@@ -49,6 +51,31 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], *, k: 
         )
         total += Fraction(num_right, votes[answer]) * won
     return float(total / math.comb(len(answers), k))
+
+
+def best_at_k(values: Sequence[float], correct: Sequence[bool], *, k: int) -> float:
+    """Return the probability that the sample with the highest value among `k` is right, over all choices of k.
+
+    Samples with equal values share the choice. The highest of k is in a group of g equal values above m others in
+    `C(m + g, k) - C(m, k)` choices. Raises ValueError for fewer than k samples.
+    """
+    _check_k(len(values), k)
+    total, num_below = Fraction(0), 0
+    for _, group in groupby(sorted(zip(values, correct, strict=True)), key=itemgetter(0)):
+        rights = [is_right for _, is_right in group]
+        ways = math.comb(num_below + len(rights), k) - math.comb(num_below, k)
+        total += ways * Fraction(sum(rights), len(rights))
+        num_below += len(rights)
+    return float(total / math.comb(len(values), k))
+
+
+STEP_AGGREGATIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "prod": math.prod,
+    "last": itemgetter(-1),
+    "mean": lambda scores: math.fsum(scores) / len(scores),
+}
+"""From the probabilities of a response's steps to one value of the response (min, prod: arXiv 2305.20050)."""
 
 
 def _shared(others: Sequence[int], silent: int, *, m: int, left: int) -> Fraction:

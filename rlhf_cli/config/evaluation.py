@@ -1,6 +1,7 @@
 """Evaluation: which models, how responses count, the place of the figures; and evaluation during online training."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -35,8 +36,31 @@ class EvaluatedModelConfig(ModelSource):
         return self
 
 
+StepAggregation = Literal["min", "prod", "last", "mean"]
+
+
 class EvalRewardConfig(RemoteScoringConfig):
     """Reward"""
+
+    prm_pretrain: str | None = None
+    """Process reward model that chooses among the samples of a prompt: a folder or a run of `rlhf prm`; same token
+    ids. It scores the steps of each response and adds nothing to rewards."""
+    prm_aggregation: list[StepAggregation] = ["min", "prod", "last"]
+    """How the probabilities of the steps make one value of a response: prm_min@k and so on count how often the sample
+    with the highest value of k is right."""
+
+    @model_validator(mode="after")
+    def _one_model_scores(self) -> "EvalRewardConfig":
+        if self.prm_pretrain is None and self.changed("prm_aggregation"):
+            raise ValueError("prm_aggregation is about the steps of responses: give --prm_pretrain MODEL")
+        if self.prm_pretrain is not None and self.reward_pretrain is not None:
+            raise ValueError(
+                "prm_pretrain and reward_pretrain: one model has a place beside the engines; evaluate with one of them "
+                "at a time"
+            )
+        if not self.prm_aggregation or len(set(self.prm_aggregation)) < len(self.prm_aggregation):
+            raise ValueError("prm_aggregation names each of min, prod, last, mean once at most, and at least one")
+        return self
 
     @model_validator(mode="after")
     def _there_is_a_reward(self) -> "EvalRewardConfig":

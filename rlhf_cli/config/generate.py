@@ -61,7 +61,7 @@ class RewardPlacementConfig(SettingsGroup):
     """Placement"""
 
     reward_num_gpus_per_node: int = Field(1, gt=0)
-    """Reward model ranks: GPUs, or processes without a GPU."""
+    """Ranks of the model that scores responses or steps: GPUs, or processes without a GPU."""
     colocate_all_models: bool = False
     """Reward model and engines share the same GPUs; what vllm_gpu_memory_utilization leaves is the reward model's."""
 

@@ -29,12 +29,12 @@ def refuse_several_labels(config: PretrainedConfig, what: str) -> None:
 
 
 def refuse_token_classes(config: PretrainedConfig, what: str) -> None:
-    """Raise UsageError naming a process reward model with two classes a token: its head would be thrown away."""
+    """Raise UsageError naming a process reward model with classes for each token: its head would be thrown away."""
     kind = next((kind for kind in config.architectures or [] if kind.endswith(TOKEN_CLASSES)), None)
     if kind is not None:
         raise UsageError(
-            f"{what} is {kind}, with two numbers for each step, and read behind separators of another form: a process "
-            "reward model here has one number for a step; start from a language model or a model of `rlhf prm`"
+            f"{what} is {kind}, with several numbers for a step, read at other tokens: a process reward model here has "
+            "one number, read at the end of a step; `rlhf prm` trains one"
         )
 
 

@@ -4,13 +4,13 @@ A reward model above all, of whose weights nothing is here: the ranks of its rol
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.classifiers import is_classifier, refuse_several_labels
+from rlhf_cli.models.classifiers import is_classifier, refuse_several_labels, refuse_token_classes
 from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.finding import FoundModel, find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
@@ -31,12 +31,13 @@ class ScoreStatistics:
 class RewardModelPlan:
     """A reward model that reads the policy's token ids, before its weights are loaded.
 
-    `statistics` are there where its scores are to be normalised.
+    `statistics` are there where its scores are to be normalised; `separator` if it scores steps, which this text ends.
     """
 
     source: ModelConfig
     found: FoundModel
     statistics: ScoreStatistics | None
+    separator: str | None = None
 
     @property
     def quadratic_cost(self) -> float:
@@ -52,22 +53,48 @@ def find_reward_model(
     Raises UsageError if it is no model, has not one label, reads other token ids than the policy's tokenizer gives, or
     lacks the statistics for `normalize`.
     """
-    changes = {"pretrain": reward_pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
-    found, own_tokenizer = read_reward_model(policy.model_copy(update=changes), normalize=normalize)
+    found, own_tokenizer = read_reward_model(_loaded_like(policy, reward_pretrain), normalize=normalize)
     require_same_tokens(own_tokenizer, tokenizer, f"--reward_pretrain {reward_pretrain!r}")
     return found
 
 
-def read_reward_model(source: ModelConfig, *, normalize: bool) -> tuple[RewardModelPlan, PreTrainedTokenizerBase]:
-    """Return a reward model and its tokenizer.
+def find_process_reward_model(
+    prm_pretrain: str, policy: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> RewardModelPlan:
+    """Return the process reward model of the settings, loaded the way the policy is.
+
+    Raises UsageError as `find_reward_model`, or if its configuration does not name the separator of steps.
+    """
+    said = f"--prm_pretrain {prm_pretrain!r}"
+    source = _loaded_like(policy, prm_pretrain)
+    found, own_tokenizer = read_reward_model(source, normalize=False, flag="--prm_pretrain")
+    separator = getattr(found.found.architecture, STEP_SEPARATOR, None)
+    if not isinstance(separator, str) or not separator:
+        raise UsageError(
+            f"{said} scores whole responses: its configuration has no {STEP_SEPARATOR}, which `rlhf prm` writes"
+        )
+    require_same_tokens(own_tokenizer, tokenizer, said)
+    return replace(found, separator=separator)
+
+
+def _loaded_like(policy: ModelConfig, pretrain: str) -> ModelConfig:
+    """Return the settings of another model that is loaded the way the policy is."""
+    changes = {"pretrain": pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
+    return policy.model_copy(update=changes)
+
+
+def read_reward_model(
+    source: ModelConfig, *, normalize: bool, flag: str = "--reward_pretrain"
+) -> tuple[RewardModelPlan, PreTrainedTokenizerBase]:
+    """Return a reward model and its tokenizer; messages name it by `flag`.
 
     Raises UsageError if it is no model, has not one label, or has no statistics and `normalize` asks for them.
     """
     try:
         found, tokenizer = find_model(source), load_tokenizer(source)
     except UsageError as error:
-        raise UsageError(f"--reward_pretrain: {error}") from error
-    _require_one_label(found.architecture, source.pretrain)
+        raise UsageError(f"{flag}: {error}") from error
+    _require_one_label(found.architecture, f"{flag} {source.pretrain!r}")
     statistics = score_statistics(found.architecture, source.pretrain) if normalize else None
     return RewardModelPlan(source, found, statistics), tokenizer
 
@@ -85,14 +112,15 @@ def score_statistics(config: PretrainedConfig, name: str) -> ScoreStatistics:
     return ScoreStatistics(float(mean), float(std))
 
 
-def _require_one_label(config: PretrainedConfig, name: str) -> None:
+def _require_one_label(config: PretrainedConfig, what: str) -> None:
+    refuse_token_classes(config, what)
     if not is_classifier(config):
         kinds = " ".join(config.architectures or [])
         raise UsageError(
-            f"--reward_pretrain {name!r} is {kinds or config.model_type}, not a sequence-classification "
-            "model with one label: `rlhf rm` trains one"
+            f"{what} is {kinds or config.model_type}, not a sequence-classification model with one label: `rlhf rm` "
+            "trains one for responses, `rlhf prm` one for steps"
         )
-    refuse_several_labels(config, f"--reward_pretrain {name!r}")
+    refuse_several_labels(config, what)
 
 
 def require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, what: str) -> None:

@@ -8,20 +8,31 @@ algorithms/answer_statistics.py.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf_cli.algorithms.answer_statistics import majority_at_k, mean_interval, pass_at_k, share_interval
+from rlhf_cli.algorithms.answer_statistics import (
+    STEP_AGGREGATIONS,
+    best_at_k,
+    majority_at_k,
+    mean_interval,
+    pass_at_k,
+    share_interval,
+)
 from rlhf_cli.rewards.records import Score, Status
 
-QUALITY = ("accuracy", "pass@", "maj@", "reward")  # how the names of quality figures begin
+QUALITY = ("accuracy", "pass@", "maj@", "prm_", "reward")  # how the names of quality figures begin
 VERDICTS: tuple[Status, ...] = ("correct", "wrong", "invalid")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One judged response. `length` is in tokens; `truncated` marks a response that was cut at the limit."""
+    """One judged response. `length` is in tokens; `truncated` marks a response that was cut at the limit.
+
+    `steps` are the probabilities of its steps by a process reward model, None without one.
+    """
 
     score: Score
     length: int
     truncated: bool
+    steps: tuple[float, ...] | None = None
 
 
 Prompts = Sequence[Sequence[Answer]]
@@ -55,16 +66,19 @@ class Evaluation:
         return metrics | self.counts
 
 
-def evaluate_answers(prompts: Prompts, *, ks: Sequence[int] = (), pass_score: float | None = None) -> Evaluation:
+def evaluate_answers(
+    prompts: Prompts, *, ks: Sequence[int] = (), pass_score: float | None = None, aggregations: Sequence[str] = ()
+) -> Evaluation:
     """Return the figures of these prompts.
 
     `accuracy` is avg@n, the share of right samples; `pass@k` and `maj@k` for each of `ks` are over the prompts that
     have k judged samples; `reward` is the mean score, `truncated` and `response_length` count failed ones too. A
     response is right by the verifier's verdict, or with a score of at least `pass_score`; without either, only rewards
-    and lengths are computed.
+    and lengths are computed. `prm_min@k` and so on are for `aggregations` of the probabilities of steps.
     """
     scored = [[answer.score for answer in samples if answer.score.value is not None] for samples in prompts]
     figures = _figures_of_verdicts([samples for samples in scored if samples], ks, pass_score)
+    figures |= _figures_of_steps(prompts, ks, pass_score, aggregations)
     figures |= _means(
         {
             "reward": ([_mean([score.value or 0.0 for score in samples]) for samples in scored if samples], False),
@@ -124,6 +138,24 @@ def _figures_of_verdicts(prompts: list[list[Score]], ks: Sequence[int], pass_sco
             shares[f"maj@{k}"] = (votes, True)
     if any(score.status in VERDICTS for samples in prompts for score in samples):
         shares["invalid"] = ([_mean([score.status == "invalid" for score in samples]) for samples in prompts], True)
+    return _means(shares)
+
+
+def _figures_of_steps(
+    prompts: Prompts, ks: Sequence[int], pass_score: float | None, aggregations: Sequence[str]
+) -> dict[str, Figure]:
+    """Compute how often the sample with the best steps is right, over the prompts that have k judged samples."""
+    judged: list[list[tuple[tuple[float, ...], bool]]] = []
+    for samples in prompts:
+        rated = ((answer.steps, _is_right(answer.score, pass_score)) for answer in samples)
+        judged.append([(steps, right) for steps, right in rated if steps and right is not None])
+    shares: dict[str, tuple[list[float], bool]] = {}
+    for name in aggregations:
+        value_of = STEP_AGGREGATIONS[name]
+        for k in (k for k in ks if k > 1):
+            enough = [samples for samples in judged if len(samples) >= k]
+            chosen = [best_at_k([value_of(s) for s, _ in p], [right for _, right in p], k=k) for p in enough]
+            shares[f"prm_{name}@{k}"] = (chosen, True)
     return _means(shares)
 
 

@@ -7,6 +7,7 @@ import shutil
 import pytest
 from forked import run_rlhf
 
+from rlhf_cli.data.solution_steps import step_ends
 from rlhf_cli.tracking.sinks import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -50,6 +51,24 @@ def test_a_process_reward_model_learns_which_steps_are_wrong(folder):
     assert last["eval/accuracy_low"] > 1 - last["eval/wrong_steps"]
     assert last["eval/wrong_f1"] > 0.8
     assert last["eval/processbench_f1"] > 0.6
+
+
+def test_a_process_reward_model_chooses_among_samples_in_eval(folder, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "count", "answer": "7"}\n{"prompt": "count", "answer": "1"}\n')
+    out = tmp_path / "out"
+    prompts = f"--prompt_data {tmp_path}/prompts.jsonl --reward_funcs gsm8k --max_len 64 --max_new_tokens 24"
+    sampling = "--rollout_backend transformers --temperature 1.0 --n_samples_per_prompt 3 --param_dtype fp32"
+    models = f"--pretrain {folder}/tiny --prm_pretrain {folder}/run --prm_aggregation min,prod"
+    said = run_rlhf(*f"eval {models} {prompts} {sampling} --output {out}".split())
+    assert "prm_min@3" in said
+    (result,) = json.loads((out / "eval.json").read_text())["results"]
+    assert {"prm_min@3", "prm_prod@3", "pass@3"} <= result["figures"].keys()
+    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 6
+    for row in rows:
+        assert all(0 < score < 1 for score in row["step_scores"])
+        # A special token between two separators is a step too, and no part of the response's text.
+        assert len(row["step_scores"]) >= max(1, len(step_ends(row["response"], "\n")))
 
 
 def test_a_run_that_is_continued_ends_with_the_numbers_of_one_that_was_not_stopped(folder):

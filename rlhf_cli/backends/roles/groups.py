@@ -312,3 +312,7 @@ class RewardRole:
         if self._statistics is not None:
             scores_B = normalised_scores(scores_B, mean=self._statistics.mean, std=self._statistics.std)
         return scores_B.tolist()
+
+    def step_scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        """Return the scores of each sequence's steps, float32 [K], read at its marked tokens."""
+        return self._dealer.forward(self._group, lambda rank, work: rank.scores(work), sequences)

@@ -37,11 +37,21 @@ class EvalConfig(BaseModel):
     def _right_can_be_told_from_wrong(self) -> "EvalConfig":
         if self.reward.has_verifier or self.statistics.pass_score is not None:
             return self
-        for name, is_given in (("k", self.statistics.k), ("write_pass_rate", self.out.write_pass_rate)):
+        for name, is_given in (
+            ("k", self.statistics.k),
+            ("write_pass_rate", self.out.write_pass_rate),
+            ("prm_pretrain", self.reward.prm_pretrain),
+        ):
             if is_given:
                 raise ValueError(
                     f"{name} counts right responses: name a verifier in --reward_funcs, or give --pass_score"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _there_is_a_choice(self) -> "EvalConfig":
+        if self.reward.prm_pretrain is not None and not any(k > 1 for k in self.ks):
+            raise ValueError("prm_pretrain chooses among the samples of a prompt: give --n_samples_per_prompt above 1")
         return self
 
     @model_validator(mode="after")

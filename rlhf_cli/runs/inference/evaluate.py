@@ -35,6 +35,7 @@ from rlhf_cli.runs.inference.output_folder import (
     rows_done,
 )
 from rlhf_cli.runs.inference.run import (
+    STEP_SCORES,
     InferenceHooks,
     ModelUnderTest,
     answer_prompts,
@@ -116,9 +117,17 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
     for name in config.model.names:
         model = config.model.model_copy(update={"pretrain": name})
         first_step = 1 + sum(len(asked.chunks) for asked in examinees)
-        asked = examinee(config.model_copy(update={"model": model}), first_step=first_step, cells={"pretrain": name})
+        asked = examinee(
+            config.model_copy(update={"model": model}),
+            first_step=first_step,
+            cells={"pretrain": name},
+            prm_pretrain=config.reward.prm_pretrain,
+        )
         examinees.append(asked)
     identity = {"command": "eval"} | settings_identity(config, examinees[0].reward_model)
+    identity["prm_pretrain"] = config.reward.prm_pretrain
+    if examinees[0].process_model is not None:
+        identity["fingerprint of the process reward model"] = examinees[0].process_model.found.fingerprint()
     for asked in examinees:
         said = model_identity(asked)
         identity |= {f"{what} of {asked.cells['pretrain']}": value for what, value in said.items()}
@@ -195,7 +204,8 @@ def _answered(root: Path) -> Iterator[_Answered]:
 
 def _answer_of(row: dict[str, Any]) -> Answer:
     score = Score(row["score"], row["verdict"], row["detail"], row["scores"], row["answer"])
-    return Answer(score, length=row["num_tokens"], truncated=row["finish_reason"] == "length")
+    steps = tuple(row[STEP_SCORES]) if STEP_SCORES in row else None
+    return Answer(score, length=row["num_tokens"], truncated=row["finish_reason"] == "length", steps=steps)
 
 
 def results_of(run: EvalRun, root: Path) -> list[EvaluatedModel]:
@@ -206,7 +216,12 @@ def results_of(run: EvalRun, root: Path) -> list[EvaluatedModel]:
         names = source_names(answered)
         of_names = by_source((name, prompt.answers) for name, prompt in zip(names, answered, strict=True))
         for source, samples in of_names.items():
-            evaluation = evaluate_answers(samples, ks=run.config.ks, pass_score=run.config.statistics.pass_score)
+            evaluation = evaluate_answers(
+                samples,
+                ks=run.config.ks,
+                pass_score=run.config.statistics.pass_score,
+                aggregations=run.config.reward.prm_aggregation,
+            )
             rows.append(EvaluatedModel(pretrain, source, run.config.sampling.n_samples_per_prompt, evaluation))
     return rows
 

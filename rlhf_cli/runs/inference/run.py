@@ -17,7 +17,7 @@ from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.models.requirements import check_positions
-from rlhf_cli.models.reward_model import RewardModelPlan, find_reward_model
+from rlhf_cli.models.reward_model import RewardModelPlan, find_process_reward_model, find_reward_model
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
@@ -25,16 +25,21 @@ from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.runs.inference.workers import started_models
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
+from rlhf_cli.trainers.online.interfaces import Engines, ProcessRewardModel, RewardModel, Scoring
 from rlhf_cli.trainers.online.metrics import failure_metrics, length_metrics, rollout_metrics
 from rlhf_cli.trainers.online.scoring import score_requests, score_responses, whole_groups
+from rlhf_cli.trainers.online.step_scoring import StepFinder, step_probabilities
+
+STEP_SCORES = "step_scores"
+"""Column of samples.jsonl: the probability of each step of the response."""
 
 
 @dataclass(frozen=True)
 class ModelUnderTest:
     """A model with the prompts it is asked, as far as they are known before anything heavy starts.
 
-    Its chunks are numbered from `first_step` on; `cells` are columns that all of its rows begin with.
+    Its chunks are numbered from `first_step` on; `cells` are columns that all of its rows begin with. At most one of
+    `reward_model` and `process_model` is there.
     """
 
     config: InferenceConfig
@@ -45,6 +50,17 @@ class ModelUnderTest:
     chunks: Chunks
     first_step: int = 1
     cells: Mapping[str, object] = field(default_factory=dict)
+    process_model: RewardModelPlan | None = None
+
+    @property
+    def step_finder(self) -> StepFinder | None:
+        """The finder of steps for the process reward model."""
+        if self.process_model is None:
+            return None
+        tokenizer: Any = self.model.tokenizer
+        assert self.process_model.separator is not None
+        decode = partial(text_of, tokenizer, skip_special_tokens=False)
+        return StepFinder(self.process_model.separator, decode, frozenset(tokenizer.all_special_ids))
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,7 @@ class Answers:
     requests: list[ScoreRequest]
     generations: list[Generation]
     scores: list[Score] | None
+    steps: list[list[float]] | None = None  # the probability of each step
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,7 @@ class InferenceRun:
     decode: Callable[[Sequence[int]], str]
     scorer: Scoring | None
     reward_model: RewardModel | None
+    process_model: ProcessRewardModel | None = None
 
 
 @dataclass(frozen=True)
@@ -76,9 +94,15 @@ class InferenceHooks:
 
 
 def examinee(
-    config: InferenceConfig, *, first_step: int = 1, cells: Mapping[str, object] | None = None
+    config: InferenceConfig,
+    *,
+    first_step: int = 1,
+    cells: Mapping[str, object] | None = None,
+    prm_pretrain: str | None = None,
 ) -> ModelUnderTest:
-    """Return the model of the settings with its prompts. Raise UsageError if they do not fit."""
+    """Return the model of the settings with its prompts, and the models that judge it. Raise UsageError if they do not
+    fit.
+    """
     sampling, backend = config.sampling, rollout_backend(config.sampling)
     model = find_inference_model(config.model)
     if backend == "vllm":
@@ -100,14 +124,21 @@ def examinee(
         Chunks(len(data.prompts), sampling.rollout_batch_size, sampling.n_samples_per_prompt),
         first_step,
         cells or {},
+        None if prm_pretrain is None else find_process_reward_model(prm_pretrain, _as_policy(config), model.tokenizer),
     )
 
 
 def _reward_model(config: InferenceConfig, tokenizer: object) -> RewardModelPlan | None:
     if config.reward.reward_pretrain is None:
         return None
-    policy = ModelConfig(**config.model.model_dump())
-    return find_reward_model(config.reward.reward_pretrain, policy, tokenizer, normalize=config.reward.normalize_reward)
+    reward = config.reward
+    return find_reward_model(
+        config.reward.reward_pretrain, _as_policy(config), tokenizer, normalize=reward.normalize_reward
+    )
+
+
+def _as_policy(config: InferenceConfig) -> ModelConfig:
+    return ModelConfig(**config.model.model_dump())
 
 
 def model_identity(examinee: ModelUnderTest) -> dict[str, object]:
@@ -184,7 +215,7 @@ def answer_prompts(
             started_models(
                 config,
                 examinee.backend,
-                examinee.reward_model,
+                examinee.reward_model or examinee.process_model,
                 weights=examinee.model.whole(root.resolve() / WHOLE_MODEL, tell=hooks.tracker.message),
                 cluster=cluster,
                 log_dir=log_dir,
@@ -195,7 +226,14 @@ def answer_prompts(
         def decode(token_ids: Sequence[int]) -> str:
             return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
 
-        answering = InferenceRun(models.engines, decode, scorer, models.reward_model)
+        scores_steps = examinee.process_model is not None
+        answering = InferenceRun(
+            models.engines,
+            decode,
+            scorer,
+            None if scores_steps else models.reward_model,
+            models.reward_model if scores_steps else None,
+        )
         return answer_chunks(answering, examinee, begin=begin, hooks=hooks)
 
 
@@ -208,7 +246,7 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
     for number in range(begin, len(chunks)):
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         first, end = chunks.bounds(number)
-        answers = _answer(answering, examinee.data.prompts[first:end], examinee.config, first=first, timer=timer)
+        answers = _answer(answering, examinee.data.prompts[first:end], examinee, first=first, timer=timer)
         step = examinee.first_step + number
         hooks.tracker.log(step, _metrics(answers), timer.take())
         hooks.tracker.samples(step, sample_cells(answers, examinee, first=first))
@@ -218,10 +256,10 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
 
 
 def _answer(
-    answering: InferenceRun, prompts: Sequence[Prompt], config: InferenceConfig, *, first: int, timer: PhaseTimer
+    answering: InferenceRun, prompts: Sequence[Prompt], examinee: ModelUnderTest, *, first: int, timer: PhaseTimer
 ) -> Answers:
     """Answer prompts, the first of which is number `first`, from which the seeds of its requests are counted."""
-    sampling = config.sampling
+    config, sampling = examinee.config, examinee.config.sampling
     asked = [prompt for prompt in prompts for _ in range(sampling.n_samples_per_prompt)]
     count = first * sampling.n_samples_per_prompt
     requests = [
@@ -243,7 +281,11 @@ def _answer(
                 generations=generations,
                 questions=questions,
             )
-    return Answers(asked, questions, generations, scores)
+        finder = examinee.step_finder
+        steps = None
+        if answering.process_model is not None and finder is not None:
+            steps = step_probabilities(answering.process_model, finder, asked, generations)
+    return Answers(asked, questions, generations, scores, steps)
 
 
 def _metrics(answers: Answers) -> dict[str, float]:
@@ -276,7 +318,8 @@ def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> l
             "finish_reason": generation.finish_reason,
             **({"data_source": prompt.data_source} if prompt.data_source is not None else {}),
         }
-        rows.append(row | (_score_cells(answers.scores[place]) if answers.scores is not None else {}))
+        row |= _score_cells(answers.scores[place]) if answers.scores is not None else {}
+        rows.append(row | ({STEP_SCORES: answers.steps[place]} if answers.steps is not None else {}))
     return rows
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from rlhf_cli.rewards.evaluation import Evaluation, Figure
 from rlhf_cli.tracking.figures import number
 
-SHARES = ("accuracy", "pass@", "maj@", "truncated", "invalid")
+SHARES = ("accuracy", "pass@", "maj@", "prm_", "truncated", "invalid")
 WIDTH_OF_A_FILE = 250  # characters of a line without a terminal
 LAST = {"reward": "reward", "response_length": "tokens", "truncated": "cut", "invalid": "no answer"}
 """Headings of the figures behind the figures of right answers."""

@@ -79,6 +79,12 @@ class RewardModel(Sleeper, Protocol):
     def scores(self, sequences: Sequence[TokenSequence]) -> list[float]: ...
 
 
+class ProcessRewardModel(Sleeper, Protocol):
+    """The frozen model that scores the steps of responses, each at its last token."""
+
+    def step_scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
+
+
 class Engines(Protocol):
     """All rollout engines."""
 

@@ -8,6 +8,8 @@ from collections import Counter
 import pytest
 
 from rlhf_cli.algorithms.answer_statistics import (
+    STEP_AGGREGATIONS,
+    best_at_k,
     majority_at_k,
     mean_interval,
     pass_at_k,
@@ -126,3 +128,19 @@ def test_a_95_percent_interval_holds_the_truth_about_95_times_in_100():
             assert found is not None
             held[name] += found[0] <= 0.3 <= found[1]
     assert all(920 <= count <= 975 for count in held.values()), held
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
+def test_best_at_k_is_the_mean_over_all_choices_and_equal_values_share_it(k):
+    values, correct = [3.0, 1.0, 3.0, 2.0, 1.0, 3.0], [True, True, False, False, False, True]
+    means = []
+    for chosen in itertools.combinations(range(6), k):
+        highest = max(values[number] for number in chosen)
+        best = [correct[number] for number in chosen if values[number] == highest]
+        means.append(sum(best) / len(best))
+    assert best_at_k(values, correct, k=k) == pytest.approx(sum(means) / len(means), abs=1e-12)
+
+
+def test_steps_make_one_value_of_a_response():
+    found = {name: value_of([0.9, 0.5, 0.8]) for name, value_of in STEP_AGGREGATIONS.items()}
+    assert found == pytest.approx({"min": 0.5, "prod": 0.36, "last": 0.8, "mean": 2.2 / 3})

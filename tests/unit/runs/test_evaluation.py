@@ -1,6 +1,7 @@
 """What an evaluation counts: figures from judged responses, the table, the settings of `rlhf eval`."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -255,3 +256,62 @@ def test_figures_are_apart_for_the_sources_that_rows_name(tmp_path):
     figures = {result.source: result.evaluation.figures for result in results_of(run(6, "a"), tmp_path)}
     assert list(figures) == ["all", "gsm8k", "math"]
     assert [figures[name]["accuracy"].value for name in figures] == [0.75, 1.0, 0.5]
+
+
+def stepped(is_right: bool, *steps: float) -> Answer:
+    return replace(RIGHT if is_right else WRONG, steps=steps)
+
+
+CHOICE = [stepped(True, 0.9, 0.6), stepped(False, 0.5, 0.95), stepped(False, 0.7, 0.7)]
+"""By the minimum the values are 0.6, 0.5, 0.7; by the product 0.54, 0.475, 0.49; by the last step 0.6, 0.95, 0.7."""
+
+
+def test_a_process_reward_model_chooses_the_sample_with_the_best_steps():
+    found = evaluate_answers([CHOICE], ks=[1, 2, 3], aggregations=["min", "prod", "last", "mean"]).figures
+    chosen = {name: figure.value for name, figure in found.items() if name.startswith("prm_")}
+    assert chosen == pytest.approx(
+        {
+            "prm_min@2": 1 / 3,  # right against the second alone
+            "prm_min@3": 0.0,
+            "prm_prod@2": 2 / 3,  # in every pair that it is in
+            "prm_prod@3": 1.0,
+            "prm_last@2": 0.0,
+            "prm_last@3": 0.0,
+            "prm_mean@2": 2 / 3,  # 0.75, 0.725, 0.7
+            "prm_mean@3": 1.0,
+        }
+    )
+
+
+def test_a_choice_is_among_judged_samples_and_over_prompts_that_have_enough():
+    found = evaluate_answers(
+        [CHOICE, [stepped(True, 0.1), replace(FAILED, steps=(0.9,))]], ks=[2], aggregations=["min"]
+    )
+    assert (found.figures["prm_min@2"].value, found.figures["prm_min@2"].num_prompts) == (pytest.approx(1 / 3), 1)
+    assert not any(name.startswith("prm_") for name in evaluate_answers([[RIGHT, WRONG]], ks=[2]).figures)
+
+
+def test_the_steps_of_kept_responses_are_read_back(tmp_path):
+    written_rows(tmp_path, "a")
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["step_scores"] = [0.5, number / 10]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (result,) = results_of(run(6, "a"), tmp_path)
+    # The second prompt has a wrong sample with 0.2, and a right one with 0.3.
+    assert result.evaluation.figures["prm_min@2"].value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"prm_pretrain": "m"}, "chooses among the samples of a prompt: give --n_samples_per_prompt above 1"),
+        ({"prm_aggregation": "min"}, "prm_aggregation is about the steps of responses: give --prm_pretrain"),
+        ({"prm_pretrain": "m", "reward_pretrain": "r"}, "one model has a place beside the engines"),
+        ({"prm_pretrain": "m", "prm_aggregation": "min,min"}, "names each of min, prod, last, mean once"),
+        ({"prm_pretrain": "m", "reward_funcs": "format"}, "prm_pretrain counts right responses: name a verifier"),
+    ],
+)
+def test_settings_of_a_process_reward_model_that_contradict_others_are_refused(settings, complaint):
+    with pytest.raises(UsageError, match=complaint):
+        config(**settings)

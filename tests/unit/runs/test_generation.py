@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PretrainedConfig
 
@@ -35,6 +36,7 @@ from rlhf_cli.runs.inference.run import (
     answer_chunks,
     settings_identity,
 )
+from rlhf_cli.trainers.online.step_scoring import StepFinder, step_probabilities
 
 IDENTITY = {"seed": 42, "temperature": 1.0}
 
@@ -209,6 +211,32 @@ def test_every_response_is_a_row_that_says_where_it_comes_from():
         "num_tokens": 2,
         "finish_reason": "stop",
     }
+
+
+class FakeProcessModel:
+    """Gives each marked token its id as score."""
+
+    def __init__(self):
+        self.places = []
+
+    def wake(self): ...
+
+    def sleep(self): ...
+
+    def step_scores(self, sequences):
+        self.places += [np.flatnonzero(sequence.loss_mask).tolist() for sequence in sequences]
+        return [np.zeros(sequence.num_trained, np.float32) for sequence in sequences]
+
+
+def test_steps_of_the_sampled_tokens_are_scored_and_kept_in_the_rows():
+    words = {1: "one", 2: "\n", 3: "two", 4: "<end>"}
+    finder = StepFinder("\n", lambda ids: "".join(words[number] for number in ids), frozenset({4}))
+    generations = [Generation([1, 2, 3, 4], [0.0] * 4, "stop", 0), Generation([1, 2, 3, 2], [0.0] * 4, "length", 0)]
+    model = FakeProcessModel()
+    found = step_probabilities(model, finder, PROMPTS[:2], generations)
+    start = len(PROMPTS[0].prompt_ids)
+    assert model.places == [[start + 1, start + 3], [start + 1, start + 3]]
+    assert found == [[0.5, 0.5], [0.5, 0.5]]
 
 
 def test_memory_is_bounded_by_the_chunk_and_metrics_come_before_rows():
