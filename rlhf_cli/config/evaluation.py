@@ -1,7 +1,6 @@
 """Evaluation: which models, how responses count, the place of the figures; and evaluation during online training."""
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -36,7 +35,8 @@ class EvaluatedModelConfig(ModelSource):
         return self
 
 
-StepAggregation = Literal["min", "prod", "last", "mean"]
+STEP_AGGREGATIONS = ("min", "prod", "last", "mean")
+"""Names of the ways from the probabilities of steps to a value of the response."""
 
 
 class EvalRewardConfig(RemoteScoringConfig):
@@ -45,9 +45,9 @@ class EvalRewardConfig(RemoteScoringConfig):
     prm_pretrain: str | None = None
     """Process reward model that chooses among the samples of a prompt: a folder or a run of `rlhf prm`; same token
     ids. It scores the steps of each response and adds nothing to rewards."""
-    prm_aggregation: list[StepAggregation] = ["min", "prod", "last"]
-    """How the probabilities of the steps make one value of a response: prm_min@k and so on count how often the sample
-    with the highest value of k is right."""
+    prm_aggregation: list[str] = ["min", "prod", "last"]
+    """How the probabilities of its steps make one value of a response, some of min, prod, last, mean: prm_min@k and so on
+    count how often the sample with the highest value of k is right."""
 
     @model_validator(mode="after")
     def _one_model_scores(self) -> "EvalRewardConfig":
@@ -58,8 +58,10 @@ class EvalRewardConfig(RemoteScoringConfig):
                 "prm_pretrain and reward_pretrain: one model has a place beside the engines; evaluate with one of them "
                 "at a time"
             )
-        if not self.prm_aggregation or len(set(self.prm_aggregation)) < len(self.prm_aggregation):
-            raise ValueError("prm_aggregation names each of min, prod, last, mean once at most, and at least one")
+        named = set(self.prm_aggregation)
+        if not named or len(named) < len(self.prm_aggregation) or named - set(STEP_AGGREGATIONS):
+            names = ", ".join(STEP_AGGREGATIONS)
+            raise ValueError(f"prm_aggregation {','.join(self.prm_aggregation)} has to name some of {names}, each once")
         return self
 
     @model_validator(mode="after")

@@ -308,7 +308,11 @@ def test_the_steps_of_kept_responses_are_read_back(tmp_path):
         ({"prm_pretrain": "m"}, "chooses among the samples of a prompt: give --n_samples_per_prompt above 1"),
         ({"prm_aggregation": "min"}, "prm_aggregation is about the steps of responses: give --prm_pretrain"),
         ({"prm_pretrain": "m", "reward_pretrain": "r"}, "one model has a place beside the engines"),
-        ({"prm_pretrain": "m", "prm_aggregation": "min,min"}, "names each of min, prod, last, mean once"),
+        (
+            {"prm_pretrain": "m", "prm_aggregation": "min,min"},
+            "prm_aggregation min,min has to name some of .*, each once",
+        ),
+        ({"prm_pretrain": "m", "prm_aggregation": "max"}, "prm_aggregation max has to name some of"),
         ({"prm_pretrain": "m", "reward_funcs": "format"}, "prm_pretrain counts right responses: name a verifier"),
     ],
 )
