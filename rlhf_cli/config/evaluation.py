@@ -46,7 +46,7 @@ class EvalRewardConfig(RemoteScoringConfig):
     """Process reward model that chooses among the samples of a prompt: a folder or a run of `rlhf prm`; same token
     ids. It scores the steps of each response and adds nothing to rewards."""
     prm_aggregation: list[str] = ["min", "prod", "last"]
-    """How the probabilities of its steps make one value of a response, some of min, prod, last, mean: prm_min@k and so on
+    """How the probabilities of its steps make a value of a response, some of min, prod, last, mean: prm_min@k and so on
     count how often the sample with the highest value of k is right."""
 
     @model_validator(mode="after")
