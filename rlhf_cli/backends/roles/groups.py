@@ -315,4 +315,4 @@ class RewardRole:
 
     def step_scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Return the scores of each sequence's steps, float32 [K], read at its marked tokens."""
-        return self._dealer.forward(self._group, lambda rank, work: rank.scores(work), sequences)
+        return self._frozen.dealer.forward(self._frozen.group, lambda rank, work: rank.scores(work), sequences)
