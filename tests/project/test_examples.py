@@ -21,7 +21,7 @@ from rlhf_cli.data.preference_data import load_pairs
 from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.options import build_config
 from rlhf_cli.rewards.verifiers.code_tests import AssertTests, FunctionTests, StdinTests, parse_tests
-from rlhf_cli.runs.online.run import check_batches
+from rlhf_cli.runs.online.checks import check_batches
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "scripts" / "gsm8k_pairs.py"
 

@@ -32,6 +32,7 @@ from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.conclusion import conclude
+from rlhf_cli.runs.online.checks import check_batches, check_filtering
 from rlhf_cli.runs.online.evaluation import (
     best_facts,
     evaluation_task,
@@ -231,64 +232,6 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineR
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
     check_rewards(config.reward, *(read.prompts for read in all_data))
     return run
-
-
-def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
-    """Raise UsageError if sizes do not fit together; the message names sizes that would."""
-    rollout, batch = config.rollout, config.batch
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    if samples % batch.train_batch_size:
-        fitting = [size for size in range(1, samples + 1) if samples % size == 0]
-        below = max((size for size in fitting if size < batch.train_batch_size), default=fitting[0])
-        above = min((size for size in fitting if size > batch.train_batch_size), default=samples)
-        raise UsageError(
-            f"--train_batch_size {batch.train_batch_size} does not divide the {samples} responses of an iteration "
-            f"({rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt}); "
-            f"{' and '.join(map(str, sorted({below, above})))} would"
-        )
-    if rollout.n_samples_per_prompt < algorithm.min_group:
-        raise UsageError(
-            f"--n_samples_per_prompt {rollout.n_samples_per_prompt}: {algorithm.name} compares the responses of a "
-            f"prompt and needs at least {algorithm.min_group}"
-        )
-    names = [call.name for call in config.reward.rewards]
-    if "length" in names and rollout.n_samples_per_prompt == 1:
-        raise UsageError("--reward_funcs length compares the responses of a prompt: raise --n_samples_per_prompt")
-    if "soft_overlong" in names and config.reward.overlong_buffer_len is not None:
-        raise UsageError("--reward_funcs soft_overlong and --overlong_buffer_len punish length twice: give one of them")
-    shaping = ("overlong_buffer_len", "stop_properly_penalty_coef")
-    given = next((name for name in shaping if getattr(config.reward, name) is not None), None)
-    if given and algorithm.rewards_apart:
-        raise UsageError(f"--{given} changes the sum of the rewards, which {algorithm.name} compares one by one")
-    buffer = config.reward.overlong_buffer_len
-    if buffer is not None and buffer > rollout.max_new_tokens:
-        raise UsageError(
-            f"--overlong_buffer_len {buffer} is longer than a response may be: --max_new_tokens "
-            f"{rollout.max_new_tokens}"
-        )
-    ranks = min(config.deepspeed.sequence_sizes)
-    room = f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu}" + (f" on {ranks} ranks" if ranks > 1 else "")
-    max_tokens, max_len = batch.train_max_tokens_per_gpu * ranks, config.prompts.max_len
-    if config.policy.bootstraps and max_tokens == max_len:
-        raise UsageError(f"--bootstrap_truncated reads one more token than --max_len {max_len}: raise {room}")
-    if max_tokens < max_len:
-        raise UsageError(f"{room} cannot hold one sequence of --max_len {max_len}: raise the one or lower the other")
-
-
-def check_filtering(config: OnlineConfig) -> None:
-    """Raise UsageError if dynamic sampling has no score to judge prompts by."""
-    if config.dynamic_sampling is None:
-        return
-    if config.rollout.n_samples_per_prompt < 2:
-        raise UsageError(
-            "--dynamic_filtering compares the responses of a prompt: --n_samples_per_prompt has to be at least 2"
-        )
-    reward = config.reward
-    if not reward.reward_funcs and reward.reward_func is None and not reward.remote_rm_url:
-        raise UsageError(
-            "--dynamic_filtering judges responses while others are generated, which a reward model cannot do: give "
-            "--reward_funcs, --reward_func or --remote_rm_url besides --reward_pretrain"
-        )
 
 
 def _tracker(run: _OnlineRun, console: Console) -> Tracker:

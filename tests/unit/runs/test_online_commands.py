@@ -12,8 +12,8 @@ from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import config_class, flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml
+from rlhf_cli.runs.online.checks import check_batches, check_filtering
 from rlhf_cli.runs.online.evaluation import evaluation_task
-from rlhf_cli.runs.online.run import check_batches, check_filtering
 from rlhf_cli.trainers.online.state import OnlineSettings
 
 ONLINE = [name for name, entry in cli.COMMANDS.items() if entry.panel == cli.ONLINE]

@@ -1,0 +1,83 @@
+"""Whether the sizes of an online command fit together, seen from its settings and the row of its algorithm."""
+
+from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.config.online import OnlineBatchConfig
+from rlhf_cli.config.rollout import RolloutConfig
+from rlhf_cli.errors import UsageError
+
+
+def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
+    """Raise UsageError if sizes do not fit together; the message names sizes that would."""
+    _check_steps(config.rollout, config.batch)
+    _check_groups(config, algorithm)
+    _check_shaping(config, algorithm)
+    _check_room(config)
+
+
+def _check_steps(rollout: RolloutConfig, batch: OnlineBatchConfig) -> None:
+    """Raise UsageError if the responses of an iteration are no whole number of optimizer steps."""
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    if samples % batch.train_batch_size == 0:
+        return
+    fitting = [size for size in range(1, samples + 1) if samples % size == 0]
+    below = max((size for size in fitting if size < batch.train_batch_size), default=fitting[0])
+    above = min((size for size in fitting if size > batch.train_batch_size), default=samples)
+    raise UsageError(
+        f"--train_batch_size {batch.train_batch_size} does not divide the {samples} responses of an iteration "
+        f"({rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt}); "
+        f"{' and '.join(map(str, sorted({below, above})))} would"
+    )
+
+
+def _check_groups(config: OnlineConfig, algorithm: Algorithm) -> None:
+    """Raise UsageError if too few responses to a prompt are sampled to be compared."""
+    num_samples = config.rollout.n_samples_per_prompt
+    if num_samples < algorithm.min_group:
+        raise UsageError(
+            f"--n_samples_per_prompt {num_samples}: {algorithm.name} compares the responses of a "
+            f"prompt and needs at least {algorithm.min_group}"
+        )
+    if num_samples == 1 and any(call.name == "length" for call in config.reward.rewards):
+        raise UsageError("--reward_funcs length compares the responses of a prompt: raise --n_samples_per_prompt")
+
+
+def _check_shaping(config: OnlineConfig, algorithm: Algorithm) -> None:
+    """Raise UsageError if scores cannot be shaped by the length of responses as the settings request."""
+    reward, longest = config.reward, config.rollout.max_new_tokens
+    buffer = reward.overlong_buffer_len
+    if buffer is not None and any(call.name == "soft_overlong" for call in reward.rewards):
+        raise UsageError("--reward_funcs soft_overlong and --overlong_buffer_len punish length twice: give one of them")
+    shaping = ("overlong_buffer_len", "stop_properly_penalty_coef")
+    given = next((name for name in shaping if getattr(reward, name) is not None), None)
+    if given and algorithm.rewards_apart:
+        raise UsageError(f"--{given} changes the sum of the rewards, which {algorithm.name} compares one by one")
+    if buffer is not None and buffer > longest:
+        raise UsageError(f"--overlong_buffer_len {buffer} is longer than a response may be: --max_new_tokens {longest}")
+
+
+def _check_room(config: OnlineConfig) -> None:
+    """Raise UsageError if a micro-batch cannot hold the longest sequence."""
+    batch, ranks = config.batch, min(config.deepspeed.sequence_sizes)
+    room = f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu}" + (f" on {ranks} ranks" if ranks > 1 else "")
+    max_tokens, max_len = batch.train_max_tokens_per_gpu * ranks, config.prompts.max_len
+    if config.policy.bootstraps and max_tokens == max_len:
+        raise UsageError(f"--bootstrap_truncated reads one more token than --max_len {max_len}: raise {room}")
+    if max_tokens < max_len:
+        raise UsageError(f"{room} cannot hold one sequence of --max_len {max_len}: raise the one or lower the other")
+
+
+def check_filtering(config: OnlineConfig) -> None:
+    """Raise UsageError if dynamic sampling has no score to judge prompts by."""
+    if config.dynamic_sampling is None:
+        return
+    if config.rollout.n_samples_per_prompt < 2:
+        raise UsageError(
+            "--dynamic_filtering compares the responses of a prompt: --n_samples_per_prompt has to be at least 2"
+        )
+    reward = config.reward
+    if not reward.reward_funcs and reward.reward_func is None and not reward.remote_rm_url:
+        raise UsageError(
+            "--dynamic_filtering judges responses while others are generated, which a reward model cannot do: give "
+            "--reward_funcs, --reward_func or --remote_rm_url besides --reward_pretrain"
+        )
