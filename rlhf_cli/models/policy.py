@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.last_mlp import LastMLP
-from rlhf_cli.models.logprobs import LogitTransform, token_logprobs
+from rlhf_cli.models.logit_chunks import LogitTransform
+from rlhf_cli.models.logprobs import token_logprobs
 from rlhf_cli.models.packs import PackLike
 from rlhf_cli.models.routers import RouterRecorder, router_recorder, token_weights
 from rlhf_cli.models.sequence_parallel.parts import Part, part_of

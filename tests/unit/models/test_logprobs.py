@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlhf_cli.models.logprobs import LogitTransform, token_logprobs
+from rlhf_cli.models.logit_chunks import LogitTransform
+from rlhf_cli.models.logprobs import token_logprobs
 
 K, D, V = 23, 8, 37
 

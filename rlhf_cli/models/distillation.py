@@ -1,0 +1,163 @@
+"""Divergences of a student from a teacher on each token, from hidden states and heads of both, in chunks of tokens.
+
+A `[tokens, vocabulary]` float32 tensor never exists as a whole, neither in forward nor in backward: the backward pass
+computes the logits of each chunk again, the teacher's too.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rlhf_cli.algorithms.divergence import (
+    as_events,
+    divergence,
+    divergence_gradient,
+    entropy,
+    gradient_of_tokens,
+    kl_divergence,
+)
+from rlhf_cli.models.logit_chunks import (
+    ChunkSizes,
+    HeadGradients,
+    HeadWeights,
+    LogitTransform,
+    chunk_sizes,
+    logits_of,
+    product_gradient,
+    softmax_dtype,
+)
+
+DIVERGENCE = "divergence"
+MEASURES = ("forward_kl", "reverse_kl", "teacher_entropy", "teacher_agreement")
+"""Measures of the whole distributions of a token, whatever the divergence that is trained on."""
+
+
+@dataclass(frozen=True)
+class DivergenceSettings:
+    """Which divergence: `beta` of `algorithms.divergence`, the temperature of both distributions, and how many of the
+    teacher's likeliest tokens are events of their own; None for all tokens.
+    """
+
+    beta: float = 0.0
+    temperature: float = 1.0
+    teacher_top_k: int | None = None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call that have no gradient."""
+
+    teacher: HeadWeights
+    transform: LogitTransform
+    settings: DivergenceSettings
+    sizes: ChunkSizes
+
+    def student_logits(self, product: torch.Tensor) -> torch.Tensor:
+        return logits_of(product, self.transform, self.settings.temperature)
+
+    def teacher_logprobs(self, product: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(logits_of(product, self.teacher.transform, self.settings.temperature), -1)
+
+
+def token_divergences(
+    hidden_KD: torch.Tensor,
+    student: HeadWeights,
+    teacher_KE: torch.Tensor,
+    teacher: HeadWeights,
+    settings: DivergenceSettings,
+    *,
+    chunk_size: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return `divergence`, float32 [K], and the MEASURES [K] of each token, which have no gradient.
+
+    The divergence is differentiable with respect to the student's hidden states [K, D], weight and bias. The teacher's
+    hidden states [K, E] may have another width. If one head has more rows, these are of no token and left out of both
+    distributions. `chunk_size` is the number of rows whose products exist at once.
+    """
+    vocabulary = min(len(student.weight_VD), len(teacher.weight_VD))
+    student, teacher = student.first_rows(vocabulary), teacher.first_rows(vocabulary)
+    sizes = chunk_sizes(
+        hidden_KD.device,
+        row_bytes=vocabulary * (hidden_KD.element_size() + teacher_KE.element_size()),
+        block_row_bytes=vocabulary * 8,
+        chunk_size=chunk_size,
+    )
+    call = _Call(teacher, student.transform, settings, sizes)
+    divergence_K, *measures = _TokenDivergences.apply(hidden_KD, student.weight_VD, student.bias_V, teacher_KE, call)
+    return {DIVERGENCE: divergence_K, **dict(zip(MEASURES, measures, strict=True))}
+
+
+class _TokenDivergences(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_KD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        teacher_KE: torch.Tensor,
+        call: _Call,
+    ) -> tuple[torch.Tensor, ...]:
+        num_tokens, head = hidden_KD.shape[0], HeadWeights(weight_VD, bias_V)
+        shape = (1 + len(MEASURES), num_tokens)
+        results_nK = torch.empty(shape, dtype=softmax_dtype(hidden_KD), device=hidden_KD.device)
+        for chunk in call.sizes.chunks(num_tokens):
+            products = head.product(hidden_KD[chunk]), call.teacher.product(teacher_KE[chunk])
+            for rows, block in call.sizes.blocks(chunk):
+                student = torch.log_softmax(call.student_logits(products[0][block]), -1)
+                teacher = call.teacher_logprobs(products[1][block])
+                results_nK[0, rows] = _divergence(student, teacher, call.settings)
+                results_nK[1:, rows] = _measures(student, teacher)
+        divergence_K, *measures = results_nK.unbind(0)
+        ctx.mark_non_differentiable(*measures)
+        ctx.call = call
+        ctx.save_for_backward(hidden_KD, weight_VD, bias_V, teacher_KE)
+        return divergence_K, *measures
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_K: torch.Tensor, *_: object) -> tuple[object, ...]:
+        hidden_KD, weight_VD, bias_V, teacher_KE = ctx.saved_tensors
+        call: _Call = ctx.call
+        gradients = HeadGradients(ctx.needs_input_grad, hidden_KD, HeadWeights(weight_VD, bias_V))
+        for chunk in call.sizes.chunks(hidden_KD.shape[0]):
+            product, of_teacher = gradients.head.product(hidden_KD[chunk]), call.teacher.product(teacher_KE[chunk])
+            for rows, block in call.sizes.blocks(chunk):
+                # The block's logits are not needed again: their gradient takes their place.
+                logits, teacher = call.student_logits(product[block]), call.teacher_logprobs(of_teacher[block])
+                grad = _gradient(torch.log_softmax(logits, -1), teacher, call.settings).mul_(grad_K[rows, None])
+                product[block] = product_gradient(grad, logits, call.transform, call.settings.temperature)
+            gradients.add(chunk, product)
+        return *gradients.values(), None, None
+
+
+def _divergence(student_BV: torch.Tensor, teacher_BV: torch.Tensor, settings: DivergenceSettings) -> torch.Tensor:
+    tokens_Bk = _top_tokens(teacher_BV, settings.teacher_top_k)
+    if tokens_Bk is not None:
+        student_BV, teacher_BV = as_events(student_BV, tokens_Bk), as_events(teacher_BV, tokens_Bk)
+    return divergence(student_BV, teacher_BV, settings.beta)
+
+
+def _gradient(student_BV: torch.Tensor, teacher_BV: torch.Tensor, settings: DivergenceSettings) -> torch.Tensor:
+    """Return the gradient of the divergence with respect to the student's logits."""
+    tokens_Bk = _top_tokens(teacher_BV, settings.teacher_top_k)
+    if tokens_Bk is None:
+        return divergence_gradient(student_BV, teacher_BV, settings.beta)
+    events = as_events(student_BV, tokens_Bk)
+    gradient = divergence_gradient(events, as_events(teacher_BV, tokens_Bk), settings.beta)
+    return gradient_of_tokens(gradient, events, student_BV, tokens_Bk)
+
+
+def _top_tokens(teacher_BV: torch.Tensor, top_k: int | None) -> torch.Tensor | None:
+    """Return the teacher's likeliest tokens; None if all tokens are events of their own."""
+    if top_k is None or top_k >= teacher_BV.shape[-1]:
+        return None
+    return teacher_BV.topk(top_k, -1).indices
+
+
+def _measures(student_BV: torch.Tensor, teacher_BV: torch.Tensor) -> torch.Tensor:
+    """Return the MEASURES, float [4, B]; `teacher_agreement` is 1 where both have the same likeliest token."""
+    agreement_B = (student_BV.argmax(-1) == teacher_BV.argmax(-1)).to(student_BV.dtype)
+    forward_B, reverse_B = kl_divergence(teacher_BV, student_BV), kl_divergence(student_BV, teacher_BV)
+    return torch.stack([forward_B, reverse_B, entropy(teacher_BV), agreement_B])
