@@ -52,6 +52,7 @@ COMMANDS = {
     "prm": Entry("prm", OFFLINE, "Train a process reward model on solutions whose steps are labelled."),
     "dpo": Entry("dpo", OFFLINE, "Train a policy on pairs: DPO, IPO, SimPO, ORPO and other losses."),
     "kto": Entry("kto", OFFLINE, "Train a policy on single responses labelled desirable or undesirable."),
+    "distill": Entry("distill", OFFLINE, "Train a student to give tokens the probabilities of a teacher."),
     "ppo": Entry("ppo", ONLINE, "Train a policy and a critic on sampled and scored responses (PPO with GAE)."),
     "reinforce++": Entry("reinforce", ONLINE, "Without a critic: rewards whitened over the whole batch."),
     "grpo": Entry("grpo", ONLINE, "Without a critic: responses compared within their group; DAPO, GSPO as presets."),

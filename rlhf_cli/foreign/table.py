@@ -280,7 +280,7 @@ SHARED_SEQUENCES = {
     "ring_head_stride": Foreign(1, _not_needed),
 }
 """Words about several ranks for one sequence, of commands that train."""
-TRAINING = ("sft", "rm", "prm", "dpo", "kto", "ppo", "reinforce++", "grpo", "rloo", "remax")
+TRAINING = ("sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax")
 
 OF_COMMAND: dict[str, dict[str, Foreign]] = {
     "merge": {
@@ -387,7 +387,8 @@ COMMANDS = {
     "train_rm": "rm",
     "train_dpo": "dpo",
     "train_kto": "kto",
-    "train_kd": "sft on a teacher's responses, which rlhf generate writes; there is no distillation yet",
+    "train_kd": "distill",
+    "gkd": "distill",
     "train_prm": "prm",
     "train_ppo": "ppo",
     "train_ppo_ray": "ppo, reinforce++, grpo, rloo or remax",

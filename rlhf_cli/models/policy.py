@@ -4,7 +4,9 @@ State dict: the Hugging Face model is the attribute `model`, so every key is `mo
 Losses are no business of this module, and neither is generation.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,13 +14,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.last_mlp import LastMLP
-from rlhf_cli.models.logit_chunks import LogitTransform
+from rlhf_cli.models.logit_chunks import HeadWeights, LogitTransform
 from rlhf_cli.models.logprobs import token_logprobs
 from rlhf_cli.models.packs import PackLike
 from rlhf_cli.models.routers import RouterRecorder, router_recorder, token_weights
 from rlhf_cli.models.sequence_parallel.parts import Part, part_of
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.shape_bucketing import rounded
+
+ResultT = TypeVar("ResultT")
 
 
 class Decoder:
@@ -73,35 +77,31 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
 
 
 class TokenHead(nn.Module):
-    """Log-probabilities and entropies from hidden states with the head's weight, which stays in place.
+    """Functions of hidden states and the head's weight, which stays in place.
 
     A module of its own because ZeRO-3 gathers weights per module: the head's weight is used outside the head, so it has
-    to be registered as external parameter of this module (`PolicyModel.external_parameters`).
+    to be registered as external parameter of this module (`external_parameters` of the models here).
     """
 
-    def __init__(self, head: nn.Module, transform: LogitTransform) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise UsageError(f"{type(model).__name__} has no linear language-model head: it cannot be a policy")
         # In a tuple, so that the weight does not appear under a second name in the state dict.
         self._head = (head,)
-        self._transform = transform
+        self._transform = logit_transform(model.config)
 
     def parameters_used(self) -> list[nn.Parameter]:
         """Return the head's own parameters, in use during forward and backward of this module."""
         return list(self._head[0].parameters(recurse=False))
 
-    def forward(
-        self, hidden_KD: torch.Tensor, targets_K: torch.Tensor, *, temperature: float, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        head = self._head[0]
-        return token_logprobs(
-            hidden_KD,
-            head.weight,
-            targets_K,
-            bias_V=head.bias,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            transform=self._transform,
-        )
+    def weights(self) -> HeadWeights:
+        """Return the head's weights as they are: whole, or empty if they are partitioned."""
+        return HeadWeights(self._head[0].weight, self._head[0].bias, self._transform)
+
+    def forward(self, hidden_KD: torch.Tensor, function: Callable[[torch.Tensor, HeadWeights], ResultT]) -> ResultT:
+        return function(hidden_KD, self.weights())
 
 
 class PolicyModel(nn.Module):
@@ -113,12 +113,9 @@ class PolicyModel(nn.Module):
     def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
         super().__init__()
         self.sequence_ranks = sequence_ranks
-        head = model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise UsageError(f"{type(model).__name__} has no linear language-model head: it cannot be a policy")
         self.model = model
         self._decoder = Decoder(model)
-        self.head = TokenHead(head, logit_transform(model.config))
+        self.head = TokenHead(model)
 
     @property
     def routers(self) -> RouterRecorder | None:
@@ -138,12 +135,20 @@ class PolicyModel(nn.Module):
         targets the results are empty, and a backward pass from them gives every parameter a gradient of zero.
         """
         part = part_of(rounded(pack, self.model.dtype), self.sequence_ranks)
-        logprobs, entropies = self.head(
-            self._decoder(part, real=pack),
-            part.pack.targets_K[part.targets],
-            temperature=temperature,
-            with_entropy=with_entropy,
-        )
+
+        def compute(hidden_KD: torch.Tensor, head: HeadWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
+            targets_K = part.pack.targets_K[part.targets]
+            return token_logprobs(
+                hidden_KD,
+                head.weight_VD,
+                targets_K,
+                bias_V=head.bias_V,
+                temperature=temperature,
+                with_entropy=with_entropy,
+                transform=head.transform,
+            )
+
+        logprobs, entropies = self.head(self._decoder(part, real=pack), compute)
         num_targets = pack.targets_K.numel()
         return part.whole(logprobs)[:num_targets], None if entropies is None else part.whole(entropies)[:num_targets]
 

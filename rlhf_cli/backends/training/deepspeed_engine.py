@@ -28,6 +28,7 @@ from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.models.adapters import weights_read_by_others
 from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.models.student import StudentModel
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
@@ -274,7 +275,7 @@ def undo_first_step(optimizer: Any) -> None:
 
 def register_external_parameters(module: nn.Module) -> None:
     """Register parameters with ZeRO-3 that are used outside the module that owns them."""
-    head = module.external_parameters() if isinstance(module, PolicyModel) else []
+    head = module.external_parameters() if isinstance(module, PolicyModel | StudentModel) else []
     for user, parameter in [*head, *weights_read_by_others(module)]:
         deepspeed.zero.register_external_parameter(user, parameter)
 

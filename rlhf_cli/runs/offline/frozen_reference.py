@@ -12,13 +12,10 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.preference import FrozenReferenceConfig, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.classifiers import refuse_classifier
 from rlhf_cli.models.finding import find_model
-from rlhf_cli.models.reward_model import require_same_tokens
-from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.runs.offline.run import Items, ReferenceHooks
 from rlhf_cli.runs.run_identity import model_identity
-from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.runs.trained_model import TrainedModel, find_reader
 from rlhf_cli.trainers.offline import dpo, kto
 from rlhf_cli.trainers.offline.loop import Share
 from rlhf_cli.trainers.offline.pairs import Gather
@@ -39,22 +36,7 @@ def check_reference(
     if reference.moves and settings.zero_stage == 3:
         raise UsageError("ref_sync_steps does not go with --zero_stage 3, which partitions both models")
     if reference.ref_pretrain is not None:
-        _check_given(_source(reference, model), model)
-
-
-def _check_given(source: ModelConfig, model: TrainedModel) -> None:
-    """Raise UsageError for a model that cannot be the reference, or reads other token ids than the trained one."""
-    what = f"--ref_pretrain {source.pretrain!r}"
-    try:
-        architecture, tokenizer = find_model(source).architecture, load_tokenizer(source)
-    except UsageError as error:
-        raise UsageError(f"--ref_pretrain: {error}") from error
-    refuse_classifier(architecture, what)
-    require_same_tokens(tokenizer, model.tokenizer, what)
-    last_token = max(model.tokenizer.get_vocab().values())
-    sizes = [config.get_text_config().vocab_size for config in (architecture, model.architecture)]
-    if sizes[0] < min(last_token + 1, sizes[1]):  # rows of padding beyond the tokens may differ
-        raise UsageError(f"{what} has {sizes[0]:,} embeddings, fewer than the {last_token + 1:,} tokens it would read")
+        find_reader("ref_pretrain", _source(reference, model), model)
 
 
 def _source(reference: FrozenReferenceConfig, model: TrainedModel) -> ModelConfig:

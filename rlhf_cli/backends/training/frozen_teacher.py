@@ -1,0 +1,40 @@
+"""The teacher of distillation: a second model that is only asked, with a ZeRO stage of its own."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rlhf_cli.backends.training import distributed
+from rlhf_cli.backends.training.deepspeed_engine import BUCKET_BYTES, FrozenEngine, whole_weights
+from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
+from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.models.loading import load_causal_lm
+from rlhf_cli.models.logit_chunks import HeadWeights
+from rlhf_cli.models.policy import TokenHead
+from rlhf_cli.models.student import TeacherModel
+
+
+class FrozenTeacher:
+    """Owns one rank's share of the teacher, and its whole head, which every rank needs in each step."""
+
+    def __init__(self, source: ModelConfig, settings: DeepSpeedConfig) -> None:
+        partition = partitioned_loading(settings, param_dtype=source.param_dtype)
+        hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
+        module = TeacherModel(hf_model, sequence_ranks(settings, hf_model.config))
+        self._engine = FrozenEngine(module, settings, param_dtype=source.param_dtype)
+        self.head = whole_head(module.head) if partition else module.head.weights()
+
+    def hidden_states(self, packs: Sequence[object]) -> list[torch.Tensor]:
+        """Return the states [k, D] that predict this rank's targets of each pack, on the CPU."""
+        return self._engine.infer(packs, lambda model, pack: model(pack))
+
+
+def whole_head(head: TokenHead) -> HeadWeights:
+    """Return a copy of a partitioned head; every rank must call it."""
+    partitioned = head.weights()
+    named = [("weight", partitioned.weight_VD), ("bias", partitioned.bias_V)]
+    present = [(name, parameter) for name, parameter in named if isinstance(parameter, torch.nn.Parameter)]
+    whole = {name: weight.clone() for name, weight in whole_weights(present, gather=True, bucket_bytes=BUCKET_BYTES)}
+    return HeadWeights(whole["weight"], whole.get("bias"), partitioned.transform)

@@ -1,0 +1,14 @@
+"""The settings of `rlhf distill`."""
+
+from rlhf_cli.config.commands.offline import OfflineConfig
+from rlhf_cli.config.data import DataConfig
+from rlhf_cli.config.distillation import DistillationConfig
+from rlhf_cli.config.train import OfflineBatchConfig
+
+
+class DistillConfig(OfflineConfig):
+    """Settings of `rlhf distill`."""
+
+    data: DataConfig
+    distillation: DistillationConfig
+    batch: OfflineBatchConfig = OfflineBatchConfig(max_epochs=2)

@@ -1,0 +1,24 @@
+"""The teacher of `rlhf distill`, and the divergence from it."""
+
+from pydantic import Field
+
+from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.online import ZeroStage
+
+
+class DistillationConfig(SettingsGroup):
+    """Distillation"""
+
+    teacher_pretrain: str
+    """Model to learn from: a local folder, a run directory of this program, or a Hugging Face name; same token ids."""
+    teacher_zero_stage: ZeroStage | None = None
+    """Stage of the teacher, by default zero_stage; frozen weights are partitioned at 3 and whole at the others."""
+    beta: float = Field(0.0, ge=0, le=1)
+    """Which divergence: 0 forward KL, KL(teacher || student); 1 reverse KL; between them the generalised Jensen-Shannon
+    divergence of GKD."""
+    temperature: float = Field(1.0, gt=0)
+    """Temperature of both models' distributions in the divergence."""
+    teacher_top_k: int | None = Field(None, gt=0)
+    """Compare the teacher's likeliest tokens only, so many, and all others as one; by default all tokens."""
+    kd_coef: float = Field(1.0, gt=0, le=1)
+    """Share of the divergence in the loss; the rest is the mean negative log-likelihood of the data, as in sft."""

@@ -1,0 +1,89 @@
+"""A teacher that gives hidden states, and a student that gives its divergence from the teacher on each trained token.
+
+Both read the same packs with the same ranks and the same type of weights, so that the teacher's rows on this rank are
+those of the student. The teacher's states are far smaller than its distributions, which its head gives anew.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_cli.models.distillation import DivergenceSettings, token_divergences
+from rlhf_cli.models.logit_chunks import HeadWeights
+from rlhf_cli.models.logprobs import token_logprobs
+from rlhf_cli.models.packs import PackLike
+from rlhf_cli.models.policy import Decoder, TokenHead
+from rlhf_cli.models.routers import RouterRecorder
+from rlhf_cli.models.sequence_parallel.parts import Part, part_of
+from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
+from rlhf_cli.models.shape_bucketing import rounded
+
+LOGPROBS = "logprobs"
+
+
+class TeacherModel(nn.Module):
+    """A frozen language model that gives the hidden states before its head."""
+
+    def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
+        super().__init__()
+        self.sequence_ranks = sequence_ranks
+        self.model = model
+        self._decoder = Decoder(model)
+        self.head = TokenHead(model)
+
+    def forward(self, pack: PackLike) -> torch.Tensor:
+        """Return the states [k, D] that predict this rank's targets, filler among them."""
+        return self._decoder(part_of(rounded(pack, self.model.dtype), self.sequence_ranks), real=pack)
+
+
+class StudentModel(nn.Module):
+    """A causal language model that gives divergences from a teacher.
+
+    `sequence_ranks` share the tokens of each pack; None if this rank computes whole packs.
+    """
+
+    def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
+        super().__init__()
+        self.sequence_ranks = sequence_ranks
+        self.model = model
+        self._decoder = Decoder(model)
+        self.head = TokenHead(model)
+
+    @property
+    def routers(self) -> RouterRecorder | None:
+        """The recorder of the routers, if the model has any with a load-balancing loss."""
+        return self._decoder.routers
+
+    def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
+        """Return the pairs (module, parameter) for `deepspeed.zero.register_external_parameter`."""
+        return [(self.head, parameter) for parameter in self.head.parameters_used()]
+
+    def forward(
+        self,
+        pack: PackLike,
+        teacher_kD: torch.Tensor,
+        *,
+        teacher: HeadWeights,
+        settings: DivergenceSettings,
+        with_logprobs: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """Return what `token_divergences` does for the pack's K targets, and the targets' log-probabilities if asked
+        for.
+
+        `teacher_kD` are the states that the teacher gives for this pack on this rank. Log-probabilities are of
+        temperature 1.
+        """
+        part = part_of(rounded(pack, self.model.dtype), self.sequence_ranks)
+        assert len(teacher_kD) == len(part.rows_k), "the teacher cuts packs in another way"
+
+        def compute(hidden_kD: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
+            found = token_divergences(hidden_kD, head, teacher_kD, teacher, settings)
+            return found | ({LOGPROBS: _logprobs(hidden_kD, head, part)} if with_logprobs else {})
+
+        found = self.head(self._decoder(part, real=pack), compute)
+        return {name: part.whole(values)[: pack.targets_K.numel()] for name, values in found.items()}
+
+
+def _logprobs(hidden_kD: torch.Tensor, head: HeadWeights, part: Part) -> torch.Tensor:
+    targets_k = part.pack.targets_K[part.targets]
+    return token_logprobs(hidden_kD, head.weight_VD, targets_k, bias_V=head.bias_V, transform=head.transform)[0]

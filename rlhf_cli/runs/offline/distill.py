@@ -1,0 +1,78 @@
+"""The task of `rlhf distill`: its data, both models and the objective."""
+
+from rlhf_cli.backends.training import distributed_env
+from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
+from rlhf_cli.config.commands.distill import DistillConfig
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.adapters import require_language_model
+from rlhf_cli.models.distillation import DivergenceSettings
+from rlhf_cli.models.finding import FoundModel
+from rlhf_cli.models.loading import load_causal_lm
+from rlhf_cli.models.requirements import check_loadable, packed_attention
+from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel
+from rlhf_cli.models.student import StudentModel
+from rlhf_cli.runs.offline.run import OfflineTask, ReferenceHooks, offline_model
+from rlhf_cli.runs.offline.sft import load_sequence_items
+from rlhf_cli.runs.run_identity import model_identity, objective_identity
+from rlhf_cli.runs.trained_model import TrainedModel, find_reader
+from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
+
+PLACE = frozenset({"teacher_pretrain", "teacher_zero_stage"})
+"""Settings of the teacher that do not belong to the objective."""
+
+
+def distill_task(config: DistillConfig) -> OfflineTask:
+    """Read the data and return the task of these settings. Raise UsageError if settings, models or data do not fit."""
+    distillation = config.distillation
+    model = offline_model(config)
+    require_language_model(config.model, model.architecture, model.plan)
+    source, deepspeed = teacher_source(config, model), teacher_deepspeed(config)
+    teacher = find_teacher(source, deepspeed, model)
+    items = load_sequence_items(config.data, model, seed=config.batch.seed)
+    settings = DivergenceSettings(distillation.beta, distillation.temperature, distillation.teacher_top_k)
+
+    def teacher_hooks() -> ReferenceHooks:
+        frozen = FrozenTeacher(source, deepspeed)
+        return ReferenceHooks(prepare=TeacherPreparation(frozen.hidden_states, frozen.head))
+
+    return OfflineTask(
+        command="distill",
+        objective=DistillObjective(settings, distillation.kd_coef),
+        items=items,
+        summary=items.data.data.report.summary,
+        model=model,
+        load=load_causal_lm,
+        wrap=StudentModel,
+        identity=lambda: {
+            **objective_identity(distillation, besides=PLACE),
+            **model_identity("teacher", teacher),
+        },
+        begin=lambda items, share: (items, teacher_hooks()),
+    )
+
+
+def teacher_source(config: DistillConfig, model: TrainedModel) -> ModelConfig:
+    """Return the teacher as the student is loaded: in the same type, with the same attention kernel."""
+    changes = {"pretrain": config.distillation.teacher_pretrain, "compile_model": False}
+    return model.base.model_copy(update=changes | {"gradient_checkpointing": False})
+
+
+def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
+    """Return the settings of DeepSpeed with the teacher's stage."""
+    stage = config.distillation.teacher_zero_stage
+    return config.deepspeed if stage is None else config.deepspeed.model_copy(update={"zero_stage": stage})
+
+
+def find_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: TrainedModel) -> FoundModel:
+    """Return the teacher. Raise UsageError if it cannot be loaded here, or reads other token ids than the student."""
+    found = find_reader("teacher_pretrain", source, model)
+    _, num_ranks = distributed_env.rank_and_world_size()
+    try:
+        check_loadable(source, found.architecture, in_4bit=False, partitioned=deepspeed.zero_stage == 3)
+        attention = packed_attention(source, found.architecture)
+        check_sequence_parallel(found.architecture, deepspeed, num_ranks=num_ranks, attention=attention)
+    except UsageError as error:
+        raise UsageError(f"--teacher_pretrain: {error}") from error
+    return found
