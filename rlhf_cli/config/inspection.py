@@ -24,7 +24,7 @@ from rlhf_cli.config.plugins import Plugin
 class ShowConfig(SettingsGroup):
     """Show"""
 
-    for_: Literal["sft", "rm", "prm", "dpo", "kto", "ppo"] = Field(alias="for")
+    for_: Literal["sft", "rm", "prm", "dpo", "kto", "distill", "ppo"] = Field(alias="for")
     """Command whose reading of the data is shown."""
     num_rows: int = Field(3, ge=0)
     """Examples shown, spread over the data."""
@@ -41,15 +41,15 @@ class ShownDataConfig(SidesConfig, MarkedStepsConfig):
     """Data"""
 
     data_format: Annotated[str, Plugin(ALL_FORMATS, PARAMETERS_OF_FORMAT)] = "auto"
-    """How rows are read; auto decides by the columns. prompt_response to text are of sft, explicit_prompt and
-    shared_prompt of rm and dpo, unpaired and preference of kto, stepwise to processbench of prm,
-    prompt, messages and sharegpt of ppo."""
+    """How rows are read; auto decides by the columns. prompt_response to text are of sft and distill, explicit_prompt
+    and shared_prompt of rm and dpo, unpaired and preference of kto, stepwise to processbench of prm, prompt, messages
+    and sharegpt of ppo."""
     output_key: str | None = None
-    """Column with the response (sft, kto) or the list of steps (prm); found by its name if not given."""
+    """Column with the response (sft, distill, kto) or the list of steps (prm); found by its name if not given."""
     label_key: str | None = None
     """Column that marks desirable responses (kto), with the labels of steps (prm), or the ground truth (ppo)."""
     pretrain_mode: bool = False
-    """Train on every token, not only on the assistant's (sft)."""
+    """Train on every token, not only on the assistant's (sft, distill)."""
     train_on_last_step_only: bool = False
     """Train on the last labelled step of each solution alone (prm)."""
     prompt_template: str | None = None

@@ -210,7 +210,7 @@ OPENRLHF = {
     "vllm_generate_batch_size": Foreign(1, _refused("--dynamic_oversample asks for more prompts than are trained on")),
     "vllm_enable_is_correction": Foreign(0, _not_needed),
     "use_icepop": Foreign(0, _as({"rollout_correction": ["token_mask"]})),
-    "load_in_4bit": Foreign(0, _refused("4-bit weights are for sft, rm, dpo and kto")),
+    "load_in_4bit": Foreign(0, _refused("4-bit weights are for sft, rm, dpo, kto and distill")),
     "optim": Foreign(1, _one_of("adam", instead="the optimizer is AdamW")),
     "experts_implementation": Foreign(1, _not_needed),
     **{name: Foreign(1, _not_needed) for name in MUON_WORDS},
@@ -282,6 +282,8 @@ SHARED_SEQUENCES = {
 """Words about several ranks for one sequence, of commands that train."""
 TRAINING = ("sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax")
 
+TEACHER_WRITES = "rlhf generate --pretrain TEACHER writes the teacher's responses: give its samples.jsonl as --dataset"
+
 OF_COMMAND: dict[str, dict[str, Foreign]] = {
     "merge": {
         "model_path": Foreign(1, _renamed("base")),
@@ -317,6 +319,14 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
         "device": Foreign(1, _refused("it takes the GPU if there is one; CUDA_VISIBLE_DEVICES= hides it")),
     },
     **dict.fromkeys(TRAINING, SHARED_SEQUENCES),
+    "distill": {
+        **SHARED_SEQUENCES,
+        "teacher_model": Foreign(1, _renamed("teacher_pretrain")),
+        "teacher_model_name_or_path": Foreign(1, _renamed("teacher_pretrain")),
+        "teacher_offload": Foreign(0, _refused("--teacher_zero_stage 3 partitions the teacher's weights")),
+        "seq_kd": Foreign(1, _one_of("false", "False", instead=TEACHER_WRITES)),
+        "lmbda": Foreign(1, _only(0, instead="the student's own responses are not trained on yet")),
+    },
     "serve-rm": {
         "batch_size": Foreign(1, _refused("give --max_tokens_per_gpu, the tokens of a pack")),
         "attn_implementation": Foreign(1, _not_needed),
@@ -388,7 +398,6 @@ COMMANDS = {
     "train_dpo": "dpo",
     "train_kto": "kto",
     "train_kd": "distill",
-    "gkd": "distill",
     "train_prm": "prm",
     "train_ppo": "ppo",
     "train_ppo_ray": "ppo, reinforce++, grpo, rloo or remax",

@@ -35,6 +35,7 @@ DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
     "prm": StepDataConfig,
     "dpo": PreferenceDataConfig,
     "kto": LabelledDataConfig,
+    "distill": DataConfig,
     "ppo": PromptConfig,
 }
 """The data settings of each command."""
@@ -263,10 +264,12 @@ def _facts_of_pair(pair: Pair) -> dict[str, str]:
 
 
 PAIRS = DataReading(load_pairs, "pairs", _parts_of_pair, _facts_of_pair, "pairs (the longer side with the prompt)")
+SEQUENCES = DataReading(load_sft_sequences, "sequences", _parts_of_sequence, lambda item: {}, "sequences")
 OFFLINE = {
-    "sft": DataReading(load_sft_sequences, "sequences", _parts_of_sequence, lambda item: {}, "sequences"),
+    "sft": SEQUENCES,
     "rm": PAIRS,
     "dpo": PAIRS,
     "prm": DataReading(load_steps, "items", _parts_of_solution, lambda item: {}, "solutions with the prompt"),
     "kto": DataReading(load_labelled, "items", _parts_of_labelled, lambda item: {}, "responses with the prompt"),
+    "distill": SEQUENCES,
 }

@@ -31,6 +31,8 @@ PROMINENT = (
 TITLES = {
     "lr": "learning rate",
     "kl": "KL from reference",
+    "forward_kl": "forward KL",
+    "reverse_kl": "reverse KL",
     "approx_kl": "update KL (k1)",
     "approx_k3": "update KL (k3)",
     "kl_coef": "KL coefficient",

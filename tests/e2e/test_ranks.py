@@ -38,6 +38,13 @@ def test_two_ranks_take_the_steps_of_one(results, name):
     assert sorted(results[rank, 2][name]["sizes"][-1] for rank in (0, 1)) == [0, 1]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_learn_from_a_teacher_as_one(results, stage):
+    """At stage 2 the teacher's weights are partitioned, at stage 3 the student's."""
+    for rank in (0, 1):
+        assert_equal_steps(results[0, 1][f"distill {stage}"], results[rank, 2][f"distill {stage}"])
+
+
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_stages_take_the_same_steps(results, stage):
     for place in results:

@@ -14,11 +14,12 @@ RANKS_PER_SEQUENCE = {1: 1, 3: 3, 4: 2}
 
 
 @pytest.fixture(scope="module")
-def results(tiny_model_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
+def results(tiny_model_dir, tiny_llama_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
     """The findings of each rank, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("shared")
+    words = [tiny_model_dir, tiny_llama_dir, str(folder)]
     processes = {
-        num_ranks: start_ranks("shared_sequences.py", num_ranks, [tiny_model_dir, str(folder), str(size)], folder)
+        num_ranks: start_ranks("shared_sequences.py", num_ranks, [*words, str(size)], folder)
         for num_ranks, size in RANKS_PER_SEQUENCE.items()
     }
     return results_of(processes, folder)
@@ -31,7 +32,7 @@ def test_shared_packs_give_the_results_and_gradients_of_one_rank(results, place)
         assert of_gradients < 1e-5, case
 
 
-@pytest.mark.parametrize("name", [*(f"steps {stage}" for stage in range(4)), *TASKS])
+@pytest.mark.parametrize("name", [*(f"steps {stage}" for stage in range(4)), *TASKS, "distill"])
 def test_steps_over_shared_sequences_are_those_of_one_rank(results, name):
     alone = results[0, 1][name]
     for rank in range(4):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from distill_training import distill_steps
 from preference_training import make_pairs, make_reference
 from tiny_training import OPTIM, Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 from torch import nn
@@ -213,6 +214,9 @@ def main(model: str, mixture: str, folder: Path) -> None:
     results["zpg"] = steps(model, 3, zpg=num_ranks)
     results["overlap"] = steps(model, 2, overlap_comm=True)
     results["router loss"] = steps(mixture, 3, optim=OPTIM.model_copy(update={"aux_loss_coef": 0.5}))
+    for stage, teacher_stage in ((2, 3), (3, 0)):
+        trained = distill_steps(model, mixture, stage, layout(max_tokens=30), teacher_stage=teacher_stage)
+        results[f"distill {stage}"] = {"metrics": trained.metrics, "weights": trained.weights}
     results["critic"] = critic(model)
     results["inference"] = inference(model)
     results["reference columns"] = torch.from_numpy(reference_columns(model))

@@ -1,16 +1,18 @@
-"""One of several ranks, of which some share the tokens of packs: `python shared_sequences.py MODEL OUT SIZE`.
+"""One of several ranks, of which some share the tokens of packs: `python shared_sequences.py MODEL TEACHER OUT SIZE`.
 
 SIZE ranks share a sequence. Every rank computes each pack alone too, and writes how far the shared results are from its
 own, and then the metrics and weights of three steps at each ZeRO stage.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from distill_training import distill_steps
 from preference_training import TASKS, run_steps
 from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 from torch import nn
@@ -126,7 +128,7 @@ def steps(model: str, stage: int, size: int) -> dict[str, object]:
     return {"metrics": metrics, "weights": weights_of(engine, hf_model)}
 
 
-def main(model: str, folder: Path, size: int) -> None:
+def main(model: str, teacher: str, folder: Path, size: int) -> None:
     sys.path.append(str(Path(__file__).with_name("flash_attn_stand_in")))
     distributed.join_process_group()
     group = distributed.sequence_group(size)
@@ -137,9 +139,12 @@ def main(model: str, folder: Path, size: int) -> None:
         for name in TASKS:
             trained = run_steps(model, TASKS[name](), 2, layout)
             results[name] = {"metrics": trained.metrics, "weights": trained.weights}
+        layout = replace(layout, max_tokens=30 // size)
+        trained = distill_steps(model, teacher, 2, layout, teacher_stage=3)
+        results["distill"] = {"metrics": trained.metrics, "weights": trained.weights}
     torch.save(results, folder / f"rank{dist.get_rank()}of{dist.get_world_size()}.pt")
     distributed.leave_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))

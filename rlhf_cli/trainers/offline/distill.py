@@ -53,9 +53,7 @@ class DistillObjective:
     def __call__(self, model: nn.Module, batch: DistillBatch, totals: StepTotals) -> tuple[torch.Tensor, Metrics]:
         """Return this micro-batch's part of the mean loss over the step's trained tokens, in nats."""
         mixes = self.kd_coef < 1.0
-        found = model(
-            batch.pack, batch.teacher_kD, teacher=batch.teacher, settings=self.settings, with_logprobs=mixes
-        )
+        found = model(batch.pack, batch.teacher_kD, teacher=batch.teacher, settings=self.settings, with_logprobs=mixes)
         loss = divergence = token_mean(found[DIVERGENCE], totals)
         metrics = {name: token_mean(found[name], totals) for name in MEASURES}
         if mixes:

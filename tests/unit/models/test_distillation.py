@@ -117,7 +117,7 @@ def test_as_many_likeliest_tokens_as_there_are_is_the_whole_distribution():
 @pytest.mark.parametrize("beta", BETAS)
 def test_rows_that_one_head_has_more_are_in_neither_distribution(beta, student_rows, teacher_rows):
     problem_of = problem(student_rows=student_rows, teacher_rows=teacher_rows)
-    hidden, student, teacher_hidden, teacher = problem_of
+    hidden, student, _, _ = problem_of
     settings = DivergenceSettings(beta)
     expected = dense(*problem_of, settings)
     found = token_divergences(*problem_of, settings, chunk_size=9)["divergence"]

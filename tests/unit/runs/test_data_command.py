@@ -14,6 +14,7 @@ from chat_tokenizers import CHATML, make_tokenizer
 from rich.console import Console
 
 from rlhf_cli.config.commands.data import DataCommandConfig
+from rlhf_cli.config.commands.distill import DistillConfig
 from rlhf_cli.config.commands.dpo import DPOConfig
 from rlhf_cli.config.commands.kto import KTOConfig
 from rlhf_cli.config.commands.online import CriticConfig
@@ -225,6 +226,7 @@ def test_the_settings_are_those_of_the_commands():
         "dpo": DPOConfig,
         "prm": PRMConfig,
         "kto": KTOConfig,
+        "distill": DistillConfig,
         "ppo": CriticConfig,
     }
     names = {theirs: ours for ours, theirs in PROMPT_NAMES.items()}

@@ -23,6 +23,7 @@ from rlhf_cli.flags import config_class
 from rlhf_cli.models.identity import configuration_fingerprint, tokenizer_fingerprint
 from rlhf_cli.models.weight_files import NUM_PIECES, PIECE_BYTES, WHOLE_BYTES, fingerprint, fingerprint_of
 from rlhf_cli.options import build_config
+from rlhf_cli.runs.offline.distill import distill_task
 from rlhf_cli.runs.offline.dpo import dpo_task
 from rlhf_cli.runs.offline.kto import kto_task
 from rlhf_cli.runs.offline.rm import rm_task
@@ -32,13 +33,19 @@ from rlhf_cli.runs.online.identity import online_identity
 from rlhf_cli.runs.online.models import find_models
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
 
-TASKS: dict[str, Callable[[Any], Any]] = {"sft": sft_task, "dpo": dpo_task, "kto": kto_task, "rm": rm_task}
+TASKS: dict[str, Callable[[Any], Any]] = {
+    "sft": sft_task,
+    "dpo": dpo_task,
+    "kto": kto_task,
+    "rm": rm_task,
+    "distill": distill_task,
+}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "sft": [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(4)],
     "dpo": [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "x", "margin": 0.5} for n in range(4)],
     "kto": [{"prompt": f"{n}+1=", "completion": str(n + 1), "label": n % 2 == 0} for n in range(4)],
 }
-ROWS["rm"] = ROWS["dpo"]
+ROWS["rm"], ROWS["distill"] = ROWS["dpo"], ROWS["sft"]
 MODEL = "model.safetensors"
 
 
@@ -77,11 +84,13 @@ class Offline:
     def _identity(self, resume: Any, given: dict[str, Any]) -> dict[str, Any]:
         self.data.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         least = {"pretrain": str(self.model), "dataset": str(self.data), "output": "x", "param_dtype": "fp32"}
+        if self.command == "distill":
+            least["teacher_pretrain"] = given.get("pretrain", str(self.model))
         config: Any = build_config(config_class(cli.command_function(cli.COMMANDS[self.command])), least | given)
         return checked_identity(config, TASKS[self.command](config), resume, num_ranks=1)
 
 
-@pytest.fixture(params=["sft", "dpo", "kto", "rm"])
+@pytest.fixture(params=TASKS)
 def run(request, tmp_path, tiny_model_dir):
     return Offline(tmp_path, request.param, tiny_model_dir)
 
@@ -96,7 +105,12 @@ def test_the_same_model_is_continued_from_another_folder(run, tmp_path):
 def test_other_weights_behind_the_same_name_are_refused(run):
     run.begin()
     change_weights(run.model)
-    refused = ["weights of the model", *(["weights of the reference"] if run.command in ("dpo", "kto") else [])]
+    second = {
+        "dpo": ["weights of the reference"],
+        "kto": ["weights of the reference"],
+        "distill": ["weights of the teacher"],
+    }
+    refused = ["weights of the model", *second.get(run.command, [])]
     assert run.refusal() == "; ".join(f"it differs in {what}" for what in refused)
 
 
@@ -138,6 +152,11 @@ def test_another_label_or_margin_is_another_row(tmp_path, tiny_model_dir):
         ("dpo", {"beta": "0.5"}, "its beta is 0.1, not 0.5"),
         ("dpo", {"loss": "ipo"}, "its loss is ['sigmoid'], not ['ipo']"),
         ("dpo", {"ref_sync_steps": "5"}, "its ref_sync_steps is 0, not 5"),
+        (
+            "distill",
+            {"beta": "0.5", "teacher_top_k": "9"},
+            "its beta is 0.0, not 0.5; its teacher_top_k is None, not 9",
+        ),
         ("kto", {"desirable_loss_weight": "2"}, "its desirable_loss_weight is 1.0, not 2.0"),
         ("rm", {"margin_loss": "true"}, "its margin_loss is False, not True"),
         ("sft", {"learning_rate": "1e-3"}, "its learning_rate is 5e-06, not 0.001"),

@@ -1,0 +1,79 @@
+"""`rlhf distill` as a user runs it: continued to the bit; a student reaches its teacher on sums."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import run_rlhf
+from safetensors.torch import load_file
+
+from rlhf_cli.tracking.sinks import read_metrics
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+MEASURED = ("time/", "perf/", "memory/")
+
+
+def metrics_of(run: Path) -> dict[int, dict[str, Any]]:
+    return {
+        step: {name: value for name, value in found.items() if not name.startswith(MEASURED)}
+        for step, found in read_metrics(run).items()
+    }
+
+
+def test_a_continued_run_ends_as_one_that_was_never_stopped(tmp_path, tiny_model_dir, tiny_llama_dir):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "response": str(n + 1)}) + "\n" for n in range(40)))
+    words = (
+        f"distill --pretrain {tiny_model_dir} --teacher_pretrain {tiny_llama_dir} --dataset {rows} "
+        f"--eval_dataset {rows} --train_batch_size 8 --max_epochs 1 --learning_rate 1e-2 --lr_scheduler constant "
+        "--beta 0.5 --kd_coef 0.8 --teacher_zero_stage 3 --lora_rank 4 --lora_dropout 0.1 --no_use_tensorboard"
+    ).split()
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_rlhf(*words, "--output", whole)
+    run_rlhf(*words, "--output", stopped, "--save_steps", 3)
+    assert sorted(path.name for path in (stopped / "checkpoints").glob("step_*")) == ["step_000003", "step_000005"]
+    shutil.rmtree(stopped / "checkpoints" / "step_000005")
+    run_rlhf(*words, "--output", stopped, "--save_steps", 3, "--load_checkpoint")
+    assert metrics_of(stopped) == metrics_of(whole)
+    last, first = metrics_of(whole)[5], metrics_of(whole)[1]
+    assert last["eval/loss"] < first["loss"]
+    assert last["eval/loss"] == pytest.approx(0.8 * last["eval/divergence"] + 0.2 * last["eval/nll"], rel=1e-5)
+    weights, others = (load_file(run / "model" / "adapter_model.safetensors") for run in (stopped, whole))
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.slow
+def test_a_student_of_half_the_width_reaches_its_teacher_on_sums(tmp_path):
+    """The rows' own answers are right in one of two: what the student knows better it has from the teacher."""
+    rng = random.Random(0)
+    sums = [(a, b) for a in range(10) for b in range(10)]
+    right = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in sums]
+    mixed = [row if rng.random() < 0.5 else row | {"response": str(rng.randrange(19))} for row in right]
+    for name, rows in (("right", right), ("mixed", mixed)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(words: str) -> None:
+        run_rlhf(*words.replace("@", f"{tmp_path}/").split())
+
+    shape = "--vocab_size 300 --num_hidden_layers 2 --num_attention_heads 4 --num_key_value_heads 2"
+    for name, width in (("wide", 64), ("narrow", 32)):
+        size = f"--hidden_size {width} --intermediate_size {2 * width} --initializer_range {0.6 / width**0.5}"
+        run(f"scratch --dataset @right.jsonl --output @{name} {shape} {size}")
+    common = "--max_len 32 --train_batch_size 50 --param_dtype fp32 --learning_rate 5e-3 --no_use_tensorboard"
+    run(f"sft --pretrain @wide --dataset @right.jsonl --max_epochs 100 --output @teacher {common}")
+    learn = f"--pretrain @narrow --dataset @mixed.jsonl --max_epochs 200 {common}"
+    run(f"distill --teacher_pretrain @teacher {learn} --eval_dataset @right.jsonl --output @student")
+    run(f"sft {learn} --output @imitator")
+    run(
+        "eval --pretrain @teacher/model,@student/model,@imitator/model --prompt_data @right.jsonl --label_key response "
+        "--reward_funcs exact --rollout_backend transformers --param_dtype fp32 --max_len 32 --max_new_tokens 4 "
+        "--output @answers"
+    )
+    found = json.loads((tmp_path / "answers" / "evaluation.json").read_text())
+    print(found)

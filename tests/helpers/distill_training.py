@@ -1,0 +1,79 @@
+"""Whole steps of distillation under the real DeepSpeed engine, and the same steps in plain PyTorch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from preference_training import Trained
+from tiny_training import LEARNING_RATE, OPTIM, Items, Layout, load_policy, make_engine, make_sequences, weights_of
+from transformers import AutoModelForCausalLM
+
+from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
+from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.models.distillation import DivergenceSettings
+from rlhf_cli.models.policy import parameter_groups
+from rlhf_cli.models.student import StudentModel
+from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
+from rlhf_cli.trainers.offline.loop import bind
+
+STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
+MIXED = DistillObjective(DivergenceSettings(0.5, 0.9, 3), kd_coef=0.7)
+
+
+def distill_steps(
+    model: str,
+    teacher: str,
+    stage: int,
+    layout: Layout,
+    *,
+    teacher_stage: int = 0,
+    objective: DistillObjective = MIXED,
+    steps: Sequence[Sequence[int]] = STEPS,
+) -> Trained:
+    """Some steps of the model in the folder towards the teacher in another one."""
+    size = layout.ranks_per_sequence
+    of_teacher = DeepSpeedConfig(zero_stage=teacher_stage, sequence_parallel_size=size)  # type: ignore[arg-type]
+    frozen = FrozenTeacher(ModelConfig(pretrain=teacher, param_dtype="fp32"), of_teacher)
+    prepare = TeacherPreparation(frozen.hidden_states, frozen.head)
+    hf_model, _ = load_policy(model, stage)
+    ranks = sequence_ranks(DeepSpeedConfig(sequence_parallel_size=size), hf_model.config)
+    engine = make_engine(StudentModel(hf_model, ranks), stage, sequence_parallel_size=size)
+    metrics, items = [], Items(make_sequences(10))
+    for indices in steps:
+        packs, totals = layout.share().micro_batches(items, np.array(indices))
+        metrics.append(engine.train_step(prepare(engine, packs), bind(objective, totals)))
+    return Trained(metrics, weights_of(engine, hf_model), engine)
+
+
+def distill_plainly(model: str, teacher: str, *, beta: float, temperature: float) -> list[float]:
+    """The losses of the same steps by transformers' own models, one sequence at a time, with all logits at once."""
+    student, frozen = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model, teacher))
+    adam = torch.optim.AdamW(parameter_groups(student, OPTIM.l2), lr=LEARNING_RATE, betas=OPTIM.adam_betas)
+    losses, sequences = [], make_sequences(10)
+    for indices in STEPS:
+        chosen = [sequences[index] for index in indices]
+        found = torch.cat([_dense(student, frozen, sequence, beta, temperature) for sequence in chosen])
+        adam.zero_grad()
+        found.mean().backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), OPTIM.max_norm)
+        adam.step()
+        losses.append(found.mean().item())
+    return losses
+
+
+def _dense(
+    student: torch.nn.Module, frozen: torch.nn.Module, sequence: TokenSequence, beta: float, temperature: float
+) -> torch.Tensor:
+    """Return the divergence of each trained token [K], by the formula of GKD."""
+    ids = torch.from_numpy(sequence.token_ids).long()[None]
+    trained = torch.from_numpy(sequence.loss_mask)[1:]
+    with torch.no_grad():
+        teacher = F.log_softmax(frozen(ids).logits[0, :-1][trained] / temperature, -1)
+    own = F.log_softmax(student(ids).logits[0, :-1][trained] / temperature, -1)
+    mixture = torch.log((1 - beta) * own.exp() + beta * teacher.exp())
+    of_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)
+    return beta * of_teacher + (1 - beta) * (own.exp() * (own - mixture)).sum(-1)
