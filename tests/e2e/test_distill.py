@@ -50,7 +50,7 @@ def test_a_continued_run_ends_as_one_that_was_never_stopped(tmp_path, tiny_model
 
 @pytest.mark.slow
 def test_a_student_of_half_the_width_reaches_its_teacher_on_sums(tmp_path):
-    """The rows' own answers are right in one of two: what the student knows better it has from the teacher."""
+    """Half of the rows have random answers, which fine-tuning learns; the teacher's distributions are right."""
     rng = random.Random(0)
     sums = [(a, b) for a in range(10) for b in range(10)]
     right = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in sums]
@@ -75,5 +75,8 @@ def test_a_student_of_half_the_width_reaches_its_teacher_on_sums(tmp_path):
         "--reward_funcs exact --rollout_backend transformers --param_dtype fp32 --max_len 32 --max_new_tokens 4 "
         "--output @answers"
     )
-    found = json.loads((tmp_path / "answers" / "evaluation.json").read_text())
-    print(found)
+    results = json.loads((tmp_path / "answers" / "eval.json").read_text())["results"]
+    teacher, student, imitator = (result["figures"]["accuracy"]["value"] for result in results)
+    assert teacher == 1.0
+    assert student >= 0.9
+    assert imitator < 0.7

@@ -116,11 +116,10 @@ def test_as_many_likeliest_tokens_as_there_are_is_the_whole_distribution():
 @pytest.mark.parametrize(("student_rows", "teacher_rows"), [(V, V + 27), (V + 27, V)])
 @pytest.mark.parametrize("beta", BETAS)
 def test_rows_that_one_head_has_more_are_in_neither_distribution(beta, student_rows, teacher_rows):
-    problem_of = problem(student_rows=student_rows, teacher_rows=teacher_rows)
-    hidden, student, _, _ = problem_of
+    hidden, student, teacher_hidden, teacher = problem(student_rows=student_rows, teacher_rows=teacher_rows)
     settings = DivergenceSettings(beta)
-    expected = dense(*problem_of, settings)
-    found = token_divergences(*problem_of, settings, chunk_size=9)["divergence"]
+    expected = dense(hidden, student, teacher_hidden, teacher, settings)
+    found = token_divergences(hidden, student, teacher_hidden, teacher, settings, chunk_size=9)["divergence"]
     torch.testing.assert_close(found, expected, **CLOSE)
     of_hidden, of_weight = gradients(weighed(found), hidden, student)
     torch.testing.assert_close((of_hidden, of_weight), gradients(weighed(expected), hidden, student), **CLOSE)
@@ -240,7 +239,7 @@ def test_no_tensor_of_tokens_by_vocabulary_is_made_in_float32():
     hidden = torch.randn(tokens, 4, generator=generator).requires_grad_()
     weight = torch.randn(vocabulary, 4, generator=generator).requires_grad_()
     teacher = HeadWeights(torch.randn(vocabulary, 4, generator=generator))
-    sizes = []
+    sizes: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
