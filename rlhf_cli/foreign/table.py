@@ -284,6 +284,8 @@ TRAINING = ("sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "
 
 TEACHER_WRITES = "rlhf generate --pretrain TEACHER writes the teacher's responses: give its samples.jsonl as --dataset"
 
+STUDENT_WRITES = "rlhf reinforce++ --teacher_pretrain TEACHER learns on the student's own responses"
+
 OF_COMMAND: dict[str, dict[str, Foreign]] = {
     "merge": {
         "model_path": Foreign(1, _renamed("base")),
@@ -322,10 +324,9 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
     "distill": {
         **SHARED_SEQUENCES,
         "teacher_model": Foreign(1, _renamed("teacher_pretrain")),
-        "teacher_model_name_or_path": Foreign(1, _renamed("teacher_pretrain")),
         "teacher_offload": Foreign(0, _refused("--teacher_zero_stage 3 partitions the teacher's weights")),
         "seq_kd": Foreign(1, _one_of("false", "False", instead=TEACHER_WRITES)),
-        "lmbda": Foreign(1, _only(0, instead="the student's own responses are not trained on yet")),
+        "lmbda": Foreign(1, _only(0, instead=STUDENT_WRITES)),
     },
     "serve-rm": {
         "batch_size": Foreign(1, _refused("give --max_tokens_per_gpu, the tokens of a pack")),

@@ -10,7 +10,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.classifiers import is_classifier, refuse_several_labels, refuse_token_classes
+from rlhf_cli.models.classifiers import (
+    is_classifier,
+    refuse_classifier,
+    refuse_several_labels,
+    refuse_token_classes,
+)
 from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.finding import FoundModel, find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
@@ -121,6 +126,22 @@ def _require_one_label(config: PretrainedConfig, what: str) -> None:
             "trains one for responses, `rlhf prm` one for steps"
         )
     refuse_several_labels(config, what)
+
+
+def find_reader(flag: str, source: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> FoundModel:
+    """Return a language model that gets token ids of this tokenizer.
+
+    Raises:
+        UsageError: the model of this flag cannot be found, is a classifier, or reads other token ids.
+    """
+    what = f"--{flag} {source.pretrain!r}"
+    try:
+        found, own_tokenizer = find_model(source), load_tokenizer(source)
+    except UsageError as error:
+        raise UsageError(f"--{flag}: {error}") from error
+    refuse_classifier(found.architecture, what)
+    require_same_tokens(own_tokenizer, tokenizer, what)
+    return found
 
 
 def require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, what: str) -> None:

@@ -21,7 +21,7 @@ from rlhf_cli.models.shape_bucketing import rounded
 LOGPROBS = "logprobs"
 
 
-class TeacherModel(nn.Module):
+class HiddenStateModel(nn.Module):
     """A frozen language model that gives the hidden states before its head."""
 
     def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:

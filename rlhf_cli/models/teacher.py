@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.classifiers import refuse_classifier
-from rlhf_cli.models.finding import FoundModel, find_model
+from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.requirements import check_trainable, packed_attention
-from rlhf_cli.models.reward_model import require_same_tokens
-from rlhf_cli.models.tokenizers import load_tokenizer
+from rlhf_cli.models.reward_model import find_reader
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class TeacherModel:
 
 
 def find_teacher(
-    teacher_pretrain: str, policy: ModelConfig, architecture: PretrainedConfig, tokenizer: object
+    teacher_pretrain: str, policy: ModelConfig, architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> TeacherModel:
     """Return the teacher of the settings, loaded the way the policy is.
 
@@ -39,15 +37,12 @@ def find_teacher(
     """
     changes = {"pretrain": teacher_pretrain, "tokenizer_chat_template": None, "gradient_checkpointing": False}
     source = policy.model_copy(update=changes)
+    found = find_reader("teacher_pretrain", source, tokenizer)
     try:
-        found, own_tokenizer = find_model(source), load_tokenizer(source)
         check_trainable(found.architecture)
     except UsageError as error:
         raise UsageError(f"--teacher_pretrain: {error}") from error
-    what = f"--teacher_pretrain {teacher_pretrain!r}"
-    refuse_classifier(found.architecture, what)
-    require_same_tokens(own_tokenizer, tokenizer, what)
-    _require_all_embeddings(found.architecture, architecture, what)
+    _require_all_embeddings(found.architecture, architecture, f"--teacher_pretrain {teacher_pretrain!r}")
     return TeacherModel(source, found)
 
 

@@ -8,10 +8,9 @@ from transformers import PretrainedConfig
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import AdapterPlan, plan_adapter
-from rlhf_cli.models.classifiers import refuse_classifier
 from rlhf_cli.models.finding import FoundModel, find_model
 from rlhf_cli.models.requirements import packed_attention
-from rlhf_cli.models.reward_model import require_same_tokens
+from rlhf_cli.models.reward_model import find_reader
 from rlhf_cli.models.tokenizers import load_tokenizer
 
 
@@ -46,21 +45,16 @@ def trained_model(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Trai
     return TrainedModel(model, base, plan, find_model(base), load_tokenizer(model))
 
 
-def find_reader(flag: str, source: ModelConfig, trained: TrainedModel) -> FoundModel:
-    """Return a language model that is given the trained model's token ids.
+def find_companion(flag: str, source: ModelConfig, trained: TrainedModel) -> FoundModel:
+    """Return a language model that reads the data that the trained model is trained on.
 
     Raises:
-        UsageError: the model of this flag cannot be found, is a classifier, or has another vocabulary or too few rows.
+        UsageError: as `find_reader`, or the model has too few embeddings.
     """
-    what = f"--{flag} {source.pretrain!r}"
-    try:
-        found, tokenizer = find_model(source), load_tokenizer(source)
-    except UsageError as error:
-        raise UsageError(f"--{flag}: {error}") from error
-    refuse_classifier(found.architecture, what)
-    require_same_tokens(tokenizer, trained.tokenizer, what)
+    found = find_reader(flag, source, trained.tokenizer)
     last_token = max(trained.tokenizer.get_vocab().values())
     sizes = [config.get_text_config().vocab_size for config in (found.architecture, trained.architecture)]
     if sizes[0] < min(last_token + 1, sizes[1]):  # rows of padding beyond the tokens may differ
+        what = f"--{flag} {source.pretrain!r}"
         raise UsageError(f"{what} has {sizes[0]:,} embeddings, fewer than the {last_token + 1:,} tokens it would read")
     return found

@@ -13,7 +13,7 @@ from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.logit_chunks import HeadWeights
 from rlhf_cli.models.policy import TokenHead
-from rlhf_cli.models.student import TeacherModel
+from rlhf_cli.models.student import HiddenStateModel
 
 
 class FrozenTeacher:
@@ -22,7 +22,7 @@ class FrozenTeacher:
     def __init__(self, source: ModelConfig, settings: DeepSpeedConfig) -> None:
         partition = partitioned_loading(settings, param_dtype=source.param_dtype)
         hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
-        module = TeacherModel(hf_model, sequence_ranks(settings, hf_model.config))
+        module = HiddenStateModel(hf_model, sequence_ranks(settings, hf_model.config))
         self._engine = FrozenEngine(module, settings, param_dtype=source.param_dtype)
         self.head = whole_head(module.head) if partition else module.head.weights()
 

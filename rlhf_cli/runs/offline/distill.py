@@ -16,7 +16,7 @@ from rlhf_cli.models.student import StudentModel
 from rlhf_cli.runs.offline.run import OfflineTask, ReferenceHooks, offline_model
 from rlhf_cli.runs.offline.sft import load_sequence_items
 from rlhf_cli.runs.run_identity import model_identity, objective_identity
-from rlhf_cli.runs.trained_model import TrainedModel, find_reader
+from rlhf_cli.runs.trained_model import TrainedModel, find_companion
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
 
 PLACE = frozenset({"teacher_pretrain", "teacher_zero_stage"})
@@ -29,7 +29,7 @@ def distill_task(config: DistillConfig) -> OfflineTask:
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
     source, deepspeed = teacher_source(config, model), teacher_deepspeed(config)
-    teacher = find_teacher(source, deepspeed, model)
+    teacher = checked_teacher(source, deepspeed, model)
     items = load_sequence_items(config.data, model, seed=config.batch.seed)
     settings = DivergenceSettings(distillation.beta, distillation.temperature, distillation.teacher_top_k)
 
@@ -55,8 +55,8 @@ def distill_task(config: DistillConfig) -> OfflineTask:
 
 def teacher_source(config: DistillConfig, model: TrainedModel) -> ModelConfig:
     """Return the teacher as the student is loaded: in the same type, with the same attention kernel."""
-    changes = {"pretrain": config.distillation.teacher_pretrain, "compile_model": False}
-    return model.base.model_copy(update=changes | {"gradient_checkpointing": False})
+    changes = {"pretrain": config.distillation.teacher_pretrain, "tokenizer_chat_template": None}
+    return model.base.model_copy(update=changes | {"compile_model": False, "gradient_checkpointing": False})
 
 
 def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
@@ -65,9 +65,9 @@ def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
     return config.deepspeed if stage is None else config.deepspeed.model_copy(update={"zero_stage": stage})
 
 
-def find_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: TrainedModel) -> FoundModel:
+def checked_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: TrainedModel) -> FoundModel:
     """Return the teacher. Raise UsageError if it cannot be loaded here, or reads other token ids than the student."""
-    found = find_reader("teacher_pretrain", source, model)
+    found = find_companion("teacher_pretrain", source, model)
     _, num_ranks = distributed_env.rank_and_world_size()
     try:
         check_loadable(source, found.architecture, in_4bit=False, partitioned=deepspeed.zero_stage == 3)

@@ -15,7 +15,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.runs.offline.run import Items, ReferenceHooks
 from rlhf_cli.runs.run_identity import model_identity
-from rlhf_cli.runs.trained_model import TrainedModel, find_reader
+from rlhf_cli.runs.trained_model import TrainedModel, find_companion
 from rlhf_cli.trainers.offline import dpo, kto
 from rlhf_cli.trainers.offline.loop import Share
 from rlhf_cli.trainers.offline.pairs import Gather
@@ -36,7 +36,7 @@ def check_reference(
     if reference.moves and settings.zero_stage == 3:
         raise UsageError("ref_sync_steps does not go with --zero_stage 3, which partitions both models")
     if reference.ref_pretrain is not None:
-        find_reader("ref_pretrain", _source(reference, model), model)
+        find_companion("ref_pretrain", _source(reference, model), model)
 
 
 def _source(reference: FrozenReferenceConfig, model: TrainedModel) -> ModelConfig:
