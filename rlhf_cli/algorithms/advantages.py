@@ -7,6 +7,7 @@ hole: the value and advantage of the next trained token are the "next" ones. Whe
 import torch
 from torch import Tensor
 
+from rlhf_cli.algorithms.groups import group_normalised
 from rlhf_cli.algorithms.ragged import segment_ids, shift_left, suffix_scan
 
 WHITEN_EPS = 1e-8
@@ -30,6 +31,18 @@ def gae(
 def returns_to_go(rewards_N: Tensor, cu: Tensor, *, gamma: float) -> Tensor:
     """Return `sum_{s >= t} gamma^(s-t) r_s` at each token (REINFORCE++, arXiv 2501.03262)."""
     return suffix_scan(rewards_N, cu, gamma)
+
+
+def step_advantages(steps_N: Tensor, cu: Tensor, groups_B: Tensor) -> Tensor:
+    """Return at each token the sum of the normalised rewards of the steps that end there or later, `[N]`.
+
+    Process supervision of GRPO (arXiv 2402.03300, section 4.1.3): the rewards of all steps of a group are normalised
+    together. `steps_N` has the reward of a step at its last token, NaN elsewhere.
+    """
+    is_end_N = ~steps_N.isnan()
+    normal_S = group_normalised(steps_N[is_end_N], groups_B[segment_ids(cu)[is_end_N]])
+    placed_N = torch.zeros_like(steps_N).masked_scatter(is_end_N, normal_S)
+    return returns_to_go(placed_N, cu, gamma=1.0)
 
 
 def at_every_token(advantages_B: Tensor, cu: Tensor) -> Tensor:

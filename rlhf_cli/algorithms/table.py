@@ -7,12 +7,12 @@ divergence and the loss are settings.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.advantages import at_every_token, gae, returns_to_go, whiten
+from rlhf_cli.algorithms.advantages import at_every_token, gae, returns_to_go, step_advantages, whiten
 from rlhf_cli.algorithms.groups import best_over_second, group_normalised, less_group_mean, less_mean_of_others
 from rlhf_cli.algorithms.ragged import segment_ids, segment_sum
 from rlhf_cli.config.plugins import load_target, without_folder
@@ -28,7 +28,8 @@ class Experience:
     apart; `values_N` the critic's, None without one; `bootstrap_B` the value of the state each response ended in, None
     where all count as finished; `cu` int64 `[B+1]` bounds of the responses; `groups_B` int64, which prompt each
     response answers (groups may differ in size if samples failed); `trained_B` bool, which responses are trained
-    on; `greedy_B` the reward of the greedy response to the same prompt, None without one.
+    on; `greedy_B` the reward of the greedy response to the same prompt, None without one; `steps_N` the reward of each
+    step at its last token and NaN elsewhere, None without a process reward model.
     """
 
     rewards_N: Tensor
@@ -39,6 +40,8 @@ class Experience:
     groups_B: Tensor
     trained_B: Tensor
     greedy_B: Tensor | None
+    steps_N: Tensor | None = None
+    step_weight: float = 1.0
 
     @property
     def rewards_B(self) -> Tensor:
@@ -56,7 +59,8 @@ class Algorithm:
 
     `min_group`: fewest responses per prompt; `whiten`: whether advantages are normalised over all trained tokens of the
     rollout; `greedy`: whether each prompt gets a greedy response that is scored and not trained on; `rewards_apart`:
-    whether it compares each of several rewards and never their sum.
+    whether it compares each of several rewards and never their sum; `steps`: whether rewards of steps are rewards of
+    tokens or are compared within the group, None if it takes none.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Algorithm:
     whiten: bool = False
     greedy: bool = False
     rewards_apart: bool = False
+    steps: Literal["tokens", "groups"] | None = None
 
 
 def algorithm_by_code(code: str, row: Algorithm) -> Algorithm:
@@ -104,6 +109,9 @@ def compute_advantages(
     None).
     """
     advantages_N, returns_N = algorithm.advantages(experience, settings)
+    if experience.steps_N is not None and algorithm.steps == "groups":
+        compared_N = step_advantages(experience.steps_N, experience.cu, experience.groups_B)
+        advantages_N = advantages_N + experience.step_weight * compared_N
     trained_N = experience.trained_B[segment_ids(experience.cu)]
     chosen = advantages_N[trained_N]
     final_N = torch.zeros_like(advantages_N)
@@ -156,13 +164,13 @@ def _remax(experience: Experience, _: object) -> tuple[Tensor, None]:
 
 
 ROWS = (
-    Algorithm("ppo", _gae, critic=True, whiten=True),
-    Algorithm("reinforce++", _returns, whiten=True),
-    Algorithm("reinforce++_group", _centred, min_group=2, whiten=True),
-    Algorithm("grpo", _grpo, min_group=2),
+    Algorithm("ppo", _gae, critic=True, whiten=True, steps="tokens"),
+    Algorithm("reinforce++", _returns, whiten=True, steps="tokens"),
+    Algorithm("reinforce++_group", _centred, min_group=2, whiten=True, steps="groups"),
+    Algorithm("grpo", _grpo, min_group=2, steps="groups"),
     Algorithm("grpo_passk", _passk, min_group=2),
     Algorithm("gdpo", _gdpo, min_group=2, rewards_apart=True),
-    Algorithm("rloo", _rloo, min_group=2),
+    Algorithm("rloo", _rloo, min_group=2, steps="groups"),
     Algorithm("remax", _remax, greedy=True),
 )
 

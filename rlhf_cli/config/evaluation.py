@@ -8,7 +8,7 @@ from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.rewards import REWARDS
-from rlhf_cli.config.scoring import RemoteScoringConfig
+from rlhf_cli.config.scoring import ProcessRewardConfig
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, require_sampled
 
 
@@ -39,25 +39,17 @@ STEP_AGGREGATIONS = ("min", "prod", "last", "mean")
 """Names of the ways from the probabilities of steps to a value of the response."""
 
 
-class EvalRewardConfig(RemoteScoringConfig):
+class EvalRewardConfig(ProcessRewardConfig):
     """Reward"""
 
-    prm_pretrain: str | None = None
-    """Process reward model that chooses among the samples of a prompt: a folder or a run of `rlhf prm`; same token
-    ids. It scores the steps of each response and adds nothing to rewards."""
     prm_aggregation: list[str] = ["min", "prod", "last"]
     """How the probabilities of its steps make a value of a response, some of min, prod, last, mean: prm_min@k and so on
     count how often the sample with the highest value of k is right."""
 
     @model_validator(mode="after")
-    def _one_model_scores(self) -> "EvalRewardConfig":
+    def _aggregations_exist(self) -> "EvalRewardConfig":
         if self.prm_pretrain is None and self.changed("prm_aggregation"):
             raise ValueError("prm_aggregation is about the steps of responses: give --prm_pretrain MODEL")
-        if self.prm_pretrain is not None and self.reward_pretrain is not None:
-            raise ValueError(
-                "prm_pretrain and reward_pretrain: one model has a place beside the engines; evaluate with one of them "
-                "at a time"
-            )
         named = set(self.prm_aggregation)
         if not named or len(named) < len(self.prm_aggregation) or named - set(STEP_AGGREGATIONS):
             names = ", ".join(STEP_AGGREGATIONS)

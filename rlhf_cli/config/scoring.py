@@ -217,8 +217,27 @@ class RewardConfig(ScoringConfig):
         return self
 
 
-class OnlineRewardConfig(RemoteScoringConfig, RewardConfig):
+class ProcessRewardConfig(RemoteScoringConfig):
     """Reward"""
+
+    prm_pretrain: str | None = None
+    """Process reward model, which scores the steps of responses: a folder or a run of `rlhf prm`; same token ids. In
+    eval it chooses among samples; in training it adds rewards of steps to the reward of a response."""
+
+    @model_validator(mode="after")
+    def _one_model_scores(self) -> "ProcessRewardConfig":
+        if self.prm_pretrain is not None and self.reward_pretrain is not None:
+            raise ValueError(
+                "prm_pretrain and reward_pretrain: a run has one model that scores responses or their steps; give one"
+            )
+        return self
+
+
+class OnlineRewardConfig(ProcessRewardConfig, RewardConfig):
+    """Reward"""
+
+    prm_weight: float = Field(1.0, gt=0)
+    """Weight of the steps' rewards beside the reward of the whole response."""
 
     overlong_buffer_len: int | None = Field(None, gt=0)
     """Last tokens before max_new_tokens over which the score falls in a line, by overlong_penalty_factor at the end."""
@@ -228,6 +247,12 @@ class OnlineRewardConfig(RemoteScoringConfig, RewardConfig):
     """Score of a response that was cut: this share of its score, or this score if it is negative."""
     # OpenRLHF's scripts with a reward file have --normalize_reward too: a notice at the start, no refusal.
     _of_a_reward_model: ClassVar[tuple[str, ...]] = ("reward_model_weight",)
+
+    @model_validator(mode="after")
+    def _a_weight_is_of_a_process_model(self) -> "OnlineRewardConfig":
+        if self.prm_pretrain is None and self.changed("prm_weight"):
+            raise ValueError("prm_weight is about rewards of steps: give --prm_pretrain MODEL")
+        return self
 
     @model_validator(mode="after")
     def _one_penalty_of_length(self) -> "OnlineRewardConfig":

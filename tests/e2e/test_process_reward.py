@@ -71,6 +71,20 @@ def test_a_process_reward_model_chooses_among_samples_in_eval(folder, tmp_path):
         assert len(row["step_scores"]) >= max(1, len(step_ends(row["response"], "\n")))
 
 
+def test_steps_of_sampled_responses_are_rewards_in_grpo(folder, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "count", "answer": "7"}\n{"prompt": "count", "answer": "1"}\n')
+    models = f"--pretrain {folder}/tiny --prm_pretrain {folder}/run --prm_weight 0.5 --init_kl_coef 0"
+    sampling = "--rollout_backend transformers --n_samples_per_prompt 4 --rollout_batch_size 2 --train_batch_size 8"
+    lengths = "--max_len 64 --max_new_tokens 24 --max_iterations 1 --param_dtype fp32 --no_use_tensorboard"
+    prompts = f"--prompt_data {tmp_path}/prompts.jsonl --reward_funcs gsm8k"
+    said = run_rlhf(*f"grpo {models} {prompts} {sampling} {lengths} --output {tmp_path}/out".split())
+    assert "Process reward model" in said
+    metrics = read_metrics(tmp_path / "out")[1]
+    assert 0 < metrics["step_reward"] < 1
+    assert metrics["num_steps"] >= 1
+    assert metrics["advantage_abs"] > 0  # all answers are wrong: the steps alone differ
+
+
 def test_a_run_that_is_continued_ends_with_the_numbers_of_one_that_was_not_stopped(folder):
     expected = kept(folder)
     assert len(expected) == STEPS

@@ -86,6 +86,17 @@ class FakeModel:
         return [{"loss": float(number), "ratio_max": 10.0 - number} | found for number in range(len(steps))]
 
 
+class FakeSteps:
+    """Finds a step at every token, worth a tenth of its id."""
+
+    def __init__(self, journal: list[str]) -> None:
+        self.journal = journal
+
+    def rewards(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[np.ndarray]:
+        self.journal.append("steps.rewards")
+        return [np.array(generation.token_ids, np.float32) / 10 for generation in generations]
+
+
 class FakeEngines:
     """Answers a request with tokens drawn from its seed, one to `longest`."""
 
@@ -237,6 +248,7 @@ class Run:
         self.reference = FakeModel("ref", self.journal, level=-1.25) if policy.init_kl_coef else None
         self.reward_model = FakeModel("reward", self.journal) if reward.reward_pretrain else None
         self.teacher = FakeModel("teacher", self.journal, level=-0.75) if more.get("distill_coef") else None
+        self.steps = FakeSteps(self.journal) if reward.prm_pretrain else None
         self.engines = FakeEngines(self.journal)
         self.scorer = FakeScorer(self.journal, fails)
         self.tracker = FakeTracker()
@@ -264,6 +276,7 @@ class Run:
             self.scorer,
             self.reference,
             self.teacher,
+            self.steps,
         )
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:

@@ -25,10 +25,10 @@ from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.runs.inference.workers import started_models
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.interfaces import Engines, ProcessRewardModel, RewardModel, Scoring
+from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
 from rlhf_cli.trainers.online.metrics import failure_metrics, length_metrics, rollout_metrics
 from rlhf_cli.trainers.online.scoring import score_requests, score_responses, whole_groups
-from rlhf_cli.trainers.online.step_scoring import StepFinder, step_probabilities
+from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 
 STEP_SCORES = "step_scores"
 """Column of samples.jsonl: the probability of each step of the response."""
@@ -52,16 +52,6 @@ class ModelUnderTest:
     cells: Mapping[str, object] = field(default_factory=dict)
     process_model: RewardModelPlan | None = None
 
-    @property
-    def step_finder(self) -> StepFinder | None:
-        """The finder of steps for the process reward model."""
-        if self.process_model is None:
-            return None
-        tokenizer: Any = self.model.tokenizer
-        assert self.process_model.separator is not None
-        decode = partial(text_of, tokenizer, skip_special_tokens=False)
-        return StepFinder(self.process_model.separator, decode, frozenset(tokenizer.all_special_ids))
-
 
 @dataclass(frozen=True)
 class Answers:
@@ -82,7 +72,7 @@ class InferenceRun:
     decode: Callable[[Sequence[int]], str]
     scorer: Scoring | None
     reward_model: RewardModel | None
-    process_model: ProcessRewardModel | None = None
+    steps: StepScorer | None = None
 
 
 @dataclass(frozen=True)
@@ -226,14 +216,11 @@ def answer_prompts(
         def decode(token_ids: Sequence[int]) -> str:
             return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
 
-        scores_steps = examinee.process_model is not None
-        answering = InferenceRun(
-            models.engines,
-            decode,
-            scorer,
-            None if scores_steps else models.reward_model,
-            models.reward_model if scores_steps else None,
-        )
+        answering = InferenceRun(models.engines, decode, scorer, models.reward_model)
+        if examinee.process_model is not None and models.reward_model is not None:
+            finder = step_finder(examinee.process_model, examinee.model.tokenizer)
+            steps = StepScorer(models.reward_model, finder)
+            answering = InferenceRun(models.engines, decode, scorer, None, steps)
         return answer_chunks(answering, examinee, begin=begin, hooks=hooks)
 
 
@@ -246,7 +233,7 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
     for number in range(begin, len(chunks)):
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         first, end = chunks.bounds(number)
-        answers = _answer(answering, examinee.data.prompts[first:end], examinee, first=first, timer=timer)
+        answers = _answer(answering, examinee.data.prompts[first:end], examinee.config, first=first, timer=timer)
         step = examinee.first_step + number
         hooks.tracker.log(step, _metrics(answers), timer.take())
         hooks.tracker.samples(step, sample_cells(answers, examinee, first=first))
@@ -256,10 +243,10 @@ def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: i
 
 
 def _answer(
-    answering: InferenceRun, prompts: Sequence[Prompt], examinee: ModelUnderTest, *, first: int, timer: PhaseTimer
+    answering: InferenceRun, prompts: Sequence[Prompt], config: InferenceConfig, *, first: int, timer: PhaseTimer
 ) -> Answers:
     """Answer prompts, the first of which is number `first`, from which the seeds of its requests are counted."""
-    config, sampling = examinee.config, examinee.config.sampling
+    sampling = config.sampling
     asked = [prompt for prompt in prompts for _ in range(sampling.n_samples_per_prompt)]
     count = first * sampling.n_samples_per_prompt
     requests = [
@@ -281,10 +268,7 @@ def _answer(
                 generations=generations,
                 questions=questions,
             )
-        finder = examinee.step_finder
-        steps = None
-        if answering.process_model is not None and finder is not None:
-            steps = step_probabilities(answering.process_model, finder, asked, generations)
+        steps = None if answering.steps is None else answering.steps.probabilities(asked, generations)
     return Answers(asked, questions, generations, scores, steps)
 
 

@@ -19,6 +19,7 @@ HOW_REWARDS_RUN = frozenset(
     {
         "reward_func",
         "reward_pretrain",
+        "prm_pretrain",
         "reward_timeout",
         "reward_retries",
         "reward_num_workers",

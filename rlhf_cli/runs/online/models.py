@@ -3,14 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
 from rlhf_cli.config.commands.online import CriticConfig, OnlineConfig
+from rlhf_cli.config.policy import GroupPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.classifiers import refuse_several_labels
 from rlhf_cli.models.requirements import check_trainable
-from rlhf_cli.models.reward_model import RewardModelPlan, find_reward_model, require_same_tokens
+from rlhf_cli.models.reward_model import (
+    RewardModelPlan,
+    find_process_reward_model,
+    find_reward_model,
+    require_same_tokens,
+)
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
 from rlhf_cli.models.teacher import TeacherModel, find_teacher
 from rlhf_cli.runs.run_directory import check_not_replaced
@@ -46,12 +52,32 @@ def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
     teacher = None
     if config.teacher.teacher_pretrain is not None:
         teacher = find_teacher(config.teacher.teacher_pretrain, policy.base, policy.architecture, policy.tokenizer)
+    if config.reward.prm_pretrain is not None:
+        reward = find_process_reward_model(config.reward.prm_pretrain, policy.base, policy.tokenizer)
     critic = _critic(config, policy) if algorithm.critic else None
     trained = (policy, critic or policy)
     names = {name for model in trained for name in (model.source.pretrain, model.base.pretrain)}
     frozen = [model.source.pretrain for model in (reward, teacher) if model is not None]
     check_not_replaced(config.checkpoint, *sorted(names), *frozen)
     return OnlineModels(policy, critic, reward, teacher)
+
+
+def check_steps(config: OnlineConfig, algorithm: Algorithm) -> None:
+    """Raise UsageError if the algorithm has no place for rewards of steps."""
+    if config.reward.prm_pretrain is None:
+        return
+    if algorithm.steps is None:
+        names = ", ".join(row.name for row in ALGORITHMS.values() if row.steps is not None)
+        raise UsageError(f"--prm_pretrain: {algorithm.name} compares whole responses; rewards of steps go with {names}")
+    if isinstance(config.policy, GroupPolicyConfig) and config.policy.advantage_std == "none":
+        raise UsageError("--prm_pretrain: rewards of steps are normalised by their std, and advantage_std is none")
+
+
+def reward_model_fact(model: RewardModelPlan | None) -> dict[str, str]:
+    """Return the line about the model that scores responses or steps."""
+    if model is None:
+        return {}
+    return {"Reward model" if model.separator is None else "Process reward model": model.source.pretrain}
 
 
 def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
@@ -86,7 +112,7 @@ def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
 
 _ABSENT = {
     "ref": "there is a reference only with --init_kl_coef above 0, and under an adapter it is the actor's own base",
-    "reward": "there is a reward model only with --reward_pretrain",
+    "reward": "there is a reward model only with --reward_pretrain or --prm_pretrain",
     "teacher": "there is a teacher only with --teacher_pretrain",
 }
 _TOGETHER = {"ref": "colocate_actor_ref", "reward": "colocate_critic_reward"}

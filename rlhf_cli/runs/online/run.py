@@ -45,8 +45,10 @@ from rlhf_cli.runs.online.models import (
     OnlineModels,
     check_shared_sequences,
     check_stages,
+    check_steps,
     find_models,
     idle_settings,
+    reward_model_fact,
     role_names,
     shared_sequences,
     truncation_notice,
@@ -194,6 +196,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineR
     check_tracking(config.tracking)
     check_batches(config, algorithm)
     check_filtering(config)
+    check_steps(config, algorithm)
     if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
         raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
     for role in ("actor", "critic"):
@@ -290,7 +293,7 @@ def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:
         "Prompts": run.data.report.summary,
         **({"Evaluation": run.eval_data.report.summary} if run.eval_data else {}),
         **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
-        **({"Reward model": models.reward.source.pretrain} if models.reward else {}),
+        **reward_model_fact(models.reward),
         **({"Teacher": models.teacher.source.pretrain} if models.teacher else {}),
         **({"Reward file": reward_file[0]} if reward_file else {}),
         "Engine": described(config.rollout, run.backend),

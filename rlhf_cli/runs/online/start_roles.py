@@ -38,6 +38,7 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.online.models import OnlineModels, role_names
 from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers.online.interfaces import Roles, awake
+from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 from rlhf_cli.trainers.online.update_plan import StepCounts
 
 
@@ -97,16 +98,25 @@ class OnlineRoles:
 
     def with_scorer(self, scorer: Scorer) -> Roles:
         """Return the roles as the loop takes them."""
+        steps = self._step_scorer()
         return Roles(
             self.actor,
             self.critic,
             self.reference,
-            self.reward_model,
+            None if steps else self.reward_model,
             self.engines,
             scorer,
             self._moving,
             self.teacher,
+            steps,
         )
+
+    def _step_scorer(self) -> StepScorer | None:
+        """Return the scorer of steps if the reward model is a process reward model."""
+        found = self._models.reward
+        if self.reward_model is None or found is None or found.separator is None:
+            return None
+        return StepScorer(self.reward_model, step_finder(found, self._models.policy.tokenizer))
 
     def checkpoint_bytes(self) -> int:
         """Return the bytes of a checkpoint of all trained roles, as an estimate."""

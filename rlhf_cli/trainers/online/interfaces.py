@@ -10,6 +10,7 @@ import numpy as np
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
+from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
 
@@ -83,6 +84,13 @@ class ProcessRewardModel(Sleeper, Protocol):
     """The frozen model that scores the steps of responses, each at its last token."""
 
     def step_scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
+
+
+class Steps(Protocol):
+    """Scores the steps of sampled responses."""
+
+    def rewards(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[np.ndarray]:
+        """Return the reward of each step at its last token and NaN elsewhere, one value a token of each response."""
 
 
 class Engines(Protocol):
@@ -161,3 +169,4 @@ class Roles:
     scorer: Scoring
     moving_reference: MovingReference | None = None
     teacher: Teacher | None = None
+    steps: Steps | None = None

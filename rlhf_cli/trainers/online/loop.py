@@ -37,6 +37,7 @@ from rlhf_cli.trainers.online.responses import Responses, of_groups
 from rlhf_cli.trainers.online.rollout import Rollout, mean_lengths, prompt_lengths
 from rlhf_cli.trainers.online.scoring import add_model_scores
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
+from rlhf_cli.trainers.online.step_scoring import step_metrics
 from rlhf_cli.trainers.online.update_plan import UpdatePlan, plan_updates
 
 
@@ -157,6 +158,8 @@ def _scored_batch(
             greedy = greedy.scored()
             trainable = trainable.in_groups_of(greedy)
         _check_trainable(trainable, scores, settings.policy, iteration=state.iteration + 1)
+        if roles.steps is not None:
+            trainable.step_rewards = roles.steps.rewards(trainable.prompts, trainable.generations)
     return _ScoredBatch(rollout, sampled, trainable, greedy if settings.algorithm.greedy else None, scores)
 
 
@@ -226,6 +229,8 @@ def _batch_metrics(batch: _ScoredBatch, reward: OnlineRewardConfig) -> dict[str,
         return length_metrics(sampled.generations) | num_tokens
     metrics = rollout_metrics(sampled.generations, sampled.scores) | greedy_metrics(batch.greedy)
     metrics |= batch.rollout.metrics | zero_std_metrics(sampled.scores, sampled.groups)
+    if batch.trainable.step_rewards is not None:
+        metrics |= step_metrics(batch.trainable.step_rewards)
     metrics |= source_metrics(sampled.questions, sampled.scores) | failure_metrics(batch.scores)
     return metrics | num_tokens
 

@@ -23,7 +23,7 @@ class Responses:
     fills the other columns before the update: one value for each response token from the policy, the reference, the
     teacher and the critic; None for a model that takes no part. `bootstrap` is the critic's value of the state in which
     the response was cut, 0 for a finished response; None if nothing is bootstrapped. `positions` are the places among
-    all responses of the iteration.
+    all responses of the iteration. `step_rewards` has the reward of each step at its last token and NaN elsewhere.
     """
 
     prompts: Sequence[Prompt]
@@ -37,6 +37,7 @@ class Responses:
     teacher_logprobs: Sequence[np.ndarray] | None = None
     values: Sequence[np.ndarray] | None = None
     bootstrap: Sequence[float] | None = None
+    step_rewards: Sequence[np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.generations)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -9,7 +11,9 @@ from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.data.solution_steps import Decode, token_step_ends
+from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.errors import RunError
+from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.trainers.online.interfaces import ProcessRewardModel, awake
 
 
@@ -34,21 +38,53 @@ def at_step_ends(prompt_ids: Sequence[int], response_ids: Sequence[int], ends: S
     return TokenSequence(token_ids, mask)
 
 
-def step_probabilities(
-    model: ProcessRewardModel, finder: StepFinder, prompts: Sequence[Prompt], generations: Sequence[Generation]
-) -> list[list[float]]:
-    """Return the probability of each step of each response.
+@dataclass(frozen=True)
+class StepScorer:
+    """A process reward model with the finder of the steps that it scores."""
 
-    Raises:
-        RunError: the model gives a number that is not finite.
-    """
-    pairs = zip(prompts, generations, strict=True)
-    sequences = [
-        at_step_ends(prompt.prompt_ids, generation.token_ids, finder.ends(generation.token_ids))
-        for prompt, generation in pairs
-    ]
-    with awake(model):
-        logits = model.step_scores(sequences)
-    if not all(np.isfinite(logits_K).all() for logits_K in logits):
-        raise RunError("the process reward model gives a step a score that is not finite: its weights are damaged")
-    return [(1 / (1 + np.exp(-logits_K.astype(np.float64)))).tolist() for logits_K in logits]
+    model: ProcessRewardModel
+    finder: StepFinder
+
+    def probabilities(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[list[float]]:
+        """Return the probability of each step of each response.
+
+        Raises:
+            RunError: the model gives a number that is not finite.
+        """
+        return [scores_K.tolist() for scores_K in self._scores(self._marked(prompts, generations))]
+
+    def rewards(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[np.ndarray]:
+        """Return the probability of each step at its last token and NaN elsewhere, float32, one value a token of each
+        response. Errors as for `probabilities`.
+        """
+        marked = self._marked(prompts, generations)
+        rewards = []
+        for prompt, sequence, scores_K in zip(prompts, marked, self._scores(marked), strict=True):
+            placed_T = np.full(len(sequence), np.nan, dtype=np.float32)
+            placed_T[sequence.loss_mask] = scores_K
+            rewards.append(placed_T[len(prompt.prompt_ids) :])
+        return rewards
+
+    def _marked(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[TokenSequence]:
+        pairs = zip(prompts, generations, strict=True)
+        return [at_step_ends(p.prompt_ids, g.token_ids, self.finder.ends(g.token_ids)) for p, g in pairs]
+
+    def _scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        with awake(self.model):
+            logits = self.model.step_scores(sequences)
+        if not all(np.isfinite(logits_K).all() for logits_K in logits):
+            raise RunError("the process reward model gives a step a score that is not finite: its weights are damaged")
+        return [1 / (1 + np.exp(-logits_K.astype(np.float64))) for logits_K in logits]
+
+
+def step_metrics(rewards: Sequence[np.ndarray]) -> dict[str, float]:
+    """Return the mean reward of the steps, and the mean number of steps of a response."""
+    num_steps = [int(np.count_nonzero(~np.isnan(rewards_T))) for rewards_T in rewards]
+    return {"step_reward": float(np.nanmean(np.concatenate(rewards))), "num_steps": float(np.mean(num_steps))}
+
+
+def step_finder(model: RewardModelPlan, tokenizer: Any) -> StepFinder:
+    """Return the finder of the steps that a process reward model has learned to score."""
+    assert model.separator is not None, "not a process reward model"
+    decode = partial(text_of, tokenizer, skip_special_tokens=False)
+    return StepFinder(model.separator, decode, frozenset(tokenizer.all_special_ids))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlhf_cli.algorithms.advantages import gae, whiten
+from rlhf_cli.algorithms.advantages import gae, step_advantages, whiten
 from rlhf_cli.algorithms.kl import kl_estimate, next_kl_coef
 from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
 from rlhf_cli.algorithms.table import ALGORITHMS, Experience, compute_advantages
@@ -239,3 +239,46 @@ def test_what_is_not_trained_has_no_advantage_and_still_counts_in_its_group() ->
 
 def test_rows_are_filed_under_their_names() -> None:
     assert all(name == row.name for name, row in ALGORITHMS.items())
+
+
+NONE = math.nan
+STEPS_N = torch.tensor([0.2, NONE, 0.8, NONE, 0.5, 0.9, NONE, 0.1])
+STEPS_CU = torch.tensor([0, 3, 5, 8])
+"""Three responses of 3, 2 and 3 tokens; the first two answer one prompt, NaN where no step ends."""
+
+
+def test_tokens_get_the_normalised_rewards_of_their_own_and_later_steps() -> None:
+    found_N = step_advantages(STEPS_N, STEPS_CU, torch.tensor([4, 4, 9]))
+    std = math.sqrt(((0.2 - 0.5) ** 2 + (0.8 - 0.5) ** 2) / 2)  # of 0.2, 0.8, 0.5
+    low, high = (0.2 - 0.5) / (std + 1e-6), (0.8 - 0.5) / (std + 1e-6)
+    other = 0.4 / (math.sqrt(2 * 0.4**2) + 1e-6)  # 0.9 and 0.1 around 0.5
+    expected = [low + high, high, high, 0.0, 0.0, other - other, -other, -other]
+    assert found_N.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def experience_of_steps() -> Experience:
+    """The rewards 1, 0 and 0 of the responses, at their last tokens, and steps whose weight is one half."""
+    rewards_N = torch.zeros(8)
+    rewards_N[2] = 1.0
+    return Experience(
+        rewards_N=rewards_N,
+        parts=(),
+        values_N=None,
+        bootstrap_B=None,
+        cu=STEPS_CU,
+        groups_B=torch.tensor([4, 4, 9]),
+        trained_B=torch.ones(3, dtype=torch.bool),
+        greedy_B=None,
+        steps_N=STEPS_N,
+        step_weight=0.5,
+    )
+
+
+@pytest.mark.parametrize("row", ["grpo", "rloo"])
+def test_steps_are_compared_within_the_group_beside_the_responses(row: str) -> None:
+    experience = experience_of_steps()
+    plain_N, _ = compute_advantages(ALGORITHMS[row], replace(experience, steps_N=None), settings=GroupPolicyConfig())
+    found_N, _ = compute_advantages(ALGORITHMS[row], experience, settings=GroupPolicyConfig())
+    own_N = step_advantages(STEPS_N, STEPS_CU, experience.groups_B)
+    torch.testing.assert_close(found_N, plain_N + 0.5 * own_N)
+    assert own_N.abs().max() > 0.5

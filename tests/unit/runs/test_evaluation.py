@@ -307,7 +307,7 @@ def test_the_steps_of_kept_responses_are_read_back(tmp_path):
     [
         ({"prm_pretrain": "m"}, "chooses among the samples of a prompt: give --n_samples_per_prompt above 1"),
         ({"prm_aggregation": "min"}, "prm_aggregation is about the steps of responses: give --prm_pretrain"),
-        ({"prm_pretrain": "m", "reward_pretrain": "r"}, "one model has a place beside the engines"),
+        ({"prm_pretrain": "m", "reward_pretrain": "r"}, "a run has one model that scores"),
         (
             {"prm_pretrain": "m", "prm_aggregation": "min,min"},
             "prm_aggregation min,min has to name some of .*, each once",

@@ -36,7 +36,7 @@ from rlhf_cli.runs.inference.run import (
     answer_chunks,
     settings_identity,
 )
-from rlhf_cli.trainers.online.step_scoring import StepFinder, step_probabilities
+from rlhf_cli.trainers.online.step_scoring import StepFinder, StepScorer, step_metrics
 
 IDENTITY = {"seed": 42, "temperature": 1.0}
 
@@ -233,10 +233,14 @@ def test_steps_of_the_sampled_tokens_are_scored_and_kept_in_the_rows():
     finder = StepFinder("\n", lambda ids: "".join(words[number] for number in ids), frozenset({4}))
     generations = [Generation([1, 2, 3, 4], [0.0] * 4, "stop", 0), Generation([1, 2, 3, 2], [0.0] * 4, "length", 0)]
     model = FakeProcessModel()
-    found = step_probabilities(model, finder, PROMPTS[:2], generations)
+    scorer = StepScorer(model, finder)
+    found = scorer.probabilities(PROMPTS[:2], generations)
     start = len(PROMPTS[0].prompt_ids)
     assert model.places == [[start + 1, start + 3], [start + 1, start + 3]]
     assert found == [[0.5, 0.5], [0.5, 0.5]]
+    rewards = scorer.rewards(PROMPTS[:2], generations)
+    np.testing.assert_equal(rewards, [np.array([np.nan, 0.5, np.nan, 0.5], np.float32)] * 2)
+    assert step_metrics(rewards) == {"step_reward": 0.5, "num_steps": 2.0}
 
 
 def test_memory_is_bounded_by_the_chunk_and_metrics_come_before_rows():

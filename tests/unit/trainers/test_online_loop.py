@@ -6,12 +6,22 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from online_fakes import BATCH, NUM_PROMPTS, ONE_STEP, SAMPLES_EACH, WITH_REFERENCE, WITHOUT_REFERENCE, FakeTracker, Run
+from online_fakes import (
+    BATCH,
+    EXACT,
+    NUM_PROMPTS,
+    ONE_STEP,
+    SAMPLES_EACH,
+    WITH_REFERENCE,
+    WITHOUT_REFERENCE,
+    FakeTracker,
+    Run,
+)
 
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import ActorCriticBatchConfig, OnlineBatchConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import OptimConfig
@@ -46,6 +56,33 @@ def test_a_reward_model_is_awake_between_the_other_rewards_and_the_first_forward
     run(total_iterations=1)
     assert run.journal[2:7] == ["engines.sleep", "scorer.score", "reward.wake", "reward.scores", "reward.sleep"]
     assert run.journal[7] == "critic.wake"
+
+
+WITH_STEPS = OnlineRewardConfig(reward_funcs=["exact"], prm_pretrain="prm", prm_weight=0.5)
+
+
+def test_steps_are_rewards_of_tokens_in_the_returns_of_a_critic():
+    policy = ActorCriticPolicyConfig(init_kl_coef=0.0, gamma=1.0, lambd=1.0)
+    plain, stepped = Run(policy=policy), Run(policy=policy, reward=WITH_STEPS)
+    for run in (plain, stepped):
+        run(total_iterations=1)
+    for before, after in zip(plain.critic.updates[0][0], stepped.critic.updates[0][0], strict=True):
+        ids = after.sequence.token_ids[after.sequence.loss_mask]
+        later = np.cumsum(ids[::-1])[::-1] / 10  # the fake finds a step at every token
+        np.testing.assert_allclose(after.columns["returns"] - before.columns["returns"], 0.5 * later, rtol=1e-5)
+    assert stepped.journal[3:5] == ["scorer.score", "steps.rewards"]
+    assert stepped.tracker.logged[0][1]["num_steps"] == plain.tracker.logged[0][1]["response_length"]
+
+
+def test_steps_move_the_advantages_of_a_group_and_not_the_reward():
+    policy = GroupPolicyConfig(init_kl_coef=0.0)
+    plain, stepped = (Run(policy=policy, algorithm="grpo", reward=reward) for reward in (EXACT, WITH_STEPS))
+    for run in (plain, stepped):
+        run(total_iterations=1)
+    assert plain.tracker.logged[0][1]["reward"] == stepped.tracker.logged[0][1]["reward"]
+    pairs = zip(plain.actor.updates[0][0], stepped.actor.updates[0][0], strict=True)
+    assert any(not np.array_equal(a.columns["advantages"], b.columns["advantages"]) for a, b in pairs)
+    assert len({value for sample in stepped.actor.updates[0][0] for value in sample.columns["advantages"]}) > 6
 
 
 def test_a_reward_model_adds_its_weighted_score_of_prompt_and_response_and_is_logged_apart():
