@@ -233,11 +233,8 @@ class ProcessRewardConfig(RemoteScoringConfig):
         return self
 
 
-class OnlineRewardConfig(ProcessRewardConfig, RewardConfig):
+class OnlineRewardConfig(RemoteScoringConfig, RewardConfig):
     """Reward"""
-
-    prm_weight: float = Field(1.0, gt=0)
-    """Weight of the steps' rewards beside the reward of the whole response."""
 
     overlong_buffer_len: int | None = Field(None, gt=0)
     """Last tokens before max_new_tokens over which the score falls in a line, by overlong_penalty_factor at the end."""
@@ -247,12 +244,6 @@ class OnlineRewardConfig(ProcessRewardConfig, RewardConfig):
     """Score of a response that was cut: this share of its score, or this score if it is negative."""
     # OpenRLHF's scripts with a reward file have --normalize_reward too: a notice at the start, no refusal.
     _of_a_reward_model: ClassVar[tuple[str, ...]] = ("reward_model_weight",)
-
-    @model_validator(mode="after")
-    def _a_weight_is_of_a_process_model(self) -> "OnlineRewardConfig":
-        if self.prm_pretrain is None and self.changed("prm_weight"):
-            raise ValueError("prm_weight is about rewards of steps: give --prm_pretrain MODEL")
-        return self
 
     @model_validator(mode="after")
     def _one_penalty_of_length(self) -> "OnlineRewardConfig":
@@ -272,3 +263,16 @@ class OnlineRewardConfig(ProcessRewardConfig, RewardConfig):
         )
         weights = (self.reward_weights or [1.0]) if self.reward_funcs else []
         return any(weights) or any(weight for way, weight in others if way not in (None, []))
+
+
+class StepRewardConfig(ProcessRewardConfig, OnlineRewardConfig):
+    """Reward"""
+
+    prm_weight: float = Field(1.0, gt=0)
+    """Weight of the steps' rewards beside the reward of the whole response."""
+
+    @model_validator(mode="after")
+    def _a_weight_is_of_a_process_model(self) -> "StepRewardConfig":
+        if self.prm_pretrain is None and self.changed("prm_weight"):
+            raise ValueError("prm_weight is about rewards of steps: give --prm_pretrain MODEL")
+        return self

@@ -248,7 +248,7 @@ class Run:
         self.reference = FakeModel("ref", self.journal, level=-1.25) if policy.init_kl_coef else None
         self.reward_model = FakeModel("reward", self.journal) if reward.reward_pretrain else None
         self.teacher = FakeModel("teacher", self.journal, level=-0.75) if more.get("distill_coef") else None
-        self.steps = FakeSteps(self.journal) if reward.prm_pretrain else None
+        self.steps = FakeSteps(self.journal) if "step_weight" in more else None
         self.engines = FakeEngines(self.journal)
         self.scorer = FakeScorer(self.journal, fails)
         self.tracker = FakeTracker()

@@ -34,6 +34,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "entropy_max": {"entropy_target": "0.5"},
     "k": {"n_samples_per_prompt": "9", "temperature": "1"},
     "prm_aggregation": {"prm_pretrain": "m", "n_samples_per_prompt": "9", "temperature": "1"},
+    "prm_weight": {"prm_pretrain": "m"},
     "prm_pretrain": {"n_samples_per_prompt": "9", "temperature": "1"},
     "eval_max_samples": EVALUATED,
     "eval_n_samples_per_prompt": {**EVALUATED, "eval_temperature": "0.7"},

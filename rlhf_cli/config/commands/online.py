@@ -22,7 +22,7 @@ from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.presets import defaults_of_loss, defaults_of_teacher
 from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig, StepRewardConfig
 from rlhf_cli.config.teacher import TeacherConfig
 from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
 
@@ -57,6 +57,12 @@ class OnlineConfig(BaseModel):
     def dynamic_sampling(self) -> DynamicSamplingConfig | None:
         """The settings of dynamic sampling; None if it is off or the command has none."""
         return None
+
+    @property
+    def steps(self) -> StepRewardConfig | None:
+        """The settings of rewards of steps; None without a process reward model."""
+        reward = self.reward
+        return reward if isinstance(reward, StepRewardConfig) and reward.prm_pretrain is not None else None
 
     @property
     def distils_alone(self) -> bool:
@@ -101,14 +107,21 @@ class OnlineConfig(BaseModel):
 
 
 class FilteringConfig(OnlineConfig):
-    """Settings of an online command that can replace prompts by what their responses are worth."""
+    """Settings of an online command that can replace prompts by what their responses are worth, and reward steps."""
 
+    reward: StepRewardConfig = StepRewardConfig()
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
 
     @property
     def dynamic_sampling(self) -> DynamicSamplingConfig | None:
         """The settings of dynamic sampling; None if it is off."""
         return self.dynamic if self.dynamic.dynamic_filtering else None
+
+    @model_validator(mode="after")
+    def _steps_add_to_a_reward(self) -> "FilteringConfig":
+        if self.steps is not None and self.distils_alone:
+            raise ValueError("prm_pretrain adds rewards of steps to others, and only the teacher counts here")
+        return self
 
     @model_validator(mode="after")
     def _prompts_are_judged_by_rewards(self) -> "FilteringConfig":

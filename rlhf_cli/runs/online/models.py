@@ -52,8 +52,8 @@ def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
     teacher = None
     if config.teacher.teacher_pretrain is not None:
         teacher = find_teacher(config.teacher.teacher_pretrain, policy.base, policy.architecture, policy.tokenizer)
-    if config.reward.prm_pretrain is not None:
-        reward = find_process_reward_model(config.reward.prm_pretrain, policy.base, policy.tokenizer)
+    if config.steps is not None and config.steps.prm_pretrain is not None:
+        reward = find_process_reward_model(config.steps.prm_pretrain, policy.base, policy.tokenizer)
     critic = _critic(config, policy) if algorithm.critic else None
     trained = (policy, critic or policy)
     names = {name for model in trained for name in (model.source.pretrain, model.base.pretrain)}
@@ -64,7 +64,7 @@ def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
 
 def check_steps(config: OnlineConfig, algorithm: Algorithm) -> None:
     """Raise UsageError if the algorithm has no place for rewards of steps."""
-    if config.reward.prm_pretrain is None:
+    if config.steps is None:
         return
     if algorithm.steps is None:
         names = ", ".join(row.name for row in ALGORITHMS.values() if row.steps is not None)

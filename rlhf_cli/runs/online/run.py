@@ -111,6 +111,7 @@ class _OnlineRun:
             config.optim,
             config.dynamic_sampling,
             config.teacher.weight,
+            config.steps.prm_weight if config.steps else 1.0,
         )
 
     @property

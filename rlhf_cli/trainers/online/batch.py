@@ -53,7 +53,7 @@ def learning_samples(
     kl_N = None if policy.has_kl_loss else _kl(responses, policy)
     rewards_N = token_rewards(_rewards(responses, settings), kl_N, cu, kl_coef=kl_coef)
     if settings.algorithm.steps == "tokens" and responses.step_rewards is not None:
-        rewards_N = rewards_N + settings.reward.prm_weight * _flat(responses.step_rewards).nan_to_num(0.0)
+        rewards_N = rewards_N + settings.step_weight * _flat(responses.step_rewards).nan_to_num(0.0)
     experience = _experience(responses, greedy, settings, rewards_N=rewards_N)
     advantages_N, returns_N = compute_advantages(settings.algorithm, experience, settings=policy)
     metrics, trained_B = dict[str, float](), experience.trained_B
@@ -88,7 +88,7 @@ def _experience(
         if greedy is None
         else _of_groups(_rewards(greedy, settings), greedy.groups_B, responses.groups_B),
         steps_N=None if responses.step_rewards is None else _flat(responses.step_rewards),
-        step_weight=settings.reward.prm_weight,
+        step_weight=settings.step_weight,
     )
 
 

@@ -29,6 +29,7 @@ class OnlineSettings:
     optim: OptimConfig
     dynamic: DynamicSamplingConfig | None = None  # None where every prompt's group is trained on
     distill_coef: float | None = None  # None without a teacher
+    step_weight: float = 1.0  # of the rewards of steps
 
     @property
     def sampling(self) -> SamplingParams:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from online_fakes import (
     BATCH,
-    EXACT,
     NUM_PROMPTS,
     ONE_STEP,
     SAMPLES_EACH,
@@ -58,12 +57,9 @@ def test_a_reward_model_is_awake_between_the_other_rewards_and_the_first_forward
     assert run.journal[7] == "critic.wake"
 
 
-WITH_STEPS = OnlineRewardConfig(reward_funcs=["exact"], prm_pretrain="prm", prm_weight=0.5)
-
-
 def test_steps_are_rewards_of_tokens_in_the_returns_of_a_critic():
     policy = ActorCriticPolicyConfig(init_kl_coef=0.0, gamma=1.0, lambd=1.0)
-    plain, stepped = Run(policy=policy), Run(policy=policy, reward=WITH_STEPS)
+    plain, stepped = Run(policy=policy), Run(policy=policy, step_weight=0.5)
     for run in (plain, stepped):
         run(total_iterations=1)
     for before, after in zip(plain.critic.updates[0][0], stepped.critic.updates[0][0], strict=True):
@@ -76,7 +72,7 @@ def test_steps_are_rewards_of_tokens_in_the_returns_of_a_critic():
 
 def test_steps_move_the_advantages_of_a_group_and_not_the_reward():
     policy = GroupPolicyConfig(init_kl_coef=0.0)
-    plain, stepped = (Run(policy=policy, algorithm="grpo", reward=reward) for reward in (EXACT, WITH_STEPS))
+    plain, stepped = Run(policy=policy, algorithm="grpo"), Run(policy=policy, algorithm="grpo", step_weight=0.5)
     for run in (plain, stepped):
         run(total_iterations=1)
     assert plain.tracker.logged[0][1]["reward"] == stepped.tracker.logged[0][1]["reward"]
