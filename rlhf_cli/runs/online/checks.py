@@ -1,8 +1,9 @@
 """Whether the sizes of an online command fit together, seen from its settings and the row of its algorithm."""
 
-from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.online import OnlineBatchConfig
+from rlhf_cli.config.policy import GroupPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 
@@ -81,3 +82,14 @@ def check_filtering(config: OnlineConfig) -> None:
             "--dynamic_filtering judges responses while others are generated, which a reward model cannot do: give "
             "--reward_funcs, --reward_func or --remote_rm_url besides --reward_pretrain"
         )
+
+
+def check_step_rewards(config: OnlineConfig, algorithm: Algorithm) -> None:
+    """Raise UsageError if the algorithm has no place for rewards of steps."""
+    if config.steps is None:
+        return
+    if algorithm.steps is None:
+        names = ", ".join(row.name for row in ALGORITHMS.values() if row.steps is not None)
+        raise UsageError(f"--prm_pretrain: {algorithm.name} compares whole responses; rewards of steps go with {names}")
+    if isinstance(config.policy, GroupPolicyConfig) and config.policy.advantage_std == "none":
+        raise UsageError("--prm_pretrain: rewards of steps are normalised by their std, and advantage_std is none")

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
+from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.config.commands.online import CriticConfig, OnlineConfig
-from rlhf_cli.config.policy import GroupPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
@@ -60,17 +59,6 @@ def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
     frozen = [model.source.pretrain for model in (reward, teacher) if model is not None]
     check_not_replaced(config.checkpoint, *sorted(names), *frozen)
     return OnlineModels(policy, critic, reward, teacher)
-
-
-def check_steps(config: OnlineConfig, algorithm: Algorithm) -> None:
-    """Raise UsageError if the algorithm has no place for rewards of steps."""
-    if config.steps is None:
-        return
-    if algorithm.steps is None:
-        names = ", ".join(row.name for row in ALGORITHMS.values() if row.steps is not None)
-        raise UsageError(f"--prm_pretrain: {algorithm.name} compares whole responses; rewards of steps go with {names}")
-    if isinstance(config.policy, GroupPolicyConfig) and config.policy.advantage_std == "none":
-        raise UsageError("--prm_pretrain: rewards of steps are normalised by their std, and advantage_std is none")
 
 
 def reward_model_fact(model: RewardModelPlan | None) -> dict[str, str]:

@@ -32,7 +32,7 @@ from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.conclusion import conclude
-from rlhf_cli.runs.online.checks import check_batches, check_filtering
+from rlhf_cli.runs.online.checks import check_batches, check_filtering, check_step_rewards
 from rlhf_cli.runs.online.evaluation import (
     best_facts,
     evaluation_task,
@@ -45,7 +45,6 @@ from rlhf_cli.runs.online.models import (
     OnlineModels,
     check_shared_sequences,
     check_stages,
-    check_steps,
     find_models,
     idle_settings,
     reward_model_fact,
@@ -197,7 +196,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineR
     check_tracking(config.tracking)
     check_batches(config, algorithm)
     check_filtering(config)
-    check_steps(config, algorithm)
+    check_step_rewards(config, algorithm)
     if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
         raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
     for role in ("actor", "critic"):

@@ -12,7 +12,7 @@ from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import config_class, flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml
-from rlhf_cli.runs.online.checks import check_batches, check_filtering
+from rlhf_cli.runs.online.checks import check_batches, check_filtering, check_step_rewards
 from rlhf_cli.runs.online.evaluation import evaluation_task
 from rlhf_cli.trainers.online.state import OnlineSettings
 
@@ -187,6 +187,49 @@ def test_dynamic_sampling_needs_a_reward_that_is_there_while_others_are_generate
     judged_after: Any = build_config(cls, given | {"reward_pretrain": "rm"})
     with pytest.raises(UsageError, match=r"which a reward model cannot do: give .* or --remote_rm_url besides"):
         check_filtering(judged_after)
+
+
+@pytest.mark.parametrize(
+    ("command", "row", "given"),
+    [
+        ("ppo", "ppo", {}),
+        ("reinforce++", "reinforce++", {}),
+        ("reinforce++", "reinforce++_group", {"baseline": "group"}),
+        ("grpo", "grpo", {}),
+        ("rloo", "rloo", {}),
+    ],
+)
+def test_rewards_of_steps_go_with_algorithms_that_have_a_place_for_them(command, row, given):
+    config = resolve(command, prm_pretrain="prm", prm_weight="0.5", **given)
+    check_step_rewards(config, ALGORITHMS[row])
+    assert config.steps.prm_weight == 0.5
+    assert resolve(command, **given).steps is None
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "complaint"),
+    [
+        ("grpo_passk", {"advantage": "passk"}, "grpo_passk compares whole responses; rewards of steps go with ppo, "),
+        ("gdpo", {"aggregate": "normalize_then_sum"}, "gdpo compares whole responses"),
+        ("grpo", {"advantage_std": "none"}, "normalised by their std, and advantage_std is none"),
+    ],
+)
+def test_comparisons_without_a_place_for_steps_are_refused(row, given, complaint):
+    with pytest.raises(UsageError, match=complaint):
+        check_step_rewards(resolve("grpo", prm_pretrain="prm", **given), ALGORITHMS[row])
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"prm_weight": "2"}, "prm_weight is about rewards of steps: give --prm_pretrain"),
+        ({"prm_pretrain": "m", "reward_pretrain": "r"}, "a run has one model that scores responses or their steps"),
+        ({"prm_pretrain": "m", "teacher_pretrain": "t", "reward_weights": "0"}, "adds rewards of steps to others"),
+    ],
+)
+def test_settings_of_steps_that_contradict_others_are_refused(given, complaint):
+    with pytest.raises(UsageError, match=complaint):
+        resolve("grpo", **given)
 
 
 def resolve_alone(command: str, **given: Any) -> Any:
