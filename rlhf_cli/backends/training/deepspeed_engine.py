@@ -20,9 +20,11 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends.training import distributed
+from rlhf_cli.backends.training.checkpoint_layout import read_layout, write_layout
 from rlhf_cli.backends.training.deepspeed_config import deepspeed_config
 from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED
 from rlhf_cli.backends.training.optimizers import make_optimizer, make_schedule
+from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
 from rlhf_cli.backends.training.router_loss import RouterLoss
 from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
@@ -190,14 +192,26 @@ class DeepSpeedEngine:
             self._engine.save_checkpoint(
                 str(directory), tag=DEEPSPEED, save_latest=False, exclude_frozen_parameters=True
             )
+        write_layout(layout_of(self._engine, zero_stage=self._stage), directory, rank=dist.get_rank())
         torch.save(rng_state(), directory / f"rng_rank{dist.get_rank()}.pt")
         distributed.barrier()
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, on the same number of ranks."""
-        path, _ = self._engine.load_checkpoint(str(directory), tag=DEEPSPEED, custom_load_fn=load_trained_weights)
-        assert path is not None, f"{directory} has no DeepSpeed checkpoint"
-        set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
+        """Restore what `save` wrote, to the bit on the same number of ranks and at the same stage.
+
+        Else states are cut anew. Of another number of ranks there are no random states to restore: they start from this
+        process's seed and the number of steps.
+        """
+        saved, own = read_layout(directory), layout_of(self._engine, zero_stage=self._stage)
+        if saved.is_cut_as(own):
+            path, _ = self._engine.load_checkpoint(str(directory), tag=DEEPSPEED, custom_load_fn=load_trained_weights)
+            assert path is not None, f"{directory} has no DeepSpeed checkpoint"
+        else:
+            load_cut_anew(self._engine, directory, own)
+        if saved.num_ranks == own.num_ranks:
+            set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
+        else:
+            seed_everything((torch.initial_seed() + self._engine.global_steps) % 2**32)
 
     @property
     def has_movable_states(self) -> bool:

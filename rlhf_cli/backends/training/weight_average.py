@@ -45,20 +45,39 @@ class WeightAverage:
     def save(self, directory: Path) -> None:
         """Write this rank's part."""
         if self._averages:
-            torch.save(self._averages, directory / _file_name())
+            torch.save(self._averages, directory / _file_name(dist.get_rank()))
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, on the same number of ranks."""
-        if self._averages:
-            self._averages = torch.load(directory / _file_name(), weights_only=True)
+        """Restore what `save` wrote, at any ZeRO stage and on any number of ranks; only the own parts are read."""
+        parts = _parts(directory)
+        for name, average in self._averages.items():
+            own = average.view(-1)
+            start = dist.get_rank() * own.numel()  # one rank alone has a whole average
+            _fill(own, [part[name].view(-1) for part in parts], start=start)
 
     def _kept(self) -> NamedParameters:
         """Return the parameters of which this rank has an average."""
         return [(name, p) for name, p in self._parameters if _is_partitioned(p) or dist.get_rank() == 0]
 
 
-def _file_name() -> str:
-    return f"average_rank{dist.get_rank()}.pt"
+def _file_name(rank: int | str) -> str:
+    return f"average_rank{rank}.pt"
+
+
+def _parts(directory: Path) -> list[dict[str, torch.Tensor]]:
+    """Return the averages of all ranks that have written some, in the order of their parts, without reading them."""
+    num_files = len(list(directory.glob(_file_name(rank="*"))))
+    paths = [directory / _file_name(rank) for rank in range(num_files)]
+    return [torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths]
+
+
+def _fill(own: torch.Tensor, parts: list[torch.Tensor], *, start: int) -> None:
+    """Copy the elements from `start` on, of parts of equal length that are end to end, as far as there are any."""
+    length = parts[0].numel()
+    for rank, part in enumerate(parts):
+        first, last = max(start, rank * length), min(start + own.numel(), (rank + 1) * length)
+        if first < last:
+            own[first - start : last - start] = part[first - rank * length : last - rank * length]
 
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:

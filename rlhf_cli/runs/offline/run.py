@@ -17,6 +17,7 @@ from rlhf_cli.backends.process.signals import ECHO_SECONDS, INTERRUPTED, StopSig
 from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
 from rlhf_cli.backends.training import distributed, distributed_env
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
+from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, seed_everything
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
@@ -183,7 +184,9 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
     with quiet_process(begin_log(paths, rank, keep=continues)) as terminal:
         distributed.join_process_group()
         try:
-            identity = distributed.by_first_rank(lambda: checked_identity(config, task, resume, num_ranks=num_ranks))
+            identity, notices = distributed.by_first_rank(
+                lambda: (checked_identity(config, task, resume), checked_layout(config, resume, num_ranks=num_ranks))
+            )
         except UsageError:
             stop.restore()  # so that a launcher can end the other ranks before they repeat the sentence
             distributed.leave_process_group()
@@ -193,16 +196,15 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
         items, reference = task.begin(task.items, share)
         hf_model, engine = _build(config, task)
         if resume is not None:
-            engine.load(resume.path / "model")
-            if reference.load is not None:
-                reference.load(resume.path / "model")
+            _restore(engine, reference, resume.path / "model")
         if rank == 0:  # not before: what cannot be built must not cost an earlier run
             settings = to_yaml(cast(BaseModel, config))
             prepare_run_directory(config.checkpoint, settings, keep=continues, num_ranks=num_ranks)
         resume_collector()
         files = contents_of_plugins(cast(BaseModel, config))
+        notices += plugin_notice(resume, files)
         run = _OfflineRun(config, task, items, reference, share, paths, store, identity, hf_model, engine, files)
-        with run.tracker(terminal.console, resume) if rank == 0 else SilentTracker() as tracker:
+        with run.tracker(terminal.console, resume, notices) if rank == 0 else SilentTracker() as tracker:
             finished = run.train(tracker, stop, start_step=resume.step if resume else 0)
             if not finished.interrupted:
                 for name, value in task.describe(finished.evaluated).items():
@@ -213,6 +215,12 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
             write_report(paths.root)
         distributed.leave_process_group()
     return finished
+
+
+def _restore(engine: DeepSpeedEngine, reference: ReferenceHooks, folder: Path) -> None:
+    engine.load(folder)
+    if reference.load is not None:
+        reference.load(folder)
 
 
 def _share(config: OfflineConfig, task: OfflineTask) -> Share:
@@ -238,15 +246,19 @@ def check_items(config: OfflineConfig, items: Items) -> None:
             )
 
 
-def checked_identity(
-    config: OfflineConfig, task: OfflineTask, resume: Checkpoint | None, *, num_ranks: int
-) -> dict[str, object]:
+def checked_layout(config: OfflineConfig, resume: Checkpoint | None, *, num_ranks: int) -> list[str]:
+    """Return a line if the states of `resume` are cut anew. Raise UsageError if they cannot be."""
+    if resume is None:
+        return []
+    stage = config.deepspeed.zero_stage
+    return continuation_notice(resume.path / "model", what="model", zero_stage=stage, num_ranks=num_ranks)
+
+
+def checked_identity(config: OfflineConfig, task: OfflineTask, resume: Checkpoint | None) -> dict[str, object]:
     """Return the facts that must be equal to continue. Raise UsageError if `resume` is of another run."""
     data, model = task.items.data, task.model
     identity = {
         "command": task.command,
-        "number of ranks": num_ranks,
-        "zero_stage": config.deepspeed.zero_stage,
         "param_dtype": config.model.param_dtype,
         **model_identity("model", model.found, model.plan),
         **adapter_identity(model.plan),
@@ -308,7 +320,7 @@ class _OfflineRun:
     engine: DeepSpeedEngine
     plugin_files: dict[str, str]
 
-    def tracker(self, console: Console, resume: Checkpoint | None) -> Tracker:
+    def tracker(self, console: Console, resume: Checkpoint | None, notices: list[str]) -> Tracker:
         tracker = Tracker(
             self.config.tracking,
             self.paths.root,
@@ -322,7 +334,7 @@ class _OfflineRun:
         model, on_gpu = self.task.model, distributed.device().type == "cuda"
         notes = attention_note(model.attention, model.architecture, on_gpu=on_gpu) | dtype_note(self.config.model)
         tracker.start({"Model": said, "Data": self.task.summary, **notes})
-        for line in plugin_notice(resume, self.plugin_files):
+        for line in notices:
             tracker.message(line)
         return tracker
 

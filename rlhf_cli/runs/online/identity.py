@@ -4,7 +4,6 @@ from pathlib import Path
 
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.config.commands.online import FilteringConfig, OnlineConfig
-from rlhf_cli.config.placement import CriticPlacementConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data.prompts import PromptData
@@ -51,7 +50,7 @@ def online_identity(
         "command": command,
         "algorithm": algorithm.name,
         "param_dtype": config.model.param_dtype,
-        **_roles(config, models),
+        **_roles(models),
         **tokenizer_identity(models.policy.tokenizer),
         "number of prompts": len(data.prompts),
         "contents of the prompts": data.fingerprint,
@@ -69,11 +68,9 @@ def online_identity(
     }
 
 
-def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, object]:
-    placement, policy, critic = config.placement, models.policy, models.critic
+def _roles(models: OnlineModels) -> dict[str, object]:
+    policy, critic = models.policy, models.critic
     roles = {
-        "zero_stage": config.deepspeed.zero_stage,
-        "number of actor ranks": placement.actor_num_nodes * placement.actor_num_gpus_per_node,
         **model_identity("policy", policy.found, policy.plan),
         **adapter_identity(policy.plan),
         **model_identity("reward model", models.reward.found if models.reward else None),
@@ -81,11 +78,8 @@ def _roles(config: OnlineConfig, models: OnlineModels) -> dict[str, object]:
     }
     if critic is None:
         return roles
-    assert isinstance(placement, CriticPlacementConfig)
     return {
         **roles,
-        "zero stage of the critic": config.deepspeed.of("critic").zero_stage,
-        "number of critic ranks": placement.critic_num_nodes * placement.critic_num_gpus_per_node,
         **model_identity("critic", critic.found, critic.plan),
         **adapter_identity(critic.plan, suffix=" of the critic"),
     }

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.backends.training.checkpoint import Checkpoint
+from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
 from rlhf_cli.config.commands.online import CriticConfig, OnlineConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
@@ -175,3 +177,12 @@ def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
         if config.model.compile_model and deepspeed.of(role).zero_stage == 3:
             stage = deepspeed.name_of(role, "zero_stage")
             raise UsageError(f"compile_model does not go with --{stage} 3, which gathers weights between layers")
+
+
+def layout_notices(resume: Checkpoint, config: OnlineConfig, models: OnlineModels) -> list[str]:
+    """Return a line for each trained role whose states are cut anew. Raise UsageError if they cannot be."""
+    notices = []
+    for role in ("actor", "critic") if models.critic else ("actor",):
+        stage, num_ranks = config.deepspeed.of(role).zero_stage, config.placement.num_ranks(role)
+        notices += continuation_notice(resume.path / role, what=role, zero_stage=stage, num_ranks=num_ranks)
+    return notices

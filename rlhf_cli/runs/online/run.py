@@ -47,6 +47,7 @@ from rlhf_cli.runs.online.models import (
     check_stages,
     find_models,
     idle_settings,
+    layout_notices,
     reward_model_fact,
     role_names,
     shared_sequences,
@@ -230,6 +231,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineR
     identity = online_identity(config, models, data, command=command, algorithm=algorithm, iterations=iterations)
     if resume is not None:
         check_same_run(resume, identity)
+        layout_notices(resume, config, models)
     run = replace(run, identity=identity)
     if not run.total_steps.actor:
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
@@ -275,7 +277,8 @@ def _notices(run: _OnlineRun) -> list[str]:
     config = run.config
     idle = idle_settings(config, role_names(config, run.models))
     files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, contents_of_plugins(config))]
-    return [*idle, *truncation_notice(config.rollout), *files]
+    layouts = layout_notices(run.resume, config, run.models) if run.resume else []
+    return [*idle, *truncation_notice(config.rollout), *files, *layouts]
 
 
 def _placement(run: _OnlineRun, where: OnlineCluster) -> str:

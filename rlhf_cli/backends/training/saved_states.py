@@ -1,0 +1,119 @@
+"""Master weights and optimizer states of a saved engine by parameter, from DeepSpeed's files of any stage and ranks.
+
+Files are mapped into memory when an element in them is first needed, and only those elements are read. Nothing is
+written: a checkpoint in a folder that cannot be written is enough, and a kill leaves nothing behind.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_cli.backends.training.checkpoint_layout import Fragment, Layout, read_layout
+from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED, PARTITIONED, WHOLE
+from rlhf_cli.errors import UsageError
+
+MASTER = "master"
+"""The name of the master weight among the names of the states."""
+STEP = "step"
+PARTS = "*zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+class SavedStates:
+    """The elements of every trained parameter, wherever they are."""
+
+    def __init__(self, directory: Path) -> None:
+        self._folder = directory / DEEPSPEED
+        first = read_layout(directory)
+        num_files = first.num_ranks if first.zero_stage else 1  # stage 0 has everything on every rank
+        self._layouts = [first, *(read_layout(directory, rank=rank) for rank in range(1, num_files))]
+        self._places: dict[str, list[tuple[int, Fragment]]] = {}
+        for rank, layout in enumerate(self._layouts):
+            for fragment in layout.fragments:
+                self._places.setdefault(fragment.name, []).append((rank, fragment))
+        self._flats = cache(self._open)
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What is equal on all ranks: schedule and counts of steps."""
+        return _mapped(self._folder, PARTITIONED if self._layouts[0].zero_stage == 3 else WHOLE)
+
+    def names(self) -> set[str]:
+        """Return the names of the parameters."""
+        return set(self._places)
+
+    def states(self) -> dict[str, torch.dtype]:
+        """Return the names and types of the states that have an element for each element of a parameter."""
+        for state in self._all_states():
+            return {key: value.dtype for key, value in state.items() if torch.is_tensor(value) and value.dim()}
+        return {}
+
+    def num_steps(self, name: str | None) -> int:
+        """Return how often a parameter was updated; without a name, any of them."""
+        places = self._places[name] if name else []
+        states = (self._flats(rank).states.get(fragment.flat, {}) for rank, fragment in places)
+        return next((int(state[STEP]) for state in chain(states, self._all_states()) if STEP in state), 0)
+
+    def fill(self, target: torch.Tensor, *, name: str, key: str, start: int) -> None:
+        """Copy a parameter's elements from `start` on into a flat tensor: of its master weight, or of a state.
+
+        A state of a parameter that was never updated is left as it is.
+        """
+        stop = start + target.numel()
+        for rank, fragment in self._places[name]:
+            first, last = max(start, fragment.start), min(stop, fragment.start + fragment.length)
+            source = self._flats(rank).tensor(key, fragment.flat) if first < last else None
+            if source is not None:
+                shift = fragment.offset - fragment.start
+                target[first - start : last - start].copy_(source[first + shift : last + shift])
+
+    def _all_states(self) -> Iterator[dict[str, Any]]:
+        return (state for rank in range(len(self._layouts)) for state in self._flats(rank).states.values() if state)
+
+    def _open(self, rank: int) -> "_Flats":
+        layout = self._layouts[rank]
+        if layout.zero_stage == 0:
+            file = _mapped(self._folder, WHOLE)
+            return _Flats(_whole_masters(file, layout), base_states(file["optimizer"])["state"])
+        saved = _mapped(self._folder, PARTS.format(rank))["optimizer_state_dict"]
+        masters = saved["fp32_flat_groups" if layout.zero_stage == 3 else "single_partition_of_fp32_groups"]
+        return _Flats(masters, base_states(saved)["state"])
+
+
+def base_states(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of the torch optimizer within the state dict of DeepSpeed's optimizer."""
+    names = (name for name in ("base_optimizer_state", "optimizer_state_dict") if name in state_dict)
+    name = next(names, None)
+    return state_dict if name is None else state_dict[name]
+
+
+@dataclass(frozen=True)
+class _Flats:
+    """The flat tensors of a rank's file, and the optimizer's states of each."""
+
+    masters: list[torch.Tensor]
+    states: dict[int, dict[str, Any]]
+
+    def tensor(self, key: str, flat: int) -> torch.Tensor | None:
+        found = self.masters[flat] if key == MASTER else self.states.get(flat, {}).get(key)
+        return None if found is None else found.detach().flatten()
+
+
+def _whole_masters(file: dict[str, Any], layout: Layout) -> list[torch.Tensor]:
+    """Return the master weights of stage 0, one for each parameter: float32 copies if the weights are bf16."""
+    groups = file["optimizer"].get("fp32_groups")
+    if groups is not None:
+        return list(chain.from_iterable(groups))
+    return [file["module"][fragment.name] for fragment in layout.fragments]
+
+
+def _mapped(folder: Path, pattern: str) -> dict[str, Any]:
+    """Return a file's contents; of a tensor only the elements that are used are read."""
+    path = next(folder.glob(pattern), None)
+    if path is None:
+        raise UsageError(f"{folder} has no {pattern}: the checkpoint is incomplete")
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)  # type: ignore[no-any-return]

@@ -1,0 +1,45 @@
+"""Checkpoints of two ranks are continued by one, and these by two, at any ZeRO stages."""
+
+from typing import Any
+
+import pytest
+import torch
+from continued_ranks import ROUTES, by_one
+from started_ranks import results_of, start_ranks
+from tiny_training import farthest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("group_of_one")]
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model_dir, tmp_path_factory, group_of_one) -> dict[int, dict[str, Any]]:
+    """The findings of one rank, and those of the first of two."""
+    folder = tmp_path_factory.mktemp("continued")
+    ranks = start_ranks("continued_ranks.py", 2, [tiny_model_dir, str(folder)], folder)
+    try:
+        of_one = by_one(tiny_model_dir, folder)
+    finally:
+        (folder / "written_by_one").touch()
+    return {1: of_one, 2: results_of({2: ranks}, folder)[0, 2]}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "other"), ROUTES)
+def test_states_that_one_rank_took_over_and_saved_are_the_same_to_the_bit(results, stage, other, dtype):
+    """Master weights, moments, counts of steps, schedule and averages, to one rank at another stage and back."""
+    turned, straight = results[2][f"turned {stage} {other} {dtype}"], results[2][f"straight {stage} {dtype}"]
+    assert turned["metrics"] == straight["metrics"]
+    for kind in ("weights", "average"):
+        for name, weight in straight[kind].items():
+            assert torch.equal(turned[kind][name], weight), (kind, name)
+
+
+@pytest.mark.parametrize(("stage", "other"), ROUTES)
+def test_two_ranks_and_one_and_two_train_as_two_that_never_stopped(results, stage, other):
+    """Each at another stage: losses, gradients and learning rates of all steps, weights and averages at the end."""
+    whole, end = results[2][f"whole {stage}"], results[2][f"trained {stage} {other}"]
+    metrics = results[1][f"trained {stage} {other}"] + end["metrics"]
+    for one, expected in zip(metrics, whole["metrics"][2:], strict=True):
+        assert one == pytest.approx(expected, rel=1e-4)
+    assert farthest(end["weights"], whole["weights"]) < 1e-6
+    assert farthest(end["average"], whole["average"]) < 1e-6

@@ -1,0 +1,134 @@
+"""Engines that go on from a checkpoint of another number of ranks: `python continued_ranks.py MODEL FOLDER`.
+
+Two ranks save, the process that started them goes on as one rank, and the same two ranks go on from there. It waits for
+`written_by_two` and writes `written_by_one`.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny_training import OPTIM, Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
+
+from rlhf_cli.backends.training import distributed
+from rlhf_cli.backends.training.weight_average import WeightAverage
+
+STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9], [9, 1], [2, 3, 4], [5, 6, 0]]
+"""Two ranks take the first two and the last two; one rank the two in between, or none."""
+STAGES = (3, 2, 1, 0)
+"""Stage 3 first: DeepSpeed then computes linear layers in another way, also those of later engines of the process."""
+RISING = OPTIM.model_copy(update={"lr_scheduler": "linear", "lr_warmup_ratio": 0.5})
+"""The learning rate is another one in each step."""
+ROUTES = list(product(STAGES, STAGES))
+SECONDS = 300.0
+
+
+@dataclass
+class Trained:
+    """An engine, its weights and their moving average."""
+
+    hf_model: Any
+    engine: Any
+    average: WeightAverage
+
+    def steps(self, numbers: Sequence[int]) -> list[dict[str, float]]:
+        items, layout = Items(make_sequences(10)), Layout(dist.get_rank(), dist.get_world_size(), max_tokens=60)
+        metrics = []
+        for number in numbers:
+            metrics += train(self.engine, items, [STEPS[number]], layout)
+            self.average.update()
+        return metrics
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        distributed.barrier()
+        self.engine.save(folder)
+        self.average.save(folder)
+        distributed.barrier()
+
+    def load(self, folder: Path) -> None:
+        self.engine.load(folder)
+        self.average.load(folder)
+
+    def found(self, metrics: list[dict[str, float]]) -> dict[str, Any]:
+        """Return what a continued run is compared by."""
+        average = dict(self.average.weights())
+        return {"metrics": metrics, "weights": weights_of(self.engine, self.hf_model), "average": average}
+
+
+def built(model: str, stage: int, dtype: str) -> Trained:
+    hf_model, module = load_policy(model, stage, dtype=dtype)
+    engine = make_engine(module, stage, dtype=dtype, optim=RISING)
+    return Trained(hf_model, engine, WeightAverage(list(hf_model.named_parameters()), beta=0.75))
+
+
+def by_two(model: str, folder: Path) -> dict[str, Any]:
+    """Save at every stage, and go on from what one rank has made of it; return the findings by route."""
+    found = {}
+    for stage, dtype in product(STAGES, ("fp32", "bf16")):
+        trained = built(model, stage, dtype)
+        trained.steps((0, 1))
+        trained.save(folder / f"two {stage} {dtype}")
+        found[f"straight {stage} {dtype}"] = trained.found(trained.steps((4, 5)))
+        if dtype == "fp32":
+            whole = built(model, stage, dtype)
+            found[f"whole {stage}"] = whole.found(whole.steps(range(6)))
+    if dist.get_rank() == 0:
+        (folder / "written_by_two").touch()
+    wait_for(folder / "written_by_one")
+    for (stage, other), dtype in product(ROUTES, ("fp32", "bf16")):
+        found[f"turned {stage} {other} {dtype}"] = _gone_on(
+            model, stage, dtype, folder / f"one {stage} {other} {dtype}"
+        )
+    for stage, other in ROUTES:
+        folder_of_one = folder / f"one trained {stage} {other}"
+        found[f"trained {stage} {other}"] = _gone_on(model, (other + 1) % 4, "fp32", folder_of_one)
+    return found
+
+
+def by_one(model: str, folder: Path) -> dict[str, Any]:
+    """Go on as one rank from what two have saved, and save it at another stage; return the findings by route."""
+    found = {}
+    wait_for(folder / "written_by_two")
+    for (stage, other), dtype in product(ROUTES, ("fp32", "bf16")):
+        trained = built(model, other, dtype)
+        trained.load(folder / f"two {stage} {dtype}")
+        trained.save(folder / f"one {stage} {other} {dtype}")
+        if dtype == "fp32":
+            found[f"trained {stage} {other}"] = trained.steps((2, 3))
+            trained.save(folder / f"one trained {stage} {other}")
+    (folder / "written_by_one").touch()
+    return found
+
+
+def _gone_on(model: str, stage: int, dtype: str, folder: Path) -> dict[str, Any]:
+    trained = built(model, stage, dtype)
+    trained.load(folder)
+    return trained.found(trained.steps((4, 5)))
+
+
+def wait_for(path: Path) -> None:
+    limit = time.monotonic() + SECONDS
+    while not path.exists():
+        assert time.monotonic() < limit, f"no {path}"
+        time.sleep(0.1)
+
+
+def main() -> None:
+    distributed.join_process_group()
+    gc.freeze()  # DeepSpeed collects garbage a dozen times for each engine
+    model, folder = sys.argv[1], Path(sys.argv[2])
+    found = by_two(model, folder)
+    torch.save(found, folder / f"rank{dist.get_rank()}of{dist.get_world_size()}.pt")
+    distributed.leave_process_group()
+
+
+if __name__ == "__main__":
+    main()
