@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -131,6 +132,25 @@ def test_two_killed_ranks_end_as_two_never_stopped(place, command):
     place.run(command, killed.name, f"{more} --load_checkpoint")
     assert metrics_of(killed) == metrics_of(whole)
     assert_same_weights(killed, whole)
+
+
+@pytest.mark.parametrize(("command", "stage"), [("rm", 3), ("dpo", 1)])
+def test_one_rank_at_another_stage_ends_a_run_of_two(place, command, stage):
+    """From the killed run's checkpoint of step 10; the merged checkpoint of step 12 is the model that is saved."""
+    continued = Path(shutil.copytree(place.folder / f"{command}_killed", place.folder / f"{command}_by_one"))
+    for step in (11, 12):
+        shutil.rmtree(continued / "checkpoints" / f"step_{step:06d}")
+    more = f"{OPTIONS[command]} --zero_stage {stage} --save_steps 1 --load_checkpoint"
+    said = run_rlhf(*place.words(command, continued.name, more), environment=place.caches)
+    assert f"The model goes on with 1 rank at ZeRO stage {stage} from a checkpoint of 2 ranks" in " ".join(said.split())
+    expected, found = metrics_of(place.whole(command)), metrics_of(continued)
+    assert found.keys() == expected.keys()
+    for step, metrics in found.items():
+        assert metrics == pytest.approx(expected[step], rel=1e-4, abs=1e-5)
+    checkpoint = continued / "checkpoints" / "step_000012"
+    run_rlhf("merge", "--model", checkpoint, "--output", continued / "merged")
+    merged, model = (load_file(continued / name / "model.safetensors") for name in ("merged", "model"))
+    assert [name for name, weight in model.items() if not weight.equal(merged[name])] == []
 
 
 @pytest.mark.parametrize("command", OPTIONS)

@@ -372,3 +372,15 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_in_one_sentence():
     assert done.returncode == 2
     assert done.stderr.strip() == "No NVIDIA GPU is visible to PyTorch here, so there is nothing to measure."
     assert done.stdout == ""
+
+
+def test_loading_a_checkpoint_is_timed_at_its_own_stage_and_at_another(tmp_path, group_of_one):
+    bench = load("checkpoint_conversion")
+    bench.save_model(tmp_path / "model", hidden=64, layers=1)
+    rows = list(bench.measure(tmp_path / "model", tmp_path, [2, 0], repeats=1))
+    assert [(row.saved, row.stage) for row in rows] == [(2, 2), (2, 0), (0, 2), (0, 0)]
+    parameters = 4096 * 64 + 3 * 64 + 3 * 64 * 256 + (4 * 64 + 3) * 64  # embeddings, norms, MLP, attention with biases
+    assert all(row.num_bytes == pytest.approx(14 * parameters, rel=0.05) for row in rows)
+    assert all(row.seconds > 0 for row in rows)
+    assert bench.Loaded(2, 3, 2_000_000_000, 3.0).row() == "| 2 | 3 | cut anew | 2.000 | 3.00 | 1.50 |"
+    assert not (tmp_path / "stage2").exists()

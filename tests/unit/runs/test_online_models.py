@@ -10,12 +10,15 @@ from online_settings import resolve
 from reward_models import save_reward_model
 
 from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.backends.training.checkpoint import Checkpoint
+from rlhf_cli.backends.training.checkpoint_layout import Layout, write_layout
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.online.models import (
     OnlineModels,
     check_stages,
     find_models,
     idle_settings,
+    layout_notices,
     role_names,
     truncation_notice,
 )
@@ -132,3 +135,20 @@ def test_models_are_compiled_where_no_role_that_is_there_is_partitioned(given, f
         check_stages(config, ("actor", "critic", "ref", "reward"))
     if "zero_stage" not in given or given["zero_stage"] == 2:
         check_stages(config, ("actor",))
+
+
+def test_each_trained_role_goes_on_from_its_own_ranks_and_stage(tiny_model_dir, tmp_path):
+    uncut = {"actor": [], "critic": ["row_var"]}
+    for role, num_ranks in (("actor", 2), ("critic", 1)):
+        (tmp_path / role).mkdir()
+        write_layout(Layout(2, num_ranks, "AdamW", uncut[role], []), tmp_path / role, rank=0)
+    resume, models = Checkpoint(tmp_path, 1, {}), find("ppo", tiny_model_dir)
+
+    def notices(**given: Any) -> list[str]:
+        return [line.split(" from ")[0] for line in layout_notices(resume, resolve("ppo", **given), models)]
+
+    assert notices(zero_stage=2, actor_num_gpus_per_node=2) == []
+    actor = "The actor goes on with 4 ranks at ZeRO stage 3"
+    assert notices(zero_stage=3, critic_zero_stage=2, actor_num_nodes=2, actor_num_gpus_per_node=2) == [actor]
+    with pytest.raises(UsageError, match="critic cannot be continued by 2 ranks at ZeRO stage 2: its optimizer AdamW"):
+        notices(zero_stage=2, critic_num_gpus_per_node=2)
