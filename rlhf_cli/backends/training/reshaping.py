@@ -5,6 +5,7 @@ from stage 3, and give all groups of stage 3 the settings of the first. Here eac
 saved files, writes them into its own flat tensors, and lets DeepSpeed load the result as its own state dict.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,15 @@ import torch
 import torch.distributed as dist
 
 from rlhf_cli.backends.training.checkpoint_layout import Fragment, Layout
-from rlhf_cli.backends.training.saved_states import MASTER, STEP, SavedStates, base_states
+from rlhf_cli.backends.training.saved_states import MASTER, STEP, SavedStates, StateDict, base_states
+
+Engine = Any
+"""DeepSpeed's engine, which has no types."""
+Optimizer = Any
+"""Its optimizer: of another class for each stage and type, without a common one; or the torch optimizer under it."""
 
 
-def layout_of(engine: Any, *, zero_stage: int) -> Layout:
+def layout_of(engine: Engine, *, zero_stage: int) -> Layout:
     """Return the layout of this rank's states in a DeepSpeed engine."""
     base = _base(engine.optimizer)
     uncut = {
@@ -30,7 +36,7 @@ def layout_of(engine: Any, *, zero_stage: int) -> Layout:
 
 
 @torch.no_grad()
-def load_cut_anew(engine: Any, directory: Path, layout: Layout) -> None:
+def load_cut_anew(engine: Engine, directory: Path, layout: Layout) -> None:
     """Give a DeepSpeed engine of this layout the states that an engine of another one saved; every rank calls it."""
     saved, optimizer = SavedStates(directory), engine.optimizer
     others = saved.names() ^ _trained_names(engine.module)
@@ -53,7 +59,7 @@ def load_cut_anew(engine: Any, directory: Path, layout: Layout) -> None:
         optimizer.checkpoint_event_epilogue()
 
 
-def _base(optimizer: Any) -> Any:
+def _base(optimizer: Optimizer) -> Optimizer:
     """Return the torch optimizer under DeepSpeed's, which fp32 at stage 0 does without."""
     return getattr(optimizer, "optimizer", optimizer)
 
@@ -62,14 +68,14 @@ def _trained_names(module: torch.nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def _flats(optimizer: Any, zero_stage: int) -> list[torch.Tensor]:
+def _flats(optimizer: Optimizer, zero_stage: int) -> list[torch.Tensor]:
     """Return the tensors that the torch optimizer updates, in the order of its state dict."""
     if zero_stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
-def _fragments(engine: Any, zero_stage: int) -> list[Fragment]:
+def _fragments(engine: Engine, zero_stage: int) -> list[Fragment]:
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     if zero_stage == 3:
         return _fragments_of_partitions(engine.optimizer.fp16_groups, names)
@@ -96,7 +102,7 @@ def _fragments_of_mappings(module: torch.nn.Module) -> list[Fragment]:
     ]
 
 
-def _fragments_of_partitions(groups: list[list[Any]], names: dict[int, str]) -> list[Fragment]:
+def _fragments_of_partitions(groups: Sequence[Sequence[Any]], names: dict[int, str]) -> list[Fragment]:
     """Return the fragments at stage 3: each parameter cut into one part a rank, these parts end to end."""
     fragments = []
     for number, group in enumerate(groups):
@@ -115,9 +121,9 @@ def _part(flat: torch.Tensor, fragment: Fragment) -> torch.Tensor:
     return flat.data.view(-1)[fragment.offset : fragment.offset + fragment.length]
 
 
-def _state(flat: torch.Tensor, fragments: list[Fragment], saved: SavedStates, base: Any) -> dict[str, Any]:
+def _state(flat: torch.Tensor, fragments: list[Fragment], saved: SavedStates, base: Optimizer) -> StateDict:
     """Return the torch optimizer's state of a flat tensor; elements of padding are zero."""
-    state: dict[str, Any] = {}
+    state: StateDict = {}
     for key, dtype in saved.states().items():
         state[key] = torch.zeros(flat.shape, dtype=dtype)
         for fragment in fragments:
@@ -127,7 +133,7 @@ def _state(flat: torch.Tensor, fragments: list[Fragment], saved: SavedStates, ba
     return state | {STEP: num_steps if counts_in_ints else torch.tensor(float(num_steps))}
 
 
-def _load(optimizer: Any, state_dict: dict[str, Any], *, is_partitioned: bool) -> None:
+def _load(optimizer: Optimizer, state_dict: StateDict, *, is_partitioned: bool) -> None:
     if is_partitioned:  # DeepSpeed picks this rank's from a list
         by_rank = [state_dict] * dist.get_world_size()
         optimizer.load_state_dict(by_rank, load_optimizer_states=True, load_from_fp32_weights=True)
@@ -135,7 +141,7 @@ def _load(optimizer: Any, state_dict: dict[str, Any], *, is_partitioned: bool) -
         optimizer.load_state_dict(state_dict)
 
 
-def _take_over_masters(optimizer: Any) -> None:
+def _take_over_masters(optimizer: Optimizer) -> None:
     """Round the master weights to the weights that the model computes with, if DeepSpeed has not done it yet."""
     if hasattr(optimizer, "update_lp_params"):  # stages 1 and 2
         optimizer.update_lp_params()
@@ -145,7 +151,7 @@ def _take_over_masters(optimizer: Any) -> None:
             weight.data.copy_(master.data)
 
 
-def _restore_common(engine: Any, common: dict[str, Any]) -> None:
+def _restore_common(engine: Engine, common: StateDict) -> None:
     """Restore the schedule, with the learning rates that it has come to, and the counts of steps."""
     engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
     for group, rate in zip(_base(engine.optimizer).param_groups, engine.lr_scheduler.get_last_lr(), strict=True):

@@ -20,6 +20,7 @@ from rlhf_cli.errors import UsageError
 MASTER = "master"
 """The name of the master weight among the names of the states."""
 STEP = "step"
+StateDict = dict[str, Any]
 PARTS = "*zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
@@ -38,7 +39,7 @@ class SavedStates:
         self._flats = cache(self._open)
 
     @property
-    def common(self) -> dict[str, Any]:
+    def common(self) -> StateDict:
         """What is equal on all ranks: schedule and counts of steps."""
         return _mapped(self._folder, PARTITIONED if self._layouts[0].zero_stage == 3 else WHOLE)
 
@@ -71,7 +72,7 @@ class SavedStates:
                 shift = fragment.offset - fragment.start
                 target[first - start : last - start].copy_(source[first + shift : last + shift])
 
-    def _all_states(self) -> Iterator[dict[str, Any]]:
+    def _all_states(self) -> Iterator[StateDict]:
         return (state for rank in range(len(self._layouts)) for state in self._flats(rank).states.values() if state)
 
     def _open(self, rank: int) -> "_Flats":
@@ -84,7 +85,7 @@ class SavedStates:
         return _Flats(masters, base_states(saved)["state"])
 
 
-def base_states(state_dict: dict[str, Any]) -> dict[str, Any]:
+def base_states(state_dict: StateDict) -> StateDict:
     """Return the state dict of the torch optimizer within the state dict of DeepSpeed's optimizer."""
     names = (name for name in ("base_optimizer_state", "optimizer_state_dict") if name in state_dict)
     name = next(names, None)
@@ -96,14 +97,14 @@ class _Flats:
     """The flat tensors of a rank's file, and the optimizer's states of each."""
 
     masters: list[torch.Tensor]
-    states: dict[int, dict[str, Any]]
+    states: dict[int, StateDict]
 
     def tensor(self, key: str, flat: int) -> torch.Tensor | None:
         found = self.masters[flat] if key == MASTER else self.states.get(flat, {}).get(key)
         return None if found is None else found.detach().flatten()
 
 
-def _whole_masters(file: dict[str, Any], layout: Layout) -> list[torch.Tensor]:
+def _whole_masters(file: StateDict, layout: Layout) -> list[torch.Tensor]:
     """Return the master weights of stage 0, one for each parameter: float32 copies if the weights are bf16."""
     groups = file["optimizer"].get("fp32_groups")
     if groups is not None:
@@ -111,7 +112,7 @@ def _whole_masters(file: dict[str, Any], layout: Layout) -> list[torch.Tensor]:
     return [file["module"][fragment.name] for fragment in layout.fragments]
 
 
-def _mapped(folder: Path, pattern: str) -> dict[str, Any]:
+def _mapped(folder: Path, pattern: str) -> StateDict:
     """Return a file's contents; of a tensor only the elements that are used are read."""
     path = next(folder.glob(pattern), None)
     if path is None:
