@@ -14,23 +14,22 @@ import torch
 import torch.distributed as dist
 
 from rlhf_cli.backends.training.checkpoint_layout import Fragment, Layout
-from rlhf_cli.backends.training.saved_states import MASTER, STEP, SavedStates, StateDict, base_states
+from rlhf_cli.backends.training.saved_states import MASTER, SavedStates, StateDict, base_states
 
 Engine = Any
 """DeepSpeed's engine, which has no types."""
 Optimizer = Any
 """Its optimizer: of another class for each stage and type, without a common one; or the torch optimizer under it."""
 
+STEP = "step"
+"""The torch optimizer's name for its count of steps."""
+
 
 def layout_of(engine: Engine, *, zero_stage: int) -> Layout:
     """Return the layout of this rank's states in a DeepSpeed engine."""
     base = _base(engine.optimizer)
-    uncut = {
-        key
-        for flat in _flats(engine.optimizer, zero_stage)
-        for key, value in base.state.get(flat, {}).items()
-        if torch.is_tensor(value) and value.dim() and value.numel() != flat.numel()
-    }
+    states = ((flat, base.state.get(flat, {})) for flat in _flats(engine.optimizer, zero_stage))
+    uncut = {key for flat, state in states for key, value in state.items() if not _can_be_cut(key, value, flat)}
     fragments = _fragments(engine, zero_stage)
     return Layout(zero_stage, dist.get_world_size(), type(base).__name__, sorted(uncut), fragments)
 
@@ -39,6 +38,7 @@ def layout_of(engine: Engine, *, zero_stage: int) -> Layout:
 def load_cut_anew(engine: Engine, directory: Path, layout: Layout) -> None:
     """Give a DeepSpeed engine of this layout the states that an engine of another one saved; every rank calls it."""
     saved, optimizer = SavedStates(directory), engine.optimizer
+    assert not saved.uncut_states, f"{saved.uncut_states} cannot be cut anew"
     others = saved.names() ^ _trained_names(engine.module)
     assert not others, f"the checkpoint has other weights than the model: {sorted(others)}"
     if hasattr(optimizer, "checkpoint_event_prologue"):  # stage 3: partitions weights that are whole
@@ -50,7 +50,6 @@ def load_cut_anew(engine: Engine, directory: Path, layout: Layout) -> None:
     base_states(state_dict)["state"] = {
         number: _state(flat, [f for f in layout.fragments if f.flat == number], saved, _base(optimizer))
         for number, flat in enumerate(flats)
-        if saved.states()
     }
     _load(optimizer, state_dict, is_partitioned=layout.zero_stage > 0)
     _take_over_masters(optimizer)
@@ -62,6 +61,11 @@ def load_cut_anew(engine: Engine, directory: Path, layout: Layout) -> None:
 def _base(optimizer: Optimizer) -> Optimizer:
     """Return the torch optimizer under DeepSpeed's, which fp32 at stage 0 does without."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _can_be_cut(key: str, value: object, flat: torch.Tensor) -> bool:
+    """Return whether a state is the count of steps, or has one element for each element of its flat tensor."""
+    return key == STEP or (torch.is_tensor(value) and value.dim() > 0 and value.numel() == flat.numel())
 
 
 def _trained_names(module: torch.nn.Module) -> set[str]:
@@ -124,13 +128,19 @@ def _part(flat: torch.Tensor, fragment: Fragment) -> torch.Tensor:
 def _state(flat: torch.Tensor, fragments: list[Fragment], saved: SavedStates, base: Optimizer) -> StateDict:
     """Return the torch optimizer's state of a flat tensor; elements of padding are zero."""
     state: StateDict = {}
-    for key, dtype in saved.states().items():
-        state[key] = torch.zeros(flat.shape, dtype=dtype)
+    for key, example in saved.first_state(fragment.name for fragment in fragments).items():
+        if key == STEP:
+            state[key] = _count(int(example), base)
+            continue
+        state[key] = torch.zeros(flat.shape, dtype=example.dtype)
         for fragment in fragments:
             saved.fill(_part(state[key], fragment), name=fragment.name, key=key, start=fragment.start)
-    num_steps = saved.num_steps(fragments[0].name if fragments else None)
-    counts_in_ints = type(base).__module__.startswith("deepspeed.ops")  # its kernels take no tensor
-    return state | {STEP: num_steps if counts_in_ints else torch.tensor(float(num_steps))}
+    return state
+
+
+def _count(number: int, base: Optimizer) -> int | torch.Tensor:
+    """Return a count of steps as the torch optimizer keeps it: DeepSpeed's own kernels take no tensor."""
+    return number if type(base).__module__.startswith("deepspeed.ops") else torch.tensor(float(number))
 
 
 def _load(optimizer: Optimizer, state_dict: StateDict, *, is_partitioned: bool) -> None:

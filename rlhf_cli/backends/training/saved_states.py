@@ -4,7 +4,7 @@ Files are mapped into memory when an element in them is first needed, and only t
 written: a checkpoint in a folder that cannot be written is enough, and a kill leaves nothing behind.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -19,7 +19,6 @@ from rlhf_cli.errors import UsageError
 
 MASTER = "master"
 """The name of the master weight among the names of the states."""
-STEP = "step"
 StateDict = dict[str, Any]
 PARTS = "*zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
@@ -36,6 +35,7 @@ class SavedStates:
         for rank, layout in enumerate(self._layouts):
             for fragment in layout.fragments:
                 self._places.setdefault(fragment.name, []).append((rank, fragment))
+        self.uncut_states = first.uncut_states
         self._flats = cache(self._open)
 
     @property
@@ -47,17 +47,11 @@ class SavedStates:
         """Return the names of the parameters."""
         return set(self._places)
 
-    def states(self) -> dict[str, torch.dtype]:
-        """Return the names and types of the states that have an element for each element of a parameter."""
-        for state in self._all_states():
-            return {key: value.dtype for key, value in state.items() if torch.is_tensor(value) and value.dim()}
-        return {}
-
-    def num_steps(self, name: str | None) -> int:
-        """Return how often a parameter was updated; without a name, any of them."""
-        places = self._places[name] if name else []
-        states = (self._flats(rank).states.get(fragment.flat, {}) for rank, fragment in places)
-        return next((int(state[STEP]) for state in chain(states, self._all_states()) if STEP in state), 0)
+    def first_state(self, names: Iterable[str]) -> StateDict:
+        """Return the whole state that the first of these parameters is a part of; an empty one if none was updated."""
+        places = (place for name in names for place in self._places[name])
+        states = (self._flats(rank).states.get(fragment.flat) for rank, fragment in places)
+        return next((state for state in states if state), {})
 
     def fill(self, target: torch.Tensor, *, name: str, key: str, start: int) -> None:
         """Copy a parameter's elements from `start` on into a flat tensor: of its master weight, or of a state.
@@ -71,9 +65,6 @@ class SavedStates:
             if source is not None:
                 shift = fragment.offset - fragment.start
                 target[first - start : last - start].copy_(source[first + shift : last + shift])
-
-    def _all_states(self) -> Iterator[StateDict]:
-        return (state for rank in range(len(self._layouts)) for state in self._flats(rank).states.values() if state)
 
     def _open(self, rank: int) -> "_Flats":
         layout = self._layouts[rank]
