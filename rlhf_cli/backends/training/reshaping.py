@@ -65,7 +65,7 @@ def _base(optimizer: Optimizer) -> Optimizer:
 
 def _can_be_cut(key: str, value: object, flat: torch.Tensor) -> bool:
     """Return whether a state is the count of steps, or has one element for each element of its flat tensor."""
-    return key == STEP or (torch.is_tensor(value) and value.dim() > 0 and value.numel() == flat.numel())
+    return key == STEP or (isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel())
 
 
 def _trained_names(module: torch.nn.Module) -> set[str]:
