@@ -272,5 +272,6 @@ def test_every_role_has_a_class_of_that_name():
         "critic": CriticRank,
         "ref": ReferenceRank,
         "reward": RewardRank,
+        "teacher": ReferenceRank,
     }
     assert resolve_name(HOST_ENGINE) is host_engine
