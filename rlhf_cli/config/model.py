@@ -73,11 +73,8 @@ class LoraConfig(SettingsGroup):
     """Names of the linear layers that get an adapter (q_proj,v_proj); all-linear: every one but the head."""
     exclude_modules: list[str] = []
     """Names of layers that get none although target_modules names them: o_proj, or layers.0.mlp.up_proj."""
-
-    @property
-    def base_in_4bit(self) -> bool:
-        """Whether the model under the adapter is in 4 bits."""
-        return False
+    load_in_4bit: bool = False
+    """Keep the model under the adapter in 4 bits (NF4; NVIDIA GPU, extra `quant`, not with ZeRO-3)."""
 
 
 class OnlineLoraConfig(LoraConfig):
@@ -86,15 +83,3 @@ class OnlineLoraConfig(LoraConfig):
     lora_push: Literal["merged", "adapter"] = "merged"
     """What engines get after each iteration: the whole merged weights, or the adapter alone, which vLLM adds to the
     model while it generates (not with use_dora): pushes are small, generation is a little slower."""
-
-
-class AdapterConfig(LoraConfig):
-    """Adapter (LoRA)"""
-
-    load_in_4bit: bool = False
-    """Keep the model under the adapter in 4 bits (NF4; NVIDIA GPU, extra `quant`, not with ZeRO-3)."""
-
-    @property
-    def base_in_4bit(self) -> bool:
-        """Whether the model under the adapter is in 4 bits."""
-        return self.load_in_4bit

@@ -96,7 +96,7 @@ def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Adapt
             of an adapter are given and there is none.
     """
     folder = adapter_folder(model.pretrain)
-    in_4bit = adapter.base_in_4bit
+    in_4bit = adapter.load_in_4bit
     if folder is None and adapter.lora_rank == 0:
         if in_4bit:
             raise UsageError("load_in_4bit: weights in 4 bits cannot be trained themselves; give --lora_rank")

@@ -1,11 +1,11 @@
 """Models with an adapter, loaded as the commands load them."""
 
+import peft
 import torch
-from peft import LoraConfig, get_peft_model
 from tiny_training import partition
 from transformers import AutoModelForCausalLM
 
-from rlhf_cli.config.model import AdapterConfig, ModelConfig
+from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
 from rlhf_cli.models.loading import load_causal_lm
 
@@ -17,14 +17,14 @@ def settings(pretrain, **changes):
 def load(pretrain, stage=0, *, lora_rank=4, seed=1, kind=load_causal_lm, dtype="fp32", model=None, **adapter):
     """A Hugging Face model with an adapter, as the commands load it; its second factor is not left at zero."""
     config = settings(pretrain, param_dtype=dtype, **(model or {}))
-    plan = plan_adapter(config, AdapterConfig(lora_rank=lora_rank, **adapter), seed=seed)
+    plan = plan_adapter(config, LoraConfig(lora_rank=lora_rank, **adapter), seed=seed)
     return load_with_adapter(kind, config, plan, partition=partition(stage, dtype=dtype))
 
 
 def foreign_adapter(base, folder, *, auto_class=AutoModelForCausalLM, options=None, **config):
     """A model under an adapter of PEFT with an effect, saved as other tools leave it: without a tokenizer."""
     model = auto_class.from_pretrained(base, attn_implementation="varlen", **(options or {}))
-    foreign = get_peft_model(model, LoraConfig(**config)).eval()
+    foreign = peft.get_peft_model(model, peft.LoraConfig(**config)).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in foreign.parameters():

@@ -6,7 +6,7 @@ from tiny_training import Items, Layout, make_engine, make_sequences, partition,
 
 from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
-from rlhf_cli.config.model import AdapterConfig, ModelConfig
+from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
 from rlhf_cli.models.loading import load_causal_lm, load_value_backbone
 from rlhf_cli.models.policy import PolicyModel, ValueModel
@@ -21,7 +21,7 @@ class Trained:
     def __init__(self, root, pretrain, *, stage=0, dtype="fp32", lora_rank=0, value=False, name="model", **lora):
         config = ModelConfig(pretrain=str(pretrain), param_dtype=dtype)
         tokenizer = load_tokenizer(config)
-        adapter = AdapterConfig(lora_rank=lora_rank, lora_alpha=8, **lora) if lora_rank else AdapterConfig()
+        adapter = LoraConfig(lora_rank=lora_rank, lora_alpha=8, **lora) if lora_rank else LoraConfig()
         plan = plan_adapter(config, adapter, seed=1)
         load = load_value_backbone if value else load_causal_lm
         self.hf_model = load_with_adapter(load, config, plan, partition=partition(stage, dtype=dtype))

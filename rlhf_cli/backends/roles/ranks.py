@@ -58,6 +58,7 @@ from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.loading import load_causal_lm, load_reward_model, load_value_backbone
 from rlhf_cli.models.merging import folded, in_folding_order
 from rlhf_cli.models.policy import PolicyModel, ValueModel
+from rlhf_cli.models.quantised import dense
 from rlhf_cli.models.saving import save_all_but_weights, save_hf
 from rlhf_cli.models.tokenizers import load_tokenizer
 
@@ -211,7 +212,8 @@ class ActorRank:
     def engine_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole weights as a checkpoint without an adapter has them; every rank must iterate to the end."""
         hf_model = self.role.hf_model
-        parameters = folded(self.role.engine.whole(in_folding_order(hf_model)), scales(hf_model))
+        ordered = in_folding_order(hf_model)
+        parameters = folded(dense(self.role.engine.whole(ordered), dict(ordered)), scales(hf_model))
         return as_in_checkpoint(hf_model, itertools.chain(parameters, persistent_buffers(hf_model)))
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -94,6 +94,8 @@ def check_adapter_push(plan: AdapterPlan | None, *, backend: str, sync_backend: 
         raise UsageError(f"{flag} needs vLLM; engines of --rollout_backend {backend} take merged weights")
     if sync_backend != "auto":
         raise UsageError(f"{flag} sends tensors through Ray: leave --vllm_sync_backend {sync_backend} away")
+    if plan.in_4bit:
+        raise UsageError(f"{flag}: engines would have the model in 16 bits, the actor has it in 4: leave one away")
     if plan.config.use_dora:
         raise UsageError(f"{flag}: vLLM computes no DoRA; --lora_push merged pushes it")
     if (rank := _highest_rank(vllm_config(plan))) > VLLM_RANKS[-1]:

@@ -14,6 +14,7 @@ from rlhf_cli.backends.weight_sync.transfer import NamedTensors
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.checkpoint_names import persistent_buffers, shapes_in_checkpoint
 from rlhf_cli.models.merging import parameters_without_adapter
+from rlhf_cli.models.quantised import dense_layout
 
 if TYPE_CHECKING:
     from rlhf_cli.backends.rollout.engine_host import EngineHost
@@ -38,11 +39,10 @@ def tensor_specs(hf_model: object) -> list[TensorSpec]:
     """Return the tensors of a push in their order; under ZeRO-3 the weights need not be gathered for it."""
     named = [*parameters_without_adapter(hf_model), *persistent_buffers(hf_model)]
     return [
-        TensorSpec(name, tensor.dtype, shape)
+        TensorSpec(name, dtype, shape)
         for own_name, tensor in named
-        for name, shape in shapes_in_checkpoint(
-            hf_model, own_name, tuple(getattr(tensor, "ds_shape", tensor.shape)), tensor.dtype
-        ).items()
+        for own_shape, dtype in [dense_layout(tensor)]
+        for name, shape in shapes_in_checkpoint(hf_model, own_name, own_shape, dtype).items()
     ]
 
 

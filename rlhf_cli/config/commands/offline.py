@@ -3,7 +3,7 @@
 from pydantic import BaseModel, ConfigDict
 
 from rlhf_cli.config.data import OfflineDataConfig
-from rlhf_cli.config.model import AdapterConfig, ModelConfig
+from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.train import (
     CheckpointConfig,
     DeepSpeedConfig,
@@ -20,7 +20,7 @@ class OfflineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: ModelConfig
-    adapter: AdapterConfig = AdapterConfig()
+    adapter: LoraConfig = LoraConfig()
     data: OfflineDataConfig
     batch: OfflineBatchConfig = OfflineBatchConfig()
     optim: SingleOptimConfig = SingleOptimConfig()

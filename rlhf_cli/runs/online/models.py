@@ -1,17 +1,19 @@
 """The models of an online command, found and held against each other before any weight is read; its roles."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
+from rlhf_cli.backends.weight_sync.adapter_push import check_adapter_push
 from rlhf_cli.config.commands.online import CriticConfig, OnlineConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.classifiers import refuse_several_labels
-from rlhf_cli.models.requirements import check_trainable
+from rlhf_cli.models.requirements import check_loadable, check_trainable
 from rlhf_cli.models.reward_model import (
     RewardModelPlan,
     find_process_reward_model,
@@ -168,6 +170,28 @@ def shared_sequences(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
         for size, names in sorted(by_size.items())
         if size > 1
     ]
+
+
+def check_adapters(config: OnlineConfig, models: OnlineModels, *, backend: str) -> None:
+    """Raise UsageError if the actor or the critic cannot have an adapter, or engines cannot get it, as set."""
+    check_4_bits(config, models)
+    if config.adapter.lora_push == "adapter":
+        check_adapter_push(models.policy.plan, backend=backend, sync_backend=config.rollout.vllm_sync_backend)
+
+
+def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
+    """Raise UsageError if weights of a trained role are to be in 4 bits and cannot be.
+
+    A cluster at RAY_ADDRESS may have GPUs and bitsandbytes that this machine lacks; there the ranks find a fault.
+    """
+    for role, model in (("actor", models.policy), ("critic", models.critic)):
+        if model is None or model.plan is None or not model.plan.in_4bit:
+            continue
+        if config.deepspeed.of(role).zero_stage == 3:
+            stage = config.deepspeed.name_of(role, "zero_stage")
+            raise UsageError(f"load_in_4bit does not go with --{stage} 3, which cannot partition 4-bit weights")
+        if not os.environ.get("RAY_ADDRESS"):
+            check_loadable(config.model, model.architecture, in_4bit=True, partitioned=False)
 
 
 def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:

@@ -16,7 +16,6 @@ from rlhf_cli.backends.rollout.engine_group import described, rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
-from rlhf_cli.backends.weight_sync.adapter_push import check_adapter_push
 from rlhf_cli.backends.weight_sync.transfer import check_sync_backend
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.plugins import contents_of_plugins
@@ -43,6 +42,7 @@ from rlhf_cli.runs.online.evaluation import (
 from rlhf_cli.runs.online.identity import online_identity
 from rlhf_cli.runs.online.models import (
     OnlineModels,
+    check_adapters,
     check_shared_sequences,
     check_stages,
     find_models,
@@ -207,8 +207,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineR
     check_vllm_args(config.rollout, backend=backend)
     models = find_models(config, algorithm)
     model = models.policy
-    if config.adapter.lora_push == "adapter":
-        check_adapter_push(model.plan, backend=backend, sync_backend=config.rollout.vllm_sync_backend)
+    check_adapters(config, models, backend=backend)
     check_router_loss(config.optim.aux_loss_coef, model.architecture)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)

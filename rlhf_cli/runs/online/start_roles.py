@@ -157,11 +157,12 @@ class OnlineRoles:
         """Wait for the engines, link them with the actor, and give them the policy if they started with its base.
 
         An adapter that is pushed alone is pushed now in any case: what vLLM cannot take ends the run before it samples.
+        So are weights that the actor has in 4 bits, which are others than on disk.
         """
         self.engines.wait_until_built()
         self.engines.connect(self.actor.trained)
         plan = self._models.policy.plan
-        if plan is not None and (plan.weights is not None or self._adapter is not None):
+        if plan is not None and (plan.weights is not None or plan.in_4bit or self._adapter is not None):
             self.engines.sleep()
             self._push(0)
 

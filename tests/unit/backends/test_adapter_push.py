@@ -108,6 +108,7 @@ def test_what_vllm_cannot_take_is_refused_with_the_reason(tiny_model_dir):
         (planned(tiny_model_dir), {"backend": "transformers"}, "needs vLLM; engines of --rollout_backend transformers"),
         (planned(tiny_model_dir), {"sync_backend": "nccl"}, "leave --vllm_sync_backend nccl away"),
         (planned(tiny_model_dir, use_dora=True), {}, "vLLM computes no DoRA"),
+        (planned(tiny_model_dir, load_in_4bit=True), {}, "the model in 16 bits, the actor has it in 4"),
         (planned(tiny_model_dir, lora_rank=600), {}, "ranks up to 512, not 600"),
     ):
         with pytest.raises(UsageError, match=rf"--lora_push adapter.*{message}"):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.models.adapters import WEIGHTS_FILE, plan_adapter, read_config
 from rlhf_cli.models.merging import FoldedAdapter
 from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.models.quantised import dense, dense_layout
 from rlhf_cli.models.weight_files import SafetensorsFiles, TensorSource, folder_of, open_weights
 from rlhf_cli.trainers.offline.loop import bind
 from rlhf_cli.trainers.offline.sft import sft_objective
@@ -155,6 +157,22 @@ def test_a_new_dora_leaves_the_pushed_bf16_weights_as_they_are_on_disk(tiny_mode
     actor = ActorRank(role_settings(tiny_model_dir, stage, dtype="bf16", lora_rank=4, use_dora=True))
     base = open_weights(folder_of(tiny_model_dir))
     assert all(weight.equal(base.read(name).bfloat16()) for name, weight in engine_weights(actor).items())
+
+
+def test_packed_weights_are_dequantised_one_by_one_and_announced_by_the_layout_they_stand_for():
+    packed = torch.nn.Parameter(torch.tensor([[1], [2]], dtype=torch.uint8), requires_grad=False)
+    packed.quant_state = SimpleNamespace(shape=torch.Size([2, 2]), dtype=torch.bfloat16)  # type: ignore[attr-defined]
+    plain = torch.nn.Parameter(torch.ones(3))
+    named = {"packed": packed, "plain": plain}
+
+    def dequantise(tensor, state):
+        return tensor.expand(state.shape).to(state.dtype) * 3
+
+    found = dict(dense([(name, p.detach()) for name, p in named.items()], named, dequantise=dequantise))
+    assert found["packed"].tolist() == [[3, 3], [6, 6]]
+    assert found["plain"].tolist() == [1, 1, 1]
+    assert dense_layout(packed) == ((2, 2), torch.bfloat16)
+    assert dense_layout(plain) == ((3,), torch.float32)
 
 
 def test_without_an_adapter_the_engines_get_the_weights_as_they_are(tiny_model_dir):

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
 from rlhf_cli.backends.training.deepspeed_engine import seed_everything
-from rlhf_cli.config.model import AdapterConfig
+from rlhf_cli.config.model import LoraConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import (
@@ -527,12 +527,12 @@ def test_peft_loads_a_head_saved_with_its_adapter(tiny_model_dir, tmp_path):
 
 def test_the_adapter_of_a_reward_model_is_not_trained_as_a_language_model(tiny_model_dir, tmp_path):
     folder = saved(load(tiny_model_dir, kind=load_value_backbone), tiny_model_dir, tmp_path / "adapter")
-    plan = plan_adapter(settings(folder), AdapterConfig(), seed=1)
+    plan = plan_adapter(settings(folder), LoraConfig(), seed=1)
     with pytest.raises(UsageError, match="is the adapter of a reward model, which gives scores"):
         require_language_model(settings(folder), find_model(settings(tiny_model_dir)).architecture, plan)
     with pytest.raises(UsageError, match=r"does not fit the model it names: look at base_model\.model\.score\.weight"):
         load(folder, lora_rank=0)
-    for other in (None, plan_adapter(settings(tiny_model_dir), AdapterConfig(lora_rank=4), seed=1)):
+    for other in (None, plan_adapter(settings(tiny_model_dir), LoraConfig(lora_rank=4), seed=1)):
         require_language_model(settings(tiny_model_dir), find_model(settings(tiny_model_dir)).architecture, other)
 
 

@@ -111,7 +111,6 @@ def test_a_group_baseline_takes_the_divergence_into_the_loss():
         ("grpo", {"aggregate": "normalize_then_sum", "advantage": "passk"}, "takes no advantage passk"),
         ("grpo", {"aggregate": "normalize_then_sum", "use_kl_loss": "false"}, "the KL divergence needs use_kl_loss"),
         ("rloo", {"aggregate": "normalize_then_sum"}, "unknown setting --aggregate"),
-        ("ppo", {"load_in_4bit": "true"}, "unknown setting --load_in_4bit"),
         ("rloo", {"ema_beta": "0.9"}, "ema_beta is about the average of the weights: give --enable_ema"),
         ("reinforce++", {"baseline": "group", "gamma": "0.9"}, "baseline group compares whole responses"),
         ("rloo", {"policy_loss": "sapo", "eps_clip": "0.1"}, "eps_clip is read by policy_loss clip and gspo"),

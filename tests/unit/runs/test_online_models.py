@@ -15,6 +15,7 @@ from rlhf_cli.backends.training.checkpoint_layout import Layout, write_layout
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.online.models import (
     OnlineModels,
+    check_4_bits,
     check_stages,
     find_models,
     idle_settings,
@@ -26,6 +27,21 @@ from rlhf_cli.runs.online.models import (
 
 def find(command: str, pretrain: str, **given: Any) -> OnlineModels:
     return find_models(resolve(command, pretrain=pretrain, **given), ALGORITHMS[command])
+
+
+def test_4_bits_are_refused_by_the_stage_of_the_role_and_where_no_gpu_can_be(tiny_model_dir, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    adapter = {"lora_rank": "4", "load_in_4bit": "true"}
+    for stages, message in (
+        ({"zero_stage": "3"}, "load_in_4bit does not go with --zero_stage 3"),
+        ({"critic_zero_stage": "3"}, "load_in_4bit (does not go with --critic_zero_stage 3|needs an NVIDIA GPU)"),
+        ({}, "load_in_4bit (needs an NVIDIA GPU|: bitsandbytes is not installed)"),
+    ):
+        config = resolve("ppo", pretrain=tiny_model_dir, **adapter, **stages)
+        with pytest.raises(UsageError, match=message):
+            check_4_bits(config, find_models(config, ALGORITHMS["ppo"]))
+    without = resolve("ppo", pretrain=tiny_model_dir, lora_rank="4")
+    check_4_bits(without, find_models(without, ALGORITHMS["ppo"]))
 
 
 def test_a_critic_starts_from_the_policy_where_nothing_else_is_said(tiny_model_dir):
