@@ -160,9 +160,9 @@ CORRECTIONS = {"tis": "token_clip", "icepop": "token_mask", "seq-mask-tis": "seq
 SWITCHES_NOT_NEEDED = (
     "packing_samples", "use_dynamic_batch", "multiturn", "actor_init_on_gpu", "perf", "compute_fp32_loss",
     "disable_fast_tokenizer", "gradient_checkpointing_use_reentrant", "vllm_sync_with_ray", "flash_attn",
-    "save_hf_ckpt", "save_value_network",
+    "save_hf_ckpt", "save_value_network", "use_ds_universal_ckpt",
 )  # fmt: skip
-"""Switches whose work this program does always or by itself; `rlhf merge` makes a model of any checkpoint."""
+"""Switches whose work this program does always or by itself; any ranks and `rlhf merge` take any checkpoint."""
 VALUES_NOT_NEEDED = ("micro_rollout_batch_size", "rollout_max_tokens_per_gpu", "ptx_coef", "dataloader_num_workers")
 """Settings with a value that this program finds by itself, or has no use for."""
 MUON_WORDS = ("muon_lr", "muon_momentum", "muon_ns_steps")
@@ -195,7 +195,6 @@ FROZEN = (
 OPENRLHF = {
     "no_advantage_std_norm": Foreign(0, _refused("rlhf grpo --preset dr_grpo divides by no deviation")),
     "disable_ds_ckpt": Foreign(0, _refused("--save_steps -1 writes no checkpoint; the model is saved at the end")),
-    "use_ds_universal_ckpt": Foreign(0, _refused("a checkpoint is continued with the same ranks and ZeRO stage")),
     "full_determinism": Foreign(0, _refused("--seed fixes the run; deterministic GPU kernels are not there yet")),
     "deepcompile": Foreign(0, _refused("give --compile_model")),
     "ref_offload": Foreign(0, _refused(FROZEN)),
