@@ -281,7 +281,9 @@ SHARED_SEQUENCES = {
 """Words about several ranks for one sequence, of commands that train."""
 TRAINING = ("sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax")
 
-TEACHER_WRITES = "rlhf generate --pretrain TEACHER writes the teacher's responses: give its samples.jsonl as --dataset"
+TEACHER_WRITES = (
+    "rlhf generate --pretrain TEACHER --select all writes the teacher's responses: give its selected.jsonl as --dataset"
+)
 
 STUDENT_WRITES = "rlhf reinforce++ --teacher_pretrain TEACHER learns on the student's own responses"
 

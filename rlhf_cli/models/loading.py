@@ -4,6 +4,7 @@ A model's computation on a pack is in `policy`, how it becomes a folder again in
 """
 
 import contextlib
+import importlib
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -115,6 +117,7 @@ def _load(
     path, architecture = found.path, found.architecture
     check_loadable(config, architecture, in_4bit=in_4bit, partitioned=partition is not None)
     attention = packed_attention(config, architecture)
+    _define_classes(architecture)
     with partition or contextlib.nullcontext(), naming_the_model(path, "the model"):
         model, report = auto_class.from_pretrained(
             path,
@@ -136,6 +139,17 @@ def _load(
         # In place: no name in the state dict changes. Packs differ in length, so shapes are symbols from the start.
         model.get_decoder().compile(dynamic=True)
     return model
+
+
+def _define_classes(architecture: PretrainedConfig) -> None:
+    """Import the source of a model of transformers, so that its classes are there before ZeRO-3's context begins.
+
+    When the context ends, DeepSpeed gives each class that was defined within it the `__init__` from before its
+    decorators, which experts need: a second mixture of the same type could not run.
+    """
+    source = type(architecture).__module__.replace(".configuration_", ".modeling_")
+    with contextlib.suppress(ImportError):  # code that comes with a model has other names
+        importlib.import_module(source)
 
 
 def _complete_weights(model: PreTrainedModel, path: str, report: dict[str, Any], *, has_score_head: bool) -> None:
