@@ -22,7 +22,7 @@ class ModelSource(TokenizerSource):
     """Model"""
 
     param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of the weights in forward and backward; optimizer states are always float32."""
+    """Type of the weights in forward and backward; the type of optimizer states is up to the optimizer."""
 
 
 class ModelConfig(ModelSource):

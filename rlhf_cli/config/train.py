@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.plugins import Plugin
 
+OptimizerName = Literal["adamw", "adamw_bf16"]
+
 
 class BatchConfig(SettingsGroup):
     """Batches"""
@@ -37,6 +39,9 @@ class OfflineBatchConfig(BatchConfig):
 class OptimConfig(SettingsGroup):
     """Optimizer"""
 
+    optim: OptimizerName = "adamw"
+    """adamw: AdamW on a float32 copy of the weights. adamw_bf16: weights and moments in bf16, with stochastic rounding
+    and without a copy: 6 bytes a parameter instead of 14."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     adam_eps: float = Field(1e-8, gt=0)

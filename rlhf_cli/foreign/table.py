@@ -210,7 +210,6 @@ OPENRLHF = {
     "vllm_enable_is_correction": Foreign(0, _not_needed),
     "use_icepop": Foreign(0, _as({"rollout_correction": ["token_mask"]})),
     "load_in_4bit": Foreign(0, _refused("4-bit weights are for the commands that train")),
-    "optim": Foreign(1, _one_of("adam", instead="the optimizer is AdamW")),
     "experts_implementation": Foreign(1, _not_needed),
     **{name: Foreign(1, _not_needed) for name in MUON_WORDS},
     **{name: Foreign(0, _not_needed) for name in ("muon_nesterov", "muon_no_nesterov")},

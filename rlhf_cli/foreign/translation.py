@@ -214,6 +214,23 @@ def _warmup_share(rest: list[str], done: Translation) -> bool:
     return is_share
 
 
+OPTIMIZERS = {
+    **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    "adamw_anyprecision": "adamw_bf16",
+}
+"""Names of optimizers in OpenRLHF and transformers, with their names here."""
+
+
+def _optimizer(rest: list[str], done: Translation) -> bool:
+    """Replace another tool's name of an optimizer."""
+    if rest[0] not in OPTIMIZERS:
+        return False
+    name = rest.pop(0)
+    done.rewritten.append(f"--optim {name} is --optim {OPTIMIZERS[name]} here")
+    done.words += ["--optim", OPTIMIZERS[name]]
+    return True
+
+
 SWITCH_WORDS = ("true", "false", "null")
 """Words that switch a setting, in files and on TRL's command lines."""
 OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
@@ -222,6 +239,7 @@ OWN_FORMS: dict[str, Callable[[list[str], Translation], bool]] = {
     **{name: _list_of(name) for name in ("target_modules", "exclude_modules", "reward_funcs", "reward_weights")},
     "remote_rm_url": _reward_file,
     "warmup_steps": _warmup_share,
+    "optim": _optimizer,
 }
 """Flags of this program that have another form elsewhere: each takes that form off the words, or leaves them."""
 

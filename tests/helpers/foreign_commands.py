@@ -73,7 +73,7 @@ COMMAND_LINES = {
     f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --freezing_actor_steps -1": "parses: --freezing_actor_steps -1",
     f"ppo {PPO} {CRITIC} {FILE} --freezing_actor_steps -1": "parses",
     f"ppo {SECTIONS} {SECTIONS_PPO}": "parses: names have no sections here: --ref.num_nodes is --ref_num_nodes",
-    f"ppo {SECTIONS} {SECTIONS_PPO} --actor.optim muon": "refused: the optimizer is AdamW",
+    f"ppo {SECTIONS} {SECTIONS_PPO} --actor.optim lion": "refused: --optim",
     f"ppo {SECTIONS} {SECTIONS_PPO} --train.async_enable": "refused: training beside generation",
     f"ppo {SECTIONS} {SECTIONS_PPO} --critic.lr_scheduler constant": "refused: actor and critic share --lr_scheduler",
     f"grpo {SECTIONS} --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 --actor.eps_clip 0.2": "parses",
@@ -160,6 +160,8 @@ COMMAND_LINES = {
         "parses: --warmup_steps 0.1 is --lr_warmup_ratio 0.1 here | --adam_epsilon 1e-7 is --adam_eps 1e-7 here"
     ),
     "dpo --pretrain m --dataset d --output o --warmup_steps 150 --adam_beta2 0.999": "refused: give --adam_betas BETA1",
+    f"{SFT} --optim adamw_torch_fused": "parses: --optim adamw_torch_fused is --optim adamw here",
+    f"ppo {PPO} {CRITIC} {FILE} --actor.optim adam --critic.optim adam": "refused: actor and critic share",
     f"{SFT} --adam.eps 1e-6": "parses: --adam.eps is --adam_eps",
     "sft --pretrain m --dataset d --output o --assistant_only_loss false": "refused: --pretrain_mode",
     "grpo --pretrain m --prompt_data d --output o --reward_funcs math format --reward_weights 1.0 0.5 "

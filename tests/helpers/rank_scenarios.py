@@ -34,6 +34,8 @@ from rlhf_cli.trainers.offline.sft import sft_objective
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
 """The last step has one sequence: with two ranks, one of them has nothing to do."""
 STAGES = (0, 1, 2, 3)
+OPTIMIZERS = (("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "adamw_bf16"))
+"""Types of the weights and optimizers that are saved and loaded at every stage."""
 
 
 def layout(**bounds: Any) -> Layout:
@@ -49,14 +51,15 @@ def steps(model: str, stage: int, **options: Any) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights_of(engine, hf_model), "sizes": items.sizes}
 
 
-def resume(model: str, stage: int, dtype: str, folder: Path) -> dict[str, Any]:
+def resume(model: str, stage: int, dtype: str, optimizer: str, folder: Path) -> dict[str, Any]:
     """Whether an engine that was saved and loaded again goes on as if nothing had been."""
     items = Items(make_sequences(10))
+    optim = OPTIM.model_copy(update={"optim": optimizer})
     results = []
     for is_first in (True, False):
         seed_everything(dist.get_rank() if is_first else 99)
         hf_model, module = load_policy(model, stage, dtype=dtype)
-        engine = make_engine(module, stage, dtype=dtype)
+        engine = make_engine(module, stage, dtype=dtype, optim=optim)
         if is_first:
             train(engine, items, STEPS[:2], layout())
             engine.save(folder)
@@ -70,6 +73,8 @@ def resume(model: str, stage: int, dtype: str, folder: Path) -> dict[str, Any]:
         "weights": all(torch.equal(weights[name], same_weights[name]) for name in weights),
         "random numbers": torch.equal(drawn, drawn_again),
         "drawn": drawn,
+        "steps": metrics,
+        "result": weights,
     }
 
 
@@ -204,10 +209,10 @@ def main(model: str, mixture: str, folder: Path) -> None:
     for stage in STAGES:
         results[f"steps {stage}"] = steps(model, stage)
         results[f"sum {stage}"] = sum_over_ranks(stage)
-        for dtype in ("fp32", "bf16"):
-            saved = folder / f"{num_ranks}_{stage}_{dtype}"
+        for dtype, optimizer in OPTIMIZERS:
+            saved = folder / f"{num_ranks}_{stage}_{dtype}_{optimizer}"
             saved.mkdir(exist_ok=True)
-            results[f"resume {stage} {dtype}"] = resume(model, stage, dtype, saved)
+            results[f"resume {stage} {dtype} {optimizer}"] = resume(model, stage, dtype, optimizer, saved)
         results[f"spoiled {stage}"] = spoiled(model, stage)
     results |= {f"average {stage}": average(model, stage) for stage in (0, 2, 3)}
     results["moved"] = moved(model)

@@ -7,20 +7,46 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.config.train import DeepSpeedConfig, OptimizerName
 from rlhf_cli.errors import UsageError
 
+OPTIMIZER_BYTES: dict[OptimizerName, int] = {"adamw": 12, "adamw_bf16": 6}
+"""Bytes of each trained parameter that an optimizer holds: its copy of the weight, and its moments."""
 
-def check_deepspeed(settings: DeepSpeedConfig, *, param_dtype: str) -> None:
-    """Raise UsageError for settings that DeepSpeed has only together with others."""
+
+def check_deepspeed(
+    settings: DeepSpeedConfig, *, param_dtype: str, optimizer: OptimizerName = "adamw", sleeps: bool = False
+) -> None:
+    """Raise UsageError for settings that DeepSpeed has only together with others, or not at all."""
     if settings.adam_offload and settings.zero_stage == 0:
         raise UsageError("--adam_offload: DeepSpeed moves optimizer states to host memory from --zero_stage 1 on")
-    if _is_plain_bf16(settings, param_dtype) and settings.grad_accum_dtype == "fp32":
-        raise UsageError("--grad_accum_dtype fp32: DeepSpeed has it for bf16 weights from --zero_stage 1 on")
+    if settings.grad_accum_dtype == "fp32" and _adds_up_in_bf16(settings, param_dtype, optimizer):
+        since = 2 if optimizer == "adamw_bf16" else 1
+        raise UsageError(f"--grad_accum_dtype fp32: DeepSpeed has it for bf16 weights from --zero_stage {since} on")
+    if optimizer != "adamw":
+        _check_optimizer(settings, optimizer, param_dtype=param_dtype, sleeps=sleeps)
 
 
-def _is_plain_bf16(settings: DeepSpeedConfig, param_dtype: str) -> bool:
-    return settings.zero_stage == 0 and param_dtype == "bf16"
+def _check_optimizer(settings: DeepSpeedConfig, optimizer: OptimizerName, *, param_dtype: str, sleeps: bool) -> None:
+    """Raise UsageError if another optimizer than AdamW cannot run with these settings."""
+    if settings.adam_offload:
+        raise UsageError(f"--optim {optimizer}: --adam_offload steps by DeepSpeed's AdamW in host memory; drop one")
+    if sleeps and settings.zero_stage == 3:
+        raise UsageError(
+            f"--optim {optimizer}: for --deepspeed_enable_sleep at --zero_stage 3 DeepSpeed moves the states of its "
+            "AdamW alone; give --zero_stage 2"
+        )
+    if optimizer == "adamw_bf16" and param_dtype != "bf16":
+        raise UsageError("--optim adamw_bf16 trains weights in bf16: give --param_dtype bf16")
+
+
+def _adds_up_in_bf16(settings: DeepSpeedConfig, param_dtype: str, optimizer: OptimizerName) -> bool:
+    """Return whether DeepSpeed has no other type than bf16 for sums of gradients.
+
+    At stage 1 sums in float32 take DeepSpeed's BF16_Optimizer, which always copies the weights in float32.
+    """
+    last_stage = 1 if optimizer == "adamw_bf16" else 0
+    return param_dtype == "bf16" and settings.zero_stage <= last_stage
 
 
 OVERLAP_BUCKET = 200_000_000
@@ -39,15 +65,42 @@ def overlaps(settings: DeepSpeedConfig, *, num_gpus: int) -> bool:
 
 
 def deepspeed_config(
-    settings: DeepSpeedConfig, *, param_dtype: str, max_norm: float, num_gpus: int = 0
+    settings: DeepSpeedConfig,
+    *,
+    param_dtype: str,
+    max_norm: float,
+    num_gpus: int = 0,
+    optimizer: OptimizerName = "adamw",
 ) -> dict[str, Any]:
     """Return the DeepSpeed configuration of these settings. Raise UsageError as `check_deepspeed` does.
 
     One micro-batch is declared however many there are: the engine sets the accumulation boundary itself, because
     packing makes their number change from step to step.
     """
-    check_deepspeed(settings, param_dtype=param_dtype)
-    sums = settings.grad_accum_dtype or ("bf16" if _is_plain_bf16(settings, param_dtype) else "fp32")
+    check_deepspeed(settings, param_dtype=param_dtype, optimizer=optimizer)
+    in_bf16 = optimizer == "adamw_bf16"
+    # At stage 0 DeepSpeed leaves weights and step to the optimizer only if it takes the run for float32.
+    is_left_alone = in_bf16 and settings.zero_stage == 0
+    default = "bf16" if in_bf16 or _adds_up_in_bf16(settings, param_dtype, optimizer) else "fp32"
+    sums = "fp32" if is_left_alone else settings.grad_accum_dtype or default
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_norm,
+        "bf16": {
+            "enabled": param_dtype == "bf16" and not is_left_alone,
+            "bf16_master_weights_and_grads": in_bf16 and not is_left_alone,
+            "bf16_optimizer_states": in_bf16 and not is_left_alone,
+        },
+        "data_types": {"grad_accum_dtype": sums},
+        "communication_data_type": "fp32" if in_bf16 else sums,  # else sums over ranks are bf16 if the weights are
+        "zero_optimization": _zero_config(settings, num_gpus=num_gpus),
+        "zero_allow_untested_optimizer": optimizer != "adamw",
+        "steps_per_print": 1 << 60,
+    }
+
+
+def _zero_config(settings: DeepSpeedConfig, *, num_gpus: int) -> dict[str, object]:
     overlap = overlaps(settings, num_gpus=num_gpus)
     zero: dict[str, object] = {"stage": settings.zero_stage, "overlap_comm": overlap}
     if overlap and num_gpus > 1:
@@ -56,13 +109,4 @@ def deepspeed_config(
         zero |= {"zero_hpz_partition_size": settings.zpg}
     if settings.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": max_norm,
-        "bf16": {"enabled": param_dtype == "bf16"},
-        "data_types": {"grad_accum_dtype": sums},
-        "communication_data_type": sums,  # else sums over ranks are bf16 if the weights are
-        "zero_optimization": zero,
-        "steps_per_print": 1 << 60,
-    }
+    return zero

@@ -21,7 +21,7 @@ from torch import nn
 from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.checkpoint_layout import read_layout, write_layout
-from rlhf_cli.backends.training.deepspeed_config import deepspeed_config
+from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES, deepspeed_config
 from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED
 from rlhf_cli.backends.training.optimizers import make_optimizer, make_schedule
 from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
@@ -54,7 +54,9 @@ class DeepSpeedEngine:
         sleeps: bool = False,
     ) -> None:
         num_gpus = distributed.num_gpus()
-        config = deepspeed_config(settings, param_dtype=param_dtype, max_norm=optim.max_norm, num_gpus=num_gpus)
+        config = deepspeed_config(
+            settings, param_dtype=param_dtype, max_norm=optim.max_norm, num_gpus=num_gpus, optimizer=optim.optim
+        )
         module.to(distributed.device())
         optimizer = make_optimizer(module, settings, learning_rate=learning_rate, optim=optim, sleeps=sleeps)
         scheduler = make_schedule(optimizer, optim, total_steps=total_steps)
@@ -74,6 +76,9 @@ class DeepSpeedEngine:
             register_external_parameters(module)
         if self._stage == 0 and self._engine.bfloat16_enabled():
             undo_first_step(self._engine.optimizer)
+        if optim.optim == "adamw_bf16" and self._stage in (1, 2):
+            share_weights(self._engine.optimizer)
+        self._optimizer_bytes = OPTIMIZER_BYTES[optim.optim]
 
     @property
     def module(self) -> nn.Module:
@@ -177,11 +182,9 @@ class DeepSpeedEngine:
         yield from whole_weights(parameters, gather=self._stage == 3, bucket_bytes=bucket_bytes)
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes that `save` writes over all ranks: trained weights, master copy and two moments in
-        float32.
-        """
+        """Return the bytes that `save` writes over all ranks: trained weights and all that the optimizer holds."""
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        return sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + 12) for p in trained)
+        return sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + self._optimizer_bytes) for p in trained)
 
     def save(self, directory: Path) -> None:
         """Write trained weights, optimizer, schedule and RNG states of all ranks below `directory`; all call it.
@@ -285,6 +288,13 @@ def undo_first_step(optimizer: Any) -> None:
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         for master, weight in zip(masters, weights, strict=True):
             master.data.copy_(weight.data)
+
+
+def share_weights(optimizer: Any) -> None:
+    """Let the optimizer of stage 1 or 2 update the bf16 weights themselves, of which DeepSpeed has made a bf16 copy."""
+    partitions = optimizer.parallel_partitioned_bit16_groups
+    for number, copy in enumerate(optimizer.single_partition_of_fp32_groups):
+        copy.data = partitions[number][dist.get_rank()].data
 
 
 def register_external_parameters(module: nn.Module) -> None:

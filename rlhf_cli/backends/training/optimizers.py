@@ -1,11 +1,13 @@
 """The optimizer and the learning rate schedule of a model in training, from their settings."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.cpp_extension import CUDA_HOME
 from transformers import get_scheduler
 
+from rlhf_cli.backends.training.adamw_bf16 import AdamWBf16
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import parameter_groups
@@ -14,9 +16,12 @@ from rlhf_cli.models.policy import parameter_groups
 def make_optimizer(
     module: nn.Module, settings: DeepSpeedConfig, *, learning_rate: float, optim: OptimConfig, sleeps: bool = False
 ) -> torch.optim.Optimizer:
-    """Return AdamW over the trainable parameters, without weight decay on vectors (biases, norms)."""
+    """Return the optimizer of the trainable parameters, without weight decay on vectors (biases, norms)."""
     groups = parameter_groups(module, optim.l2)
     lr, betas, eps = learning_rate, optim.adam_betas, optim.adam_eps
+    if optim.optim == "adamw_bf16":
+        rank = dist.get_rank() if settings.zero_stage > 0 else 0
+        return AdamWBf16(groups, lr=lr, betas=betas, eps=eps, rank=rank)
     if settings.adam_offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -108,7 +108,7 @@ def no_reference(items: Items[LoadedItems], share: Share) -> tuple[Items[LoadedI
 
 def offline_model(config: OfflineConfig) -> TrainedModel:
     """Return the model of an offline command. Raise UsageError as `trained_model`, or if it cannot be loaded here."""
-    check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype)
+    check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype, optimizer=config.optim.optim)
     model = trained_model(config.model, config.adapter, seed=config.batch.seed)
     check_not_replaced(config.checkpoint, config.model.pretrain, model.base.pretrain)
     check_router_loss(config.optim.aux_loss_coef, model.architecture)

@@ -201,7 +201,12 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineR
     if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
         raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
     for role in ("actor", "critic"):
-        check_deepspeed(config.deepspeed.of(role), param_dtype=config.model.param_dtype)
+        check_deepspeed(
+            config.deepspeed.of(role),
+            param_dtype=config.model.param_dtype,
+            optimizer=config.optim.optim,
+            sleeps=config.placement.deepspeed_enable_sleep,
+        )
     backend = rollout_backend(config.rollout)
     check_sync_backend(config.rollout.vllm_sync_backend, engine=backend)
     check_vllm_args(config.rollout, backend=backend)

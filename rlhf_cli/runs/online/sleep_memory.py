@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import psutil
 
 from rlhf_cli.backends.cluster.placement import Layout
+from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.train import OptimizerName
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.runs.online.models import OnlineModels
 
 GIB = 2**30
-OPTIMIZER_BYTES = 12
-"""Of each trained parameter: its float32 weight and Adam's two moments."""
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -27,14 +27,17 @@ class SleepingRole:
     weight_bytes: int
     zero_stage: int
     num_ranks: int
+    optimizer: OptimizerName = "adamw"
 
     @property
     def host_bytes(self) -> int:
         """Bytes of all ranks together: optimizer states are divided among them, weights only at stage 3."""
-        moves_trained = self.zero_stage >= 2 or (self.zero_stage == 1 and self.weight_bytes == 4)
+        is_apart = self.weight_bytes == 4 or self.optimizer == "adamw_bf16"  # not in DeepSpeed's BF16_Optimizer
+        moves_trained = self.zero_stage >= 2 or (self.zero_stage == 1 and is_apart)
         num_moved = self.num_parameters - (0 if moves_trained else self.num_trained)
         copies = 1 if self.zero_stage == 3 else self.num_ranks
-        return num_moved * self.weight_bytes * copies + (OPTIMIZER_BYTES * self.num_trained if moves_trained else 0)
+        of_optimizer = OPTIMIZER_BYTES[self.optimizer] * self.num_trained if moves_trained else 0
+        return num_moved * self.weight_bytes * copies + of_optimizer
 
 
 def sleep_memory_fact(config: OnlineConfig, models: OnlineModels, layout: Layout, *, has_gpus: bool) -> dict[str, str]:
@@ -78,7 +81,7 @@ def _roles(config: OnlineConfig, models: OnlineModels, layout: Layout) -> dict[s
         source, is_trained = found
         size, stage = num_parameters(source), config.deepspeed.of(name).zero_stage
         trained = size if is_trained else 0
-        roles[name] = SleepingRole(size, trained, WEIGHT_BYTES[source.param_dtype], stage, ranks)
+        roles[name] = SleepingRole(size, trained, WEIGHT_BYTES[source.param_dtype], stage, ranks, config.optim.optim)
     return roles
 
 

@@ -38,6 +38,8 @@ from rlhf_cli.trainers.offline.loop import bind
 from rlhf_cli.trainers.offline.sft import sft_objective
 
 STAGES = (0, 1, 2, 3)
+TYPES = [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "adamw_bf16")]
+"""Types of the weights and optimizers that are tested alike at every stage."""
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]]
 
 
@@ -111,12 +113,14 @@ def spoiled_step(engine: Any, items: Items, *, what: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-@pytest.mark.parametrize(("stage", "dtype"), [(stage, dtype) for stage in STAGES for dtype in ("fp32", "bf16")])
-def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(tiny_model_dir, items, stage, dtype, what):
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("dtype", "optimizer"), TYPES)
+def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(tiny_model_dir, items, stage, dtype, optimizer, what):
+    optim = OPTIM.model_copy(update={"optim": optimizer})
     results = []
     for is_spoiled in (False, True):
         hf_model, module = load_policy(tiny_model_dir, stage, dtype=dtype)
-        engine = make_engine(module, stage, dtype=dtype)
+        engine = make_engine(module, stage, dtype=dtype, optim=optim)
         metrics = train(engine, items, STEPS[:1], Layout())
         if is_spoiled:
             before = weights_of(engine, hf_model)
@@ -271,9 +275,9 @@ def test_every_trainable_weight_moves_and_frozen_ones_do_not(tiny_llama_dir, ite
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_loaded_engine_goes_on_bit_for_bit(tiny_model_dir, items, tmp_path, stage, dtype):
-    optim = OptimConfig(lr_warmup_ratio=0.3, max_norm=0.5)
+@pytest.mark.parametrize(("dtype", "optimizer"), TYPES)
+def test_a_loaded_engine_goes_on_bit_for_bit(tiny_model_dir, items, tmp_path, stage, dtype, optimizer):
+    optim = OptimConfig(lr_warmup_ratio=0.3, max_norm=0.5, optim=optimizer)
     hf_model, module = load_policy(tiny_model_dir, stage, dtype=dtype)
     engine = make_engine(module, stage, dtype=dtype, optim=optim)
     seed_everything(5)
@@ -295,14 +299,17 @@ def test_a_loaded_engine_goes_on_bit_for_bit(tiny_model_dir, items, tmp_path, st
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_trains_at_every_stage_as_float32_does(tiny_model_dir, items, stage):
-    losses = {}
-    for dtype in ("fp32", "bf16"):
+    losses = []
+    for dtype, optimizer in TYPES:
         _, module = load_policy(tiny_model_dir, stage, dtype=dtype)
-        engine = make_engine(module, stage, dtype=dtype, learning_rate=1e-2)
+        optim = OPTIM.model_copy(update={"optim": optimizer})
+        engine = make_engine(module, stage, dtype=dtype, learning_rate=1e-2, optim=optim)
         metrics = train(engine, items, [STEPS[0]] * 5, Layout(max_tokens=30))
-        losses[dtype] = [step["loss"] for step in metrics]
-    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
-    assert losses["bf16"][-1] < 0.8 * losses["bf16"][0]
+        losses.append([step["loss"] for step in metrics])
+    exact, *others = losses
+    for found in others:
+        assert found == pytest.approx(exact, rel=0.02)
+        assert found[-1] < 0.8 * found[0]
 
 
 @pytest.mark.parametrize(
