@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.plugins import Plugin
 
-OptimizerName = Literal["adamw", "adamw_bf16"]
+OptimizerName = Literal["adamw", "adamw_8bit", "adamw_bf16", "muon"]
 
 
 class BatchConfig(SettingsGroup):
@@ -40,8 +40,10 @@ class OptimConfig(SettingsGroup):
     """Optimizer"""
 
     optim: OptimizerName = "adamw"
-    """adamw: AdamW on a float32 copy of the weights. adamw_bf16: weights and moments in bf16, with stochastic rounding
-    and without a copy: 6 bytes a parameter instead of 14."""
+    """adamw: AdamW on a float32 copy of the weights. adamw_8bit: the same with moments of 8 bits (extra `quant`).
+    adamw_bf16: weights and moments in bf16 with stochastic rounding, without a copy: 6 bytes a parameter instead of 14.
+    muon (experimental): orthogonalized momentum for matrices of hidden layers, at the learning rate of AdamW, which
+    trains the rest; not with ZeRO 3."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     adam_eps: float = Field(1e-8, gt=0)

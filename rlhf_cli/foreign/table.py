@@ -150,6 +150,12 @@ def _post_processor(values: list[str], call: Call) -> Settings:
     raise Refused("rs, the best response of each prompt, is --select best here; there are no others")
 
 
+def _muon_lr(values: list[str], call: Call) -> None:
+    """Refuse a rate of Muon's own where Muon is chosen; OpenRLHF's users also leave it there for AdamW."""
+    if call.value("optim") == "muon":
+        raise Refused("--optim muon scales its updates to the size of AdamW's: give one learning rate for both")
+
+
 def _without_critic(values: list[str], call: Call) -> None:
     if call.command in CRITIC_COMMANDS:
         raise Refused("no setting of this program has this name")
@@ -165,7 +171,6 @@ SWITCHES_NOT_NEEDED = (
 """Switches whose work this program does always or by itself; any ranks and `rlhf merge` take any checkpoint."""
 VALUES_NOT_NEEDED = ("micro_rollout_batch_size", "rollout_max_tokens_per_gpu", "ptx_coef", "dataloader_num_workers")
 """Settings with a value that this program finds by itself, or has no use for."""
-MUON_WORDS = ("muon_lr", "muon_momentum", "muon_ns_steps")
 CRITIC_WORDS = ("critic_pretrain", "critic_learning_rate", "critic_num_nodes", "critic_num_gpus_per_node", "value_clip")
 
 FLAT = "settings are flat here, without sections: docs/coming-from.md lists the names"
@@ -211,8 +216,11 @@ OPENRLHF = {
     "use_icepop": Foreign(0, _as({"rollout_correction": ["token_mask"]})),
     "load_in_4bit": Foreign(0, _refused("4-bit weights are for the commands that train")),
     "experts_implementation": Foreign(1, _not_needed),
-    **{name: Foreign(1, _not_needed) for name in MUON_WORDS},
-    **{name: Foreign(0, _not_needed) for name in ("muon_nesterov", "muon_no_nesterov")},
+    "muon_lr": Foreign(1, _muon_lr),
+    "muon_momentum": Foreign(1, _only(0.95, instead="the momentum of --optim muon is 0.95")),
+    "muon_ns_steps": Foreign(1, _only(5, instead="--optim muon makes 5 steps of Newton-Schulz")),
+    "muon_nesterov": Foreign(0, _not_needed),
+    "muon_no_nesterov": Foreign(0, _refused("--optim muon takes Nesterov's momentum")),
     **{f"critic_{name}": Foreign(None, _refused(SHARED)) for name in SHARED_WORDS},
 }
 """Words of OpenRLHF that need more than a name."""

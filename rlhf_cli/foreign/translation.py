@@ -217,6 +217,7 @@ def _warmup_share(rest: list[str], done: Translation) -> bool:
 OPTIMIZERS = {
     **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
     "adamw_anyprecision": "adamw_bf16",
+    **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
 }
 """Names of optimizers in OpenRLHF and transformers, with their names here."""
 

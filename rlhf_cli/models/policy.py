@@ -179,6 +179,18 @@ class ValueModel(nn.Module):
         return part.whole(values)[: pack.targets_K.numel()]
 
 
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable matrices, and stacks of matrices (experts), of all layers but embeddings and heads."""
+    outer: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            outer.update(module.parameters())
+        if isinstance(module, PreTrainedModel):
+            heads = (module.get_output_embeddings(), getattr(module, "score", None))
+            outer.update(p for head in heads if head is not None for p in head.parameters())
+    return [p for p in model.parameters() if p.requires_grad and p.ndim in (2, 3) and p not in outer]
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Return the trainable parameters as two optimizer groups: matrices with `weight_decay`, vectors (norms, biases)
     without.

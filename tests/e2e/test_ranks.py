@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_scenarios import OPTIMIZERS, STAGES
+from rank_scenarios import SAVED, STAGES
 from safetensors.torch import load_file
 from started_ranks import results_of, start_ranks
 from tiny_training import CLOSE, LEARNING_RATE, farthest
@@ -50,10 +50,9 @@ def test_stages_take_the_same_steps(results, stage):
         assert_equal_steps(results[place]["steps 0"], results[place][f"steps {stage}"])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=" ".join)
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_rank_goes_on_from_a_checkpoint_bit_for_bit(results, stage, optimizer):
-    name = " ".join(["resume", str(stage), *optimizer])
+@pytest.mark.parametrize(("stage", "dtype", "optimizer"), SAVED)
+def test_every_rank_goes_on_from_a_checkpoint_bit_for_bit(results, stage, dtype, optimizer):
+    name = f"resume {stage} {dtype} {optimizer}"
     for place, found in results.items():
         resumed = found[name]
         assert (resumed["metrics"], resumed["weights"], resumed["random numbers"]) == (True, True, True), place
@@ -73,6 +72,16 @@ def test_ranks_and_stages_round_at_random_and_agree_within_the_rounding(results,
         for name, weight in alone["result"].items():
             bound = 8 * LEARNING_RATE + 2**-5 * weight.float().abs()
             assert ((other["result"][name].float() - weight.float()).abs() <= bound).all(), name
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (1, "bf16")])
+def test_muon_puts_matrices_together_that_are_cut_between_ranks(results, stage, dtype):
+    alone, *together = (results[place][f"resume {stage} {dtype} muon"] for place in results)
+    assert farthest(together[0]["result"], together[1]["result"]) == 0
+    bound = 1e-5 if dtype == "fp32" else 8 * LEARNING_RATE
+    assert farthest(alone["result"], together[0]["result"]) < bound
+    for one, same in zip(alone["steps"], together[0]["steps"], strict=True):
+        assert one == pytest.approx(same, rel=1e-5 if dtype == "fp32" else 0.02)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -162,6 +162,9 @@ COMMAND_LINES = {
     "dpo --pretrain m --dataset d --output o --warmup_steps 150 --adam_beta2 0.999": "refused: give --adam_betas BETA1",
     f"{SFT} --optim adamw_torch_fused": "parses: --optim adamw_torch_fused is --optim adamw here",
     f"ppo {PPO} {CRITIC} {FILE} --actor.optim adam --critic.optim adam": "refused: actor and critic share",
+    f"{SFT} --optim muon --muon.lr 0.02 --muon.momentum 0.95": "refused: give one learning rate for both",
+    f"ppo {SECTIONS} {SECTIONS_PPO} --actor.optim muon --actor.muon.ns_steps 5": "parses: --muon_ns_steps 5",
+    f"{SFT} --optim paged_adamw_8bit": "parses: --optim paged_adamw_8bit is --optim adamw_8bit here",
     f"{SFT} --adam.eps 1e-6": "parses: --adam.eps is --adam_eps",
     "sft --pretrain m --dataset d --output o --assistant_only_loss false": "refused: --pretrain_mode",
     "grpo --pretrain m --prompt_data d --output o --reward_funcs math format --reward_weights 1.0 0.5 "

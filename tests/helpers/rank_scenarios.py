@@ -34,8 +34,13 @@ from rlhf_cli.trainers.offline.sft import sft_objective
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
 """The last step has one sequence: with two ranks, one of them has nothing to do."""
 STAGES = (0, 1, 2, 3)
-OPTIMIZERS = (("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "adamw_bf16"))
-"""Types of the weights and optimizers that are saved and loaded at every stage."""
+TYPES = (("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "adamw_bf16"))
+SAVED = [
+    *((stage, dtype, optimizer) for dtype, optimizer in TYPES for stage in STAGES),
+    *((stage, "fp32", "muon") for stage in STAGES[:3]),
+    (1, "bf16", "muon"),
+]
+"""Stages, types of the weights and optimizers that are saved and loaded."""
 
 
 def layout(**bounds: Any) -> Layout:
@@ -209,11 +214,11 @@ def main(model: str, mixture: str, folder: Path) -> None:
     for stage in STAGES:
         results[f"steps {stage}"] = steps(model, stage)
         results[f"sum {stage}"] = sum_over_ranks(stage)
-        for dtype, optimizer in OPTIMIZERS:
-            saved = folder / f"{num_ranks}_{stage}_{dtype}_{optimizer}"
-            saved.mkdir(exist_ok=True)
-            results[f"resume {stage} {dtype} {optimizer}"] = resume(model, stage, dtype, optimizer, saved)
         results[f"spoiled {stage}"] = spoiled(model, stage)
+    for stage, dtype, optimizer in SAVED:
+        saved = folder / f"{num_ranks}_{stage}_{dtype}_{optimizer}"
+        saved.mkdir(exist_ok=True)
+        results[f"resume {stage} {dtype} {optimizer}"] = resume(model, stage, dtype, optimizer, saved)
     results |= {f"average {stage}": average(model, stage) for stage in (0, 2, 3)}
     results["moved"] = moved(model)
     results["zpg"] = steps(model, 3, zpg=num_ranks)

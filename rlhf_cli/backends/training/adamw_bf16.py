@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rlhf_cli.algorithms.optimizer_steps import adamw_step
+
 CHUNK = 1 << 24
 """Elements that are updated at a time: their float32 copies take a few hundred MB beside states of any size."""
 DROPPED_BITS = 16
@@ -98,12 +100,8 @@ def update_chunk(
     group: dict[str, Any],
     generator: torch.Generator,
 ) -> None:
-    """Take AdamW's step (arXiv 1711.05101, algorithm 2) in float32 and round its results in place."""
-    (beta1, beta2), lr = group["betas"], group["lr"]
-    gradient = gradient.float()
-    first = exp_avg.float().lerp_(gradient, 1 - beta1)
-    second = exp_avg_sq.float().lerp_(gradient.square(), 1 - beta2)
-    root = second.div(1 - beta2**step).sqrt_().add_(group["eps"])
-    updated = weight.float().mul_(1 - lr * group["weight_decay"]).addcdiv_(first, root, value=-lr / (1 - beta1**step))
-    for target, value in ((weight, updated), (exp_avg, first), (exp_avg_sq, second)):
+    """Take AdamW's step in float32 and round its results in place."""
+    exact = [weight.float(), gradient.float(), exp_avg.float(), exp_avg_sq.float()]
+    adamw_step(*exact, step=step, settings=group)
+    for target, value in ((weight, exact[0]), (exp_avg, exact[2]), (exp_avg_sq, exact[3])):
         target.copy_(rounded_stochastically(value, generator))

@@ -6,12 +6,13 @@ Imports no DeepSpeed, which takes a second and more: the process that starts a r
 from typing import Any
 
 import torch
+from transformers.utils import is_bitsandbytes_available
 
 from rlhf_cli.config.train import DeepSpeedConfig, OptimizerName
 from rlhf_cli.errors import UsageError
 
-OPTIMIZER_BYTES: dict[OptimizerName, int] = {"adamw": 12, "adamw_bf16": 6}
-"""Bytes of each trained parameter that an optimizer holds: its copy of the weight, and its moments."""
+OPTIMIZER_BYTES: dict[OptimizerName, int] = {"adamw": 12, "adamw_8bit": 6, "adamw_bf16": 6, "muon": 12}
+"""Bytes of each trained parameter that an optimizer holds at most: its copy of the weight, and its moments."""
 
 
 def check_deepspeed(
@@ -29,12 +30,19 @@ def check_deepspeed(
 
 def _check_optimizer(settings: DeepSpeedConfig, optimizer: OptimizerName, *, param_dtype: str, sleeps: bool) -> None:
     """Raise UsageError if another optimizer than AdamW cannot run with these settings."""
+    if optimizer == "adamw_8bit" and not is_bitsandbytes_available():
+        raise UsageError("--optim adamw_8bit: bitsandbytes is not installed: pip install 'rlhf-cli[quant]'")
     if settings.adam_offload:
         raise UsageError(f"--optim {optimizer}: --adam_offload steps by DeepSpeed's AdamW in host memory; drop one")
     if sleeps and settings.zero_stage == 3:
         raise UsageError(
             f"--optim {optimizer}: for --deepspeed_enable_sleep at --zero_stage 3 DeepSpeed moves the states of its "
             "AdamW alone; give --zero_stage 2"
+        )
+    if optimizer == "muon" and settings.zero_stage == 3:
+        raise UsageError(
+            "--optim muon: at --zero_stage 3 every rank has a part of each matrix, and the whole is needed; give "
+            "--zero_stage 2"
         )
     if optimizer == "adamw_bf16" and param_dtype != "bf16":
         raise UsageError("--optim adamw_bf16 trains weights in bf16: give --param_dtype bf16")

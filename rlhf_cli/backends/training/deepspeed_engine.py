@@ -23,7 +23,7 @@ from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.checkpoint_layout import read_layout, write_layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES, deepspeed_config
 from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED
-from rlhf_cli.backends.training.optimizers import make_optimizer, make_schedule
+from rlhf_cli.backends.training.optimizers import fit_to_partitions, make_optimizer, make_schedule
 from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
 from rlhf_cli.backends.training.router_loss import RouterLoss
 from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
@@ -76,8 +76,8 @@ class DeepSpeedEngine:
             register_external_parameters(module)
         if self._stage == 0 and self._engine.bfloat16_enabled():
             undo_first_step(self._engine.optimizer)
-        if optim.optim == "adamw_bf16" and self._stage in (1, 2):
-            share_weights(self._engine.optimizer)
+        if self._stage in (1, 2):
+            fit_to_partitions(optimizer, self._engine.optimizer)
         self._optimizer_bytes = OPTIMIZER_BYTES[optim.optim]
 
     @property
@@ -284,17 +284,11 @@ def undo_first_step(optimizer: Any) -> None:
     It decays the weights once and counts as a step in Adam's bias correction, which makes the first real one smaller.
     """
     for state in optimizer.optimizer.state.values():
-        state["step"].zero_()
+        if "step" in state:  # Muon's momentum has none
+            state["step"] *= 0  # a tensor, or bitsandbytes' number
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         for master, weight in zip(masters, weights, strict=True):
             master.data.copy_(weight.data)
-
-
-def share_weights(optimizer: Any) -> None:
-    """Let the optimizer of stage 1 or 2 update the bf16 weights themselves, of which DeepSpeed has made a bf16 copy."""
-    partitions = optimizer.parallel_partitioned_bit16_groups
-    for number, copy in enumerate(optimizer.single_partition_of_fp32_groups):
-        copy.data = partitions[number][dist.get_rank()].data
 
 
 def register_external_parameters(module: nn.Module) -> None:

@@ -1,5 +1,7 @@
 """The optimizer and the learning rate schedule of a model in training, from their settings."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,9 +10,10 @@ from torch.utils.cpp_extension import CUDA_HOME
 from transformers import get_scheduler
 
 from rlhf_cli.backends.training.adamw_bf16 import AdamWBf16
+from rlhf_cli.backends.training.muon import Muon, flat_parts
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.policy import parameter_groups
+from rlhf_cli.models.policy import hidden_matrices, parameter_groups
 
 
 def make_optimizer(
@@ -22,6 +25,10 @@ def make_optimizer(
     if optim.optim == "adamw_bf16":
         rank = dist.get_rank() if settings.zero_stage > 0 else 0
         return AdamWBf16(groups, lr=lr, betas=betas, eps=eps, rank=rank)
+    if optim.optim == "adamw_8bit":
+        return adamw_8bit(groups, lr=lr, betas=betas, eps=eps)
+    if optim.optim == "muon":
+        return Muon(muon_groups(groups, hidden_matrices(module)), lr=lr, betas=betas, eps=eps)
     if settings.adam_offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -32,6 +39,45 @@ def make_optimizer(
         check_compiler(CUDA_HOME)
         return FusedAdam(groups, lr=lr, betas=betas, eps=eps, adam_w_mode=True)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    """Return AdamW with moments of 8 bits in blocks of 256 values (arXiv 2110.02861)."""
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
+    optimizer.register_step_pre_hook(leave_out_if_not_finite)
+    return optimizer
+
+
+def leave_out_if_not_finite(optimizer: Any, _: object, __: object) -> None:
+    """Let a step with `found_inf` change nothing, as of PyTorch's fused kernels: parameters have no gradient then."""
+    if getattr(optimizer, "found_inf", None) is not None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def muon_groups(groups: list[dict[str, Any]], matrices: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return the groups without these matrices, and then groups of the matrices with the same settings for Muon."""
+    chosen = set(matrices)
+    for_adamw = [group | {"params": [p for p in group["params"] if p not in chosen]} for group in groups]
+    for_muon = [group | {"params": [p for p in group["params"] if p in chosen], "use_muon": True} for group in groups]
+    return [group for group in for_adamw + for_muon if group["params"]]
+
+
+def fit_to_partitions(optimizer: torch.optim.Optimizer, zero: Any) -> None:
+    """Let an optimizer work on the parts of its parameters that DeepSpeed's optimizer `zero` of stage 1 or 2 made."""
+    if isinstance(optimizer, AdamWBf16):
+        share_weights(zero)
+    if isinstance(optimizer, Muon):
+        optimizer.flat_parts = flat_parts(zero, rank=dist.get_rank())
+
+
+def share_weights(zero: Any) -> None:
+    """Let the optimizer of stage 1 or 2 update the bf16 weights themselves, of which DeepSpeed has made a bf16 copy."""
+    for number, copy in enumerate(zero.single_partition_of_fp32_groups):
+        copy.data = zero.parallel_partitioned_bit16_groups[number][dist.get_rank()].data
 
 
 def check_compiler(cuda_home: str | None) -> None:

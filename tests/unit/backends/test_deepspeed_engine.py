@@ -40,6 +40,11 @@ from rlhf_cli.trainers.offline.sft import sft_objective
 STAGES = (0, 1, 2, 3)
 TYPES = [("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "adamw_bf16")]
 """Types of the weights and optimizers that are tested alike at every stage."""
+WITH_MUON = [
+    *((stage, *kind) for kind in TYPES for stage in STAGES),
+    *((stage, dtype, "muon") for dtype in ("fp32", "bf16") for stage in STAGES[:3]),
+]
+"""The same with their stages, and Muon, which has no stage 3."""
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]]
 
 
@@ -113,8 +118,7 @@ def spoiled_step(engine: Any, items: Items, *, what: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("dtype", "optimizer"), TYPES)
+@pytest.mark.parametrize(("stage", "dtype", "optimizer"), WITH_MUON)
 def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(tiny_model_dir, items, stage, dtype, optimizer, what):
     optim = OPTIM.model_copy(update={"optim": optimizer})
     results = []
@@ -274,8 +278,7 @@ def test_every_trainable_weight_moves_and_frozen_ones_do_not(tiny_llama_dir, ite
     assert 0 < len(frozen) < len(before)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("dtype", "optimizer"), TYPES)
+@pytest.mark.parametrize(("stage", "dtype", "optimizer"), WITH_MUON)
 def test_a_loaded_engine_goes_on_bit_for_bit(tiny_model_dir, items, tmp_path, stage, dtype, optimizer):
     optim = OptimConfig(lr_warmup_ratio=0.3, max_norm=0.5, optim=optimizer)
     hf_model, module = load_policy(tiny_model_dir, stage, dtype=dtype)
