@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+ParameterGroup = Mapping[str, Any]
+"""The settings of the parameters of a group, by PyTorch's names."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's odd polynomial (kellerjordan.github.io/posts/muon): the steepest at 0 that stays near 1."""
 ITERATIONS = 5
@@ -20,7 +22,7 @@ def adamw_step(
     second: Tensor,
     *,
     step: int,
-    settings: Mapping[str, Any],
+    settings: ParameterGroup,
 ) -> None:
     """Update weight and moments in place (arXiv 1711.05101, algorithm 2).
 

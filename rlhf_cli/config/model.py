@@ -34,11 +34,21 @@ class ModelConfig(ModelSource):
     """Attention kernel for packed sequences; auto takes the fastest that is installed and fits the device."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass: less memory, about a third more compute."""
+    activation_offload: bool = False
+    """Keep the inputs of layers, which --gradient_checkpointing saves, in host memory until the backward pass."""
     compile_model: bool = False
     """Compile the decoder with torch.compile: faster steps after a minute or two of compiling; not with ZeRO-3."""
     use_liger_kernel: bool | None = None
     """Use Liger's fused Triton kernels for norms, rotary embeddings and MLPs (CUDA, extra `liger`). By default if they
     are installed, know the type of the model, and --compile_model does not fuse the same operations."""
+
+    @model_validator(mode="after")
+    def _inputs_of_layers_are_saved(self) -> "ModelConfig":
+        if self.activation_offload and not self.gradient_checkpointing:
+            raise ValueError("activation_offload moves what --gradient_checkpointing saves: give both")
+        if self.activation_offload and self.compile_model:
+            raise ValueError("activation_offload does not go with compile_model, which decides itself what is saved")
+        return self
 
 
 class MovingReferenceConfig(SettingsGroup):

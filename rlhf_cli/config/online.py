@@ -21,7 +21,8 @@ class CriticModelConfig(SettingsGroup):
 
 
 ZeroStage = Literal[0, 1, 2, 3]
-ROLES = ("actor", "critic", "ref", "reward", "teacher")
+FROZEN = ("ref", "reward", "teacher")
+ROLES = ("actor", "critic", *FROZEN)
 
 
 class OnlineDeepSpeedConfig(DeepSpeedConfig):
@@ -40,9 +41,14 @@ class OnlineDeepSpeedConfig(DeepSpeedConfig):
     teacher_sequence_parallel_size: int | None = Field(None, gt=0)
     """Ranks of the teacher that share each sequence, by default sequence_parallel_size."""
 
+    ref_offload: bool = False
+    """Keep the weights of reference, reward model and teacher in host memory while they are not used."""
+
     def of(self, role: str) -> "OnlineDeepSpeedConfig":
         """Return the settings of a role, one of `ROLES`."""
         own = {name: getattr(self, self.name_of(role, name)) for name in ("zero_stage", "sequence_parallel_size")}
+        if role in FROZEN:
+            own["param_offload"] = self.ref_offload or (self.param_offload and own["zero_stage"] == 3)
         return self.model_copy(update=own)
 
     def name_of(self, role: str, name: str) -> str:

@@ -141,6 +141,8 @@ class FrozenReferenceConfig(SettingsGroup):
     """Model that the trained one is compared with; by default the start model (under an adapter: its base)."""
     precompute_ref_log_probs: bool = False
     """Compute the reference's log-probabilities of all data before training, and keep them for other runs."""
+    ref_offload: bool = False
+    """Keep the reference's weights in host memory while it is not used."""
 
     @property
     def movement(self) -> dict[str, object]:

@@ -104,6 +104,8 @@ class DeepSpeedConfig(SettingsGroup):
     """ZeRO++ secondary partition size of stage 3 (GPUs of one node)."""
     adam_offload: bool = False
     """Keep optimizer states in host memory and step there (DeepSpeed CPU Adam)."""
+    param_offload: bool = False
+    """Keep weights that ZeRO 3 partitions in host memory, from which each layer is gathered when it is used."""
     grad_accum_dtype: Literal["bf16", "fp32"] | None = None
     """Type in which gradients are added up; by default fp32, or bf16 for bf16 weights at stage 0."""
     overlap_comm: bool | None = None
@@ -131,8 +133,11 @@ class DeepSpeedConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _parts_are_of_partitioned_weights(self) -> "DeepSpeedConfig":
-        if 3 not in self.stages and self.changed("zpg"):
-            raise ValueError("zpg is about weights that ZeRO partitions: give --zero_stage 3")
+        given = self.changed("zpg", "param_offload")
+        if 3 not in self.stages and given:
+            raise ValueError(f"{given} is about weights that ZeRO partitions: give --zero_stage 3")
+        if self.param_offload and self.changed("zpg"):
+            raise ValueError("zpg keeps a second part of the weights on GPUs, param_offload none: give one of them")
         return self
 
     @property

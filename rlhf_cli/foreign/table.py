@@ -150,6 +150,11 @@ def _post_processor(values: list[str], call: Call) -> Settings:
     raise Refused("rs, the best response of each prompt, is --select best here; there are no others")
 
 
+def _frozen_offload(values: list[str], call: Call) -> Settings | None:
+    """Return the one setting for all frozen models, which may be given for the reference too."""
+    return None if "ref_offload" in call.values else {"ref_offload": []}
+
+
 def _muon_lr(values: list[str], call: Call) -> None:
     """Refuse a rate of Muon's own where Muon is chosen; OpenRLHF's users also leave it there for AdamW."""
     if call.value("optim") == "muon":
@@ -193,17 +198,12 @@ SHARED_WORDS = (
     "min_lr_ratio",
     "max_norm",
 )
-FROZEN = (
-    "--ref_zero_stage 3 and --reward_zero_stage 3 partition frozen weights; --deepspeed_enable_sleep moves them away"
-)
-
 OPENRLHF = {
     "no_advantage_std_norm": Foreign(0, _refused("rlhf grpo --preset dr_grpo divides by no deviation")),
     "disable_ds_ckpt": Foreign(0, _refused("--save_steps -1 writes no checkpoint; the model is saved at the end")),
     "full_determinism": Foreign(0, _refused("--seed fixes the run; deterministic GPU kernels are not there yet")),
     "deepcompile": Foreign(0, _refused("give --compile_model")),
-    "ref_offload": Foreign(0, _refused(FROZEN)),
-    "ref_reward_offload": Foreign(0, _refused(FROZEN)),
+    "ref_reward_offload": Foreign(0, _frozen_offload),
     "value_head_prefix": Foreign(1, _one_of("score", instead="the head is named score, as transformers names it")),
     "max_ckpt_mem": Foreign(1, _only(1e8, instead="give --max_ckpt_num")),
     "use_ms": Foreign(0, _refused("models and data come from folders or the Hugging Face Hub")),
@@ -234,6 +234,9 @@ TRL = {
     "use_vllm": Foreign(None, _refused("give --rollout_backend vllm; it is the default if vLLM is installed")),
     "vllm_mode": Foreign(1, _refused("engines on the GPUs of training are --colocate_all_models")),
     "warmup_ratio": Foreign(1, _renamed("lr_warmup_ratio")),
+    "zero_hpz_partition_size": Foreign(1, _renamed("zpg")),
+    "optimizer_offload": Foreign(None, _refused("give --adam_offload")),
+    "enable_activation_offload": Foreign(0, _as({"activation_offload": []})),
     "adam_epsilon": Foreign(1, _renamed("adam_eps")),
     "adam_beta1": Foreign(1, _refused("give --adam_betas BETA1 BETA2")),
     "adam_beta2": Foreign(1, _refused("give --adam_betas BETA1 BETA2")),

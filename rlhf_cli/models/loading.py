@@ -4,7 +4,9 @@ A model's computation on a pack is in `policy`, how it becomes a folder again in
 """
 
 import contextlib
+import functools
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -135,6 +137,9 @@ def _load(
         fuse(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.activation_offload:
+            keep = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
+            keep_saved_tensors(model.get_decoder(), keep)
     if config.compile_model:
         # In place: no name in the state dict changes. Packs differ in length, so shapes are symbols from the start.
         model.get_decoder().compile(dynamic=True)
@@ -150,6 +155,21 @@ def _define_classes(architecture: PretrainedConfig) -> None:
     source = type(architecture).__module__.replace(".configuration_", ".modeling_")
     with contextlib.suppress(ImportError):  # code that comes with a model has other names
         importlib.import_module(source)
+
+
+def keep_saved_tensors(decoder: nn.Module, keep: Callable[[], AbstractContextManager[object]]) -> None:
+    """Let the decoder run within the context `keep`, which takes the tensors that are saved for the backward pass.
+
+    With gradient checkpointing they are the inputs of its layers; tensors within a layer are computed again.
+    """
+    plain = decoder.forward
+
+    @functools.wraps(plain)
+    def forward(*inputs: object, **options: object) -> object:
+        with keep():
+            return plain(*inputs, **options)
+
+    decoder.forward = forward  # type: ignore[method-assign]
 
 
 def _complete_weights(model: PreTrainedModel, path: str, report: dict[str, Any], *, has_score_head: bool) -> None:

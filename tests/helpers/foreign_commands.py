@@ -165,6 +165,10 @@ COMMAND_LINES = {
     f"{SFT} --optim muon --muon.lr 0.02 --muon.momentum 0.95": "refused: give one learning rate for both",
     f"ppo {SECTIONS} {SECTIONS_PPO} --actor.optim muon --actor.muon.ns_steps 5": "parses: --muon_ns_steps 5",
     f"{SFT} --optim paged_adamw_8bit": "parses: --optim paged_adamw_8bit is --optim adamw_8bit here",
+    f"dpo {PAIRS} --zero_hpz_partition_size 8 --ref.offload": "parses: --zpg 8 here",
+    f"ppo {PPO} {CRITIC} {FILE} --ref_reward_offload": "parses: --ref_reward_offload is --ref_offload here",
+    f"ppo {SECTIONS} {SECTIONS_PPO} --ref.offload --reward.offload": "parses: --ref_reward_offload",
+    f"{SFT} --enable_activation_offload": "parses: --activation_offload here",
     f"{SFT} --adam.eps 1e-6": "parses: --adam.eps is --adam_eps",
     "sft --pretrain m --dataset d --output o --assistant_only_loss false": "refused: --pretrain_mode",
     "grpo --pretrain m --prompt_data d --output o --reward_funcs math format --reward_weights 1.0 0.5 "

@@ -22,6 +22,8 @@ ALSO_NEEDED = {"reward_funcs": "gsm8k"}
 EVALUATED = {"eval_dataset": "x"}
 # Settings that are only valid together with others.
 TOGETHER: dict[str, dict[str, Any]] = {
+    "activation_offload": {"gradient_checkpointing": True},
+    "param_offload": {"zero_stage": "3"},
     "distill_coef": {"teacher_pretrain": "x"},
     "dynamic_filtering_reward_range": {"dynamic_filtering": True},
     "dynamic_max_rounds": {"dynamic_filtering": True},

@@ -6,13 +6,13 @@ mean (arXiv 2010.06192, section 4.1). The paper's other way, Kahan sums, takes t
 the weights alone. The moments need the same: with a decay rate of 0.999 a second moment in bfloat16 would never fall.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
-from rlhf_cli.algorithms.optimizer_steps import adamw_step
+from rlhf_cli.algorithms.optimizer_steps import ParameterGroup, adamw_step
 
 CHUNK = 1 << 24
 """Elements that are updated at a time: their float32 copies take a few hundred MB beside states of any size."""
@@ -40,7 +40,7 @@ class AdamWBf16(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         *,
         lr: float,
         betas: tuple[float, float],
@@ -64,7 +64,7 @@ class AdamWBf16(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group, ordinal)
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any], ordinal: int) -> None:
+    def _update(self, parameter: torch.Tensor, group: ParameterGroup, ordinal: int) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
@@ -97,7 +97,7 @@ def update_chunk(
     exp_avg_sq: torch.Tensor,
     *,
     step: int,
-    group: dict[str, Any],
+    group: ParameterGroup,
     generator: torch.Generator,
 ) -> None:
     """Take AdamW's step in float32 and round its results in place."""

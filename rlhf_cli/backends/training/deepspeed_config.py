@@ -24,8 +24,20 @@ def check_deepspeed(
     if settings.grad_accum_dtype == "fp32" and _adds_up_in_bf16(settings, param_dtype, optimizer):
         since = 2 if optimizer == "adamw_bf16" else 1
         raise UsageError(f"--grad_accum_dtype fp32: DeepSpeed has it for bf16 weights from --zero_stage {since} on")
+    if sleeps and settings.param_offload and settings.zero_stage == 3:
+        raise UsageError(
+            "--param_offload: DeepSpeed moves no states of weights that are in host memory already; drop "
+            "--deepspeed_enable_sleep"
+        )
     if optimizer != "adamw":
         _check_optimizer(settings, optimizer, param_dtype=param_dtype, sleeps=sleeps)
+
+
+def check_secondary_parts(settings: DeepSpeedConfig, *, num_ranks: int, role: str = "") -> None:
+    """Raise UsageError if the ranks of a model do not fall into groups of `zpg`."""
+    if settings.zero_stage == 3 and num_ranks % settings.zpg:
+        ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}{role and f' of the {role}'}"
+        raise UsageError(f"--zpg {settings.zpg} does not divide {ranks}")
 
 
 def _check_optimizer(settings: DeepSpeedConfig, optimizer: OptimizerName, *, param_dtype: str, sleeps: bool) -> None:
@@ -115,6 +127,8 @@ def _zero_config(settings: DeepSpeedConfig, *, num_gpus: int) -> dict[str, objec
         zero["reduce_bucket_size"] = OVERLAP_BUCKET
     if settings.zero_stage == 3:
         zero |= {"zero_hpz_partition_size": settings.zpg}
+        if settings.param_offload:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if settings.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     return zero

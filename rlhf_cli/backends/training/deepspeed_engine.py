@@ -240,7 +240,11 @@ class DeepSpeedEngine:
 
 
 class FrozenEngine:
-    """Owns one rank's share of a model that is only read: partitioned under ZeRO-3, else whole."""
+    """Owns one rank's share of a model that is only read: partitioned under ZeRO-3, else whole.
+
+    With `param_offload` whole weights are in host memory but while they are used; DeepSpeed does so with partitioned
+    ones, layer by layer.
+    """
 
     def __init__(self, module: nn.Module, settings: DeepSpeedConfig, *, param_dtype: str) -> None:
         self._partitioned = settings.zero_stage == 3
@@ -254,11 +258,27 @@ class FrozenEngine:
             module.to(distributed.device())
         self._module = module
         self._weights = HostCopies(module.parameters(), pin=torch.cuda.is_available())
+        self._is_offloaded = settings.param_offload and not self._partitioned
+        if self._is_offloaded:
+            self._weights.leave()
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
         """Return the results of `forward(model, micro_batch)` on this rank's micro-batches, on the CPU."""
-        return [forward(self._module, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
+        with self._on_device():
+            return [forward(self._module, micro_batch.to(distributed.device())).cpu() for micro_batch in micro_batches]
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Within the block weights that are kept in host memory are on the device."""
+        if not self._is_offloaded:
+            yield
+            return
+        self._weights.come_back(distributed.device())
+        try:
+            yield
+        finally:
+            self._weights.leave()
 
     def sleep(self) -> None:
         """Move whole weights to host memory; partitioned ones stay, being small on every rank."""
@@ -268,7 +288,8 @@ class FrozenEngine:
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away."""
-        self._weights.come_back(distributed.device())
+        if not self._is_offloaded:
+            self._weights.come_back(distributed.device())
 
 
 def spreading_nan(loss: torch.Tensor) -> torch.Tensor:

@@ -4,15 +4,15 @@ DeepSpeed has a Muon too. At ZeRO 2 it clips the orthogonalized update instead o
 the update, so its steps depend on the stage. Here an optimizer gets clipped gradients at every stage.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from torch.optim.optimizer import ParamsT
 
-from rlhf_cli.algorithms.optimizer_steps import adamw_step, muon_update
+from rlhf_cli.algorithms.optimizer_steps import ParameterGroup, adamw_step, muon_update
 
 MOMENTUM = 0.95
 
@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
     `flat_parts` has an entry for each parameter that is a part of a group's flat tensor instead of a matrix.
     """
 
-    def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, params: ParamsT, *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "use_muon": False})
         self.flat_parts: dict[torch.Tensor, FlatPart] = {}
         self.found_inf: torch.Tensor | None = None  # set to leave a step out, as of PyTorch's fused kernels
@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     update(parameter, parameter.grad, group)
 
-    def _step_of_adamw(self, weight: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _step_of_adamw(self, weight: torch.Tensor, gradient: torch.Tensor, group: ParameterGroup) -> None:
         state = self.state[weight]
         if not state:
             state["step"] = torch.zeros(())
@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
         state["step"] += 1
         adamw_step(weight, gradient, state["exp_avg"], state["exp_avg_sq"], step=int(state["step"]), settings=group)
 
-    def _step_of_muon(self, weight: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _step_of_muon(self, weight: torch.Tensor, gradient: torch.Tensor, group: ParameterGroup) -> None:
         state = self.state[weight]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(weight)
@@ -96,7 +96,7 @@ def _update_flat(
         weight[own].add_(muon_update(whole.view(shape)).reshape(-1)[low:high], alpha=-lr)
 
 
-def flat_parts(zero: Any, *, rank: int) -> dict[torch.Tensor, FlatPart]:
+def flat_parts(zero: ZeROOptimizer, *, rank: int) -> dict[torch.Tensor, FlatPart]:
     """Return this rank's parts under DeepSpeed's optimizer of stage 1 or 2, by the tensors that are stepped."""
     is_plain = hasattr(zero, "round_robin_bit16_groups")
     groups = zero.round_robin_bit16_groups if is_plain else zero.bf16_groups  # the latter at stage 1 in bf16

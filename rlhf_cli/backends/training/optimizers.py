@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.cpp_extension import CUDA_HOME
@@ -14,6 +15,8 @@ from rlhf_cli.backends.training.muon import Muon, flat_parts
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import hidden_matrices, parameter_groups
+
+Groups = list[dict[str, Any]]
 
 
 def make_optimizer(
@@ -41,16 +44,16 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
-def adamw_8bit(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+def adamw_8bit(groups: Groups, *, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
     """Return AdamW with moments of 8 bits in blocks of 256 values (arXiv 2110.02861)."""
     from bitsandbytes.optim import AdamW8bit
 
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
     optimizer.register_step_pre_hook(leave_out_if_not_finite)
     return optimizer
 
 
-def leave_out_if_not_finite(optimizer: Any, _: object, __: object) -> None:
+def leave_out_if_not_finite(optimizer: torch.optim.Optimizer, _: object, __: object) -> None:
     """Let a step with `found_inf` change nothing, as of PyTorch's fused kernels: parameters have no gradient then."""
     if getattr(optimizer, "found_inf", None) is not None:
         for group in optimizer.param_groups:
@@ -58,7 +61,7 @@ def leave_out_if_not_finite(optimizer: Any, _: object, __: object) -> None:
                 parameter.grad = None
 
 
-def muon_groups(groups: list[dict[str, Any]], matrices: list[nn.Parameter]) -> list[dict[str, Any]]:
+def muon_groups(groups: Groups, matrices: list[nn.Parameter]) -> Groups:
     """Return the groups without these matrices, and then groups of the matrices with the same settings for Muon."""
     chosen = set(matrices)
     for_adamw = [group | {"params": [p for p in group["params"] if p not in chosen]} for group in groups]
@@ -66,7 +69,7 @@ def muon_groups(groups: list[dict[str, Any]], matrices: list[nn.Parameter]) -> l
     return [group for group in for_adamw + for_muon if group["params"]]
 
 
-def fit_to_partitions(optimizer: torch.optim.Optimizer, zero: Any) -> None:
+def fit_to_partitions(optimizer: torch.optim.Optimizer, zero: ZeROOptimizer) -> None:
     """Let an optimizer work on the parts of its parameters that DeepSpeed's optimizer `zero` of stage 1 or 2 made."""
     if isinstance(optimizer, AdamWBf16):
         share_weights(zero)
@@ -74,7 +77,7 @@ def fit_to_partitions(optimizer: torch.optim.Optimizer, zero: Any) -> None:
         optimizer.flat_parts = flat_parts(zero, rank=dist.get_rank())
 
 
-def share_weights(zero: Any) -> None:
+def share_weights(zero: ZeROOptimizer) -> None:
     """Let the optimizer of stage 1 or 2 update the bf16 weights themselves, of which DeepSpeed has made a bf16 copy."""
     for number, copy in enumerate(zero.single_partition_of_fp32_groups):
         copy.data = zero.parallel_partitioned_bit16_groups[number][dist.get_rank()].data

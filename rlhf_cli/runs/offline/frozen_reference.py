@@ -33,6 +33,8 @@ def check_reference(
         raise UsageError("the loss compares with no reference: leave the settings of the reference away")
     if reference.moves and model.plan is not None:
         raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
+    if reference.ref_offload and _is_base(reference, model):
+        raise UsageError("ref_offload moves a second model; under an adapter the reference is the trained one's base")
     if reference.moves and settings.zero_stage == 3:
         raise UsageError("ref_sync_steps does not go with --zero_stage 3, which partitions both models")
     if reference.ref_pretrain is not None:
@@ -64,7 +66,7 @@ def pair_reference(
     deepspeed: DeepSpeedConfig,
 ) -> tuple[Items, ReferenceHooks]:
     """Return the pairs with the reference's log-probabilities, or the reference that is asked in every step."""
-    gather = _gather(deepspeed)
+    deepspeed, gather = _of_reference(deepspeed, settings), _gather(deepspeed)
     if not objective.needs_reference:
         return items, _pair_hooks(objective, None, gather)
     if settings.precompute_ref_log_probs:
@@ -80,6 +82,11 @@ def pair_reference(
 def _is_base(settings: FrozenReferenceConfig, model: TrainedModel) -> bool:
     """Return whether the reference is the trained model without its adapter."""
     return model.plan is not None and settings.ref_pretrain is None
+
+
+def _of_reference(deepspeed: DeepSpeedConfig, settings: FrozenReferenceConfig) -> DeepSpeedConfig:
+    """Return the settings that the reference runs with."""
+    return deepspeed.model_copy(update={"param_offload": deepspeed.param_offload or settings.ref_offload})
 
 
 def _gather(settings: DeepSpeedConfig) -> Gather:
@@ -112,7 +119,7 @@ def labelled_reference(
     deepspeed: DeepSpeedConfig,
 ) -> tuple[Items, ReferenceHooks]:
     """Return the responses with the reference's log-probabilities, or the reference that is asked in every step."""
-    reference = None
+    reference, deepspeed = None, _of_reference(deepspeed, settings)
     if settings.precompute_ref_log_probs:
         forwards: Forwards = {kto.REF: kto.matched_logprobs, kto.MISMATCHED_REF: kto.mismatched_logprobs}
         precomputed = _Precomputed(_source(settings, model), deepspeed, share, forwards)

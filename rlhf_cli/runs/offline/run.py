@@ -18,7 +18,7 @@ from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
 from rlhf_cli.backends.training import distributed, distributed_env
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
-from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
+from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, seed_everything
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
@@ -115,6 +115,7 @@ def offline_model(config: OfflineConfig) -> TrainedModel:
     in_4bit = model.plan is not None and model.plan.in_4bit
     check_loadable(model.base, model.architecture, in_4bit=in_4bit, partitioned=config.deepspeed.zero_stage == 3)
     _, num_ranks = distributed_env.rank_and_world_size()
+    check_secondary_parts(config.deepspeed, num_ranks=num_ranks)
     check_sequence_parallel(model.architecture, config.deepspeed, num_ranks=num_ranks, attention=model.attention)
     check_whole_packs(
         config.deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model

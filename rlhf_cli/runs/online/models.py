@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from rlhf_cli.algorithms.table import Algorithm
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
+from rlhf_cli.backends.training.deepspeed_config import check_secondary_parts
 from rlhf_cli.backends.weight_sync.adapter_push import check_adapter_push
 from rlhf_cli.config.commands.online import CriticConfig, OnlineConfig
+from rlhf_cli.config.online import FROZEN
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import require_language_model
@@ -195,9 +197,12 @@ def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
 
 
 def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
-    """Raise UsageError if blocks of a role are to be compiled whose weights are partitioned."""
+    """Raise UsageError if a role cannot have its weights in blocks, in parts or in host memory as the settings ask."""
     deepspeed = config.deepspeed
+    if deepspeed.ref_offload and not set(roles) & set(FROZEN):
+        raise UsageError(f"ref_offload: no model of this run is frozen; {'; '.join(_ABSENT.values())}")
     for role in roles:
+        check_secondary_parts(deepspeed.of(role), num_ranks=config.placement.num_ranks(role), role=role)
         if config.model.compile_model and deepspeed.of(role).zero_stage == 3:
             stage = deepspeed.name_of(role, "zero_stage")
             raise UsageError(f"compile_model does not go with --{stage} 3, which gathers weights between layers")

@@ -1,0 +1,135 @@
+"""Weights and activations in host memory: the same numbers, and where the tensors are meanwhile."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
+
+from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts, deepspeed_config
+from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.online import ActorCriticDeepSpeedConfig
+from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.data.packing.packs import pack
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.loading import keep_saved_tensors
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
+STEPS = [[0, 1, 2, 3], [4, 5]]
+
+
+def trained(path: str, stage: int, *, zero: dict[str, Any], **model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    hf_model, module = load_policy(path, stage, **model)
+    engine = make_engine(module, stage, **zero)
+    metrics = train(engine, Items(make_sequences(6)), STEPS, Layout(max_tokens=30))
+    return metrics, weights_of(engine, hf_model)
+
+
+def test_partitioned_weights_in_host_memory_take_the_same_steps(tiny_model_dir):
+    (plain, weights), (offloaded, same) = (
+        trained(tiny_model_dir, 3, zero={"param_offload": offload}) for offload in (False, True)
+    )
+    assert plain == offloaded
+    assert all(weight.equal(same[name]) for name, weight in weights.items())
+    config = deepspeed_config(DeepSpeedConfig(zero_stage=3, param_offload=True), param_dtype="bf16", max_norm=1.0)
+    assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_frozen_model_in_host_memory_gives_the_same_results(tiny_model_dir, stage):
+    packs = [pack(make_sequences(5)), pack([])]
+    found, places = [], []
+    for offload in (False, True):
+        hf_model, module = load_policy(tiny_model_dir, stage)
+        settings = DeepSpeedConfig(zero_stage=stage).model_copy(update={"param_offload": offload})
+        frozen = FrozenEngine(module, settings, param_dtype="fp32")
+        weight = hf_model.model.norm.weight
+        during: list[int] = []
+        before = weight.data_ptr()
+
+        def forward(model: Any, batch: Any, weight: torch.Tensor = weight, during: list[int] = during) -> torch.Tensor:
+            during.append(weight.data_ptr())
+            result: torch.Tensor = model(batch)[0]
+            return result
+
+        frozen.sleep()
+        frozen.wake()
+        found.append(frozen.infer(packs, forward))
+        places.append((before == weight.data_ptr(), set(during) == {before}))
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
+    if stage < 3:
+        assert places == [(True, True), (True, False)]  # back in the host's copy, and elsewhere while it is used
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_layers_whose_inputs_are_in_host_memory_take_the_same_steps(tiny_model_dir, stage):
+    (plain, weights), (offloaded, same) = (
+        trained(tiny_model_dir, stage, zero={}, gradient_checkpointing=True, activation_offload=offload)
+        for offload in (False, True)
+    )
+    assert plain == offloaded
+    assert all(weight.equal(same[name]) for name, weight in weights.items())
+
+
+def test_the_input_of_every_layer_is_kept_and_nothing_within_a_layer(tiny_model_dir):
+    hf_model, module = load_policy(tiny_model_dir, 0, gradient_checkpointing=True)
+    kept: list[tuple[int, ...]] = []
+
+    def keep() -> AbstractContextManager[Any]:
+        def taken(tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tuple(tensor.shape))
+            return tensor.clone()
+
+        return torch.autograd.graph.saved_tensors_hooks(taken, lambda tensor: tensor)
+
+    keep_saved_tensors(hf_model.get_decoder(), keep)
+    module.train()
+    batch = pack(make_sequences(4))
+    module(batch)[0].sum().backward()
+    size, tokens = hf_model.config.hidden_size, batch.input_ids_T.numel()
+    assert kept.count((1, tokens, size)) >= hf_model.config.num_hidden_layers
+    assert not [shape for shape in kept if hf_model.config.intermediate_size in shape]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"param_offload": True}, "param_offload is about weights that ZeRO partitions: give --zero_stage 3"),
+        ({"param_offload": True, "zero_stage": 3, "zpg": 2}, "zpg keeps a second part of the weights on GPUs"),
+    ],
+)
+def test_weights_that_are_whole_or_kept_twice_are_refused(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        DeepSpeedConfig(**settings)
+
+
+def test_ranks_that_fall_into_no_groups_of_secondary_parts_are_refused():
+    check_secondary_parts(DeepSpeedConfig(zero_stage=3, zpg=4), num_ranks=8)
+    check_secondary_parts(DeepSpeedConfig(), num_ranks=3)
+    with pytest.raises(UsageError, match="--zpg 4 does not divide 1 rank of the ref"):
+        check_secondary_parts(DeepSpeedConfig(zero_stage=3, zpg=4), num_ranks=1, role="ref")
+
+
+def test_roles_that_sleep_are_refused_beside_weights_in_host_memory():
+    settings = DeepSpeedConfig(zero_stage=3, param_offload=True)
+    with pytest.raises(UsageError, match="--param_offload: DeepSpeed moves no states of weights"):
+        check_deepspeed(settings, param_dtype="bf16", sleeps=True)
+
+
+def test_activations_are_offloaded_with_checkpointing_and_without_compiling():
+    with pytest.raises(ValueError, match="activation_offload moves what --gradient_checkpointing saves"):
+        ModelConfig(pretrain="m", activation_offload=True)
+    with pytest.raises(ValueError, match="activation_offload does not go with compile_model"):
+        ModelConfig(pretrain="m", activation_offload=True, gradient_checkpointing=True, compile_model=True)
+
+
+def test_frozen_roles_are_offloaded_by_their_own_setting_and_at_stage_3_by_the_common_one():
+    def offloaded(**settings: Any) -> set[str]:
+        config = ActorCriticDeepSpeedConfig(**settings)
+        return {role for role in ("actor", "critic", "ref", "reward", "teacher") if config.of(role).param_offload}
+
+    assert offloaded(ref_offload=True) == {"ref", "reward", "teacher"}
+    assert offloaded(zero_stage=3, param_offload=True, ref_zero_stage=0) == {"actor", "critic", "reward", "teacher"}
+    assert offloaded() == set()
