@@ -1,9 +1,9 @@
 """Settings declared once: every field of a config class becomes a flag, a YAML key and an attribute of the same name.
 
 A config is one level of groups (`config.batch.seed`); flags and keys are the bare field names (`--seed 1`, `seed: 1`).
-A flag beats `--config file.yaml`, which beats the class method `implied` (defaults that follow from given settings),
-which beats the default in the class. Values from all places go through the same pydantic validation, so Typer only
-collects text here. help_page.py shows help; cli.py reports errors.
+A flag beats `--config a.yaml,b.yaml`, of which later files beat earlier ones. Files beat the class method `implied`
+(defaults that follow from given settings), which beats the default in the class. Values from all places go through the
+same pydantic validation, so Typer only collects text here. help_page.py shows help; cli.py reports errors.
 """
 
 import inspect
@@ -25,9 +25,10 @@ from pydantic_core import ErrorDetails
 from rlhf_cli.config.plugins import require_plugins
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, config_class, describe, expected, flags_of, shown
-from rlhf_cli.foreign.translation import Translation, translate, translate_settings
+from rlhf_cli.foreign.files import WrittenSettings, written_settings
+from rlhf_cli.foreign.translation import Translation, translate
 from rlhf_cli.help_page import HelpPageCommand
-from rlhf_cli.settings_file import read_yaml
+from rlhf_cli.settings_file import read_settings
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -58,8 +59,9 @@ def build_config(config_cls: type[C], values: Mapping[str, object], *, spelled: 
 
 
 def from_yaml(config_cls: type[C], path: Path) -> C:
-    """Return the config of a YAML file of flat settings. Raise UsageError for faults."""
-    return build_config(config_cls, read_yaml(path), spelled=f"{{}} in {path}")
+    """Return the config of a YAML file, and of the files that it extends. Raise UsageError for faults."""
+    values = {name: value for file in read_settings(str(path)) for name, value in file.values.items()}
+    return build_config(config_cls, values, spelled=f"{{}} in {path}")
 
 
 def to_yaml(config: BaseModel) -> str:
@@ -71,6 +73,9 @@ def to_yaml(config: BaseModel) -> str:
         body = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
         parts.append(f"# {(settings.__doc__ or group).splitlines()[0].rstrip('.')}\n{body}")
     return "\n".join(parts)
+
+
+_CONFIG_OPTION = typer.Option("--config", help="YAML file with settings, or several with commas: later ones win.")
 
 
 def from_config(run: Callable[..., None]) -> Callable[..., None]:
@@ -86,24 +91,23 @@ def from_config(run: Callable[..., None]) -> Callable[..., None]:
         named = {flag.name: given[flag.attribute] for flag in flags.values()}
         words = ctx.meta.get(TRANSLATED) or Translation()
         known = {flag.name: flag.takes for flag in flags.values()}
-        read = {} if config is None else read_yaml(config)
+        read = [] if config is None else read_settings(str(config))
         typed = {name: value for name, value in named.items() if value is not None}
-        written, lines = translate_settings(read, command=ctx.command.name or "", known=known, typed=typed)
+        written = written_settings(read, command=ctx.command.name or "", known=known, typed=typed)
         resolved = _resolve(
             config_cls,
             flags,
             written=written,
-            file=config,
             given=named,
             stray=ctx.args,
-            problems=[*words.problems, *(f"{problem} (in {config})" for problem in lines.problems)],
+            problems=[*words.problems, *written.problems],
         )
-        _print_notes(ctx.command.name, [*words.notes, *lines.notes])
+        _print_notes(ctx.command.name, [*words.notes, *written.notes])
         require_plugins(resolved)
         run(resolved)
 
     parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    parameters.append(_parameter("config", Path | None, typer.Option("--config", help="YAML file with settings.")))
+    parameters.append(_parameter("config", Path | None, _CONFIG_OPTION))
     # The deepspeed launcher passes --local_rank; it sets LOCAL_RANK as well, and only that is read.
     parameters.append(_parameter("local_rank", int | None, typer.Option("--local_rank", hidden=True)))
     groups = list(config_cls.model_fields)
@@ -163,8 +167,7 @@ def _resolve(
     config_cls: type[BaseModel],
     flags: Mapping[str, Flag],
     *,
-    written: Mapping[str, object],
-    file: Path | None,
+    written: WrittenSettings,
     given: Mapping[str, object],
     stray: Sequence[str],
     problems: list[str],
@@ -173,12 +176,13 @@ def _resolve(
     positional = getattr(config_cls, "positional", None)
     if positional and positional not in typed and stray and not stray[0].startswith("-"):
         typed[positional], *stray = stray
-    spelled = dict.fromkeys(written, f"{{}} in {file}") | dict.fromkeys(typed, "--{}")
+    values = {**written.values, **typed}
+    spelled = {**written.spelled, **dict.fromkeys(typed, "--{}")}
     swallowed = _swallowed_flags(typed, flags)
     problems = swallowed or [*problems, *_stray_arguments(stray, flags)]
-    problems += [_unknown_key(name, flags, spelled[name], written[name]) for name in written if name not in flags]
-    problems += _unreadable_texts({**written, **typed}, spelled)
-    resolved, found = _validate(config_cls, {**written, **typed}, spelled)
+    problems += [_unknown_key(name, flags, spelled[name], values[name]) for name in written.values if name not in flags]
+    problems += _unreadable_texts(values, spelled)
+    resolved, found = _validate(config_cls, values, spelled)
     if resolved is None or problems:
         raise UsageError("; ".join(problems or found) if swallowed else "; ".join(problems + found))
     return resolved
@@ -258,7 +262,7 @@ def _messages(
             right = (
                 own_words if error["type"] in ("value_error", "assertion_error") else f"must be {expected(flags[name])}"
             )
-            phrases[name] = f"{spelled.get(name, '--{}').format(name)} {shown(values.get(name))}: {right}"
+            phrases[name] = f"{spelled.get(name, '--{}').replace('{}', name)} {shown(values.get(name))}: {right}"
     return ([f"missing {', '.join(missing)}"] if missing else []) + list(phrases.values())
 
 

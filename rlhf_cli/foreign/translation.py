@@ -52,17 +52,24 @@ def translate(words: Sequence[str], *, command: str, known: Mapping[str, int]) -
 
 
 def translate_settings(
-    values: Mapping[str, object], *, command: str, known: Mapping[str, int], typed: Mapping[str, object] | None = None
+    values: Mapping[str, object],
+    *,
+    command: str,
+    known: Mapping[str, int],
+    beside: Mapping[str, object] | None = None,
+    typed: Mapping[str, object] | None = None,
 ) -> tuple[dict[str, object], Translation]:
     """Replace the foreign names and forms among the settings of a YAML file.
 
     Args:
+        beside: settings of the other files of the same call.
         typed: settings that the command line gives, which go before the file's.
     """
     done = Translation()
     values = _settings_without_sections(values, done)
     listed = {name: _listed(value) for name, value in values.items()}
-    call, own = Call(command, listed), {}
+    others = {name: _listed(value) for name, value in (beside or {}).items() if value is not None}
+    call, own = Call(command, others | listed), {}
     for name, value in values.items():
         foreign = _foreign(name, known, command)
         if isinstance(value, str) and _takes_own_form(name, [value], done):
@@ -71,7 +78,7 @@ def translate_settings(
             own[name] = value
         elif value is not False and value is not None:  # a switch of another tool that is off, or nothing
             _apply(name, foreign, [] if value is True else listed[name], call, done, known)
-    given = {name: _listed(value) for name, value in own.items() if value is not None}
+    given = others | {name: _listed(value) for name, value in own.items() if value is not None}
     given |= _values_by_flag(done.words) | {name: _listed(value) for name, value in (typed or {}).items()}
     _model_without_output(given, done, known)
     _template_without_chat(given, done, known)

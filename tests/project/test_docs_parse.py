@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 from extending_page import page_file
 from pydantic import BaseModel
 
@@ -21,7 +20,7 @@ from rlhf_cli import cli
 from rlhf_cli.config.plugins import load_target
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import Flag, config_class, flags_of
-from rlhf_cli.options import build_config, typer_command, underscores
+from rlhf_cli.options import typer_command, underscores
 
 REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -154,10 +153,10 @@ def parse(cls: type[BaseModel], words: list[str]) -> None:
         words = [f"--{cls.positional}", *words]
     if "--config" in words:
         place = words.index("--config")
-        file = REPOSITORY / words[place + 1]
+        files = [REPOSITORY / name for name in words[place + 1].split(",")]
         del words[place : place + 2]
-        if file.exists():
-            build_config(cls, yaml.safe_load(file.read_text()))
+        if all(file.exists() for file in files):
+            words += ["--config", ",".join(map(str, files))]
     words = without_placeholders(words, known)
     if not in_full:
         words += least_of_the_rest(words, known)

@@ -122,6 +122,29 @@ def test_a_file_may_have_the_forms_that_a_command_line_may_have(capsys, tmp_path
     assert "takes the place" not in notes
 
 
+def test_foreign_words_of_several_files_are_replaced_before_later_files_win(capsys, tmp_path):
+    common = "pretrain: m\ndataset: d\nring_attn_size: 2\nsave_path: out/model\n"
+    (tmp_path / "base.yaml").write_text(common)
+    (tmp_path / "own.yaml").write_text("sequence_parallel_size: 4\noutput: mine\n")
+    (tmp_path / "foreign.yaml").write_text("extends: own.yaml\nring_attn_size: 8\ntrain_split: x\nuse_ms: true\n")
+    config, notes = parsed(f"sft --config {tmp_path}/base.yaml,{tmp_path}/own.yaml", capsys)
+    assert (config.deepspeed.sequence_parallel_size, config.checkpoint.output) == (4, "mine")
+    assert "out/model_run" not in notes
+    with pytest.raises(UsageError, match=rf"--use_ms: .* \(in {tmp_path}/foreign.yaml\)$"):
+        parsed(f"sft --config {tmp_path}/base.yaml,{tmp_path}/foreign.yaml", capsys)
+    (tmp_path / "foreign.yaml").write_text("extends: own.yaml\nring_attn_size: 8\n")
+    config, _ = parsed(f"sft --config {tmp_path}/base.yaml,{tmp_path}/foreign.yaml", capsys)
+    assert config.deepspeed.sequence_parallel_size == 8
+
+
+def test_a_foreign_word_in_a_file_may_need_a_setting_of_another(capsys, tmp_path):
+    (tmp_path / "base.yaml").write_text("pretrain: m\nprompt_data: d\noutput: o\nreward_funcs: math\n")
+    (tmp_path / "long.yaml").write_text("extends: base.yaml\nmax_new_tokens: 500\n")
+    (tmp_path / "prompt.yaml").write_text("prompt_max_len: 100\n")
+    config, _ = parsed(f"ppo --config {tmp_path}/long.yaml,{tmp_path}/prompt.yaml", capsys)
+    assert config.prompts.max_len == 600
+
+
 def test_names_with_sections_in_a_file_are_translated(capsys, tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text("pretrain: m\nprompt_data: d\noutput: o\nactor.adam.lr: 3e-6\nreward_funcs: math\n")

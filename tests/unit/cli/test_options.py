@@ -225,6 +225,77 @@ def test_a_config_file_that_cannot_be_read_is_named(tmp_path):
     assert "UTF-8" in complaint("--config", str(tmp_path / "binary"))
 
 
+def files(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        file = folder / f"{name}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+
+
+def test_of_several_config_files_the_later_wins(tmp_path):
+    files(tmp_path, base="colour: red\ncoats: 7\npair: [0, 0.5]\n", big="coats: 9\nshare: null\n")
+    config = parse("--config", f"{tmp_path}/base.yaml, {tmp_path}/big.yaml", "--pair", "0", "1")
+    assert (config.paint.colour, config.paint.coats, config.tools.share, config.tools.pair) == ("red", 9, None, (0, 1))
+
+
+def test_a_file_extends_others_beside_it_and_is_later_than_all_of_them(tmp_path):
+    (tmp_path / "sizes").mkdir()
+    files(tmp_path, root="colour: red\ncoats: 1\nlevel: 0\n", base="extends: root.yaml\ncoats: 2\nfinish: gloss\n")
+    files(tmp_path / "sizes", big="coats: 3\nextends: [../base.yaml, none.yaml]\n", none="finish: satin\n")
+    paint = parse("--config", f"{tmp_path}/sizes/big.yaml").paint
+    assert paint == Paint(colour="red", finish="satin", coats=3, level=0)
+    assert from_yaml(JobConfig, tmp_path / "sizes" / "big.yaml").paint == paint
+    over = parse("--config", f"{tmp_path}/sizes/big.yaml,{tmp_path}/base.yaml").paint
+    assert (over.finish, over.coats) == ("gloss", 2)
+
+
+def test_the_outcome_of_several_files_is_one_file(tmp_path):
+    files(tmp_path, base="colour: red\ncoats: 7\n", big="extends: base.yaml\ncoats: 9\n")
+    config = parse("--config", f"{tmp_path}/big.yaml")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert "extends" not in to_yaml(config)
+    assert parse("--config", f"{tmp_path}/config.yaml") == config
+
+
+def test_a_wrong_setting_is_named_with_the_file_it_is_in(tmp_path):
+    files(tmp_path, base="colour: red\ncoats: 0\nfinishh: matt\n", big="extends: base.yaml\nlevel: 4\n")
+    base, big = tmp_path / "base.yaml", tmp_path / "big.yaml"
+    assert complaint("--config", str(big)) == (
+        f"unknown setting finishh in {base} (did you mean finish?); "
+        f"coats in {base} 0: must be an integer > 0; level in {big} 4: must be 0, 1 or 2"
+    )
+    files(tmp_path, base="colour: red\ncoats: 0\n", big="extends: base.yaml\ncoats: -1\n")
+    assert complaint("--config", str(big)) == f"coats in {big} -1: must be an integer > 0"
+
+
+@pytest.mark.parametrize(
+    ("extends", "fault"),
+    [
+        ("none.yaml", "extends {}/none.yaml: no such file or directory"),
+        ("big.yaml", "extends {}/big.yaml: a file cannot extend itself"),
+        ("round.yaml", "extends {0}/round.yaml extends {0}/big.yaml: a file cannot extend itself"),
+        ("[a.yaml, 3]", ": extends a.yaml 3: must be a file, or a list of files"),
+        ("''", ": extends '': must be a file, or a list of files"),
+        ("broken.yaml", "extends {}/broken.yaml, line 2: coats is given more than once"),
+    ],
+)
+def test_files_that_cannot_be_extended_are_named_with_the_file_that_extends_them(tmp_path, extends, fault):
+    files(tmp_path, big=f"extends: {extends}\n", round="extends: ./big.yaml\n", broken="coats: 1\ncoats: 2\n")
+    files(tmp_path, a="colour: red\n")
+    said = complaint("--config", f"{tmp_path}/big.yaml")
+    assert said == f"--config {tmp_path}/big.yaml{' ' * (not fault.startswith(':'))}{fault.format(tmp_path)}"
+
+
+def test_files_that_extend_each_other_without_bound_are_refused(tmp_path):
+    files(tmp_path, **{f"f{n}": f"extends: [f{n + 1}.yaml, f{n + 1}.yaml]\n" for n in range(12)}, f12="coats: 1\n")
+    assert complaint("--config", f"{tmp_path}/f0.yaml").endswith(": more than 100 files")
+
+
+def test_a_missing_name_beside_a_comma_is_refused(tmp_path):
+    file = write(tmp_path, "colour: red\n")
+    assert complaint("--config", f"{file},") == f"--config {file},: a name is missing beside a comma"
+
+
 def test_an_empty_config_file_changes_nothing(tmp_path):
     assert read_yaml(Path(write(tmp_path, "# nothing\n"))) == {}
 
