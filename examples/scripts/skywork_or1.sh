@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Skywork-OR1 (arXiv 2505.22312): GRPO on problems of mathematics in stages of growing length, with an entropy bonus that
-# holds the entropy at a target, no KL divergence, and groups dropped whose responses are all right or all wrong.
+# holds the entropy at a target, no KL divergence, and groups dropped whose responses are all right or all wrong. Two GPUs
+# share each sequence of the stage with 32k tokens.
 #
 #   examples/scripts/skywork_or1.sh MODEL PROMPTS [OUTPUT]
 #
@@ -9,7 +10,8 @@
 # OUTPUT    folder of the stages; runs/skywork_or1 by default. What is there is continued.
 #
 # From the environment: STAGES "8192 16384 32768" (tokens of a response), ITERATIONS 300 a stage, GPUS 8,
-# PROMPTS_PER_ITERATION 256, SAMPLES 16, PROMPT_LEN 2048, FLAGS (further flags of `rlhf grpo`).
+# PROMPTS_PER_ITERATION 256, SAMPLES 16, PROMPT_LEN 2048, LONGEST_ALONE 20000 (tokens of a sequence, above which two GPUs
+# share it), FLAGS (further flags of `rlhf grpo`).
 set -euo pipefail
 
 MODEL=${1:?usage: $0 MODEL PROMPTS [OUTPUT]}
@@ -22,9 +24,11 @@ SAMPLES=${SAMPLES:-16}
 for LENGTH in ${STAGES:-8192 16384 32768}; do
   STAGE=$OUTPUT/$LENGTH
   MAX_LEN=$((LENGTH + ${PROMPT_LEN:-2048}))
+  RANKS=$((MAX_LEN > ${LONGEST_ALONE:-20000} && GPUS > 1 ? 2 : 1))
   if [ ! -d "$STAGE/model" ]; then
     rlhf grpo --pretrain "$MODEL" --prompt_data "$DATA" --output "$STAGE" --load_checkpoint \
-      --max_new_tokens "$LENGTH" --max_len "$MAX_LEN" --train_max_tokens_per_gpu "$MAX_LEN" \
+      --max_new_tokens "$LENGTH" --max_len "$MAX_LEN" \
+      --sequence_parallel_size "$RANKS" --train_max_tokens_per_gpu "$(((MAX_LEN + RANKS - 1) / RANKS))" \
       --reward_funcs math --dynamic_filtering --init_kl_coef 0 \
       --entropy_target 0.2 --entropy_delta 1e-4 --entropy_max 5e-3 \
       --rollout_batch_size "$PROMPTS" --n_samples_per_prompt "$SAMPLES" --train_batch_size "$((PROMPTS * SAMPLES))" \

@@ -112,6 +112,31 @@ def test_the_tasks_of_code_rl_have_tests_that_can_be_used(tmp_path):
     assert all("--reward_funcs code(timeout=5, memory_mb=512) " in call for call in calls)
 
 
+@pytest.mark.parametrize(
+    ("script", "given", "shares"),
+    [
+        ("long_context_sft.sh", {}, [(131072, 8, 16384)]),
+        ("long_context_sft.sh", {"RANKS_PER_SEQUENCE": "3", "MAX_LEN": "1000"}, [(1000, 3, 334)]),
+        ("skywork_or1.sh", {}, [(10240, 1, 10240), (18432, 1, 18432), (34816, 2, 17408)]),
+        ("skywork_or1.sh", {"GPUS": "1", "STAGES": "32768"}, [(34816, 1, 34816)]),
+    ],
+)
+def test_ranks_that_share_long_sequences_hold_one_whole_sequence(tmp_path, script, given, shares):
+    """With a stand-in for `rlhf`, which notes how it is called."""
+    (tmp_path / "rlhf").write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n')
+    (tmp_path / "rlhf").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    words = ["bash", str(SCRIPT.parent / script), "MODEL", "DATA", str(tmp_path / "run")]
+    subprocess.run(words, check=True, env=environment | given)
+    found = []
+    for call in (tmp_path / "calls").read_text().splitlines():
+        flags = call.split()
+        names = ("--max_len", "--sequence_parallel_size", "--train_max_tokens_per_gpu")
+        found.append(tuple(int(flags[flags.index(name) + 1]) for name in names))
+    assert found == shares
+    assert all(ranks * tokens >= max_len for max_len, ranks, tokens in found)
+
+
 @pytest.fixture
 def programs(tmp_path):
     """An environment in which the programs of a cluster only note in `calls` how they were called."""
