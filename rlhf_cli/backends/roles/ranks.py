@@ -52,7 +52,6 @@ from rlhf_cli.models.adapters import (
     save_adapter,
     scales,
 )
-from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint, persistent_buffers
 from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.loading import load_causal_lm, load_reward_model, load_value_backbone
@@ -60,6 +59,7 @@ from rlhf_cli.models.merging import folded, in_folding_order
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.quantised import dense
 from rlhf_cli.models.saving import save_all_but_weights, save_hf
+from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.models.tokenizers import load_tokenizer
 
 
@@ -77,8 +77,8 @@ class Packer:
     """How a rank packs the sequences of a micro-batch: with a prompt once for neighbours that share it, or in full."""
 
     def __init__(self, settings: RoleSettings, hf_model: Any) -> None:
-        by_ring = settings.deepspeed.ring_flash_attn  # whose kernel takes keys in their order alone
-        self._shares_prompts = settings.share_prompts and attention_name(hf_model.config) == VARLEN and not by_ring
+        attention = attention_name(hf_model.config)
+        self._shares_prompts = settings.share_prompts and can_share_prompts(attention, settings.deepspeed)
 
     def shares_prompts(self) -> bool:
         """Return whether neighbours that share a prompt have it once."""

@@ -61,6 +61,7 @@ def key_repeats(heads: int, kv_heads: int, size: int) -> int:
 def _attend_by_ring(
     query_LHD: torch.Tensor, key_LHD: torch.Tensor, value_LHD: torch.Tensor, shards: Shards, **kwargs: Any
 ) -> torch.Tensor:
+    assert kwargs.get("key_index") is None, "can_share_prompts is false for this kernel"
     window = kwargs.get("sliding_window") or 0
     output_LHD: torch.Tensor = _ring_kernel()(
         query_LHD,

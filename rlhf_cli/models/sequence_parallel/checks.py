@@ -24,6 +24,12 @@ def chosen_mode(architecture: PretrainedConfig, settings: DeepSpeedConfig) -> Mo
     return "ulysses" if divides else "gather"
 
 
+def can_share_prompts(attention: str | None, settings: DeepSpeedConfig) -> bool:
+    """Return whether a pack may hold a prompt once for several responses: ring-flash-attn takes keys in order alone."""
+    by_ring = settings.ring_flash_attn and settings.sequence_parallel_size > 1
+    return attention == VARLEN and not by_ring
+
+
 def check_sequence_parallel(
     architecture: PretrainedConfig,
     settings: DeepSpeedConfig,

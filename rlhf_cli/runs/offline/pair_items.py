@@ -3,9 +3,9 @@
 from typing import Any, Protocol
 
 from rlhf_cli.config.data import PreferenceDataConfig
-from rlhf_cli.config.train import OfflineBatchConfig
+from rlhf_cli.config.train import DeepSpeedConfig, OfflineBatchConfig
 from rlhf_cli.data.preference_data import load_pairs
-from rlhf_cli.models.attention.varlen import VARLEN
+from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.runs.offline.run import Items, load_items
 from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers.offline.pairs import PairItems, margins
@@ -19,6 +19,8 @@ class PairConfig(Protocol):
     def data(self) -> PreferenceDataConfig: ...
     @property
     def batch(self) -> OfflineBatchConfig: ...
+    @property
+    def deepspeed(self) -> DeepSpeedConfig: ...
 
 
 def load_pair_items(
@@ -31,7 +33,7 @@ def load_pair_items(
     Raises:
         UsageError: a margin is asked for and missing.
     """
-    share = share_prompts and model.attention == VARLEN
+    share = share_prompts and can_share_prompts(model.attention, config.deepspeed)
     data, seed = config.data, config.batch.seed
 
     def load(**source: Any) -> PairItems:

@@ -11,7 +11,12 @@ from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.sequence_parallel.attention import key_repeats
-from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs, chosen_mode
+from rlhf_cli.models.sequence_parallel.checks import (
+    can_share_prompts,
+    check_sequence_parallel,
+    check_whole_packs,
+    chosen_mode,
+)
 from rlhf_cli.models.sequence_parallel.parts import part_of
 
 
@@ -72,6 +77,14 @@ def test_heads_that_cannot_be_dealt_are_refused_with_the_mode_that_takes_them() 
 def test_the_ring_kernel_is_refused_where_flash_attn_is_not_installed() -> None:
     with pytest.raises(UsageError, match="--ring_flash_attn needs the package flash-attn: pip install"):
         check_sequence_parallel(model(), settings(2, ring_flash_attn=True), num_ranks=2, attention="varlen")
+
+
+def test_prompts_are_shared_if_the_kernel_takes_keys_in_any_order() -> None:
+    assert can_share_prompts("varlen", settings(2))
+    assert not can_share_prompts("sdpa", settings(1))
+    by_ring = settings(2, ring_flash_attn=True)
+    assert not can_share_prompts("varlen", by_ring)
+    assert can_share_prompts("varlen", by_ring.model_copy(update={"sequence_parallel_size": 1}))
 
 
 @pytest.mark.parametrize(
