@@ -30,6 +30,15 @@ class ShowConfig(SettingsGroup):
     """Examples shown, spread over the data."""
     seed: int = Field(42, ge=0, lt=2**32)
     """Seed of the order in which mixed data sets are read, as of the command."""
+    train_max_tokens_per_gpu: int = Field(16_192, gt=0)
+    """Tokens in one packed micro-batch at most, as of the command."""
+    sequence_parallel_size: int = Field(1, gt=0)
+    """Ranks that share each sequence, as of the command: a micro-batch holds as many times the tokens."""
+
+    @property
+    def room(self) -> int:
+        """Tokens of a micro-batch, and so of a sequence, at most."""
+        return self.train_max_tokens_per_gpu * self.sequence_parallel_size
 
 
 ALL_FORMATS = tuple(

@@ -14,9 +14,9 @@ from pydantic import BaseModel, create_model
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
-from rlhf_cli.config.inspection import ShownDataConfig
+from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
 from rlhf_cli.data.packing.packs import TokenSequence
-from rlhf_cli.data.preference_data import LabelledItem, Pair, load_labelled, load_pairs
+from rlhf_cli.data.preference_data import LabelledData, LabelledItem, Pair, PairData, load_labelled, load_pairs
 from rlhf_cli.data.preparing import COUNTED
 from rlhf_cli.data.preview import Decode, PreviewPart, ShownExample, part_of, spread
 from rlhf_cli.data.prompts import Prompt, load_prompts
@@ -28,6 +28,8 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.options import build_config
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
+from rlhf_cli.trainers.offline.kto import LabelledItems, partners_of
+from rlhf_cli.trainers.offline.pairs import PairItems
 
 DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
     "sft": DataConfig,
@@ -57,7 +59,8 @@ class Preview:
     """The data as a command gets them.
 
     `lengths` counts the lengths of all rows in the unit `lengths_are`. Rows longer than `limit` are cut or dropped, and
-    `limit_is` explains the limit. `num_trained` is None if the data are not trained on.
+    `limit_is` explains the limit. `num_trained` is None if the data are not trained on. `most_tokens` are the tokens
+    that one of the items takes in a micro-batch at most, in words `most_is`; a micro-batch holds `room`.
     """
 
     title: str
@@ -73,6 +76,10 @@ class Preview:
     lengths_are: str
     limit: int
     limit_is: str
+    most_tokens: int
+    most_is: str
+    room: int
+    room_is: str
     happened: list[Happened]
     special_tokens: list[str]
 
@@ -121,13 +128,17 @@ def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
 
 @dataclass(frozen=True)
 class DataReading:
-    """How an offline command loads its data, which field of that has the items, and how an item is shown."""
+    """How an offline command loads its data, which field of that has the items, and how an item is shown.
+
+    `takes` returns the tokens that each item takes in a micro-batch.
+    """
 
     load: Callable[..., object]
     items: str
     parts: Callable[[Any, Decode], list[PreviewPart]]
     facts: Callable[[Any], dict[str, str]]
     lengths_are: str
+    takes: Callable[[Any], np.ndarray]
 
 
 def _controls(report: ControlReport) -> Happened:
@@ -160,6 +171,10 @@ def _offline(title: str, reading: DataReading, data: Any, config: DataCommandCon
         lengths_are=reading.lengths_are,
         limit=config.data.max_len,
         limit_is=f"max_len {config.data.max_len:,}",
+        most_tokens=(most := int(reading.takes(data).max())),
+        most_is=f"the longest of the {report.items_are} takes {most:,} tokens",
+        room=config.show.room,
+        room_is=_room(config.show),
         happened=[happened for happened in counts if happened.count],
         special_tokens=special_tokens_of(tokenizer),
     )
@@ -194,9 +209,19 @@ def _prompts(config: DataCommandConfig, settings: PromptConfig, tokenizer: objec
         lengths_are="prompts",
         limit=room,
         limit_is=f"max_len {config.data.max_len:,} less max_new_tokens {config.data.max_new_tokens:,}",
+        most_tokens=config.data.max_len,
+        most_is=f"a prompt with its response takes up to {config.data.max_len:,} tokens (max_len)",
+        room=config.show.room,
+        room_is=_room(config.show),
         happened=[happened for happened in counts if happened.count],
         special_tokens=special_tokens_of(tokenizer),
     )
+
+
+def _room(show: ShowConfig) -> str:
+    """Return the settings that make the room of a micro-batch, in words."""
+    ranks = f" on {show.sequence_parallel_size} ranks" if show.sequence_parallel_size > 1 else ""
+    return f"train_max_tokens_per_gpu {show.train_max_tokens_per_gpu:,}{ranks}"
 
 
 def decoder(tokenizer: Any) -> Decode:
@@ -263,13 +288,49 @@ def _facts_of_pair(pair: Pair) -> dict[str, str]:
     return {} if pair.margin is None else {"margin": f"{pair.margin:g}"}
 
 
-PAIRS = DataReading(load_pairs, "pairs", _parts_of_pair, _facts_of_pair, "pairs (the longer side with the prompt)")
-SEQUENCES = DataReading(load_sft_sequences, "sequences", _parts_of_sequence, lambda item: {}, "sequences")
+def _taken_by_pairs(data: PairData) -> np.ndarray:
+    return PairItems(data, share_prompts=True, read_ends=False, columns={}).lengths
+
+
+def _taken_by_responses(data: LabelledData) -> np.ndarray:
+    return LabelledItems(data, partners_of(data), {}).lengths
+
+
+PAIRS = DataReading(
+    load_pairs,
+    "pairs",
+    _parts_of_pair,
+    _facts_of_pair,
+    "pairs (the longer side with the prompt)",
+    _taken_by_pairs,
+)
+SEQUENCES = DataReading(
+    load_sft_sequences,
+    "sequences",
+    _parts_of_sequence,
+    lambda item: {},
+    "sequences",
+    lambda data: data.lengths,  # type: ignore[no-any-return]
+)
 OFFLINE = {
     "sft": SEQUENCES,
     "rm": PAIRS,
     "dpo": PAIRS,
-    "prm": DataReading(load_steps, "items", _parts_of_solution, lambda item: {}, "solutions with the prompt"),
-    "kto": DataReading(load_labelled, "items", _parts_of_labelled, lambda item: {}, "responses with the prompt"),
+    "prm": DataReading(
+        load_steps,
+        "items",
+        _parts_of_solution,
+        lambda item: {},
+        "solutions with the prompt",
+        lambda data: data.lengths,  # type: ignore[no-any-return]
+    ),
+    "kto": DataReading(
+        load_labelled,
+        "items",
+        _parts_of_labelled,
+        lambda item: {},
+        "responses with the prompt",
+        _taken_by_responses,
+    ),
     "distill": SEQUENCES,
 }

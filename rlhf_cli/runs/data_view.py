@@ -118,6 +118,10 @@ class _Page:
             self._line(line, indent=2)
         figures = {name: quantile(preview.lengths, share) for name, share in QUANTILES.items()}
         self._line(", ".join(f"{name} {length:,}" for name, length in figures.items()), indent=2)
+        fits = preview.most_tokens <= preview.room
+        advice = "" if fits else ", WHICH THE COMMAND REFUSES: raise sequence_parallel_size or train_max_tokens_per_gpu"
+        said = f"{preview.most_is} of a micro-batch, which holds {preview.room:,} ({preview.room_is}){advice}"
+        self._line(Text(said, "" if fits else LEFT_OUT), indent=2, hanging=2)
 
     def counts(self, preview: Preview) -> None:
         self._line()

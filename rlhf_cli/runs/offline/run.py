@@ -50,6 +50,7 @@ from rlhf_cli.runs.run_directory import (
     run_directory,
 )
 from rlhf_cli.runs.run_identity import adapter_identity, model_identity, tokenizer_identity
+from rlhf_cli.runs.shared_sequences import sharing, tokens_of_sequence
 from rlhf_cli.runs.trained_model import TrainedModel, trained_model
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
@@ -236,14 +237,14 @@ def check_items(config: OfflineConfig, items: Items) -> None:
     given = config.batch.changed("eval_steps", "stop_eval_loss")
     if items.eval_data is None and given:
         raise UsageError(f"{given} is about evaluations: give --eval_dataset")
-    budget = config.batch.train_max_tokens_per_gpu * config.deepspeed.sequence_parallel_size
+    budget = tokens_of_sequence(config.batch, config.deepspeed)
     for what, part in (("training", items.data), ("evaluation", items.eval_data)):
         longest = int(part.lengths.max()) if part is not None else 0
         if longest > budget:
             raise UsageError(
                 f"the longest item of the {what} data takes {longest} tokens of a micro-batch, where pairs have both "
-                f"responses: raise train_max_tokens_per_gpu {config.batch.train_max_tokens_per_gpu}, or lower max_len "
-                f"{config.data.max_len}"
+                f"responses: raise train_max_tokens_per_gpu {config.batch.train_max_tokens_per_gpu} or "
+                f"sequence_parallel_size, or lower max_len {config.data.max_len}"
             )
 
 
@@ -334,7 +335,9 @@ class _OfflineRun:
         said = f"{self.config.model.pretrain}, {parameters_said(self.hf_model)}"
         model, on_gpu = self.task.model, distributed.device().type == "cuda"
         notes = attention_note(model.attention, model.architecture, on_gpu=on_gpu) | dtype_note(self.config.model)
-        tracker.start({"Model": said, "Data": self.task.summary, **notes})
+        shared = sharing(self.config.batch, self.config.deepspeed)
+        placement = {"Placement": shared[0]} if shared else {}
+        tracker.start({"Model": said, "Data": self.task.summary, **placement, **notes})
         for line in notices:
             tracker.message(line)
         return tracker

@@ -25,6 +25,7 @@ from rlhf_cli.models.reward_model import (
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
 from rlhf_cli.models.teacher import TeacherModel, find_teacher
 from rlhf_cli.runs.run_directory import check_not_replaced
+from rlhf_cli.runs.shared_sequences import sharing
 from rlhf_cli.runs.trained_model import TrainedModel, trained_model
 
 
@@ -167,10 +168,9 @@ def shared_sequences(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
     for role in roles:
         by_size.setdefault(config.deepspeed.of(role).sequence_parallel_size, []).append(role)
     return [
-        f"{size} ranks share each sequence of {' + '.join(names)}, "
-        f"which may have {size * config.batch.train_max_tokens_per_gpu:,} tokens"
-        for size, names in sorted(by_size.items())
-        if size > 1
+        text
+        for _, names in sorted(by_size.items())
+        for text in sharing(config.batch, config.deepspeed.of(names[0]), of=" + ".join(names))
     ]
 
 

@@ -107,6 +107,47 @@ def test_pairs_show_their_prompt_once_and_both_sides(write, model, command):
         assert "".join(piece.text for piece in example.parts[0].pieces) == prompt
 
 
+@pytest.mark.parametrize(
+    ("command", "rows", "most"),
+    [
+        ("sft", [{"prompt": "What?", "response": "x " * n} for n in (1, 9)], lambda data: int(data.lengths.max())),
+        (
+            "dpo",
+            [{"prompt": "What? " * n, "chosen": "x " * n, "rejected": "y"} for n in (1, 9)],
+            lambda data: int((data.prompt_lengths + data.chosen_lengths + data.rejected_lengths).max()),
+        ),
+        (
+            "kto",
+            [{"prompt": "What? " * n, "response": "x " * (10 - n), "label": n > 1} for n in (1, 9)],
+            lambda data: int(data.prompt_lengths.max() + data.response_lengths.max()),  # of the other prompt
+        ),
+    ],
+)
+def test_the_longest_item_stands_beside_the_room_of_ranks_that_share_it(write, model, command, rows, most):
+    loads: dict[str, tuple[Any, Any]] = {
+        "sft": (DataConfig, load_sft_sequences),
+        "dpo": (PreferenceDataConfig, load_pairs),
+        "kto": (LabelledDataConfig, load_labelled),
+    }
+    (cls, load), file = loads[command], write(rows)
+    expected = most(load(cls(dataset=file), make_tokenizer(CHATML), dataset=file, split="train", seed=42))
+    made = preview(command, file, model, train_max_tokens_per_gpu=8, sequence_parallel_size=2)
+    assert (made.most_tokens, made.room) == (expected, 16)
+    text = " ".join(page(command, file, model, train_max_tokens_per_gpu=8, sequence_parallel_size=2).split())
+    held = f"takes {expected} tokens of a micro-batch, which holds 16 (train_max_tokens_per_gpu 8 on 2 ranks)"
+    assert f"{held}, WHICH THE COMMAND REFUSES: raise sequence_parallel_size or" in text
+    wide = " ".join(page(command, file, model, train_max_tokens_per_gpu=expected).split())
+    assert f"which holds {expected} (train_max_tokens_per_gpu {expected})" in wide
+    assert "REFUSES" not in wide
+
+
+def test_prompts_may_be_as_long_with_their_responses_as_max_len(write, model):
+    file = write([{"question": "What?", "answer": "1"}])
+    settings = {"max_len": 4096, "max_new_tokens": 16, "train_max_tokens_per_gpu": 1024}
+    text = " ".join(page("ppo", file, model, **settings, sequence_parallel_size=4).split())
+    assert "a prompt with its response takes up to 4,096 tokens (max_len) of a micro-batch, which holds 4,096" in text
+
+
 def test_labelled_responses_show_their_label(write, model):
     rows = [{"prompt": "What?", "response": text, "label": text == "good"} for text in ("good", "bad")]
     text = page("kto", write(rows), model)
