@@ -287,9 +287,16 @@ SHARED_SEQUENCES = {
     "ring_attn_size": Foreign(1, _renamed("sequence_parallel_size")),
     "ulysses_sequence_parallel_size": Foreign(1, _renamed("sequence_parallel_size")),
     "ring_head_stride": Foreign(1, _not_needed),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": Foreign(1, _renamed("sequence_parallel_size")),
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": Foreign(1, _renamed("ref_sequence_parallel_size")),
+    "critic.ulysses_sequence_parallel_size": Foreign(1, _renamed("critic_sequence_parallel_size")),
+    "reward_model.ulysses_sequence_parallel_size": Foreign(1, _renamed("reward_sequence_parallel_size")),
+    "worker.actor.ulysses_size": Foreign(1, _renamed("sequence_parallel_size")),
+    "worker.ref.ulysses_size": Foreign(1, _renamed("ref_sequence_parallel_size")),
+    "worker.critic.ulysses_size": Foreign(1, _renamed("critic_sequence_parallel_size")),
 }
-"""Words about several ranks for one sequence, of commands that train."""
-TRAINING = ("sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax")
+"""Words about several ranks for one sequence, of commands that train; with sections as verl and EasyR1 write them."""
+SHARING = ("sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax", "data")
 
 TEACHER_WRITES = (
     "rlhf generate --pretrain TEACHER --select all writes the teacher's responses: give its selected.jsonl as --dataset"
@@ -331,7 +338,7 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
         "attn_implementation": Foreign(1, _not_needed),
         "device": Foreign(1, _refused("it takes the GPU if there is one; CUDA_VISIBLE_DEVICES= hides it")),
     },
-    **dict.fromkeys(TRAINING, SHARED_SEQUENCES),
+    **dict.fromkeys(SHARING, SHARED_SEQUENCES),
     "distill": {
         **SHARED_SEQUENCES,
         "teacher_model": Foreign(1, _renamed("teacher_pretrain")),

@@ -99,6 +99,19 @@ COMMAND_LINES = {
     f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 1 --ds_tensor_parallel_size 1": "parses: --ring_attn_size 1",
     f"ppo {PPO} {CRITIC} {FILE} --ring_attn_size 2 --ring_head_stride 2": "parses: --ring_attn_size 2 is --sequence_parallel_size 2",
     "sft --pretrain m --dataset d --save_path out --ring_attn_size 2 --ring_head_stride 2": "parses: --ring_attn_size 2 is --sequence_parallel_size 2",
+    f"ppo {PPO} {CRITIC} {FILE} --actor_rollout_ref.actor.ulysses_sequence_parallel_size 2 "
+    "--critic.ulysses_sequence_parallel_size=1": "parses: is --sequence_parallel_size 2 | is --critic_sequence_parallel_size 1",
+    f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --actor_rollout_ref.ref.ulysses_sequence_parallel_size 2": (
+        "parses: --ref_sequence_parallel_size 2"
+    ),
+    f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --worker.actor.ulysses_size 2": "parses: --sequence_parallel_size 2",
+    f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --critic.ulysses_sequence_parallel_size 2": (
+        "refused: this is --critic_sequence_parallel_size here, which rlhf grpo does not have"
+    ),
+    f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --actor_rollout_ref.rollout.n 8": "refused: settings are flat here",
+    "generate --pretrain m --prompt_data d --output o --ulysses_sequence_parallel_size 2": (
+        "refused: several ranks for one sequence are in the training commands alone"
+    ),
     f"ppo {PPO} {CRITIC} {FILE} --ds_tensor_parallel_size 4": "refused: --zero_stage 3 partitions weights",
     f"ppo {PPO} {CRITIC} {FILE} --policy_loss_type gspo": "parses: --policy_loss gspo",
     f"ppo {PPO} {CRITIC} {FILE} --enable_vllm_is_correction --vllm_is_truncated_threshold 0.5 2.0": (
