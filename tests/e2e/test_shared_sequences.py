@@ -1,23 +1,27 @@
-"""Ranks that share sequences compute as one rank does: log-probs, values, gradients, and steps at every ZeRO stage."""
+"""Ranks that share sequences compute as one rank does: results, gradients, steps at every ZeRO stage, roles."""
 
 from typing import Any
 
 import pytest
+import torch
 from preference_training import TASKS
+from reward_models import save_reward_model
 from started_ranks import results_of, start_ranks
-from tiny_training import CLOSE, farthest
+from tiny_training import CLOSE, LEARNING_RATE, NOISE, farthest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 RANKS_PER_SEQUENCE = {1: 1, 3: 3, 4: 2}
-"""By number of ranks; four ranks are two groups that compute different sequences."""
+"""By number of ranks; four ranks are two groups that compute different sequences, and one group for single packs."""
+ROLES = ("gspo", "adapter", "critic", "reward")
 
 
 @pytest.fixture(scope="module")
 def results(tiny_model_dir, tiny_llama_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
     """The findings of each rank, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("shared")
-    words = [tiny_model_dir, tiny_llama_dir, str(folder)]
+    judge = str(save_reward_model(tmp_path_factory.mktemp("judge")))
+    words = [tiny_model_dir, tiny_llama_dir, judge, str(folder)]
     processes = {
         num_ranks: start_ranks("shared_sequences.py", num_ranks, [*words, str(size)], folder)
         for num_ranks, size in RANKS_PER_SEQUENCE.items()
@@ -25,18 +29,72 @@ def results(tiny_model_dir, tiny_llama_dir, tmp_path_factory) -> dict[tuple[int,
     return results_of(processes, folder)
 
 
+def assert_equal_steps(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    for one, other in zip(alone["metrics"], together["metrics"], strict=True):
+        assert other == pytest.approx(one, rel=1e-5, abs=1e-6)  # rewards are differences of sums
+    assert farthest(alone["weights"], together["weights"]) < CLOSE
+
+
 @pytest.mark.parametrize("place", [(0, 3), (1, 3), (2, 3), (0, 4), (3, 4)])
 def test_shared_packs_give_the_results_and_gradients_of_one_rank(results, place):
-    for case, (distance, of_gradients) in results[place]["distances"].items():
+    found = results[place]["distances"]
+    assert {name.split(", ")[-1] for name in found} == ({"3 ranks"} if place[1] == 3 else {"2 ranks", "4 ranks"})
+    for case, (distance, of_gradients) in found.items():
         assert distance < 1e-5, case
         assert of_gradients < 1e-5, case
 
 
-@pytest.mark.parametrize("name", [*(f"steps {stage}" for stage in range(4)), *TASKS, "distill"])
+@pytest.mark.parametrize("place", [(0, 3), (3, 4)])
+def test_shared_packs_in_bf16_are_as_exact_as_the_packs_of_one_rank(results, place):
+    for case, (alone, shared) in results[place]["bf16"].items():
+        for of_one_rank, of_several in zip(alone, shared, strict=True):
+            assert of_several < 2 * of_one_rank + 0.01, case
+
+
+@pytest.mark.parametrize(
+    "name", [*(f"steps {stage} fp32" for stage in range(4)), "steps as one group", *TASKS, "distill"]
+)
 def test_steps_over_shared_sequences_are_those_of_one_rank(results, name):
-    alone = results[0, 1][name]
     for rank in range(4):
-        together = results[rank, 4][name]
-        for one, other in zip(alone["metrics"], together["metrics"], strict=True):
-            assert other == pytest.approx(one, rel=1e-5, abs=1e-6)  # rewards are differences of sums
-        assert farthest(alone["weights"], together["weights"]) < CLOSE
+        assert_equal_steps(results[0, 1][name], results[rank, 4][name])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ranks_that_do_not_divide_the_heads_take_the_steps_of_one_rank(results, stage):
+    for rank in range(3):
+        assert_equal_steps(results[0, 1][f"steps {stage} fp32"], results[rank, 3][f"steps {stage} fp32"])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_steps_in_bf16_are_those_of_one_rank_but_for_rounding(results, stage):
+    alone, together = (results[0, num_ranks][f"steps {stage} bf16"] for num_ranks in (1, 4))
+    for one, other in zip(alone["metrics"], together["metrics"], strict=True):
+        assert other == pytest.approx(one, rel=0.02)
+    for name in (name for name in alone["weights"] if NOISE not in name):
+        apart = (alone["weights"][name].float() - together["weights"][name].float()).abs()
+        assert apart.mean() < CLOSE, name
+        assert apart.max() < 3 * LEARNING_RATE, name  # weights whose small gradients have the other sign
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_roles_that_share_sequences_answer_as_one_rank(results, role):
+    alone = results[0, 1][role]
+    for answers in ("before", "base"):
+        together = {n: values for rank in range(4) for n, values in results[rank, 4][role].get(answers, {}).items()}
+        assert together.keys() == alone.get(answers, {}).keys()
+        for number, values in alone.get(answers, {}).items():
+            torch.testing.assert_close(together[number], values, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("role", ROLES[:3])
+def test_roles_that_share_sequences_learn_as_one_rank(results, role):
+    alone, together = results[0, 1][role], results[3, 4][role]
+    assert_equal_steps(alone, together)
+    if "average" in alone:
+        assert farthest(alone["average"], results[0, 4][role]["average"]) < CLOSE
+
+
+def test_a_reference_answers_for_all_pairs_on_every_rank(results):
+    expected = results[0, 1]["precomputed"]
+    for rank in range(4):
+        torch.testing.assert_close(results[rank, 4]["precomputed"], expected, rtol=0, atol=5e-6)

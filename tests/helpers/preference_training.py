@@ -197,7 +197,9 @@ def run_steps(
     module.sequence_ranks = sequence_ranks(settings, hf_model.config)
     gather = partially(gather_rows, ranks_per_sequence=size)
     prepare = (
-        task.prepare(make_reference(model, stage, seed), gather) if task.prepare else lambda engine, batches: batches
+        task.prepare(make_reference(model, stage, seed, size=size), gather)
+        if task.prepare
+        else lambda engine, batches: batches
     )
     engine = make_engine(module, stage, sequence_parallel_size=size, **zero)
     metrics = []
@@ -207,9 +209,12 @@ def run_steps(
     return Trained(metrics, weights_of(engine, hf_model), engine)
 
 
-def make_reference(model: str, stage: int, seed: int) -> FrozenEngine:
-    """The model of the folder with other weights in its norms, which ZeRO-3 leaves whole in so small a model."""
+def make_reference(model: str, stage: int, seed: int, *, size: int = 1) -> FrozenEngine:
+    """The model of the folder with other weights in its norms, which ZeRO-3 leaves whole in so small a model; `size`
+    ranks share each sequence.
+    """
     hf_model, module = load_policy(model, 0)
+    module.sequence_ranks = sequence_ranks(DeepSpeedConfig(sequence_parallel_size=size), hf_model.config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in hf_model.named_parameters():

@@ -1,11 +1,12 @@
-"""One of several ranks, of which some share the tokens of packs: `python shared_sequences.py MODEL TEACHER OUT SIZE`.
+"""One of several ranks, of which some share tokens: `python shared_sequences.py MODEL TEACHER JUDGE OUT SIZE`.
 
 SIZE ranks share a sequence. Every rank computes each pack alone too, and writes how far the shared results are from its
-own, and then the metrics and weights of three steps at each ZeRO stage.
+own; the ranks of two groups do so as one group as well. Then come the metrics and weights of steps.
 """
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -13,21 +14,39 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from distill_training import distill_steps
-from preference_training import TASKS, run_steps
+from preference_training import TASKS, make_pairs, make_reference, run_steps
+from shared_roles import online_roles
 from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from rlhf_cli.backends.training import distributed
+from rlhf_cli.backends.training.distributed import gather_rows
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import Pack, TokenSequence, pack
 from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
 from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.sequence_parallel.shards import Mode, SequenceRanks
+from rlhf_cli.trainers.offline import dpo
+from rlhf_cli.trainers.offline.loop import bind
+from rlhf_cli.trainers.offline.pairs import PairItems
+from rlhf_cli.trainers.offline.reference_logprobs import all_results
+from rlhf_cli.trainers.offline.sft import sft_objective
 
-SHAPES = {"grouped": (6, 3, None), "one key head": (6, 1, None), "a window": (6, 6, 4)}
-"""Query heads, key heads, and the tokens that a position sees; heads divide by two and by three ranks."""
+SHAPES = {
+    "3 key heads": (12, 3, None),
+    "4 key heads": (12, 4, None),
+    "one key head": (12, 1, None),
+    "a window": (12, 12, 4),
+    "5 heads": (5, 5, None),
+}
+"""Query heads, key heads, and the tokens that a position sees. Of 2, 3 and 4 ranks each divides the key heads of some
+shape, is a multiple of others, and is neither for others; none divides five heads."""
+KINDS = {"value": "3 key heads", "checkpointed": "a window"}
+"""Models besides the policy, which takes all shapes."""
+DTYPES = ("fp32", "bf16")
+IN_BF16 = ("3 key heads", "a window")
 
 
 def sequence(*token_ids: int) -> TokenSequence:
@@ -52,7 +71,7 @@ def config(shape: tuple[int, int, int | None]) -> Qwen2Config:
     heads, key_heads, window = shape
     return Qwen2Config(
         vocab_size=40,
-        hidden_size=48,
+        hidden_size=8 * heads,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=heads,
@@ -67,9 +86,11 @@ def config(shape: tuple[int, int, int | None]) -> Qwen2Config:
     )
 
 
-def results_of(
-    module: nn.Module, one: Pack, ranks: SequenceRanks | None
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""What a module returns for a pack, and gradients, in float32."""
+
+
+def results_of(module: nn.Module, one: Pack, ranks: SequenceRanks | None) -> Results:
     """Return the module's results on a pack, and the gradients of a sum in which each result has another weight."""
     module.zero_grad()
     module.sequence_ranks = ranks
@@ -80,7 +101,7 @@ def results_of(
     else:
         found = module(one)[None]
     (found * torch.arange(1, 1 + found.numel()).view_as(found)).sum().backward()
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
     if ranks is not None:
         for gradient in gradients.values():
             dist.all_reduce(gradient, group=ranks.group)
@@ -93,58 +114,112 @@ def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
 
 
+def make_module(kind: str, shape: tuple[int, int, int | None], dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = (Qwen2ForSequenceClassification if kind == "value" else Qwen2ForCausalLM)(config(shape)).train()
+    model = model.to(torch.bfloat16).to(dtype)  # the same numbers in both types
+    if kind == "checkpointed":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return (ValueModel if kind == "value" else PolicyModel)(model)
+
+
+def ways(shape: tuple[int, int, int | None], one: Pack, group: dist.ProcessGroup) -> list[SequenceRanks]:
+    """Return the ways in which the group can share the pack."""
+    modes = set(get_args(Mode))
+    if shape[0] % dist.get_world_size(group):
+        modes.remove("ulysses")
+    if one.keys is not None:
+        modes.remove("ring")  # its kernel takes keys in their order alone
+    return [SequenceRanks(group, mode) for mode in sorted(modes)]
+
+
 def distances(group: dist.ProcessGroup) -> dict[str, tuple[float, float]]:
     """Return how far results and gradients of the group are from those of a rank alone."""
     found = {}
-    for shape_name, shape in SHAPES.items():
-        for kind in ("policy", "value", "checkpointed"):
-            torch.manual_seed(0)
-            model = (Qwen2ForSequenceClassification if kind == "value" else Qwen2ForCausalLM)(config(shape)).train()
-            if kind == "checkpointed":
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            module = (ValueModel if kind == "value" else PolicyModel)(model)
-            for pack_name, one in packs().items():
-                expected, expected_gradients = results_of(module, one, None)
-                for mode in get_args(Mode):
-                    if mode == "ring" and one.keys is not None:
-                        continue  # its kernel takes keys in their order alone
-                    got, gradients = results_of(module, one, SequenceRanks(group, mode))
-                    assert got.shape == expected.shape
-                    distance = float((got - expected).abs().max()) if got.numel() else 0.0
-                    place = f"{mode}, {shape_name}, {kind}, {pack_name}"
-                    found[place] = distance, farthest(expected_gradients, gradients)
+    chosen = [("policy", name) for name in SHAPES] + list(KINDS.items())
+    for kind, shape_name in chosen:
+        module = make_module(kind, SHAPES[shape_name])
+        for pack_name, one in packs().items():
+            expected = results_of(module, one, None)
+            for ranks in ways(SHAPES[shape_name], one, group):
+                place = f"{ranks.mode}, {shape_name}, {kind}, {pack_name}, {ranks.size} ranks"
+                found[place] = apart(expected, results_of(module, one, ranks))
     return found
 
 
-def steps(model: str, stage: int, size: int) -> dict[str, object]:
+def errors_in_bf16(group: dist.ProcessGroup) -> dict[str, tuple[tuple[float, float], tuple[float, float]]]:
+    """Return how far bf16 is from float32 for a rank alone, and for the group."""
+    found = {}
+    for shape_name in IN_BF16:
+        exact, rounded = (make_module("policy", SHAPES[shape_name], dtype) for dtype in (torch.float32, torch.bfloat16))
+        for pack_name, one in packs().items():
+            expected = results_of(exact, one, None)
+            alone = apart(expected, results_of(rounded, one, None))
+            for ranks in ways(SHAPES[shape_name], one, group):
+                shared = apart(expected, results_of(rounded, one, ranks))
+                found[f"{ranks.mode}, {shape_name}, {pack_name}, {ranks.size} ranks"] = alone, shared
+    return found
+
+
+def apart(one: Results, other: Results) -> tuple[float, float]:
+    """Return the largest distance of results, and of gradients in units of the largest gradient."""
+    assert one[0].shape == other[0].shape
+    return float((one[0] - other[0]).abs().max()) if one[0].numel() else 0.0, farthest(one[1], other[1])
+
+
+def steps(model: str, stage: int, size: int, dtype: str) -> dict[str, object]:
     """Return the metrics and weights of three steps; 30 tokens are the most of any number of ranks."""
-    hf_model, module = load_policy(model, stage)
-    settings = DeepSpeedConfig(zero_stage=stage, sequence_parallel_size=size)
+    hf_model, module = load_policy(model, stage, dtype=dtype)
+    settings = DeepSpeedConfig(zero_stage=stage, sequence_parallel_size=size)  # type: ignore[arg-type]
     module.sequence_ranks = sequence_ranks(settings, hf_model.config)
-    engine = make_engine(module, stage, sequence_parallel_size=size)
+    engine = make_engine(module, stage, dtype=dtype, sequence_parallel_size=size)
     layout = Layout(dist.get_rank(), dist.get_world_size(), max_tokens=30 // size, ranks_per_sequence=size)
     items = Items(make_sequences(10))
     metrics = train(engine, items, [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]], layout)
+    micro_batches, totals = layout.share().micro_batches(items, np.arange(10))
+    metrics.append(engine.evaluate(micro_batches, bind(sft_objective, totals)))
     return {"metrics": metrics, "weights": weights_of(engine, hf_model)}
 
 
-def main(model: str, teacher: str, folder: Path, size: int) -> None:
+def precomputed(model: str, layout: Layout) -> torch.Tensor:
+    """Return the log-probs of a reference for all pairs."""
+    gather = partial(gather_rows, ranks_per_sequence=layout.ranks_per_sequence)
+    reference = make_reference(model, 0, 5, size=layout.ranks_per_sequence)
+    pairs = PairItems(make_pairs(), True, False, {})
+    return torch.from_numpy(all_results(reference, dpo.batch_logprobs, pairs, share=layout.share(), gather=gather))
+
+
+def training(model: str, teacher: str, judge: str, folder: Path, size: int) -> dict[str, object]:
+    """Return the results of steps, objectives and roles; four ranks train as two groups."""
+    world = dist.get_world_size()
+    results: dict[str, object] = {f"steps {stage} fp32": steps(model, stage, size, "fp32") for stage in range(4)}
+    if world == 3:  # the model has four heads, so that these ranks gather keys
+        return results
+    results |= {f"steps {stage} bf16": steps(model, stage, size, "bf16") for stage in range(4)}
+    results["steps as one group"] = steps(model, 3, world, "fp32")
+    layout = Layout(dist.get_rank(), world, max_tokens=80 // size, ranks_per_sequence=size)
+    for name in TASKS:
+        trained = run_steps(model, TASKS[name](), 2, layout)
+        results[name] = {"metrics": trained.metrics, "weights": trained.weights}
+    results["precomputed"] = precomputed(model, layout)
+    trained = distill_steps(model, teacher, 2, replace(layout, max_tokens=30 // size), teacher_stage=3)
+    results["distill"] = {"metrics": trained.metrics, "weights": trained.weights}
+    return results | online_roles(model, judge, size, folder)
+
+
+def main(model: str, teacher: str, judge: str, folder: Path, size: int) -> None:
     sys.path.append(str(Path(__file__).with_name("flash_attn_stand_in")))
     distributed.join_process_group()
-    group = distributed.sequence_group(size)
-    results: dict[str, object] = {} if group is None else {"distances": distances(group)}
-    if dist.get_world_size() != 3:  # the model has four heads
-        results |= {f"steps {stage}": steps(model, stage, size) for stage in range(4)}
-        layout = Layout(dist.get_rank(), dist.get_world_size(), max_tokens=80 // size, ranks_per_sequence=size)
-        for name in TASKS:
-            trained = run_steps(model, TASKS[name](), 2, layout)
-            results[name] = {"metrics": trained.metrics, "weights": trained.weights}
-        layout = replace(layout, max_tokens=30 // size)
-        trained = distill_steps(model, teacher, 2, layout, teacher_stage=3)
-        results["distill"] = {"metrics": trained.metrics, "weights": trained.weights}
+    sizes = sorted({size, dist.get_world_size()})
+    groups = [group for group in map(distributed.sequence_group, sizes) if group is not None]
+    results: dict[str, object] = {
+        "distances": {place: found for group in groups for place, found in distances(group).items()},
+        "bf16": {place: found for group in groups for place, found in errors_in_bf16(group).items()},
+    }
+    results |= training(model, teacher, judge, folder, size)
     torch.save(results, folder / f"rank{dist.get_rank()}of{dist.get_world_size()}.pt")
     distributed.leave_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    main(*sys.argv[1:4], Path(sys.argv[4]), int(sys.argv[5]))

@@ -3,7 +3,6 @@
 The models are the published shapes without any weight. Sizes are bytes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,9 +92,9 @@ OFFLINE: dict[str, tuple[type, Hardware]] = {
 }
 
 
-def read(name: str, cls: Callable[..., Any], **given: str) -> Any:
+def read(name: str, cls: Any, **given: str) -> Any:
     values = {key: value for file in read_settings(str(RECIPES / name)) for key, value in file.values.items()}
-    return build_config(cls, {**values, **given})  # type: ignore[type-var]
+    return build_config(cls, {**values, **given})
 
 
 def num_parameters(text: PretrainedConfig) -> int:

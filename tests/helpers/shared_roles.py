@@ -1,0 +1,160 @@
+"""Actor, critic and reward model of an online run on ranks that share sequences; every rank calls each function."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tiny_training import OPTIM, weights_of
+
+from rlhf_cli.algorithms.entropy import EntropyState
+from rlhf_cli.algorithms.objective import LossWeights
+from rlhf_cli.backends.roles.groups import Dealer
+from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, RewardRank
+from rlhf_cli.backends.roles.settings import RoleSettings
+from rlhf_cli.config.model import LoraConfig, ModelConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig
+from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
+from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.data.packing.samples import Sample
+from rlhf_cli.models.adapters import plan_adapter
+
+GSPO = ActorCriticPolicyConfig(
+    policy_loss="gspo",
+    eps_clip_low_high=(0.02, 0.03),
+    loss_agg="seq_mean",
+    use_kl_loss=True,
+    kl_estimator="k2",
+    init_kl_coef=0.1,
+    entropy_loss_coef=0.01,
+    rollout_correction="seq_mask",
+    rollout_correction_range=(0.9, 1.1),
+)
+"""Ratios, corrections and means of whole sequences, which stretch over the tokens of several ranks."""
+CLIP = ActorCriticPolicyConfig(entropy_loss_coef=0.01)
+STEPS = [np.arange(0, 5), np.arange(5, 7)]
+LAST = np.arange(7, 8)
+"""A step of one short response: other groups of ranks are idle, and ranks of its own group may have no target."""
+
+
+def samples() -> list[Sample]:
+    """Responses to three prompts, with values of their tokens that depend on nothing but the seed."""
+    rng = np.random.default_rng(0)
+    made = []
+    for prompt_length, lengths in ((6, (9, 2, 7)), (1, (5, 4)), (11, (1, 12, 1))):
+        prompt = rng.integers(0, 40, prompt_length)
+        for length in lengths:
+            token_ids = np.concatenate([prompt, rng.integers(0, 40, length)]).astype(np.int32)
+            mask = np.arange(len(token_ids)) >= prompt_length
+            made.append(Sample(TokenSequence(token_ids, mask), columns(rng, length)))
+    return made
+
+
+def columns(rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
+    old = rng.normal(-5.7, 0.05, length)
+    values = {
+        "old_logprobs": old,
+        "rollout_logprobs": old + rng.normal(0, 0.05, length),
+        "ref_logprobs": old + rng.normal(0, 0.3, length),
+        "advantages": rng.normal(0, 1, length),
+        "old_values": rng.normal(0, 0.1, length),
+        "returns": rng.normal(0.5, 1, length),
+    }
+    return {name: column.astype(np.float32) for name, column in values.items()}
+
+
+def role_settings(
+    pretrain: str,
+    size: int,
+    *,
+    stage: int = 2,
+    policy: ActorCriticPolicyConfig = CLIP,
+    lora_rank: int = 0,
+    checkpointing: bool = False,
+) -> RoleSettings:
+    model = ModelConfig(pretrain=pretrain, param_dtype="fp32", gradient_checkpointing=checkpointing)
+    return RoleSettings(
+        model=model,
+        deepspeed=DeepSpeedConfig(zero_stage=stage, sequence_parallel_size=size),  # type: ignore[arg-type]
+        optim=OPTIM,
+        learning_rate=1e-3,
+        total_steps=10,
+        seed=0,
+        temperature=0.7,
+        max_new_tokens=12,
+        policy=policy,
+        share_prompts=True,
+        adapter=plan_adapter(model, LoraConfig(lora_rank=lora_rank), seed=1) if lora_rank else None,
+        ema_beta=0.5,
+    )
+
+
+class Shares:
+    """The shares of this rank in forward passes and steps, as the driver deals them."""
+
+    def __init__(self, size: int, *, share_prompts: bool = True) -> None:
+        batch = BatchConfig(train_max_tokens_per_gpu=48 // size)
+        self._dealer = Dealer(dist.get_world_size(), batch, 0.0, lambda: share_prompts, size)
+
+    def answers(self, sequences: Sequence[TokenSequence], forward: Any) -> dict[int, torch.Tensor]:
+        """Return the results of this rank's sequences by number."""
+        mine = self._dealer.plan(sequences)[dist.get_rank()]
+        found: dict[int, torch.Tensor] = {}
+        for members, values_K in zip(mine, forward([[sequences[i] for i in m] for m in mine]), strict=True):
+            bounds = np.cumsum([sequences[i].num_trained for i in members])[:-1]
+            values = map(torch.from_numpy, np.split(values_K, bounds) if members else [])
+            found |= dict(zip(members, values, strict=True))
+        return found
+
+    def steps(self, steps: Sequence[np.ndarray]) -> list[Any]:
+        """Return this rank's share of the steps."""
+        return self._dealer.steps(samples(), steps)[dist.get_rank()]
+
+
+def actor(pretrain: str, size: int, folder: Path, **settings: Any) -> dict[str, Any]:
+    """Log-probs, then steps of the objective, with the average of the weights."""
+    role = ActorRank(role_settings(pretrain, size, **settings))
+    shares, sequences = Shares(size), [sample.sequence for sample in samples()]
+    weights = LossWeights(0.1, EntropyState(0.01))
+    found = {"before": shares.answers(sequences, role.logprobs)}
+    metrics = role.update(shares.steps(STEPS), False, weights) + role.update(shares.steps([LAST]), True, weights)
+    if role.role.settings.adapter is not None:
+        found["base"] = shares.answers(sequences, role.base_logprobs)
+    folder.mkdir(exist_ok=True)
+    role.role.save_average(folder)
+    average = load_file(next(folder.glob("*.safetensors"))) if dist.get_rank() == 0 else {}
+    return found | {"metrics": metrics, "weights": weights_of(role.role.engine, role.role.hf_model), "average": average}
+
+
+def critic(pretrain: str, size: int, **settings: Any) -> dict[str, Any]:
+    """Values, then steps of the critic."""
+    role = CriticRank(role_settings(pretrain, size, **settings))
+    shares, sequences = Shares(size), [sample.sequence for sample in samples()]
+    found: dict[str, Any] = {"before": shares.answers(sequences, role.values)}
+    metrics = role.update(shares.steps([*STEPS, LAST]))
+    return found | {"metrics": metrics, "weights": weights_of(role.role.engine, role.role.hf_model)}
+
+
+def reward(pretrain: str, size: int) -> dict[str, Any]:
+    """Scores at the ends of the responses."""
+    role = RewardRank(role_settings(pretrain, size, stage=3))
+    ends = [
+        TokenSequence(sequence.token_ids, np.arange(len(sequence)) == len(sequence) - 1)
+        for sequence in (sample.sequence for sample in samples())
+    ]
+    return {"before": Shares(size, share_prompts=False).answers(ends, role.scores)}
+
+
+def online_roles(model: str, judge: str, size: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of each role by name."""
+    folder = folder / f"averages{dist.get_world_size()}"
+    torch.manual_seed(0)
+    return {
+        "gspo": actor(model, size, folder, policy=GSPO, checkpointing=True),
+        "adapter": actor(model, size, folder, lora_rank=2, stage=3),
+        "critic": critic(model, size, stage=1),
+        "reward": reward(judge, size),
+    }
