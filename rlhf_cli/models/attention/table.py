@@ -1,7 +1,7 @@
 """The table of attention kernels for packed sequences, and the choice among them.
 
 Every kernel gets one flat row of tokens with `position_ids` and `cu_seq_lens_q`, so that tokens of different sequences
-never see each other. models/sequence_parallel.py spreads `varlen` over ranks.
+never see each other. models/sequence_parallel/ spreads `varlen` over ranks.
 """
 
 import inspect

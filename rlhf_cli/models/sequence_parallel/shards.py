@@ -97,9 +97,7 @@ def _all_to_all(sent: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
 
 
 class GatherTokens(torch.autograd.Function):
-    """[own tokens, H, D] to [all tokens, H, D]; the gradient of a token is the sum of what all ranks say, which is
-    rounded once.
-    """
+    """[own tokens, H, D] to [all tokens, H, D]; a token's gradient is the sum of all ranks' gradients, rounded once."""
 
     @staticmethod
     def forward(ctx: Any, values_LHD: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
