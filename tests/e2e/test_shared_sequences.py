@@ -71,9 +71,11 @@ def test_steps_in_bf16_are_those_of_one_rank_but_for_rounding(results, stage):
     for one, other in zip(alone["metrics"], together["metrics"], strict=True):
         assert other == pytest.approx(one, rel=0.02)
     for name in (name for name in alone["weights"] if NOISE not in name):
-        apart = (alone["weights"][name].float() - together["weights"][name].float()).abs()
+        weight = alone["weights"][name].float()
+        apart = (weight - together["weights"][name].float()).abs()
         assert apart.mean() < CLOSE, name
-        assert apart.max() < 3 * LEARNING_RATE, name  # weights whose small gradients have the other sign
+        # A small gradient may have the other sign, and a weight one more bit of rounding.
+        assert apart.max() < 3 * LEARNING_RATE + 2**-7 * weight.abs().max(), name
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -243,7 +243,7 @@ def check_items(config: OfflineConfig, items: Items) -> None:
         if longest > budget:
             raise UsageError(
                 f"the longest item of the {what} data takes {longest} tokens of a micro-batch, where pairs have both "
-                f"responses: raise train_max_tokens_per_gpu {config.batch.train_max_tokens_per_gpu} or "
+                f"responses: raise train_max_tokens_per_gpu {config.batch.train_max_tokens_per_gpu}, or "
                 f"sequence_parallel_size, or lower max_len {config.data.max_len}"
             )
 

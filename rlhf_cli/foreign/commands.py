@@ -1,0 +1,19 @@
+"""The commands of other tools, with their names here."""
+
+COMMANDS = {
+    "train_sft": "sft",
+    "train_rm": "rm",
+    "train_dpo": "dpo",
+    "train_kto": "kto",
+    "train_kd": "distill",
+    "train_prm": "prm",
+    "train_ppo": "ppo",
+    "train_ppo_ray": "ppo, reinforce++, grpo, rloo or remax",
+    "lora_combiner": "merge",
+    "batch_inference": "generate",
+    "serve_rm": "serve-rm",
+    "reward": "rm",
+    "vllm-serve": "generate, which starts its own engines",
+    "env": "doctor",
+    "interactive_chat": "chat",
+}
