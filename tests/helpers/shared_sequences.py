@@ -222,4 +222,4 @@ def main(model: str, teacher: str, judge: str, folder: Path, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], Path(sys.argv[4]), int(sys.argv[5]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]))
