@@ -5,6 +5,7 @@ import os
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
+from pydantic_core import to_jsonable_python
 
 OUTPUTS = ("output", "save_path", "ckpt_path", "write_pass_rate")
 """Settings of any group that name output paths."""
@@ -42,3 +43,14 @@ class SettingsGroup(BaseModel):
         """Return the first of these settings that differs from its default."""
         fields = type(self).model_fields
         return next((name for name in names if getattr(self, name) != fields[name].default), None)
+
+
+def default_settings(config: BaseModel) -> dict[str, object]:
+    """Return the default of each setting of a command by name, as JSON; settings that must be given have none."""
+    groups = (getattr(config, name) for name in type(config).model_fields)
+    return {
+        name: to_jsonable_python(field.get_default(call_default_factory=True))
+        for group in groups
+        for name, field in type(group).model_fields.items()
+        if not field.is_required()
+    }

@@ -202,13 +202,20 @@ def _problem(path: Path, size: int, probe: int) -> str | None:
     return None if _probe(path) == probe else "has other contents than were written"
 
 
-def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, object]) -> None:
+def check_same_run(checkpoint: Checkpoint, identity: Mapping[str, object], defaults: Mapping[str, object]) -> None:
     """Raise UsageError if the checkpoint was written by a run with another identity.
 
+    A setting that the checkpoint does not record is younger than the checkpoint, which was written as if it had the
+    setting's default. So a newer version of this program continues it with the default, or with a role or an adapter
+    that neither has (None).
+
     Args:
-        identity: what must be equal for continuing to make sense, such as command, weights and number of ranks.
+        identity: the facts that must be equal for continuing to make sense, such as command, weights and batch size.
+        defaults: the default of each setting by name, as JSON.
     """
-    if found := differences(checkpoint.state.get("identity", {}), identity):
+    written = checkpoint.state.get("identity", {})
+    younger = {name for name, value in identity.items() if name not in written and value in (None, defaults.get(name))}
+    if found := differences(written, {name: value for name, value in identity.items() if name not in younger}):
         raise UsageError(
             f"checkpoint {checkpoint.path} belongs to another run: {found}; use another --output, or --overwrite to "
             "start again"

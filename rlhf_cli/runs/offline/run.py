@@ -22,6 +22,7 @@ from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_s
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, seed_everything
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
+from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.config.plugins import contents_of_plugins
@@ -277,7 +278,7 @@ def checked_identity(config: OfflineConfig, task: OfflineTask, resume: Checkpoin
         **task.identity(),
     }
     if resume is not None:
-        check_same_run(resume, identity)
+        check_same_run(resume, identity, default_settings(cast(BaseModel, config)))
     return identity
 
 

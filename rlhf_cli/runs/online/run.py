@@ -17,6 +17,7 @@ from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
 from rlhf_cli.backends.weight_sync.transfer import check_sync_backend
+from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.data.prompts import PromptData, load_prompts
@@ -234,7 +235,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineR
     iterations = run.total_iterations
     identity = online_identity(config, models, data, command=command, algorithm=algorithm, iterations=iterations)
     if resume is not None:
-        check_same_run(resume, identity)
+        check_same_run(resume, identity, default_settings(config))
         layout_notices(resume, config, models)
     run = replace(run, identity=identity)
     if not run.total_steps.actor:

@@ -192,11 +192,20 @@ def test_a_checkpoint_of_another_run_is_refused(store):
     write(store, 1)
     latest = store.latest()
     assert latest is not None
-    check_same_run(latest, {"seed": 1})
+    check_same_run(latest, {"seed": 1}, {})
     with pytest.raises(UsageError, match=r"belongs to another run: its seed is 1, not 2; use another --output"):
-        check_same_run(latest, {"seed": 2})
+        check_same_run(latest, {"seed": 2}, {})
     with pytest.raises(UsageError, match="belongs to another run: it does not record number of ranks; use"):
-        check_same_run(latest, {"seed": 1, "number of ranks": 2})
+        check_same_run(latest, {"seed": 1, "number of ranks": 2}, {})
+
+
+def test_a_setting_younger_than_the_checkpoint_has_its_default_there(store):
+    write(store, 1)
+    latest, defaults = store.latest(), {"adam_eps": 1e-8}
+    assert latest is not None
+    check_same_run(latest, {"seed": 1, "adam_eps": 1e-8, "weights of the teacher": None}, defaults)
+    with pytest.raises(UsageError, match="belongs to another run: it does not record adam_eps; use"):
+        check_same_run(latest, {"seed": 1, "adam_eps": 1e-6}, defaults)
 
 
 def test_every_difference_of_two_runs_has_a_clause_and_no_long_value_is_shown():
@@ -215,7 +224,7 @@ def test_a_checkpoint_that_this_program_did_not_write_is_refused(store):
     latest = store.latest()
     assert latest is not None
     with pytest.raises(UsageError, match="belongs to another run"):
-        check_same_run(latest, {"command": "sft"})
+        check_same_run(latest, {"command": "sft"}, {})
 
 
 def test_no_room_is_said_before_anything_is_written(tmp_path):

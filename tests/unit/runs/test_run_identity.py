@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_cli import cli
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.training.checkpoint import CheckpointStore, check_same_run
+from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.scoring import RewardConfig
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.errors import UsageError
@@ -244,13 +245,21 @@ class Online:
     def resume(self, **given: Any) -> None:
         checkpoint = self._store.latest()
         assert checkpoint is not None
-        check_same_run(checkpoint, self._identity(given))
+        check_same_run(checkpoint, self._identity(given), default_settings(self._config(given)))
 
-    def _identity(self, given: dict[str, Any]) -> dict[str, Any]:
+    def forget(self, *entries: str) -> None:
+        """Write the checkpoint anew as a version of this program did that did not have these entries."""
+        identity = {name: value for name, value in self._identity({}).items() if name not in entries}
+        with self._store.writing(2, {"identity": identity}, needed_bytes=0):
+            pass
+
+    def _config(self, given: dict[str, Any]) -> Any:
         models = {f"{name}_pretrain".removeprefix("policy_"): str(path) for name, path in self.paths.items()}
         lengths = {"max_len": "64", "max_new_tokens": "8"}
-        config = resolve("ppo", **models | {"prompt_data": str(self._data), **lengths, **given})
-        row = ALGORITHMS["ppo"]
+        return resolve("ppo", **models | {"prompt_data": str(self._data), **lengths, **given})
+
+    def _identity(self, given: dict[str, Any]) -> dict[str, Any]:
+        config, row = self._config(given), ALGORITHMS["ppo"]
         found = find_models(config, row)
         data = load_prompts(config.prompts, found.policy.tokenizer, max_new_tokens=8, seed=0)
         return online_identity(config, found, data, command="ppo", algorithm=row, iterations=1)
@@ -275,6 +284,16 @@ def ppo(tmp_path, tiny_model_dir):
 def test_the_role_whose_weights_are_others_is_named(ppo, role, said):
     change_weights(ppo.paths[role])
     with pytest.raises(UsageError, match=f"belongs to another run: it differs in weights of {said}; use another"):
+        ppo.resume()
+
+
+def test_a_checkpoint_of_an_older_version_goes_on_with_the_defaults_of_younger_settings(ppo):
+    ppo.forget("adam_eps", "adam_betas", "distill_coef", "use_dora", "use_dora of the critic")
+    ppo.resume()
+    with pytest.raises(UsageError, match="it does not record adam_eps; use another"):
+        ppo.resume(adam_eps="1e-6")
+    ppo.forget("weights of the teacher")
+    with pytest.raises(UsageError, match="it does not record weights of the teacher; use another"):
         ppo.resume()
 
 
