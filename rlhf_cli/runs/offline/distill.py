@@ -60,9 +60,14 @@ def teacher_source(config: DistillConfig, model: TrainedModel) -> ModelConfig:
 
 
 def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
-    """Return the settings of DeepSpeed with the teacher's stage."""
-    stage = config.distillation.teacher_zero_stage
-    return config.deepspeed if stage is None else config.deepspeed.model_copy(update={"zero_stage": stage})
+    """Return the settings of DeepSpeed with the teacher's stage.
+
+    The objective reads the head of a teacher that is whole on each rank, so the head must stay where the student is.
+    """
+    own = config.distillation.teacher_zero_stage
+    stage = config.deepspeed.zero_stage if own is None else own
+    offload = config.deepspeed.param_offload and stage == 3
+    return config.deepspeed.model_copy(update={"zero_stage": stage, "param_offload": offload})
 
 
 def checked_teacher(source: ModelConfig, deepspeed: DeepSpeedConfig, model: TrainedModel) -> FoundModel:

@@ -9,12 +9,15 @@ from tiny_training import Items, Layout, load_policy, make_engine, make_sequence
 
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts, deepspeed_config
 from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine
+from rlhf_cli.config.commands.distill import DistillConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticDeepSpeedConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import keep_saved_tensors
+from rlhf_cli.options import build_config
+from rlhf_cli.runs.offline.distill import teacher_deepspeed
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 STEPS = [[0, 1, 2, 3], [4, 5]]
@@ -119,7 +122,7 @@ def test_roles_that_sleep_are_refused_beside_weights_in_host_memory():
 
 
 def test_activations_are_offloaded_with_checkpointing_and_without_compiling():
-    with pytest.raises(ValueError, match="activation_offload moves what --gradient_checkpointing saves"):
+    with pytest.raises(ValueError, match="activation_offload needs --gradient_checkpointing"):
         ModelConfig(pretrain="m", activation_offload=True)
     with pytest.raises(ValueError, match="activation_offload does not go with compile_model"):
         ModelConfig(pretrain="m", activation_offload=True, gradient_checkpointing=True, compile_model=True)
@@ -133,3 +136,13 @@ def test_frozen_roles_are_offloaded_by_their_own_setting_and_at_stage_3_by_the_c
     assert offloaded(ref_offload=True) == {"ref", "reward", "teacher"}
     assert offloaded(zero_stage=3, param_offload=True, ref_zero_stage=0) == {"actor", "critic", "reward", "teacher"}
     assert offloaded() == set()
+
+
+def test_a_teacher_that_is_whole_on_each_rank_stays_beside_the_student_whose_objective_reads_its_head():
+    def offloaded(**given: Any) -> bool:
+        least = {"pretrain": "m", "teacher_pretrain": "t", "dataset": "d", "output": "o"}
+        return teacher_deepspeed(build_config(DistillConfig, least | given)).param_offload
+
+    common = {"zero_stage": "3", "param_offload": "true"}
+    assert offloaded(**common)
+    assert not offloaded(**common, teacher_zero_stage="2")
