@@ -48,7 +48,8 @@ class RenderingConfig(SettingsGroup):
         if self.system_prompt is not None and not self.apply_chat_template:
             raise ValueError("system_prompt needs a chat template; put the text into input_template instead")
         if self.chat_template_kwargs != "{}" and not self.apply_chat_template:
-            raise ValueError("chat_template_kwargs are variables of a chat template: drop --no_apply_chat_template")
+            drop = "--input_template" if self.input_template is not None else "--no_apply_chat_template"
+            raise ValueError(f"chat_template_kwargs are variables of a chat template: drop {drop}")
         if taken := sorted(RESERVED & json.loads(self.chat_template_kwargs).keys()):
             raise ValueError(f"chat_template_kwargs: {taken[0]!r} is set by this program")
         return self

@@ -45,7 +45,7 @@ class ModelConfig(ModelSource):
     @model_validator(mode="after")
     def _inputs_of_layers_are_saved(self) -> "ModelConfig":
         if self.activation_offload and not self.gradient_checkpointing:
-            raise ValueError("activation_offload moves what --gradient_checkpointing saves: give both")
+            raise ValueError("activation_offload needs --gradient_checkpointing")
         if self.activation_offload and self.compile_model:
             raise ValueError("activation_offload does not go with compile_model, which decides itself what is saved")
         return self

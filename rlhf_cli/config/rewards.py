@@ -182,7 +182,7 @@ def read_call(text: str) -> RewardCall:
     given = _given(name, row, match["given"] or "")
     if missing := [key for key, parameter in row.parameters.items() if parameter.default is None and key not in given]:
         example = ", ".join(f"{key}=..." for key in missing)
-        raise ValueError(f"{name} has to be told {' and '.join(missing)}: {name}({example})")
+        raise ValueError(f"{name} needs a value for {' and '.join(missing)}: {name}({example})")
     defaults = {key: parameter.default for key, parameter in row.parameters.items() if parameter.default is not None}
     return RewardCall(name, defaults | given, match["name"] if place else "")
 

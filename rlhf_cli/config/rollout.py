@@ -133,7 +133,7 @@ class DynamicSamplingConfig(SettingsGroup):
         if not self.dynamic_filtering:
             for name, field in type(self).model_fields.items():
                 if getattr(self, name) != field.default:
-                    raise ValueError(f"{name} says how prompts are replaced: add --dynamic_filtering")
+                    raise ValueError(f"{name} is about replaced prompts: add --dynamic_filtering")
         if self.dynamic_filtering_reward_range is not None:
             low, high = self.dynamic_filtering_reward_range
             if not low < high:

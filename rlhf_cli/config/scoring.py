@@ -227,9 +227,7 @@ class ProcessRewardConfig(RemoteScoringConfig):
     @model_validator(mode="after")
     def _one_model_scores(self) -> "ProcessRewardConfig":
         if self.prm_pretrain is not None and self.reward_pretrain is not None:
-            raise ValueError(
-                "prm_pretrain and reward_pretrain: a run has one model that scores responses or their steps; give one"
-            )
+            raise ValueError("prm_pretrain and reward_pretrain: a run has one model that scores; give either")
         return self
 
 
@@ -248,7 +246,7 @@ class OnlineRewardConfig(RemoteScoringConfig, RewardConfig):
     @model_validator(mode="after")
     def _one_penalty_of_length(self) -> "OnlineRewardConfig":
         if self.overlong_buffer_len is None and self.overlong_penalty_factor != 1.0:
-            raise ValueError("overlong_penalty_factor says how much is lost in the buffer: give --overlong_buffer_len")
+            raise ValueError("overlong_penalty_factor needs --overlong_buffer_len")
         if self.overlong_buffer_len is not None and self.stop_properly_penalty_coef is not None:
             raise ValueError("overlong_buffer_len and stop_properly_penalty_coef both punish length: give one of them")
         return self

@@ -4,13 +4,16 @@ from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
 
+LEARN_ALONE = "rlhf reinforce++, grpo and rloo learn from a teacher alone"
+"""The commands whose advantages need no reward, for the messages of the other ones."""
+
 
 class TeacherConfig(SettingsGroup):
     """Teacher"""
 
     teacher_pretrain: str | None = None
     """Model that judges each token of the policy's own responses, alone or beside rewards: a folder, a run directory or
-    a Hugging Face name; same token ids. It takes the reference's place, unless init_kl_coef is given."""
+    a Hugging Face name; same token ids. With a teacher init_kl_coef is 0 by default, so there is no reference."""
     distill_coef: float = Field(1.0, gt=0)
     """Weight of the teacher: a token's advantage gets distill_coef times (teacher's log-prob less the policy's)."""
 

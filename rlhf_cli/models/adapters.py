@@ -165,7 +165,7 @@ def read_config(folder: Path) -> Any:
 
     config = peft.PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, peft.LoraConfig):
-        raise UsageError(f"adapter {folder} is a {config.peft_type.value}: LoRA is what is known here")
+        raise UsageError(f"adapter {folder} is a {config.peft_type.value}: only LoRA is known here")
     require_known_parts(folder, config)
     return config
 
@@ -174,7 +174,7 @@ def base_of(folder: Path, config: Any) -> str:
     """Return the path or Hub name of the model under the adapter. UsageError if it is gone."""
     base = config.base_model_name_or_path
     if not base:
-        raise UsageError(f"adapter {folder} does not say which model it belongs to (base_model_name_or_path)")
+        raise UsageError(f"adapter {folder} does not name its model (base_model_name_or_path)")
     try:
         return resolve_model_path(base)
     except UsageError as error:

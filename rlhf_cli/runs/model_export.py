@@ -93,7 +93,7 @@ def _engine_folder(path: Path, flag: str) -> Path | None:
     if len(chosen) != 1:
         raise UsageError(f"{flag} {path} has several models: give one, {' or '.join(map(str, engines))}")
     if not (chosen[0] / DESCRIPTION / "config.json").is_file():
-        raise UsageError(f"checkpoint {checkpoint} does not say what model it is of: it has no {DESCRIPTION}/")
+        raise UsageError(f"checkpoint {checkpoint} does not name its model: it has no {DESCRIPTION}/")
     return chosen[0]
 
 
@@ -107,7 +107,7 @@ def configuration(parts: Parts, *, trust_remote_code: bool) -> object:
     assert parts.base is not None, "a checkpoint has a configuration of its own"
     config = AutoConfig.from_pretrained(parts.base, trust_remote_code=trust_remote_code)
     _separate_head(config, parts.description)
-    if num_labels := _foreign_head(parts.description):  # PEFT alone does not say what model it was
+    if num_labels := _foreign_head(parts.description):  # PEFT alone does not record the kind of model
         config.num_labels = num_labels
         config.architectures = [f"{config.architectures[0].removesuffix('ForCausalLM')}ForSequenceClassification"]
     return config

@@ -85,7 +85,7 @@ def check_run_directory(settings: CheckpointConfig) -> None:
             raise UsageError(f"--output: {path} is a file, a folder is needed")
     if _is_used(paths.model) and not any((paths.model / name).is_file() for name in OF_A_MODEL):
         raise UsageError(
-            f"{paths.model} is where the model is to be saved, but holds other things: choose another --save_path"
+            f"{paths.model} cannot take the model, because it holds other things: choose another --save_path"
         )
     left = [path for path in _leftovers(paths) if path not in _errors(paths)]
     found = [*left, *_steps(paths), *([paths.model] if _is_used(paths.model) else [])]

@@ -1,4 +1,4 @@
-"""Four constructs that make prose hard to read stay rare in docstrings, comments and pages of every part."""
+"""Four constructs that make prose hard to read stay rare in docstrings, comments, pages and messages of every part."""
 
 import ast
 import io
@@ -32,6 +32,13 @@ def python_prose(source: str) -> str:
     ]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return "\n\n".join(texts + [token.string for token in tokens if token.type == tokenize.COMMENT])
+
+
+def messages(source: str) -> str:
+    """Return the text of the errors that Python code raises, without the values in them."""
+    raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise) and node.exc is not None]
+    constants = [node.value for error in raised for node in ast.walk(error) if isinstance(node, ast.Constant)]
+    return "\n\n".join(text for text in constants if isinstance(text, str))
 
 
 def page_prose(source: str) -> str:
@@ -72,6 +79,12 @@ def test_prose_of_a_part_stays_within_the_limit(part: str) -> None:
     assert not too_many, f"{part}: occurrences in 1,000 words; patterns are in CONSTRUCTS: {too_many}"
 
 
+def test_messages_of_errors_stay_within_the_limit() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "rlhf_cli").rglob("*.py"))]
+    found = dict(zip(CONSTRUCTS, rates("\n\n".join(map(messages, sources))), strict=True))
+    assert max(found.values()) <= LIMIT, found
+
+
 @pytest.mark.parametrize(
     ("sentence", "expected"),
     [
@@ -93,6 +106,11 @@ def test_constructs_are_counted_in_sentences(sentence: str, expected: tuple[int,
 def test_only_docstrings_field_docs_and_comments_of_code_are_prose() -> None:
     source = '"""Module."""\n\nlimit = 3  # tokens\n"""Field."""\nmessage = "what is it"\n'
     assert python_prose(source).split() == ["Module.", "Field.", "#", "tokens"]
+
+
+def test_only_the_text_of_raised_errors_is_a_message() -> None:
+    source = 'try:\n    name = "what is it"\nexcept OSError:\n    raise ValueError(f"no {name} " "here") from None\n'
+    assert messages(source).split() == ["no", "here"]
 
 
 def test_code_in_a_page_is_not_prose() -> None:

@@ -1,6 +1,6 @@
 """One rank of each online role, its models and its methods: actor, critic, reference, teacher and reward model.
 
-Leaves out how ranks are started and given work (role_group, online_roles). Micro-batches arrive as lists of
+Leaves out how ranks are started and given work (worker_group, groups). Micro-batches arrive as lists of
 sequences and are packed here, so that only token ids and numbers travel between processes.
 """
 

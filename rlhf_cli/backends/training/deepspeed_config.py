@@ -45,7 +45,7 @@ def _check_optimizer(settings: DeepSpeedConfig, optimizer: OptimizerName, *, par
     if optimizer == "adamw_8bit" and not is_bitsandbytes_available():
         raise UsageError("--optim adamw_8bit: bitsandbytes is not installed: pip install 'rlhf-cli[quant]'")
     if settings.adam_offload:
-        raise UsageError(f"--optim {optimizer}: --adam_offload steps by DeepSpeed's AdamW in host memory; drop one")
+        raise UsageError(f"--optim {optimizer}: --adam_offload works only with --optim adamw")
     if sleeps and settings.zero_stage == 3:
         raise UsageError(
             f"--optim {optimizer}: for --deepspeed_enable_sleep at --zero_stage 3 DeepSpeed moves the states of its "

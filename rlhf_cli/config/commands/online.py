@@ -23,7 +23,7 @@ from rlhf_cli.config.presets import defaults_of_loss, defaults_of_teacher
 from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig, StepRewardConfig
-from rlhf_cli.config.teacher import TeacherConfig
+from rlhf_cli.config.teacher import LEARN_ALONE, TeacherConfig
 from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
 
 
@@ -107,7 +107,7 @@ class OnlineConfig(BaseModel):
 
 
 class FilteringConfig(OnlineConfig):
-    """Settings of an online command that can replace prompts by what their responses are worth, and reward steps."""
+    """Settings of an online command that can resample prompts by their responses' usefulness, and reward steps."""
 
     reward: StepRewardConfig = StepRewardConfig()
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
@@ -143,8 +143,5 @@ class CriticConfig(FilteringConfig):
     @model_validator(mode="after")
     def _a_critic_values_rewards(self) -> "CriticConfig":
         if self.distils_alone:
-            raise ValueError(
-                "a critic values rewards, and only the teacher counts here: rlhf reinforce++ and rlhf grpo learn from "
-                "a teacher alone"
-            )
+            raise ValueError(f"a critic values rewards, and only the teacher counts here: {LEARN_ALONE}")
         return self

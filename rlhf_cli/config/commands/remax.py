@@ -3,6 +3,7 @@
 from pydantic import model_validator
 
 from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.config.teacher import LEARN_ALONE
 
 
 class ReMaxConfig(OnlineConfig):
@@ -12,7 +13,6 @@ class ReMaxConfig(OnlineConfig):
     def _greedy_responses_are_compared_with(self) -> "ReMaxConfig":
         if self.distils_alone:
             raise ValueError(
-                "greedy responses are compared by their reward, and only the teacher counts here: rlhf reinforce++ and "
-                "rlhf grpo learn from a teacher alone"
+                f"greedy responses are compared by their reward, and only the teacher counts here: {LEARN_ALONE}"
             )
         return self

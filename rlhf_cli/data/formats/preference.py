@@ -135,7 +135,7 @@ def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:
     label = present.named(wanted.label_key, "label_key") or present.first((LABEL_COLUMN,))
     if label is None:
         raise present.error(
-            f"no column that says whether a response is desirable ({LABEL_COLUMN}): name it with --label_key, "
+            f"no column of labels, desirable or not ({LABEL_COLUMN}): name it with --label_key, "
             "or give pairs in columns chosen and rejected"
         )
     response = present.named(wanted.output_key, "output_key")

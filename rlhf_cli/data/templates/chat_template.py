@@ -66,7 +66,7 @@ class ChatTemplate:
         for answer in (TRIAL[3].content, TRIAL[1].content):
             found = text.find(answer)
             if found < 0:
-                raise TemplateFault("the chat template leaves out or alters what the assistant says")
+                raise TemplateFault("the chat template leaves out or alters the assistant's text")
             place = skip_space(text, found + len(answer))
             token = encoding.char_to_token(place) if place < len(text) else None
             added = None if token is None else self._tokenizer.added_tokens_decoder.get(encoding["input_ids"][token])
@@ -208,9 +208,7 @@ class ChatTemplate:
                 f"the assistant's call of {message.tool_calls[0].name} cannot be told from what the chat template "
                 f"writes around it, or does not end with {ends} as other turns do"
             )
-        return TemplateFault(
-            f"the chat template leaves out or alters what the assistant says: {message.content[:60]!r}"
-        )
+        return TemplateFault(f"the chat template leaves out or alters the assistant's text: {message.content[:60]!r}")
 
     def _dropped(self, message: Message, rest: str) -> str | None:
         """Return the sentence for a call or a thought that the rest of the text does not have."""
@@ -233,7 +231,7 @@ class ChatTemplate:
         missing = left_out(conversation.messages, text, spans)
         if missing is not None:
             raise TemplateFault(
-                f"the chat template leaves out or alters what the {missing.role} says: {missing.content[:60]!r}"
+                f"the chat template leaves out or alters the text of the {missing.role}: {missing.content[:60]!r}"
             )
 
     def _marked_turns(self, conversation: Conversation, text: str, marked: list[Span]) -> Rendered:

@@ -63,7 +63,7 @@ class Operands:
             raise ValueError("a sequence has fewer keys than queries")
         ends = self.cu_seqlens[0], self.cu_seqlens_k[0], self.cu_seqlens[-1], self.cu_seqlens_k[-1]
         if [int(end) for end in ends] != [0, 0, len(self.query), len(self.key)]:
-            raise ValueError("the bounds of the sequences are not those of the tensors")
+            raise ValueError("the bounds of the sequences do not fit the tensors")
 
 
 class VarlenKernel:

@@ -1,6 +1,6 @@
 r"""The verifier `math`: answers that are numbers, formulas, tuples, sets, intervals or equations.
 
-Numbers are compared by numbers.py, lists part by part, equations by their sides, units with each other; only two
+Numbers are compared by number_parsing.py, lists part by part, equations by their sides, units with each other; only two
 formulas that remain go to math-verify. It parses LaTeX with a grammar and never evaluates code; its limits of time are
 off, because they are signals: what takes too long is killed with the worker.
 """

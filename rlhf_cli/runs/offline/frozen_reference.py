@@ -30,7 +30,7 @@ def check_reference(
 ) -> None:
     """Raise UsageError for a reference that cannot be had, or that is asked for and not needed."""
     if not is_needed and reference != type(reference)():
-        raise UsageError("the loss compares with no reference: leave the settings of the reference away")
+        raise UsageError("the loss compares with no reference: remove the settings of the reference")
     if reference.moves and model.plan is not None:
         raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
     if reference.ref_offload and _is_base(reference, model):

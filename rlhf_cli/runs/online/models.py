@@ -124,7 +124,7 @@ def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
         given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
         given = given or deepspeed.changed(f"{role}_zero_stage", f"{role}_sequence_parallel_size")
         if given := given or (config.reward.changed("normalize_reward") if role == "reward" else None):
-            said.append(f"--{given} means nothing here: {_ABSENT[role]}")
+            said.append(f"--{given} is ignored: {_ABSENT[role]}")
     return said
 
 

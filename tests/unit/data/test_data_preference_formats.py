@@ -373,7 +373,7 @@ def test_labelled_conversation_ends_with_the_assistant(tmp_path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "Q", "response": "A"}, "no column that says whether a response is desirable .*--label_key"),
+        ({"prompt": "Q", "response": "A"}, "no column of labels, desirable or not .*--label_key"),
         ({"prompt": "Q", "label": True}, "no column for the response .*--output_key"),
         ({"prompt": "Q", "answer": "A", "output": "A", "label": True}, "answer and output could all be the response"),
     ],

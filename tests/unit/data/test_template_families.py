@@ -367,15 +367,19 @@ def test_end_of_turn_is_a_target_of_a_pack_even_where_it_is_padding_too(name, tm
 
 REFUSED = {
     "system role": ("Gemma 2", WITH_SYSTEM["system"], "System role not supported"),
-    "system left out": ("Mistral 7B", WITH_SYSTEM["system"], "leaves out or alters what the system says: 'Be brief.'"),
+    "system left out": (
+        "Mistral 7B",
+        WITH_SYSTEM["system"],
+        "leaves out or alters the text of the system: 'Be brief.'",
+    ),
     "tools": ("Gemma 3", [*PLAIN["single"], calls("weather")][:2], "leaves out the tools of the row"),
     "call in a template for text": ("Gemma 3", WITH_CALLS["call at the end"], "has no place for calls of functions"),
     "tool's role": ("Gemma 3", [*PLAIN["single"], result(SUNNY), says("x")], "roles must alternate"),
-    "tool left out": ("Phi 3", [*PLAIN["single"], result(SUNNY), says("x")], "alters what the tool says: 'sunny"),
+    "tool left out": ("Phi 3", [*PLAIN["single"], result(SUNNY), says("x")], "alters the text of the tool: 'sunny"),
     "call left out": ("Phi 3", WITH_CALLS["call"], "has no place for calls of functions"),
     "two calls": ("Llama 3", PARALLEL["parallel calls"], "only supports single tool-calls"),
-    "text beside a call": ("Llama 3", TEXT_AND_CALL["text and call"], "what the assistant says: \"I'll look"),
-    "text beside Mistral's call": ("Mistral Small", TEXT_AND_CALL["text and call"], "what the assistant says: \"I'll"),
+    "text beside a call": ("Llama 3", TEXT_AND_CALL["text and call"], "the assistant's text: \"I'll look"),
+    "text beside Mistral's call": ("Mistral Small", TEXT_AND_CALL["text and call"], "the assistant's text: \"I'll"),
     "id of a call": (
         "Mistral 7B",
         [user("?"), {**calls("time"), "tool_calls": [{"id": "1", "function": {"name": "time"}}]}],
@@ -419,11 +423,11 @@ FORGETFUL = {
         WITH_CALLS["call"],
         "the assistant's call of weather",
     ),
-    "drops results": (("'\\n<tool_response>\\n' + message.content", "''"), WITH_CALLS["call"], "what the tool says"),
+    "drops results": (("'\\n<tool_response>\\n' + message.content", "''"), WITH_CALLS["call"], "the text of the tool"),
     "drops what the user says second": (
         ("{%- if message.role == 'user' or", "{%- if (message.role == 'user' and loop.index0 != 2) or"),
         PLAIN["multi-turn"],
-        "what the user says: 'second question'",
+        "the text of the user: 'second question'",
     ),
     "ends calls otherwise": (
         ("{%- endfor %}\n        {{- '<|im_end|>\\n' }}", "{%- endfor %}\n        {{- 'END\\n' }}"),

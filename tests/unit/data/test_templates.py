@@ -234,11 +234,11 @@ REFUSED = {
     ),
     "assistant left out": (
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}",
-        "leaves out or alters what the assistant says",
+        "leaves out or alters the assistant's text",
     ),
     "upper case": (
         "{% for m in messages %}{{ '<|start|>' + m['content'] | upper + '<|im_end|>' }}{% endfor %}",
-        "leaves out or alters what the assistant says",
+        "leaves out or alters the assistant's text",
     ),
     "space that runs into the answer": (
         VICUNA.replace("'ASSISTANT:' }}", "'ASSISTANT: ' }}"),

@@ -128,8 +128,8 @@ def test_strides_do_not_matter():
     ("bounds", "reason"),
     [
         (bounds_of((33, 20)), "fewer keys than queries"),
-        (bounds_of((30, 34)), "not those of the tensors"),
-        (bounds_of((33, 33)), "not those of the tensors"),
+        (bounds_of((30, 34)), "do not fit the tensors"),
+        (bounds_of((33, 33)), "do not fit the tensors"),
     ],
 )
 def test_bounds_that_are_not_those_of_the_tensors_are_refused(bounds, reason):

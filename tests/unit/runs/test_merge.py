@@ -243,7 +243,7 @@ def test_what_is_not_lora_is_refused(tiny_llama_dir, tmp_path):
             (LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True), "biases of its own"),
             (LoraConfig(r=2, target_modules=["embed_tokens"]), "more than LoRA's two factors"),
             (LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"), "was changed when its training"),
-            (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "LoRA is what is known here"),
+            (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "only LoRA is known here"),
         )
     ):
         folder = tmp_path / str(number)

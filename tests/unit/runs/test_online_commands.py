@@ -222,7 +222,7 @@ def test_comparisons_without_a_place_for_steps_are_refused(row, given, complaint
     ("given", "complaint"),
     [
         ({"prm_weight": "2"}, "prm_weight is about rewards of steps: give --prm_pretrain"),
-        ({"prm_pretrain": "m", "reward_pretrain": "r"}, "a run has one model that scores responses or their steps"),
+        ({"prm_pretrain": "m", "reward_pretrain": "r"}, "a run has one model that scores; give either"),
         ({"prm_pretrain": "m", "teacher_pretrain": "t", "reward_weights": "0"}, "adds rewards of steps to others"),
     ],
 )

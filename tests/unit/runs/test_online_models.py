@@ -104,22 +104,22 @@ def test_a_role_has_its_own_stage_or_that_of_all():
         (
             ("actor",),
             {"ref_num_gpus_per_node": 2},
-            "--ref_num_gpus_per_node means nothing here: there is a ref",
+            "--ref_num_gpus_per_node is ignored: there is a ref",
         ),
-        (("actor",), {"ref_zero_stage": 3}, "--ref_zero_stage means nothing here: there is a reference only with"),
-        (("actor", "critic"), {"colocate_actor_ref": "true"}, "--colocate_actor_ref means nothing here: there is a"),
-        (("actor", "ref"), {"reward_num_nodes": 2}, "--reward_num_nodes means nothing here: there is a reward model o"),
+        (("actor",), {"ref_zero_stage": 3}, "--ref_zero_stage is ignored: there is a reference only with"),
+        (("actor", "critic"), {"colocate_actor_ref": "true"}, "--colocate_actor_ref is ignored: there is a"),
+        (("actor", "ref"), {"reward_num_nodes": 2}, "--reward_num_nodes is ignored: there is a reward model o"),
         (
             ("actor", "ref"),
             {"normalize_reward": "true"},
-            "--normalize_reward means nothing here: there is a reward model",
+            "--normalize_reward is ignored: there is a reward model",
         ),
         (
             ("actor", "ref", "reward"),
             {"teacher_zero_stage": 3},
-            "--teacher_zero_stage means nothing here: there is a te",
+            "--teacher_zero_stage is ignored: there is a te",
         ),
-        (("actor", "ref"), {"colocate_critic_reward": "true"}, "--colocate_critic_reward means nothing here: there is"),
+        (("actor", "ref"), {"colocate_critic_reward": "true"}, "--colocate_critic_reward is ignored: there is"),
     ],
 )
 def test_it_is_said_where_a_role_is_not_there_that_something_is_said_of(roles, given, said):

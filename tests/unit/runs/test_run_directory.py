@@ -186,7 +186,7 @@ def test_a_model_elsewhere_is_not_replaced_unasked(tmp_path):
 def test_a_folder_that_holds_no_model_is_never_taken_for_one(tmp_path, options):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "thesis.tex").write_text("mine")
-    with pytest.raises(UsageError, match="model is where the model is to be saved, but holds other things"):
+    with pytest.raises(UsageError, match="model cannot take the model, because it holds other things"):
         check_run_directory(settings(tmp_path, **options))
 
 
