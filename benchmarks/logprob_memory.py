@@ -12,6 +12,8 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -35,12 +37,20 @@ class PeakMemory:
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        else:
+            _forget_peak()
         self._start = torch.cuda.memory_allocated() if device == "cuda" else _resident("VmRSS")
 
     def read(self) -> int:
         """The peak so far."""
         peak = torch.cuda.max_memory_allocated() if self._device == "cuda" else _resident("VmHWM")
         return peak - self._start
+
+
+def _forget_peak() -> None:
+    """Let the kernel count the largest resident size from here on; without the right to it counts from the start."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _resident(field: str) -> int:

@@ -298,6 +298,20 @@ def test_scaling_is_told_by_the_time_of_a_token():
     assert "| dpo | 2,048 | 2 |" in page
 
 
+def test_ranks_that_share_a_sequence_are_measured_at_toy_size():
+    found = load("sequence_parallel").in_children("ulysses", 96)
+    assert 0 < found.communication < found.seconds
+    assert found.peak_bytes > 0
+
+
+def test_ranks_that_share_a_sequence_stand_beside_ranks_with_one_each():
+    bench = load("sequence_parallel")
+    alone = bench.Figures(peak_bytes=400 << 20, seconds=2.0, communication=0.0)
+    shared = bench.Figures(peak_bytes=200 << 20, seconds=1.25, communication=0.25)
+    assert bench.line(1000, "alone", alone, alone) == "| 1,000 | alone | 1,000 | 1.00 | 400 | 1.00 | 0.0% |"
+    assert bench.line(1000, "gather", shared, alone) == "| 1,000 | gather | 800 | 0.80 | 200 | 2.00 | 20.0% |"
+
+
 def test_padded_batches_keep_every_sequence_within_the_bound():
     gpu = load("gpu_training")
     lengths = [5, 90, 10, 40, 41, 3, 100]
