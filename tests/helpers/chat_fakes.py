@@ -3,7 +3,7 @@
 import signal
 
 from rlhf_cli.errors import UsageError
-from rlhf_cli.runs.chat.speaker import Answer, Prompt
+from rlhf_cli.runs.chat.speaker import ChatAnswer, ChatPrompt
 
 
 class ScriptedScreen:
@@ -46,7 +46,7 @@ class EchoSpeaker:
     def prompt(self, conversation, sampling):
         if len(conversation.messages) > self.room:
             raise UsageError("no room")
-        return Prompt(conversation.messages[-1].content, [1] * len(conversation.messages))
+        return ChatPrompt(conversation.messages[-1].content, [1] * len(conversation.messages))
 
     def answer(self, prompt, sampling, *, seed, write, should_stop):
         self.asked.append(len(prompt.ids))
@@ -57,9 +57,9 @@ class EchoSpeaker:
                 self.pressed_after = None
                 signal.raise_signal(signal.SIGINT)
             if should_stop():
-                return Answer(written, "interrupted")
+                return ChatAnswer(written, "interrupted")
             if number == sampling.max_new_tokens:
-                return Answer(written, "length")
+                return ChatAnswer(written, "length")
             write(letter)
             written += letter
-        return Answer(written, "stop")
+        return ChatAnswer(written, "stop")

@@ -23,7 +23,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """One rank's flat tensors, and the facts that decide how DeepSpeed cuts them."""
 
     zero_stage: int
@@ -32,7 +32,7 @@ class Layout:
     uncut_states: list[str]  # names of states without an element for each element of the parameter
     fragments: list[Fragment]
 
-    def is_cut_as(self, other: "Layout") -> bool:
+    def is_cut_as(self, other: "StateLayout") -> bool:
         """Return whether DeepSpeed can load files of the other layout by itself."""
         own, others = ((one.zero_stage, one.num_ranks, one.optimizer) for one in (self, other))
         return own == others
@@ -42,13 +42,13 @@ class Layout:
         return _said(self.num_ranks, self.zero_stage)
 
 
-def write_layout(layout: Layout, directory: Path, *, rank: int) -> None:
+def write_layout(layout: StateLayout, directory: Path, *, rank: int) -> None:
     """Write a rank's layout beside the files of its engine."""
     record = asdict(layout) | {"fragments": [astuple(fragment) for fragment in layout.fragments]}
     _file(directory, rank).write_text(json.dumps(record))
 
 
-def read_layout(directory: Path, *, rank: int = 0) -> Layout:
+def read_layout(directory: Path, *, rank: int = 0) -> StateLayout:
     """Return what `write_layout` wrote. Raise UsageError if there is no such file."""
     try:
         record = json.loads(_file(directory, rank).read_bytes())
@@ -57,7 +57,7 @@ def read_layout(directory: Path, *, rank: int = 0) -> Layout:
             f"checkpoint {directory} cannot be continued: it has no {_file(directory, rank).name}, as an earlier "
             "version of rlhf wrote it"
         ) from None
-    return Layout(**record | {"fragments": [Fragment(*values) for values in record["fragments"]]})
+    return StateLayout(**record | {"fragments": [Fragment(*values) for values in record["fragments"]]})
 
 
 def continuation_notice(directory: Path, *, what: str, zero_stage: int, num_ranks: int) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_cli.backends.training.checkpoint_layout import Fragment, Layout
+from rlhf_cli.backends.training.checkpoint_layout import Fragment, StateLayout
 from rlhf_cli.backends.training.saved_states import MASTER, SavedStates, StateDict, base_states
 
 Engine = Any
@@ -25,17 +25,17 @@ STEP = "step"
 """The torch optimizer's name for its count of steps."""
 
 
-def layout_of(engine: Engine, *, zero_stage: int) -> Layout:
+def layout_of(engine: Engine, *, zero_stage: int) -> StateLayout:
     """Return the layout of this rank's states in a DeepSpeed engine."""
     base = _base(engine.optimizer)
     states = ((flat, base.state.get(flat, {})) for flat in _flats(engine.optimizer, zero_stage))
     uncut = {key for flat, state in states for key, value in state.items() if not _can_be_cut(key, value, flat)}
     fragments = _fragments(engine, zero_stage)
-    return Layout(zero_stage, dist.get_world_size(), type(base).__name__, sorted(uncut), fragments)
+    return StateLayout(zero_stage, dist.get_world_size(), type(base).__name__, sorted(uncut), fragments)
 
 
 @torch.no_grad()
-def load_cut_anew(engine: Engine, directory: Path, layout: Layout) -> None:
+def load_cut_anew(engine: Engine, directory: Path, layout: StateLayout) -> None:
     """Give a DeepSpeed engine of this layout the states that an engine of another one saved; every rank calls it."""
     saved, optimizer = SavedStates(directory), engine.optimizer
     assert not saved.uncut_states, f"{saved.uncut_states} cannot be cut anew"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.backends.training.checkpoint_layout import Fragment, Layout, read_layout
+from rlhf_cli.backends.training.checkpoint_layout import Fragment, StateLayout, read_layout
 from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED, PARTITIONED, WHOLE
 from rlhf_cli.errors import UsageError
 
@@ -95,7 +95,7 @@ class _Flats:
         return None if found is None else found.detach().flatten()
 
 
-def _whole_masters(file: StateDict, layout: Layout) -> list[torch.Tensor]:
+def _whole_masters(file: StateDict, layout: StateLayout) -> list[torch.Tensor]:
     """Return the master weights of stage 0, one for each parameter: float32 copies if the weights are bf16."""
     groups = file["optimizer"].get("fp32_groups")
     if groups is not None:

@@ -11,7 +11,7 @@ from rlhf_cli.runs.chat.ctrl_c import CtrlC
 from rlhf_cli.runs.chat.files import read_conversation, rows_of, write_conversation
 from rlhf_cli.runs.chat.screen import Screen
 from rlhf_cli.runs.chat.session import Ask, Session
-from rlhf_cli.runs.chat.speaker import Answer, Prompt, Speaker
+from rlhf_cli.runs.chat.speaker import ChatAnswer, ChatPrompt, Speaker
 
 AGAIN_ENDS = "Ctrl-C once more ends the chat, as Ctrl-D and /exit do"
 
@@ -94,7 +94,7 @@ class Chat:
         else:
             self._screen.tell("the answer is empty: the message is taken back")
 
-    def _answer(self, speaker: Speaker, prompt: Prompt, ask: Ask) -> Answer:
+    def _answer(self, speaker: Speaker, prompt: ChatPrompt, ask: Ask) -> ChatAnswer:
         """Let one model answer; Ctrl-C stops it, and the next model answers all the same."""
         sampling = self.session.sampling
         name = speaker.name if len(self._speakers) > 1 else None

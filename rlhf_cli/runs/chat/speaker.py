@@ -28,7 +28,7 @@ from rlhf_cli.runs.inference.model import InferenceModel
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ChatPrompt:
     """What a model is asked, as text and as token ids; `opens_thought` if the template begins the answer's thought."""
 
     text: str
@@ -37,7 +37,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatAnswer:
     """The text of an answer as a message of the history, and the reason of its end."""
 
     text: str
@@ -57,19 +57,19 @@ class Speaker(Protocol):
 
     name: str
 
-    def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> Prompt:
+    def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> ChatPrompt:
         """Return the prompt of a conversation. Raise UsageError if it cannot be rendered or leaves no room."""
         ...
 
     def answer(
         self,
-        prompt: Prompt,
+        prompt: ChatPrompt,
         sampling: ChatSamplingConfig,
         *,
         seed: int,
         write: Callable[[str], None],
         should_stop: Callable[[], bool],
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Return the answer; `write` gets its text in pieces."""
         ...
 
@@ -170,11 +170,11 @@ class ModelSpeaker:
         how = f"{self._model.source.param_dtype} on {self._engine.device}, {self.text.description}"
         return f"{size / 1e6:,.1f}M parameters, {how}"
 
-    def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> Prompt:
+    def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> ChatPrompt:
         """Return the prompt of a conversation. Raise UsageError if it cannot be rendered or leaves no room."""
         text = self.text.of(conversation)
         opens_thought = not self.text.is_plain and text.rstrip().endswith(THOUGHT_START)
-        prompt = Prompt(text, self._ids.of(text), opens_thought)
+        prompt = ChatPrompt(text, self._ids.of(text), opens_thought)
         if not prompt.ids:
             raise UsageError("the message has no tokens")
         largest = LargestToken(max(prompt.ids), "the conversation")
@@ -190,13 +190,13 @@ class ModelSpeaker:
 
     def answer(
         self,
-        prompt: Prompt,
+        prompt: ChatPrompt,
         sampling: ChatSamplingConfig,
         *,
         seed: int,
         write: Callable[[str], None],
         should_stop: Callable[[], bool],
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Return the answer; `write` gets its text in pieces."""
         stream = TextStream(self._model.tokenizer)
         response = self._engine.respond(
@@ -208,4 +208,4 @@ class ModelSpeaker:
         write(stream.rest())
         self._ids.remember(prompt.text, prompt.ids, response.token_ids)
         text = text_of(self._model.tokenizer, response.token_ids, skip_special_tokens=True)
-        return Answer(f"{THOUGHT_START}\n{text}" if prompt.opens_thought else text, response.finish_reason)
+        return ChatAnswer(f"{THOUGHT_START}\n{text}" if prompt.opens_thought else text, response.finish_reason)

@@ -11,7 +11,7 @@ from reward_models import save_reward_model
 
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.training.checkpoint import Checkpoint
-from rlhf_cli.backends.training.checkpoint_layout import Layout, write_layout
+from rlhf_cli.backends.training.checkpoint_layout import StateLayout, write_layout
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.online.models import (
     OnlineModels,
@@ -157,7 +157,7 @@ def test_each_trained_role_goes_on_from_its_own_ranks_and_stage(tiny_model_dir, 
     uncut = {"actor": [], "critic": ["row_var"]}
     for role, num_ranks in (("actor", 2), ("critic", 1)):
         (tmp_path / role).mkdir()
-        write_layout(Layout(2, num_ranks, "AdamW", uncut[role], []), tmp_path / role, rank=0)
+        write_layout(StateLayout(2, num_ranks, "AdamW", uncut[role], []), tmp_path / role, rank=0)
     resume, models = Checkpoint(tmp_path, 1, {}), find("ppo", tiny_model_dir)
 
     def notices(**given: Any) -> list[str]:
