@@ -44,6 +44,13 @@ def test_two_ranks_learn_from_a_teacher_as_one(results, stage):
         assert_equal_steps(results[0, 1][f"distill {stage}"], results[rank, 2][f"distill {stage}"])
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_with_a_solution_each_learn_its_steps_as_one(results, stage):
+    """The loss is a mean over all labelled steps, of which the ranks have different numbers; one is idle at last."""
+    for rank in (0, 1):
+        assert_equal_steps(results[0, 1][f"prm {stage}"], results[rank, 2][f"prm {stage}"])
+
+
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_stages_take_the_same_steps(results, stage):
     for place in results:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from distill_training import distill_steps
-from preference_training import make_pairs, make_reference
+from preference_training import make_pairs, make_reference, prm_task, run_steps
 from tiny_training import OPTIM, Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 from torch import nn
 
@@ -227,6 +227,8 @@ def main(model: str, mixture: str, folder: Path) -> None:
     for stage, teacher_stage in ((2, 3), (3, 0)):
         trained = distill_steps(model, mixture, stage, layout(max_tokens=30), teacher_stage=teacher_stage)
         results[f"distill {stage}"] = {"metrics": trained.metrics, "weights": trained.weights}
+        trained = run_steps(model, prm_task(), stage, layout(max_tokens=60))
+        results[f"prm {stage}"] = {"metrics": trained.metrics, "weights": trained.weights}
     results["critic"] = critic(model)
     results["inference"] = inference(model)
     results["reference columns"] = torch.from_numpy(reference_columns(model))
