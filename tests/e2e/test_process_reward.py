@@ -35,14 +35,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-def words(folder, more):
+def words(folder, more, name="run"):
     data = f"--dataset {folder}/train.jsonl --eval_dataset {folder}/held_out.jsonl"
     batch = f"--train_batch_size 32 --max_epochs 2 --max_steps {STEPS} --learning_rate 1e-2 --param_dtype fp32"
-    return f"prm --pretrain {folder}/tiny {data} {batch} --no_use_tensorboard --output {folder}/run {more}".split()
+    return f"prm --pretrain {folder}/tiny {data} {batch} --no_use_tensorboard --output {folder}/{name} {more}".split()
 
 
-def kept(folder):
-    rows = read_metrics(folder / "run")
+def kept(folder, name="run"):
+    rows = read_metrics(folder / name)
     return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows.values()]
 
 
@@ -94,3 +94,15 @@ def test_a_run_that_is_continued_ends_with_the_numbers_of_one_that_was_not_stopp
             shutil.rmtree(path)
     run_rlhf(*words(folder, "--save_steps 15 --load_checkpoint"))
     assert kept(folder) == expected
+
+
+def test_two_ranks_at_another_stage_go_on_from_a_checkpoint_of_one(folder):
+    shutil.copytree(folder / "run", folder / "by_two")
+    shutil.rmtree(folder / "by_two" / "checkpoints" / f"step_{STEPS:06d}")
+    said = run_rlhf(*words(folder, "--num_processes 2 --zero_stage 1 --save_steps 15 --load_checkpoint", "by_two"))
+    assert "The model goes on with 2 ranks at ZeRO stage 1 from a checkpoint of 1 rank" in " ".join(said.split())
+    expected, found = kept(folder), kept(folder, "by_two")
+    assert len(found) == STEPS
+    for step in (30, 31, 32):  # the first three of the two ranks
+        assert found[step] == pytest.approx(expected[step], rel=1e-3, abs=1e-4)
+    assert found[-1]["eval/wrong_f1"] == pytest.approx(expected[-1]["eval/wrong_f1"], abs=0.05)
