@@ -115,15 +115,18 @@ def configuration(parts: Parts, *, trust_remote_code: bool) -> object:
 
 def whole_weights(parts: Parts, config: Any, *, trust_remote_code: bool) -> TensorSource:
     """Return the tensors of the whole model. Raise UsageError if an adapter does not fit its base."""
-    if parts.engine is not None:
-        if parts.base is None:
-            return _trained_weights(parts.engine, config, trust_remote_code=trust_remote_code)
-        trained = EngineWeights(parts.engine, config.dtype)
-        weights: TensorSource = RenamedTensors(trained, file_name)
-    else:
-        weights = SafetensorsFiles([_adapter_file(parts.description)])
-    assert parts.base is not None, "an adapter has a base"
-    return FoldedAdapter(open_weights(parts.base), weights, read_config(parts.description))
+    if parts.base is not None:
+        weights = adapter_weights(parts, config)
+        return FoldedAdapter(open_weights(parts.base), weights, read_config(parts.description))
+    assert parts.engine is not None, "without a base it is a checkpoint"
+    return _trained_weights(parts.engine, config, trust_remote_code=trust_remote_code)
+
+
+def adapter_weights(parts: Parts, config: Any) -> TensorSource:
+    """Return the tensors of the adapter alone under the names of PEFT's files."""
+    if parts.engine is None:
+        return SafetensorsFiles([_adapter_file(parts.description)])
+    return RenamedTensors(EngineWeights(parts.engine, config.dtype), file_name)
 
 
 def write_whole(

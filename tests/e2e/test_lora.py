@@ -167,15 +167,34 @@ def test_actor_and_critic_train_adapters_online_and_engines_add_them_to_the_mode
         assert metrics["rollout_diff_max"] < 1e-3
 
 
-def test_an_adapter_answers_as_its_merged_model_does(place):
-    merge(place / "ppo", place / "ppo_merged")
-    both = f"{place / 'ppo'},{place / 'ppo_merged'}"
+def answers_of(folder: Path) -> dict[str, list[str]]:
+    """The responses of an evaluation by model, in their order."""
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(Path(row["pretrain"]).name, []).append(row["response"])
+    return found
+
+
+def test_adapters_answer_on_one_engine_with_their_base_as_their_merged_models_do(place):
+    merge(place / "ppo", place / "ppo_merged", "--param_dtype", "fp32")
+    merge(place / "whole", place / "whole_in_fp32", "--param_dtype", "fp32")
     prompts = ("--prompt_data", place / "sums.jsonl", "--label_key", "response", "--reward_funcs", "exact")
-    answers = ("--rollout_backend", "transformers", "--max_len", 64, "--max_new_tokens", 6, "--output", place / "eval")
-    run_rlhf("eval", "--pretrain", both, *prompts, *answers)
-    rows = [json.loads(line) for line in (place / "eval" / "samples.jsonl").read_text().splitlines()]
-    assert [row["response"] for row in rows[:64]] == [row["response"] for row in rows[64:]]
+    usual = (*prompts, "--max_len", 64, "--max_new_tokens", 6, "--param_dtype", "fp32")
+    names = ("ppo", "tiny", "whole/checkpoints/step_000024")
+    models = ",".join(str(place / name) for name in names)
+    said = run_rlhf("eval", "--pretrain", models, *usual, "--rollout_backend", "vllm", "--output", place / "eval")
+    assert f"engines load {place / 'tiny'} once for" in " ".join(said.split())
+    assert [path.name for path in (place / "eval" / "logs").glob("model_*")] == ["model_1"]
     assert {path.name for path in (place / "eval").glob(".*")} == {".lock"}
+
+    merged = ",".join(str(place / name) for name in ("ppo_merged", "tiny", "whole_in_fp32"))
+    exact = ("--rollout_backend", "transformers", "--output", place / "eval_merged")
+    run_rlhf("eval", "--pretrain", merged, *usual, *exact)
+    found, expected = answers_of(place / "eval"), answers_of(place / "eval_merged")
+    assert list(found) == ["ppo", "tiny", "step_000024"]
+    assert list(found.values()) == list(expected.values())
+    assert len({tuple(answers) for answers in found.values()}) == 3
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from rlhf_cli.backends.training.frozen_reference import SYNC_FILE
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.backends.training.weight_average import WeightAverage
-from rlhf_cli.backends.weight_sync.adapter_push import ObjectTransport
+from rlhf_cli.backends.weight_sync.adapter_push import ObjectTransport, vllm_config
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import Idle, PushReport, Transport, WeightSender
 from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, connect, tensor_specs
@@ -44,6 +44,7 @@ from rlhf_cli.data.packing.packs import Pack, TokenSequence, at_targets, pack
 from rlhf_cli.data.packing.samples import SamplePack, pack_samples
 from rlhf_cli.data.packing.shared_prompts import pack_groups
 from rlhf_cli.models.adapters import (
+    ACTIVE,
     adapter_off,
     describe_adapter,
     file_name,
@@ -63,9 +64,9 @@ from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.models.tokenizers import load_tokenizer
 
 
-def _transport(link: EngineLink, hf_model: object) -> Transport:
+def _transport(link: EngineLink, hf_model: Any) -> Transport:
     if link.adapter_alone:
-        return ObjectTransport() if dist.get_rank() == 0 else Idle()
+        return ObjectTransport(vllm_config(hf_model.peft_config[ACTIVE])) if dist.get_rank() == 0 else Idle()
     if link.backend == "shm":
         return ShmTransport() if dist.get_rank() == 0 else Idle()
     client = EngineClient(link.call_engines, num_engines=link.num_engines, ranks_per_engine=link.ranks_per_engine)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -28,8 +28,7 @@ class EngineSettings:
     `gpu_memory_utilization` instead; it is fixed rather than measured, so that the schedule of a batch, and with it
     every rounding, is the same in every process. `max_num_seqs` bounds the sequences of a step where vLLM does not know
     the card: on a CPU, and with transformers. `vllm_args` are further engine arguments of vLLM, which win
-    over all others. With `adapter`, the settings of an adapter in PEFT's words, pushes are of the adapter alone and the
-    model stays.
+    over all others. With `max_lora_rank`, one of vLLM's values, pushes are of adapters alone and the model stays.
     """
 
     max_model_len: int
@@ -46,7 +45,7 @@ class EngineSettings:
     max_num_seqs: int = 256
     kv_cache_gib: int = 1
     vllm_args: Mapping[str, object] = field(default_factory=dict)
-    adapter: Mapping[str, Any] | None = None
+    max_lora_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

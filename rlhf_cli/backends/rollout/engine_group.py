@@ -112,6 +112,7 @@ class EngineGroup:
         self._adapter_alone = adapter_alone
         self._sleep_level = 1 if adapter_alone else 2
         self._version = 0
+        self._adapter: dict[str, object] | None = None
         self._restarts = 0
         self._batch = _Batch([], SamplingParams(0), [])
         started = [start(number) for number in range(num_engines)]
@@ -266,6 +267,12 @@ class EngineGroup:
             "perf/transfer_gb_per_s": report.num_bytes / 1e9 / (time.perf_counter() - begin),
         }
 
+    def take_adapter(self, manifest: dict[str, object], version: int) -> None:
+        """Answer with this adapter on the model from now on; an engine that is started again gets it too."""
+        self._revive()
+        self._adapter, self._version = manifest, version
+        self._each(range(len(self._workers)), lambda host: host.take_push(manifest, version))
+
     def checksums(self) -> list[int]:
         """Checksum of the last push as it arrived in each worker of each engine."""
         return [checksum for found in self._all(lambda host: host.engine.weight_checksum()) for checksum in found]
@@ -301,9 +308,12 @@ class EngineGroup:
         self._restart(died)
 
     def _restart(self, died: Mapping[int, Exception]) -> None:
-        """Replace engines that died by new ones, which have the weights of the start yet."""
+        """Replace engines that died by new ones, which have the weights of the start yet, or the adapter again."""
         for number, error in died.items():
             self._start_again(number, error)
+        if self._adapter is not None:
+            manifest, version = self._adapter, self._version
+            self._each(died, lambda host: host.take_push(manifest, version))
         if died and self._actor is not None:
             self.connect(self._actor)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
-from rlhf_cli.backends.weight_sync.adapter_push import vllm_rank
 from rlhf_cli.config.rollout import EngineConfig
 from rlhf_cli.errors import RunError, UsageError
 
@@ -52,10 +51,10 @@ def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool)
 
 
 def _adapter_arguments(settings: EngineSettings) -> dict[str, object]:
-    """Return the engine arguments for an adapter that is pushed apart from its model."""
-    if settings.adapter is None:
+    """Return the engine arguments for adapters that are pushed apart from their model."""
+    if settings.max_lora_rank is None:
         return {}
-    return {"enable_lora": True, "max_lora_rank": vllm_rank(settings.adapter)}
+    return {"enable_lora": True, "max_lora_rank": settings.max_lora_rank}
 
 
 def is_eager(settings: EngineSettings, *, on_cpu: bool) -> bool:

@@ -68,6 +68,10 @@ class VllmEngine:
             self._llm = started(model_path, settings, on_cpu=on_cpu)
         self._processes = process_tree(os.getpid())
 
+    @property
+    def _takes_adapters(self) -> bool:
+        return self._settings.max_lora_rank is not None
+
     async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
         """Return one response per request, in their order.
 
@@ -197,13 +201,13 @@ class VllmEngine:
     async def start_weight_update(self) -> None:
         """Open an update; until it is finished nothing can be generated."""
         self._updating = True
-        if self._settings.adapter is None:
+        if not self._takes_adapters:
             await self._control(self._llm.start_weight_update())
 
     async def update_weights(self, update_info: dict[str, object]) -> None:
         """Receive a push or a part of it: for shm and adapters a manifest. Raise RunError with the fault."""
-        if self._settings.adapter is not None:
-            await self._take_adapter(update_info, self._settings.adapter)
+        if self._takes_adapters:
+            await self._take_adapter(update_info)
             return
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -212,17 +216,23 @@ class VllmEngine:
 
     async def finish_weight_update(self, version: int) -> None:
         """Close the update: responses carry this version from now on."""
-        if self._settings.adapter is None:
+        if not self._takes_adapters:
             await self._control(self._llm.finish_weight_update(weight_version=str(version)))
         self._version = version
         self._updating = self._weights_lost = False
 
-    async def _take_adapter(self, manifest: Mapping[str, Any], config: Mapping[str, object]) -> None:
-        """Replace the adapter by the push; requests have it from now on. One that vLLM refuses changes nothing."""
+    async def _take_adapter(self, manifest: Mapping[str, Any]) -> None:
+        """Replace the adapter by the push; requests have it from now on. One that vLLM refuses changes nothing.
+
+        After a push without tensors the model answers alone.
+        """
         from vllm.lora.request import LoRARequest
 
         tensors, checksum = read_adapter(manifest)
-        with written_adapter(tensors, config) as folder:
+        if not tensors:
+            self._adapter, self._adapter_checksum = None, checksum
+            return
+        with written_adapter(tensors, manifest["config"]) as folder:
             request = LoRARequest(_ADAPTER, 1, folder, load_inplace=True)
             await self._control(self._llm.add_lora(request))
         # Without `load_inplace`: workers find the adapter by its number and do not look for the folder again.
@@ -240,7 +250,7 @@ class VllmEngine:
 
     async def weight_checksum(self) -> list[int]:
         """Checksum of the last push as it arrived in each worker; equal to the sender's. Empty before the first."""
-        if self._settings.adapter is not None:
+        if self._takes_adapters:
             return [] if self._adapter_checksum is None else [self._adapter_checksum]
         found = await self._while_alive(self._llm.collective_rpc("pushed_checksum"))
         return [checksum for checksum in found if checksum is not None]

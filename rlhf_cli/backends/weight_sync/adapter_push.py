@@ -1,7 +1,8 @@
 """Pushes of an adapter alone to vLLM, whose engines keep the model under it.
 
-An adapter is small: its tensors travel in the manifest of the push, by Ray's object store, so that they reach engines
-on every machine. vLLM reads adapters from a folder; each engine writes one for as long as its workers read it.
+An adapter is small: its tensors and settings travel in the manifest of the push, by Ray's object store, so that they
+reach engines on every machine. vLLM reads adapters from a folder; each engine writes one for as long as its workers
+read it.
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rlhf_cli.backends.weight_sync.transfer import Ledger, NamedTensors, check_arrived
+from rlhf_cli.backends.weight_sync.transfer import Ledger, NamedTensors, WeightSender, check_arrived
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import WEIGHTS_FILE, AdapterPlan, sorted_names
 from rlhf_cli.models.finding import ADAPTER_FILE
@@ -25,14 +26,28 @@ _IN_MEMORY = Path("/dev/shm")
 
 
 class ObjectTransport:
-    """Sends a push as arrays of bytes within its manifest; used by the rank that sends."""
+    """Sends pushes as arrays of bytes within their manifests; used by the process that sends.
+
+    `config` are the adapter's settings by `vllm_config`.
+    """
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._config = config
 
     def send(self, named_tensors: NamedTensors, *, version: int) -> dict[str, object]:
         """Return the manifest with copies of the tensors."""
-        return {"version": version, "tensors": [_packed(name, tensor) for name, tensor in named_tensors]}
+        tensors = [_packed(name, tensor) for name, tensor in named_tensors]
+        return {"version": version, "config": self._config, "tensors": tensors}
 
     def close(self) -> None:
         """Do nothing: Ray frees a manifest when nobody needs it any more."""
+
+
+def adapter_manifest(named_tensors: NamedTensors, config: Mapping[str, object], *, version: int) -> dict[str, object]:
+    """Return the push of an adapter without a trainer; without tensors the model answers alone."""
+    manifest = WeightSender(ObjectTransport(config)).send(named_tensors, version).manifest
+    assert manifest is not None, "this transport always returns one"
+    return manifest
 
 
 def _packed(name: str, tensor: torch.Tensor) -> dict[str, object]:
@@ -62,9 +77,8 @@ def written_adapter(tensors: dict[str, torch.Tensor], config: Mapping[str, objec
         yield folder
 
 
-def vllm_config(plan: AdapterPlan) -> dict[str, object]:
-    """Return the settings of an adapter that vLLM reads, as JSON."""
-    config = plan.config
+def vllm_config(config: Any) -> dict[str, object]:
+    """Return the settings that vLLM reads of PEFT's configuration of an adapter, as JSON."""
     return {
         "peft_type": "LORA",
         "r": config.r,
@@ -76,12 +90,14 @@ def vllm_config(plan: AdapterPlan) -> dict[str, object]:
     }
 
 
-def vllm_rank(config: Mapping[str, Any]) -> int:
-    """Return the smallest `max_lora_rank` of vLLM that holds the adapter."""
-    return next(rank for rank in VLLM_RANKS if rank >= _highest_rank(config))
+def vllm_rank(*configs: Mapping[str, Any]) -> int:
+    """Return the smallest `max_lora_rank` of vLLM that holds each of the adapters."""
+    highest = max(map(highest_rank, configs))
+    return next(rank for rank in VLLM_RANKS if rank >= highest)
 
 
-def _highest_rank(config: Mapping[str, Any]) -> int:
+def highest_rank(config: Mapping[str, Any]) -> int:
+    """Return the highest rank of all layers of the adapter."""
     return max([config["r"], *config["rank_pattern"].values()])
 
 
@@ -98,7 +114,7 @@ def check_adapter_push(plan: AdapterPlan | None, *, backend: str, sync_backend: 
         raise UsageError(f"{flag}: engines would have the model in 16 bits, the actor has it in 4: leave one away")
     if plan.config.use_dora:
         raise UsageError(f"{flag}: vLLM computes no DoRA; --lora_push merged pushes it")
-    if (rank := _highest_rank(vllm_config(plan))) > VLLM_RANKS[-1]:
+    if (rank := highest_rank(vllm_config(plan.config))) > VLLM_RANKS[-1]:
         raise UsageError(
             f"{flag}: vLLM takes ranks up to {VLLM_RANKS[-1]}, not {rank}; --lora_push merged has no bound"
         )

@@ -16,7 +16,7 @@ import yaml
 from rlhf_cli.backends.cluster.ray_cluster import ray_cluster
 from rlhf_cli.backends.process.output_lock import output_lock
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
-from rlhf_cli.backends.rollout.engine_group import described, rollout_backend
+from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.config.commands.eval import EvalConfig
 from rlhf_cli.config.train import TrackingConfig
@@ -26,6 +26,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers, pass_rate
 from rlhf_cli.rewards.records import Score
+from rlhf_cli.runs.inference.asking import Asking
 from rlhf_cli.runs.inference.output_folder import (
     FIGURES,
     SAMPLES,
@@ -38,11 +39,11 @@ from rlhf_cli.runs.inference.run import (
     STEP_SCORES,
     InferenceHooks,
     ModelUnderTest,
-    answer_prompts,
     examinee,
     model_identity,
     settings_identity,
 )
+from rlhf_cli.runs.inference.turns import in_turns, ways
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
 from rlhf_cli.tracking.sinks import read_lines
@@ -157,28 +158,11 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
             raise UsageError(
                 "adapters and checkpoints are written for the engines: give an --output that all nodes see"
             )
-        for number in left:
-            asked = run.examinees[number]
-            engine = described(config.sampling, asked.backend)
-
-            def announce(placement: str, number: int = number, engine: str = engine) -> None:
-                if number == left[0]:
-                    tracker.start(facts | {"Engine": engine, "Placement": placement}, is_kept=is_kept)
-                if many:
-                    tracker.message(f"Model {config.model.names[number]}")
-
-            is_answered = answer_prompts(
-                asked,
-                begin=run.begins[number],
-                cluster=cluster,
-                root=root,
-                log_dir=root / LOGS / f"model_{number + 1}" if many else root / LOGS,
-                announce=announce,
-                hooks=InferenceHooks(tracker, stop),
-            )
-            if not is_answered or (stop() and number != left[-1]):
-                return False
-    return True
+        turns = in_turns(run.examinees, cluster=cluster)
+        if many and (said := ways(turns, cluster=cluster)):
+            facts["Adapters"] = said
+        asking = Asking(run.examinees, run.begins, left, root, cluster, facts, is_kept, InferenceHooks(tracker, stop))
+        return all(asking.answer(turn) for turn in turns)
 
 
 @dataclass(frozen=True)

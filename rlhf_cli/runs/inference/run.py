@@ -1,7 +1,7 @@
 """A model answers prompts chunk by chunk: the common part of `rlhf generate` and `rlhf eval`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
 from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
-from rlhf_cli.runs.inference.workers import started_models
+from rlhf_cli.runs.inference.workers import Models, started_models
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
@@ -190,38 +190,44 @@ def answer_prompts(
 
     `root` is the folder of the run. A model that must be written first is there meanwhile.
     """
-    config = examinee.config
-    with ExitStack() as stack:
-        scorer = None
-        if config.reward.is_given:
-            scorer = stack.enter_context(
-                Scorer(
-                    config.reward,
-                    tell=hooks.tracker.message,
-                    decode=partial(text_of, examinee.model.tokenizer, skip_special_tokens=False),
-                )
-            )
-        models = stack.enter_context(
-            started_models(
-                config,
-                examinee.backend,
-                examinee.reward_model or examinee.process_model,
-                weights=examinee.model.whole(root.resolve() / WHOLE_MODEL, tell=hooks.tracker.message),
-                cluster=cluster,
-                log_dir=log_dir,
-                announce=announce,
-            )
-        )
+    weights = examinee.model.whole(root.resolve() / WHOLE_MODEL, tell=hooks.tracker.message)
+    with (
+        started_scorer(examinee, hooks) as scorer,
+        started_models(
+            examinee.config,
+            examinee.backend,
+            examinee.reward_model or examinee.process_model,
+            weights=weights,
+            cluster=cluster,
+            log_dir=log_dir,
+            announce=announce,
+        ) as models,
+    ):
+        return answer_by(models, scorer, examinee, begin=begin, hooks=hooks)
 
-        def decode(token_ids: Sequence[int]) -> str:
-            return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
 
-        answering = InferenceRun(models.engines, decode, scorer, models.reward_model)
-        if examinee.process_model is not None and models.reward_model is not None:
-            finder = step_finder(examinee.process_model, examinee.model.tokenizer)
-            steps = StepScorer(models.reward_model, finder)
-            answering = InferenceRun(models.engines, decode, scorer, None, steps)
-        return answer_chunks(answering, examinee, begin=begin, hooks=hooks)
+def started_scorer(examinee: ModelUnderTest, hooks: InferenceHooks) -> AbstractContextManager[Scorer | None]:
+    """Return what judges the model's responses, as a block within which it works; None if no rewards are given."""
+    if not examinee.config.reward.is_given:
+        return nullcontext()
+    decode = partial(text_of, examinee.model.tokenizer, skip_special_tokens=False)
+    return Scorer(examinee.config.reward, tell=hooks.tracker.message, decode=decode)
+
+
+def answer_by(
+    models: Models, scorer: Scorer | None, examinee: ModelUnderTest, *, begin: int, hooks: InferenceHooks
+) -> bool:
+    """Answer the chunks from `begin` on by engines that have the model; whether the last chunk was reached."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
+
+    answering = InferenceRun(models.engines, decode, scorer, models.reward_model)
+    if examinee.process_model is not None and models.reward_model is not None:
+        finder = step_finder(examinee.process_model, examinee.model.tokenizer)
+        steps = StepScorer(models.reward_model, finder)
+        answering = InferenceRun(models.engines, decode, scorer, None, steps)
+    return answer_chunks(answering, examinee, begin=begin, hooks=hooks)
 
 
 def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: int, hooks: InferenceHooks) -> bool:

@@ -1,6 +1,6 @@
 """Start and end the rollout engines of `generate` and `eval`, and a reward model beside them.
 
-Engines keep the weights of the folder that they loaded: nothing is pushed and nobody takes turns.
+Engines keep the weights of the folder that they loaded: at most adapters are pushed, and nobody takes turns.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,6 +49,7 @@ class _Places:
     reservation: Reservation
     cluster: Cluster
     log_dir: Path
+    max_lora_rank: int | None
 
     def threads(self, role: str) -> int:
         """Return the CPU threads of a process of the role."""
@@ -65,18 +66,19 @@ def started_models(
     cluster: Cluster,
     log_dir: Path,
     announce: Callable[[str], None],
+    max_lora_rank: int | None = None,
 ) -> Iterator[Models]:
     """Yield the engines and the reward model, ready to use; all their processes end with the block.
 
     `weights` is the folder or Hub name that engines load; it exists within the block. `announce` is called with the
-    placement before anything is loaded.
+    placement before anything is loaded. With `max_lora_rank` the engines take adapters of that rank.
     """
     with ExitStack() as stack:
         reservation = Reservation(_layout(config, cluster, has_reward_model=reward_model is not None), cluster)
         stack.callback(reservation.release)
         announce("; ".join(describe(reservation.layout, unit=cluster.unit)))
         pretrain = stack.enter_context(weights)
-        places = _Places(config, backend, pretrain, reservation.layout, reservation, cluster, log_dir)
+        places = _Places(config, backend, pretrain, reservation.layout, reservation, cluster, log_dir, max_lora_rank)
         ranks = None if reward_model is None else _start_reward_model(places, reward_model)
         engines = _start_engines(places, ranks)
         stack.callback(engines.shutdown)
@@ -138,6 +140,7 @@ def _start_engines(places: _Places, ranks: WorkerGroup["RewardRank"] | None) -> 
         trust_remote_code=config.model.trust_remote_code,
         num_threads=places.threads(ENGINE),
         vllm_args=sampling.engine_arguments,
+        max_lora_rank=places.max_lora_rank,
     )
 
     def start(number: int) -> tuple[object, object]:

@@ -24,7 +24,7 @@ from rlhf_cli.backends.roles.worker_group import RankT, WorkerGroup, start_engin
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_group import EngineGroup
 from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE
-from rlhf_cli.backends.weight_sync.adapter_push import vllm_config
+from rlhf_cli.backends.weight_sync.adapter_push import vllm_config, vllm_rank
 from rlhf_cli.backends.weight_sync.transfer import choose_sync_backend
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.config.model import ModelConfig
@@ -299,7 +299,7 @@ class OnlineRoles:
             trust_remote_code=config.model.trust_remote_code,
             num_threads=self._threads(ENGINE),
             vllm_args=rollout.engine_arguments,
-            adapter=self._adapter,
+            max_lora_rank=None if self._adapter is None else vllm_rank(self._adapter),
         )
         seat = self._where.layout.of(ENGINE)[number]
         return start_engine(
@@ -358,7 +358,7 @@ def engine_adapter(config: OnlineConfig, plan: AdapterPlan | None, *, has_gpus: 
         return None
     if has_gpus and config.model.param_dtype == "fp32":
         raise UsageError("--lora_push adapter: on a GPU vLLM adds adapters in 16 bits alone; give --param_dtype bf16")
-    return vllm_config(plan)
+    return vllm_config(plan.config)
 
 
 def shares_gpus(layout: Layout) -> bool:

@@ -42,14 +42,14 @@ LINK = EngineLink("shm", lambda call, given: None, 1, 1, Rendezvous("localhost",
 
 def sent(tensors):
     """The manifest of a push as another process gets it."""
-    report = WeightSender(ObjectTransport()).send(tensors.items(), 3)
+    report = WeightSender(ObjectTransport({})).send(tensors.items(), 3)
     return pickle.loads(pickle.dumps(report.manifest)), report
 
 
 def test_tensors_of_any_type_arrive_bit_for_bit_and_no_longer_share_memory():
     tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.randn(7), "c": torch.tensor(2.0)}
     wanted = {name: tensor.clone() for name, tensor in tensors.items()}
-    report = WeightSender(ObjectTransport()).send(tensors.items(), 3)
+    report = WeightSender(ObjectTransport({})).send(tensors.items(), 3)
     for tensor in tensors.values():
         tensor.zero_()  # the next optimizer step must not reach an engine
     assert report.manifest is not None
@@ -83,8 +83,7 @@ def test_a_push_is_the_adapter_that_is_saved_and_peft_reads_the_folder_of_an_eng
     assert all(torch.equal(tensors[name], saved[name]) for name in saved)
     assert report.num_bytes == sum(tensor.nbytes for tensor in saved.values())
 
-    assert actor.role.settings.adapter is not None
-    with written_adapter(tensors, vllm_config(actor.role.settings.adapter)) as folder:
+    with written_adapter(tensors, manifest["config"]) as folder:
         base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="varlen")
         engine = PeftModel.from_pretrained(base, folder).eval().base_model.model
         assert json.loads((Path(folder) / "adapter_config.json").read_text())["use_rslora"]
@@ -117,11 +116,11 @@ def test_what_vllm_cannot_take_is_refused_with_the_reason(tiny_model_dir):
 
 def test_an_engine_reserves_memory_for_the_highest_rank(tiny_model_dir):
     plan = planned(tiny_model_dir, lora_rank=9)
-    assert vllm_rank(vllm_config(plan)) == 16
+    assert vllm_rank(vllm_config(plan.config)) == 16
     patterns = replace(plan, config=type(plan.config)(r=4, rank_pattern={"q_proj": 40}))
-    assert vllm_rank(vllm_config(patterns)) == 64
+    assert vllm_rank(vllm_config(patterns.config)) == 64
     usual = EngineSettings(max_model_len=64)
-    arguments = engine_arguments("m", replace(usual, adapter=vllm_config(plan)), on_cpu=True)
+    arguments = engine_arguments("m", replace(usual, max_lora_rank=16), on_cpu=True)
     assert (arguments["enable_lora"], arguments["max_lora_rank"]) == (True, 16)
     assert "enable_lora" not in engine_arguments("m", usual, on_cpu=True)
 

@@ -1,0 +1,92 @@
+"""The models of `rlhf eval` are asked turn by turn: each turn has engines of its own, which end with it."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_cli.backends.cluster.ray_cluster import Cluster
+from rlhf_cli.backends.rollout.engine_group import described
+from rlhf_cli.runs.inference.run import InferenceHooks, ModelUnderTest, answer_by, answer_prompts, started_scorer
+from rlhf_cli.runs.inference.turns import Turn, manifest_of
+from rlhf_cli.runs.inference.workers import Models, started_models
+from rlhf_cli.runs.run_directory import LOGS
+
+
+@dataclass(frozen=True)
+class Asking:
+    """All models, the first chunk of each that is not answered yet, and the places of models that have such chunks.
+
+    `facts` are shown when the first model starts, `is_kept` is whether the folder stays.
+    """
+
+    examinees: list[ModelUnderTest]
+    begins: list[int]
+    left: list[int]
+    root: Path
+    cluster: Cluster
+    facts: dict[str, str]
+    is_kept: bool
+    hooks: InferenceHooks
+
+    def answer(self, turn: Turn) -> bool:
+        """Answer what is left of the turn; whether the run goes on after it."""
+        numbers = [number for number in turn.numbers if number in self.left]
+        if turn.base is not None and numbers:
+            return self._answer_on_base(turn, turn.base, numbers)
+        return all(self._answer_alone(number) for number in numbers)
+
+    def _answer_alone(self, number: int) -> bool:
+        def announce(placement: str) -> None:
+            self._announce(number, placement)
+            self._name(number)
+
+        is_answered = answer_prompts(
+            self.examinees[number],
+            begin=self.begins[number],
+            cluster=self.cluster,
+            root=self.root,
+            log_dir=self._logs(number),
+            announce=announce,
+            hooks=self.hooks,
+        )
+        return is_answered and self._goes_on(number)
+
+    def _answer_on_base(self, turn: Turn, base: Path, numbers: list[int]) -> bool:
+        first = self.examinees[numbers[0]]
+        with started_models(
+            first.config,
+            first.backend,
+            first.reward_model or first.process_model,
+            weights=nullcontext(str(base)),
+            cluster=self.cluster,
+            log_dir=self._logs(numbers[0]),
+            announce=lambda placement: self._announce(numbers[0], placement),
+            max_lora_rank=turn.max_lora_rank,
+        ) as models:
+            return all(self._answer_with_adapter(models, number) for number in numbers)
+
+    def _answer_with_adapter(self, models: Models, number: int) -> bool:
+        asked, version = self.examinees[number], number + 1
+        self._name(number)
+        with started_scorer(asked, self.hooks) as scorer:
+            models.engines.take_adapter(manifest_of(asked, version=version), version)
+            is_answered = answer_by(models, scorer, asked, begin=self.begins[number], hooks=self.hooks)
+        return is_answered and self._goes_on(number)
+
+    def _announce(self, number: int, placement: str) -> None:
+        if number != self.left[0]:
+            return
+        asked = self.examinees[number]
+        engine = described(asked.config.sampling, asked.backend)
+        self.hooks.tracker.start(self.facts | {"Engine": engine, "Placement": placement}, is_kept=self.is_kept)
+
+    def _name(self, number: int) -> None:
+        if len(self.examinees) > 1:
+            self.hooks.tracker.message(f"Model {self.examinees[number].config.model.pretrain}")
+
+    def _logs(self, number: int) -> Path:
+        logs = self.root / LOGS
+        return logs / f"model_{number + 1}" if len(self.examinees) > 1 else logs
+
+    def _goes_on(self, number: int) -> bool:
+        return number == self.left[-1] or not self.hooks.should_stop()

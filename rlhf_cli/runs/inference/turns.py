@@ -1,0 +1,168 @@
+"""Which models of `rlhf eval` are asked on the same engines: adapters of one base, which vLLM adds to it in turn.
+
+All others have engines of their own, which load a whole model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from rlhf_cli.backends.cluster.ray_cluster import Cluster
+from rlhf_cli.backends.rollout.engine import eos_token_ids
+from rlhf_cli.backends.weight_sync.adapter_push import (
+    VLLM_RANKS,
+    adapter_manifest,
+    highest_rank,
+    vllm_config,
+    vllm_rank,
+)
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.adapters import read_config
+from rlhf_cli.models.merging import FACTORS
+from rlhf_cli.models.weight_files import folder_of
+from rlhf_cli.runs.inference.run import ModelUnderTest
+from rlhf_cli.runs.model_export import GENERATION, Parts, adapter_weights
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Dense models to which vLLM adds adapters, and whose linear layers have the names below in files."""
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Models that are asked one after the other on the same engines; `first` is the place of the first one in the list.
+
+    `base` is the folder that the engines load, to which they add adapters; None if they load the one model whole.
+    """
+
+    first: int
+    examinees: list[ModelUnderTest]
+    base: Path | None = None
+
+    @property
+    def numbers(self) -> range:
+        """The places of the models in the list of all."""
+        return range(self.first, self.first + len(self.examinees))
+
+    @property
+    def max_lora_rank(self) -> int:
+        """The rank that engines reserve memory for."""
+        adapters = (_parts(asked) for asked in self.examinees if asked.model.parts is not None)
+        return vllm_rank(*(vllm_config(read_config(parts.description)) for parts in adapters))
+
+
+def in_turns(examinees: Sequence[ModelUnderTest], *, cluster: Cluster) -> list[Turn]:
+    """Return all models in their order. Neighbours of one base share engines, if an adapter is among them.
+
+    A function of all models, also of the ones that an earlier run has asked: a continued run goes the same way.
+    """
+    turns: list[Turn] = []
+    numbered = [(number, asked, _shared_base(asked, cluster=cluster)) for number, asked in enumerate(examinees)]
+    for base, found in groupby(numbered, key=lambda entry: entry[2]):
+        neighbours = list(found)
+        asked = [entry[1] for entry in neighbours]
+        if base is not None and len(asked) > 1 and any(one.model.parts is not None for one in asked):
+            turns.append(Turn(neighbours[0][0], asked, base))
+        else:
+            turns += [Turn(number, [one]) for number, one, _ in neighbours]
+    return turns
+
+
+def ways(turns: Sequence[Turn], *, cluster: Cluster) -> str:
+    """Return one line: which models share engines, and why other adapters do not."""
+    lines = []
+    for turn in turns:
+        names = ", ".join(_name(asked) for asked in turn.examinees)
+        if turn.base is not None:
+            lines.append(f"engines load {turn.base} once for {names}")
+        elif (parts := turn.examinees[0].model.parts) is not None and parts.base is not None:
+            reason = why_whole(turn.examinees[0], cluster=cluster) or "no neighbour has the same base"
+            lines.append(f"{names} is written whole ({reason})")
+    return "; ".join(lines)
+
+
+def manifest_of(asked: ModelUnderTest, *, version: int) -> dict[str, object]:
+    """Return the push of the model's adapter to engines that have its base; of the base itself one without tensors."""
+    if asked.model.parts is None:
+        return adapter_manifest([], {}, version=version)
+    parts = asked.model.parts
+    weights = adapter_weights(parts, asked.model.architecture)
+    tensors = ((name, weights.read(name)) for name in weights.names())
+    return adapter_manifest(tensors, vllm_config(read_config(parts.description)), version=version)
+
+
+def _shared_base(asked: ModelUnderTest, *, cluster: Cluster) -> Path | None:
+    """Return the folder of the model under the adapter, or of the model itself; None if it has to be loaded whole."""
+    parts = asked.model.parts
+    if parts is None:
+        return folder_of(asked.model.found.path).resolve()
+    if parts.base is None or why_whole(asked, cluster=cluster) is not None:
+        return None
+    return parts.base.resolve()
+
+
+def why_whole(asked: ModelUnderTest, *, cluster: Cluster) -> str | None:
+    """Return why the adapter is folded into its base for the engines; None if vLLM can add it with the same answers."""
+    return _fault_of_settings(asked, cluster=cluster) or _fault_of_adapter(asked)
+
+
+def _fault_of_settings(asked: ModelUnderTest, *, cluster: Cluster) -> str | None:
+    config = asked.config
+    if asked.backend != "vllm":
+        return "vLLM alone adds adapters to a model"
+    if len(cluster.node_gpus) > 1:
+        return "other machines might not see the model under it"
+    if cluster.has_gpus and config.model.param_dtype == "fp32":
+        return "on a GPU vLLM adds adapters in 16 bits alone"
+    if config.sampling.engine_arguments:
+        return "--vllm_args may change the model under it"
+    if config.sampling.stop:
+        return "--stop is looked for with its own tokenizer"
+    return None
+
+
+def _fault_of_adapter(asked: ModelUnderTest) -> str | None:
+    parts, architecture = _parts(asked), asked.model.architecture
+    config = read_config(parts.description)
+    if not set(architecture.architectures or [""]) <= set(ARCHITECTURES):
+        return f"{architecture.model_type} models are loaded whole"
+    if config.use_dora:
+        return "vLLM computes no DoRA"
+    if config.modules_to_save:
+        return "it has whole layers"
+    if config.fan_in_fan_out:
+        return "its factors are turned"
+    if highest_rank(vllm_config(config)) > VLLM_RANKS[-1]:
+        return f"vLLM takes ranks up to {VLLM_RANKS[-1]}"
+    if strange := _strange_names(adapter_weights(parts, architecture).names()):
+        return f"vLLM adds nothing to {strange[0]}"
+    return None if _ends_like_base(asked) else "its responses may end with other tokens"
+
+
+def _strange_names(names: list[str]) -> list[str]:
+    """Return the names of tensors that are no factor of a layer that vLLM adds adapters to."""
+    known = tuple(f".{layer}{factor}.weight" for layer in LAYERS for factor in FACTORS)
+    return [name for name in names if not name.endswith(known)]
+
+
+def _ends_like_base(asked: ModelUnderTest) -> bool:
+    """Return whether an engine with the whole model would end responses at the same tokens as one with its base."""
+    parts = _parts(asked)
+    assert parts.base is not None, "a checkpoint without an adapter"
+    found = asked.model.architecture.eos_token_id
+    try:
+        if (folder := parts.file((GENERATION,))) is not None:
+            return eos_token_ids(folder) == eos_token_ids(parts.base)
+        return sorted({found} if isinstance(found, int) else set(found or ())) == eos_token_ids(parts.base)
+    except UsageError:  # one of the files names none
+        return False
+
+
+def _parts(asked: ModelUnderTest) -> Parts:
+    assert asked.model.parts is not None, "a model without an adapter"
+    return asked.model.parts
+
+
+def _name(asked: ModelUnderTest) -> str:
+    return str(asked.config.model.pretrain)
