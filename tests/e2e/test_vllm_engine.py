@@ -30,11 +30,13 @@ from engine_under_test import (
     make_engine_model,
     trainer_model,
 )
+from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.transformers_sampling import processed_logits
 from rlhf_cli.backends.rollout.vllm_arguments import argument_names, parsed_arguments
+from rlhf_cli.backends.weight_sync.adapter_push import adapter_manifest, vllm_config
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import WeightSender
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
@@ -405,6 +407,31 @@ def test_after_a_push_of_other_weights_the_engine_agrees_with_them(engine, model
     engine.push(original, 3)
     assert engine.generate(REQUESTS, SAMPLING) == [replace(one, weight_version=3) for one in first_responses]
     sender.close()
+
+
+@pytest.mark.slow
+def test_an_engine_that_gets_adapters_in_turn_and_none_has_the_log_probs_of_the_merged_models(model_dir):
+    taking = Engine(model_dir, replace(SETTINGS, vllm_args={}, max_lora_rank=8))
+    turns = [LoraConfig(r=8, use_rslora=True, target_modules=["q_proj", "down_proj"]), None]
+    turns += [LoraConfig(r=3, lora_alpha=9, target_modules=["k_proj", "v_proj", "up_proj"])]
+    for version, config in enumerate(turns, start=1):
+        model, tensors = trainer_model(model_dir), {}
+        if config is not None:
+            adapted = get_peft_model(model, config)
+            torch.manual_seed(version)
+            factors = {name: tensor for name, tensor in adapted.named_parameters() if "lora_" in name}
+            for name, factor in factors.items():
+                factor.data = torch.randn_like(factor) * 0.2
+                tensors[name.replace(".default", "")] = factor
+            model = adapted.merge_and_unload()
+        settings = {} if config is None else vllm_config(config)
+        taking.push(adapter_manifest(tensors.items(), settings, version=version), version)
+        generations = taking.generate(REQUESTS, SAMPLING)
+        assert largest_difference(model, generations) < 1e-3
+        assert {generation.weight_version for generation in generations} == {version}
+        if config is not None:
+            assert largest_difference(trainer_model(model_dir), generations) > 0.1
+    taking.shutdown()
 
 
 def test_an_engine_that_does_not_start_says_what_its_settings_lack(model_dir):

@@ -118,7 +118,7 @@ def test_an_engine_reserves_memory_for_the_highest_rank(tiny_model_dir):
     plan = planned(tiny_model_dir, lora_rank=9)
     assert vllm_rank(vllm_config(plan.config)) == 16
     patterns = replace(plan, config=type(plan.config)(r=4, rank_pattern={"q_proj": 40}))
-    assert vllm_rank(vllm_config(patterns.config)) == 64
+    assert vllm_rank(vllm_config(plan.config), vllm_config(patterns.config)) == 64
     usual = EngineSettings(max_model_len=64)
     arguments = engine_arguments("m", replace(usual, max_lora_rank=16), on_cpu=True)
     assert (arguments["enable_lora"], arguments["max_lora_rank"]) == (True, 16)

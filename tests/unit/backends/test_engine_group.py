@@ -193,6 +193,22 @@ def test_engines_drop_their_weights_while_they_sleep_unless_pushes_are_of_an_ada
     assert [(worker.asleep, worker.level) for worker in started] == [(True, level)] * 3
 
 
+def test_an_engine_that_died_has_its_adapter_again_without_an_actor():
+    started: list[FakeWorker] = []
+
+    def start(number):
+        started.append(FakeWorker(number, dies_in_batch=len(started) == 1))
+        return started[-1], FakeCall(lambda: None, waits=False)
+
+    group = EngineGroup(start, num_engines=2, takes_turns=False, sync_backend="shm", ranks_per_engine=1)
+    group.take_adapter({"tensors": []}, VERSION)
+    assert group.generate(REQUESTS, SamplingParams(1)) == [(number, VERSION) for number in range(len(REQUESTS))]
+    assert [worker.number for worker in started] == [0, 1, 1]
+    started[0].alive = False
+    group.take_adapter({"tensors": []}, VERSION + 1)
+    assert [worker.version for worker in started[2:]] == [VERSION + 1] * 2
+
+
 def test_engines_that_die_again_and_again_end_the_run():
     group, started = make_group("ipc", takes_turns=True, dying={1})
     group._restarts = engine_group.MAX_RESTARTS
