@@ -166,7 +166,7 @@ def test_the_raw_score_is_clipped_before_length_shapes_it() -> None:
 def test_two_penalties_of_length_are_refused() -> None:
     with pytest.raises(ValidationError, match="both punish length: give one of them"):
         shaped([0.0], [1], [False], overlong_buffer_len=2, stop_properly_penalty_coef=0.5)
-    with pytest.raises(ValidationError, match="give --overlong_buffer_len"):
+    with pytest.raises(ValidationError, match="needs --overlong_buffer_len"):
         shaped([0.0], [1], [False], overlong_penalty_factor=0.5)
 
 
