@@ -1,6 +1,5 @@
 """A chat with a tiny model: ids of prompts and answers, seeds, history, files, several models, scripts and Ctrl-C."""
 
-import fcntl
 import io
 import json
 import os
@@ -10,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -276,19 +274,19 @@ class Terminal:
     """`rlhf chat` in a pseudo-terminal."""
 
     def __init__(self, *words):
-        self.master, slave = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "rlhf_cli", "chat", *words]
-        self.process = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that it gets the signal of Ctrl-C
-        )
-        os.close(slave)
+        self.master, self.slave = pty.openpty()  # reading fails while no process has the other end open
+        environment = {
+            **os.environ,
+            "TERM": "xterm",
+            "NO_COLOR": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TTY": os.ttyname(self.slave),
+        }
+        # The first terminal that a session's leader opens sends it the signal of Ctrl-C. A shell opens it: code of ours
+        # in the child (preexec_fn) needs a fork, which a large test process has no memory for.
+        shell = ["sh", "-c", 'exec "$@" <>"$TTY" >&0 2>&0', "sh"]
+        command = [*shell, sys.executable, "-m", "rlhf_cli", "chat", *words]
+        self.process = subprocess.Popen(command, env=environment, start_new_session=True)
         self.seen = ""
         self.read = 0  # characters of it that were waited for
 
@@ -310,6 +308,10 @@ class Terminal:
     def type(self, text):
         os.write(self.master, text.encode())
 
+    def close(self):
+        os.close(self.master)
+        os.close(self.slave)
+
 
 def test_a_terminal_shows_the_model_streams_an_answer_stops_it_at_ctrl_c_and_ends_at_ctrl_d(tiny_model_dir, tmp_path):
     file = tmp_path / "talk.jsonl"
@@ -326,6 +328,6 @@ def test_a_terminal_shows_the_model_streams_an_answer_stops_it_at_ctrl_c_and_end
     terminal.until("saved 1 conversation")
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
-    os.close(terminal.master)
+    terminal.close()
     answer = json.loads(Path(file).read_text())["messages"][1]["content"]
     assert answer
