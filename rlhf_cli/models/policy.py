@@ -80,7 +80,7 @@ class TokenHead(nn.Module):
     """Functions of hidden states and the head's weight, which stays in place.
 
     A module of its own because ZeRO-3 gathers weights per module: the head's weight is used outside the head, so it has
-    to be registered as external parameter of this module (`external_parameters` of the models here).
+    to be registered as external parameter of this module (`external_parameters` of `LanguageModel`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -104,8 +104,8 @@ class TokenHead(nn.Module):
         return function(hidden_KD, self.weights())
 
 
-class PolicyModel(nn.Module):
-    """A causal language model that gives log-probabilities of the trained tokens of a pack.
+class LanguageModel(nn.Module):
+    """A causal language model in training, whose forward pass reads its head beside the decoder.
 
     `sequence_ranks` share the tokens of each pack; None if this rank computes whole packs.
     """
@@ -125,6 +125,10 @@ class PolicyModel(nn.Module):
     def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
         """Return the pairs (module, parameter) for `deepspeed.zero.register_external_parameter`."""
         return [(self.head, parameter) for parameter in self.head.parameters_used()]
+
+
+class PolicyModel(LanguageModel):
+    """A language model that gives log-probabilities of the trained tokens of a pack."""
 
     def forward(
         self, pack: PackLike, *, temperature: float = 1.0, with_entropy: bool = False

@@ -1,7 +1,7 @@
 """A teacher that gives hidden states, and a student that gives its divergence from the teacher on each trained token.
 
-Both read the same packs with the same ranks and the same type of weights, so that the teacher's rows on this rank are
-those of the student. The teacher's states are far smaller than its distributions, which its head gives anew.
+Both read the same packs with the same ranks and the same type of weights, so both models have the same rows on each
+rank. The teacher's states are far smaller than its distributions, which its head gives anew.
 """
 
 import torch
@@ -12,8 +12,7 @@ from rlhf_cli.models.distillation import DivergenceSettings, token_divergences
 from rlhf_cli.models.logit_chunks import HeadWeights
 from rlhf_cli.models.logprobs import token_logprobs
 from rlhf_cli.models.packs import PackLike
-from rlhf_cli.models.policy import Decoder, TokenHead
-from rlhf_cli.models.routers import RouterRecorder
+from rlhf_cli.models.policy import Decoder, LanguageModel, TokenHead
 from rlhf_cli.models.sequence_parallel.parts import Part, part_of
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.shape_bucketing import rounded
@@ -36,27 +35,8 @@ class HiddenStateModel(nn.Module):
         return self._decoder(part_of(rounded(pack, self.model.dtype), self.sequence_ranks), real=pack)
 
 
-class StudentModel(nn.Module):
-    """A causal language model that gives divergences from a teacher.
-
-    `sequence_ranks` share the tokens of each pack; None if this rank computes whole packs.
-    """
-
-    def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
-        super().__init__()
-        self.sequence_ranks = sequence_ranks
-        self.model = model
-        self._decoder = Decoder(model)
-        self.head = TokenHead(model)
-
-    @property
-    def routers(self) -> RouterRecorder | None:
-        """The recorder of the routers, if the model has any with a load-balancing loss."""
-        return self._decoder.routers
-
-    def external_parameters(self) -> list[tuple[nn.Module, nn.Parameter]]:
-        """Return the pairs (module, parameter) for `deepspeed.zero.register_external_parameter`."""
-        return [(self.head, parameter) for parameter in self.head.parameters_used()]
+class StudentModel(LanguageModel):
+    """A language model that gives divergences from a teacher."""
 
     def forward(
         self,

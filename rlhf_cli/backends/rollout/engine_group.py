@@ -273,10 +273,6 @@ class EngineGroup:
         self._adapter, self._version = manifest, version
         self._each(range(len(self._workers)), lambda host: host.take_push(manifest, version))
 
-    def checksums(self) -> list[int]:
-        """Checksum of the last push as it arrived in each worker of each engine."""
-        return [checksum for found in self._all(lambda host: host.engine.weight_checksum()) for checksum in found]
-
     def shutdown(self) -> None:
         """End all engines and their processes."""
         ending = [self._call(number, lambda host: host.engine.shutdown()) for number in range(len(self._workers))]

@@ -29,8 +29,7 @@ from rlhf_cli.backends.training.router_loss import RouterLoss
 from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.models.adapters import weights_read_by_others
-from rlhf_cli.models.policy import PolicyModel
-from rlhf_cli.models.student import StudentModel
+from rlhf_cli.models.policy import LanguageModel
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
@@ -314,7 +313,7 @@ def undo_first_step(optimizer: Any) -> None:
 
 def register_external_parameters(module: nn.Module) -> None:
     """Register parameters with ZeRO-3 that are used outside the module that owns them."""
-    head = module.external_parameters() if isinstance(module, PolicyModel | StudentModel) else []
+    head = module.external_parameters() if isinstance(module, LanguageModel) else []
     for user, parameter in [*head, *weights_read_by_others(module)]:
         deepspeed.zero.register_external_parameter(user, parameter)
 
