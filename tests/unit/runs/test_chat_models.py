@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -270,6 +271,9 @@ def test_ctrl_c_within_an_answer_keeps_its_start_in_the_history(tiny_model_dir):
     assert len(texts(screen)) == 2
 
 
+CONTROL_SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]?)?")  # whole, or the start of one
+
+
 class Terminal:
     """`rlhf chat` in a pseudo-terminal."""
 
@@ -301,8 +305,11 @@ class Terminal:
         return self.seen[begin : self.read]
 
     def more(self):
-        """Wait for any text that was not waited for."""
-        while len(self.seen) == self.read:
+        """Wait for a character that a person sees and that was not waited for.
+
+        Control sequences do not count: readline writes one after Enter, before the chat has taken the line.
+        """
+        while not CONTROL_SEQUENCE.sub("", self.seen[self.read :]).strip():
             self.seen += os.read(self.master, 4096).decode(errors="replace")
 
     def type(self, text):
