@@ -333,6 +333,7 @@ def test_a_terminal_shows_the_model_streams_an_answer_stops_it_at_ctrl_c_and_end
     terminal.until("> ")
     terminal.type(f"/save {file}\r")
     terminal.until("saved 1 conversation")
+    terminal.until("> ")  # Ctrl-D ends the chat in the line editor alone
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
     terminal.close()
