@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_cli.config.generate import ResponseSamplingConfig
+from rlhf_cli.models.vision.pictures import PlacedPicture
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,13 @@ class GenerationRequest:
     """One response to sample. The same request gives the same response from the same weights.
 
     `expected_tokens` is a guess of the response's length, by which engines are loaded evenly; it changes no response.
+    `prompt_ids` have the whole run of each of the `pictures`.
     """
 
     prompt_ids: list[int]
     seed: int
     expected_tokens: int = 0
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

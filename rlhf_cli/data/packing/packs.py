@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.vision.pictures import PackPictures, PlacedPicture
 
 EXACT_SEARCH_SEQUENCES = 32
 """Largest number of sequences for which the fewest micro-batches are searched exactly when heuristics need more."""
@@ -22,13 +23,14 @@ EXACT_SEARCH_NODES = 20_000
 @dataclass(frozen=True)  # with slots it would be pickled in Python code, and thousands travel in an iteration
 class TokenSequence:
     """One tokenised sequence: `token_ids` int32 [L], and `loss_mask` bool [L], true for tokens that are training
-    targets.
+    targets. `pictures` stand in it in their order; no token of their runs is a target.
 
     The first token is never a target, because no token before it could predict it.
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
+    pictures: tuple[PlacedPicture, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape, "token_ids and loss_mask differ in length"
@@ -78,6 +80,7 @@ class Pack:
     targets_K: torch.Tensor
     cu_trained: torch.Tensor
     keys: KeyBounds | None = None
+    pictures: PackPictures | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -87,7 +90,8 @@ class Pack:
     def to(self, device: torch.device | str) -> "Pack":
         """Return the pack on another device."""
         moved = _tensors_to(self, device)
-        return replace(self, **moved, keys=self.keys and replace(self.keys, **_tensors_to(self.keys, device)))
+        keys = self.keys and replace(self.keys, **_tensors_to(self.keys, device))
+        return replace(self, **moved, keys=keys, pictures=self.pictures and self.pictures.to(device))
 
 
 def _tensors_to(record: Pack | KeyBounds, device: torch.device | str) -> dict[str, torch.Tensor]:
