@@ -13,6 +13,8 @@ class DistillationConfig(SettingsGroup):
     """Model to learn from: a local folder, a run directory of this program, or a Hugging Face name; same token ids."""
     teacher_zero_stage: ZeroStage | None = None
     """Stage of the teacher, by default zero_stage; frozen weights are partitioned at 3 and whole at the others."""
+    teacher_offload: bool = False
+    """Keep the teacher's weights in host memory while they are not used; a head of whole weights stays on the GPU."""
     beta: float = Field(0.0, ge=0, le=1)
     """Which divergence: 0 forward KL, KL(teacher || student); 1 reverse KL; between them the generalised Jensen-Shannon
     divergence of GKD."""

@@ -342,7 +342,6 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
     "distill": {
         **SHARED_SEQUENCES,
         "teacher_model": Foreign(1, _renamed("teacher_pretrain")),
-        "teacher_offload": Foreign(0, _refused("--teacher_zero_stage 3 partitions the teacher's weights")),
         "seq_kd": Foreign(1, _one_of("false", "False", instead=TEACHER_WRITES)),
         "lmbda": Foreign(1, _only(0, instead=STUDENT_WRITES)),
     },

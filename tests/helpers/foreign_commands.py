@@ -50,7 +50,7 @@ COMMAND_LINES = {
     # OpenRLHF: the four commands of its README, then variants of its scripts.
     f"{SFT} --flash_attn --use_wandb s3cret": "parses: not needed here: --packing_samples, --flash_attn | WANDB_API_KEY",
     f"{SFT.replace('sft', 'distill', 1).replace('checkpoint/sft', 'checkpoint/kd')} --teacher_model owner/teacher --kd_coef 0.4": "parses: --teacher_pretrain",
-    "distill --pretrain m --teacher_model t --dataset d --output o --teacher_offload": "refused: --teacher_zero_stage 3",
+    "distill --pretrain m --teacher_model t --dataset d --output o --teacher_offload": "parses: --teacher_pretrain",
     "distill --pretrain m --teacher_model_name_or_path t --dataset d --output o --seq_kd false --lmbda 0.0": "parses: not needed here: --seq_kd false, --lmbda 0.0",
     "distill --pretrain m --teacher_pretrain t --dataset d --output o --seq_kd true": "refused: rlhf generate --pretrain TEACHER --select all writes",
     "distill --pretrain m --teacher_pretrain t --dataset d --output o --lmbda 0.5": "refused: rlhf reinforce++ --teacher_pretrain TEACHER learns on the student's own responses",

@@ -242,10 +242,17 @@ class FrozenEngine:
     """Owns one rank's share of a model that is only read: partitioned under ZeRO-3, else whole.
 
     With `param_offload` whole weights are in host memory but while they are used; DeepSpeed does so with partitioned
-    ones, layer by layer.
+    ones, layer by layer. `staying` are parameters that never leave the device if they are whole.
     """
 
-    def __init__(self, module: nn.Module, settings: DeepSpeedConfig, *, param_dtype: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: DeepSpeedConfig,
+        *,
+        param_dtype: str,
+        staying: Iterable[nn.Parameter] = (),
+    ) -> None:
         self._partitioned = settings.zero_stage == 3
         module.requires_grad_(False).eval()
         if self._partitioned:
@@ -256,7 +263,9 @@ class FrozenEngine:
         else:
             module.to(distributed.device())
         self._module = module
-        self._weights = HostCopies(module.parameters(), pin=torch.cuda.is_available())
+        stays = {id(parameter) for parameter in staying}
+        moving = (parameter for parameter in module.parameters() if id(parameter) not in stays)
+        self._weights = HostCopies(moving, pin=torch.cuda.is_available())
         self._is_offloaded = settings.param_offload and not self._partitioned
         if self._is_offloaded:
             self._weights.leave()

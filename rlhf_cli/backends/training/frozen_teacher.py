@@ -23,7 +23,8 @@ class FrozenTeacher:
         partition = partitioned_loading(settings, param_dtype=source.param_dtype)
         hf_model = load_causal_lm(source, device=distributed.device(), partition=partition)
         module = HiddenStateModel(hf_model, sequence_ranks(settings, hf_model.config))
-        self._engine = FrozenEngine(module, settings, param_dtype=source.param_dtype)
+        staying = module.head.parameters_used()  # the objective reads them in every step, beside the student
+        self._engine = FrozenEngine(module, settings, param_dtype=source.param_dtype, staying=staying)
         self.head = whole_head(module.head) if partition else module.head.weights()
 
     def hidden_states(self, packs: Sequence[object]) -> list[torch.Tensor]:

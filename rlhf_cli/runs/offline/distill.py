@@ -19,7 +19,7 @@ from rlhf_cli.runs.run_identity import model_identity, objective_identity
 from rlhf_cli.runs.trained_model import TrainedModel, find_companion
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
 
-PLACE = frozenset({"teacher_pretrain", "teacher_zero_stage"})
+PLACE = frozenset({"teacher_pretrain", "teacher_zero_stage", "teacher_offload"})
 """Settings of the teacher that do not belong to the objective."""
 
 
@@ -60,13 +60,10 @@ def teacher_source(config: DistillConfig, model: TrainedModel) -> ModelConfig:
 
 
 def teacher_deepspeed(config: DistillConfig) -> DeepSpeedConfig:
-    """Return the settings of DeepSpeed with the teacher's stage.
-
-    The objective reads the head of a teacher that is whole on each rank, so the head must stay where the student is.
-    """
+    """Return the settings of DeepSpeed with the teacher's stage and the place of its weights."""
     own = config.distillation.teacher_zero_stage
     stage = config.deepspeed.zero_stage if own is None else own
-    offload = config.deepspeed.param_offload and stage == 3
+    offload = config.distillation.teacher_offload or (config.deepspeed.param_offload and stage == 3)
     return config.deepspeed.model_copy(update={"zero_stage": stage, "param_offload": offload})
 
 

@@ -9,6 +9,7 @@ from tiny_training import Items, Layout, load_policy, make_engine, make_sequence
 
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts, deepspeed_config
 from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine
+from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
 from rlhf_cli.config.commands.distill import DistillConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticDeepSpeedConfig
@@ -138,7 +139,46 @@ def test_frozen_roles_are_offloaded_by_their_own_setting_and_at_stage_3_by_the_c
     assert offloaded() == set()
 
 
-def test_a_teacher_that_is_whole_on_each_rank_stays_beside_the_student_whose_objective_reads_its_head():
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_teacher_in_host_memory_gives_the_same_states_and_its_head_stays_on_the_device(tiny_llama_dir, stage):
+    source = ModelConfig(pretrain=tiny_llama_dir, param_dtype="fp32")
+    settings = DeepSpeedConfig(zero_stage=stage)
+    plain = FrozenTeacher(source, settings)
+    offloaded = FrozenTeacher(source, settings.model_copy(update={"param_offload": True}))
+    head = offloaded.head.weight_VD
+    places = [head.data_ptr()]
+
+    class WatchedPack:
+        """A pack that is put on the device when the teacher's weights are there."""
+
+        def __init__(self, items: int) -> None:
+            self.pack = pack(make_sequences(items))
+
+        def to(self, device: torch.device) -> Any:
+            places.append(head.data_ptr())
+            return self.pack.to(device)
+
+    states, same = (teacher.hidden_states([WatchedPack(5), WatchedPack(0)]) for teacher in (plain, offloaded))
+    assert all(one.equal(other) for one, other in zip(states, same, strict=True))
+    assert {*places, head.data_ptr()} == {places[0]}
+    assert head.equal(plain.head.weight_VD)
+
+
+def test_only_parameters_that_do_not_stay_move_while_a_frozen_model_is_used(tiny_llama_dir):
+    hf_model, module = load_policy(tiny_llama_dir, 0)
+    head, norm = hf_model.lm_head.weight, hf_model.model.norm.weight
+    settings = DeepSpeedConfig().model_copy(update={"param_offload": True})
+    frozen = FrozenEngine(module, settings, param_dtype="fp32", staying=[head])
+    before = [head.data_ptr(), norm.data_ptr()]
+
+    def has_moved(model: Any, batch: Any) -> torch.Tensor:
+        return torch.tensor([head.data_ptr() != before[0], norm.data_ptr() != before[1]])
+
+    assert frozen.infer([pack(make_sequences(2))], has_moved)[0].tolist() == [False, True]
+    assert [head.data_ptr(), norm.data_ptr()] == before
+
+
+def test_a_teacher_is_offloaded_by_its_own_setting_and_at_stage_3_by_the_common_one():
     def offloaded(**given: Any) -> bool:
         least = {"pretrain": "m", "teacher_pretrain": "t", "dataset": "d", "output": "o"}
         return teacher_deepspeed(build_config(DistillConfig, least | given)).param_offload
@@ -146,3 +186,5 @@ def test_a_teacher_that_is_whole_on_each_rank_stays_beside_the_student_whose_obj
     common = {"zero_stage": "3", "param_offload": "true"}
     assert offloaded(**common)
     assert not offloaded(**common, teacher_zero_stage="2")
+    assert offloaded(teacher_offload="true")
+    assert not offloaded()
