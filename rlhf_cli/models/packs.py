@@ -5,6 +5,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from rlhf_cli.models.vision.pictures import PackPictures
+
 
 class KeysLike(Protocol):
     """Which keys the runs of a pack see where sequences share a beginning; a dataclass."""
@@ -42,6 +44,8 @@ class PackLike(Protocol):
     def targets_K(self) -> torch.Tensor: ...
     @property
     def keys(self) -> KeysLike | None: ...
+    @property
+    def pictures(self) -> PackPictures | None: ...
 
 
 def with_filler(pack: PackLike, count: int) -> PackLike:
@@ -63,4 +67,5 @@ def with_filler(pack: PackLike, count: int) -> PackLike:
         cu_seqlens=torch.cat([pack.cu_seqlens, pack.cu_seqlens[-1:] + count]),
         max_seqlen=max(pack.max_seqlen, count),
         keys=keys,
+        pictures=pack.pictures and pack.pictures.with_filler(count),
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
+from rlhf_cli.data.packing.placing_pictures import TokenRun, place_pictures
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import PackPictures, PlacedPicture
 
@@ -119,12 +120,19 @@ def pack(sequences: list[TokenSequence]) -> Pack:
         read_R=torch.from_numpy(trained_K - 1),
         targets_K=torch.from_numpy(token_ids[trained_K]),
         cu_trained=torch.from_numpy(cu_trained.astype(np.int64)),
+        pictures=_pictures_of(sequences),
     )
+
+
+def _pictures_of(sequences: list[TokenSequence]) -> PackPictures | None:
+    if not any(sequence.pictures for sequence in sequences):
+        return None
+    return place_pictures([TokenRun(sequence.token_ids, pictures=sequence.pictures) for sequence in sequences])
 
 
 def only_end(sequence: TokenSequence) -> TokenSequence:
     """Return the sequence with its last token as the only target."""
-    return TokenSequence(sequence.token_ids, np.arange(len(sequence)) == len(sequence) - 1)
+    return replace(sequence, loss_mask=np.arange(len(sequence)) == len(sequence) - 1)
 
 
 def at_targets(batch: Pack) -> Pack:

@@ -12,16 +12,19 @@ import numpy as np
 import torch
 
 from rlhf_cli.data.packing.packs import KeyBounds, Pack, pack
+from rlhf_cli.data.packing.placing_pictures import TokenRun, place_pictures, rope_shift
+from rlhf_cli.models.vision.pictures import PlacedPicture
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
     """A continuation of a prompt: `token_ids` int32 [R], and `loss_mask` bool [R], true for tokens that are training
-    targets.
+    targets. Places of `pictures` are counted from its first token.
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
+    pictures: tuple[PlacedPicture, ...] = ()
 
     def __len__(self) -> int:
         return self.token_ids.size
@@ -33,15 +36,21 @@ class Tree:
 
     prompt_ids: np.ndarray
     branches: tuple[Branch, ...]
+    pictures: tuple[PlacedPicture, ...] = ()
 
+    def run(self) -> TokenRun:
+        """Return the prompt alone."""
+        return TokenRun(self.prompt_ids, pictures=self.pictures)
 
-@dataclass(frozen=True, slots=True)
-class _TokenRun:
-    """Tokens that stand together in the pack; `behind` is the run that they continue, if that is another one."""
+    def run_with(self, branch: Branch) -> TokenRun:
+        """Return the prompt and one of its continuations."""
+        later = tuple(placed.moved(self.prompt_ids.size) for placed in branch.pictures)
+        return TokenRun(np.concatenate([self.prompt_ids, branch.token_ids]), pictures=self.pictures + later)
 
-    token_ids: np.ndarray
-    first_position: int
-    behind: int | None = None
+    def run_behind(self, branch: Branch, prompt_run: int) -> TokenRun:
+        """Return a continuation, for a pack that has the prompt as the run of that number."""
+        shift = rope_shift(self.pictures)
+        return TokenRun(branch.token_ids, self.prompt_ids.size, prompt_run, branch.pictures, shift)
 
 
 def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = False) -> Pack:
@@ -52,7 +61,7 @@ def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = 
     """
     if not trees:
         return pack([])
-    runs: list[_TokenRun] = []
+    runs: list[TokenRun] = []
     rows: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     start = 0
@@ -60,13 +69,13 @@ def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = 
         num_prompt = tree.prompt_ids.size
         own_prompt, prompt_end, prompt_run = 0, start + num_prompt - 1, len(runs)
         if share_prompts:
-            runs.append(_TokenRun(tree.prompt_ids, 0))
+            runs.append(tree.run())
             start += num_prompt
         for branch in tree.branches:
             if share_prompts:
-                runs.append(_TokenRun(branch.token_ids, num_prompt, behind=prompt_run))
+                runs.append(tree.run_behind(branch, prompt_run))
             else:
-                runs.append(_TokenRun(np.concatenate([tree.prompt_ids, branch.token_ids]), 0))
+                runs.append(tree.run_with(branch))
                 own_prompt, prompt_end = num_prompt, start + num_prompt - 1
             read = np.array([len(branch) - 1]) if read_ends else np.flatnonzero(branch.loss_mask)
             before = read if read_ends else read - 1
@@ -76,7 +85,7 @@ def pack_trees(trees: Sequence[Tree], *, share_prompts: bool, read_ends: bool = 
     return _pack(runs, rows, targets, shared=share_prompts)
 
 
-def _pack(runs: list[_TokenRun], rows: list[np.ndarray], targets: list[np.ndarray], *, shared: bool) -> Pack:
+def _pack(runs: list[TokenRun], rows: list[np.ndarray], targets: list[np.ndarray], *, shared: bool) -> Pack:
     lengths = np.array([run.token_ids.size for run in runs])
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     positions = [np.arange(run.first_position, run.first_position + run.token_ids.size) for run in runs]
@@ -90,10 +99,11 @@ def _pack(runs: list[_TokenRun], rows: list[np.ndarray], targets: list[np.ndarra
         targets_K=_int64(targets),
         cu_trained=torch.from_numpy(np.cumsum([0] + [part.size for part in rows])),
         keys=_key_bounds(runs, bounds) if shared else None,
+        pictures=place_pictures(runs),
     )
 
 
-def _key_bounds(runs: list[_TokenRun], bounds: np.ndarray) -> KeyBounds:
+def _key_bounds(runs: list[TokenRun], bounds: np.ndarray) -> KeyBounds:
     own = [np.arange(first, stop) for first, stop in itertools.pairwise(bounds)]
     seen = [
         part if run.behind is None else np.concatenate([own[run.behind], part])

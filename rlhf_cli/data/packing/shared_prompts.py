@@ -1,17 +1,19 @@
 """Responses that share a prompt, planned and packed so that the prompt is computed once.
 
-The prompt of a sequence are its tokens before the first trained one. Only neighbours in a micro-batch share a prompt,
-so that a pack's outputs have the order of its sequences; `plan_groups` makes sequences of one prompt neighbours.
+The prompt of a sequence are its tokens before the first trained one, with their pictures. Only neighbours in a
+micro-batch share a prompt, so that a pack's outputs have the order of its sequences; `plan_groups` makes sequences of
+one prompt neighbours.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rlhf_cli.data.packing.packs import Bounds, Pack, TokenSequence, pack, plan_packs
 from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
+
+PromptKey = tuple[bytes | str, ...]
+"""The bytes of a prompt's tokens, and the digests of its pictures."""
 
 
 def plan_groups(
@@ -28,9 +30,9 @@ def plan_groups(
     `max_sequences`, micro-batches are filled one after the other, each with about as many sequences.
     """
     sizes = _Sizes([_prompt_size(sequence) for sequence in sequences], [len(sequence) for sequence in sequences])
-    groups: dict[bytes, list[int]] = {}
+    groups: dict[PromptKey, list[int]] = {}
     for index, (sequence, size) in enumerate(zip(sequences, sizes.prompts, strict=True)):
-        groups.setdefault(sequence.token_ids[:size].tobytes(), []).append(index)
+        groups.setdefault(_key(sequence, size), []).append(index)
     if max_sequences is None:
         total = sum(sizes.tokens(members) for members in groups.values())
         limit = min(max_tokens, -(-total // num_ranks))
@@ -50,7 +52,7 @@ def plan_groups(
 
 def pack_groups(sequences: Sequence[TokenSequence]) -> Pack:
     """Return the sequences in their order as one pack, in which neighbours with equal prompts have the prompt once."""
-    groups = [list(group) for _, group in itertools.groupby(sequences, key=lambda s: _prompt_of(s).tobytes())]
+    groups = [list(group) for _, group in itertools.groupby(sequences, key=lambda s: _key(s, _prompt_size(s)))]
     if len(groups) == len(sequences):
         return pack(list(sequences))
     return pack_trees([_tree_of(group) for group in groups], share_prompts=True)
@@ -61,13 +63,21 @@ def _prompt_size(sequence: TokenSequence) -> int:
     return int(sequence.loss_mask.argmax()) or max(1, len(sequence) - 1)  # the first token is never trained
 
 
-def _prompt_of(sequence: TokenSequence) -> np.ndarray:
-    return sequence.token_ids[: _prompt_size(sequence)]
+def _key(sequence: TokenSequence, size: int) -> PromptKey:
+    """Return what prompts of that many tokens are compared by: tokens, and pictures, whose tokens are all alike."""
+    digests = (placed.picture.digest for placed in sequence.pictures if placed.start < size)
+    return sequence.token_ids[:size].tobytes(), *digests
 
 
 def _tree_of(group: list[TokenSequence]) -> Tree:
-    prompt = _prompt_of(group[0])
-    return Tree(prompt, tuple(Branch(s.token_ids[prompt.size :], s.loss_mask[prompt.size :]) for s in group))
+    size = _prompt_size(group[0])
+    pictures = tuple(placed for placed in group[0].pictures if placed.start < size)
+    return Tree(group[0].token_ids[:size], tuple(_branch_of(sequence, size) for sequence in group), pictures)
+
+
+def _branch_of(sequence: TokenSequence, size: int) -> Branch:
+    later = tuple(placed.moved(-size) for placed in sequence.pictures if placed.start >= size)
+    return Branch(sequence.token_ids[size:], sequence.loss_mask[size:], later)
 
 
 @dataclass(frozen=True)

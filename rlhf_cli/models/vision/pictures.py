@@ -105,3 +105,8 @@ class PackPictures:
             features_P=self.features_P.to(device, non_blocking=True),
             rope_3T=None if self.rope_3T is None else self.rope_3T.to(device, non_blocking=True),
         )
+
+    def with_filler(self, count: int) -> "PackPictures":
+        """Return the record for a pack with that many more tokens behind its own."""
+        rope_3T = self.rope_3T
+        return self if rope_3T is None else replace(self, rope_3T=torch.nn.functional.pad(rope_3T, (0, count)))
