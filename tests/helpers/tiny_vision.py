@@ -1,0 +1,256 @@
+"""Tiny random vision-language models in folders, as they come from the Hub: weights, tokenizer, processor.
+
+Their heads have 32 elements, the fewest that vLLM takes on a CPU. Text is spelled in bytes, one token each.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    CLIPImageProcessorPil,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+HIDDEN = 64
+PATCH = 14
+"""Sides of the patches that the towers cut a picture into; two by two patches are one feature in most of them."""
+SIDE = 56
+"""Sides of the pictures that the towers of Idefics3 and LLaVA take."""
+QWEN_BOUNDS = {"shortest_edge": 28 * 28, "longest_edge": 16 * 28 * 28}
+"""Least and most pixels of a picture for Qwen-VL: 1 to 16 features."""
+
+CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+IDEFICS_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+ROW_COLUMN_TOKENS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}PICTURE{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML whose messages are text or lists of parts; PICTURE stands for the marks of a family."""
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """A family in small: the marks of a picture in the chat template, its placeholder, and how a folder is made."""
+
+    marks: str
+    placeholder: str
+    build: Callable[[PreTrainedTokenizerFast], PreTrainedModel]
+    save_processor: Callable[[PreTrainedTokenizerFast, Path, bool], None]
+    tokens: tuple[str, ...]
+    named_tokens: dict[str, str]
+
+
+def save_tiny_vision(kind: str, folder: Path, *, seed: int = 0, splits: bool = False) -> Path:
+    """Save a model of this kind of `TINY_FAMILIES` into the folder, and return the folder.
+
+    `splits` lets Idefics3 cut large pictures into several squares beside the whole one.
+    """
+    family = TINY_FAMILIES[kind]
+    tokenizer = tiny_tokenizer(family)
+    torch.manual_seed(seed)
+    family.build(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    family.save_processor(tokenizer, folder, splits)
+    return folder
+
+
+def random_picture(height: int, width: int, *, seed: int = 0) -> np.ndarray:
+    """Return random pixels, uint8 [height, width, 3]."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def tiny_tokenizer(family: TinyFamily) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes with the control tokens of the family, and its chat template."""
+    vocabulary = {character: place for place, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([*CONTROL_TOKENS, *family.tokens])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=family.named_tokens,
+    )
+    tokenizer.chat_template = TEMPLATE.replace("PICTURE", family.marks)
+    return tokenizer
+
+
+def _text(tokenizer: PreTrainedTokenizerFast, **others: Any) -> dict[str, Any]:
+    """Return the settings of a small text model of one key head."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **others,
+    }
+
+
+def _tower(**others: Any) -> dict[str, Any]:
+    """Return the settings of a small tower of squares of `SIDE` pixels."""
+    return {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": SIDE,
+        "patch_size": PATCH,
+        **others,
+    }
+
+
+def _qwen_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    names = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+
+
+def _qwen_tower(**others: Any) -> dict[str, Any]:
+    return {
+        "depth": 2,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_heads": 2,
+        "out_hidden_size": HIDDEN,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        **others,
+    }
+
+
+def _qwen2_5_vl(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    axes = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+    config = Qwen2_5_VLConfig(
+        text_config=_text(tokenizer, rope_parameters=axes),
+        vision_config=_qwen_tower(window_size=112, fullatt_block_indexes=[1]),
+        tie_word_embeddings=False,
+        **_qwen_ids(tokenizer),
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3_vl(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    axes = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True, "rope_theta": 10000.0}
+    config = Qwen3VLConfig(
+        text_config=_text(tokenizer, num_hidden_layers=3, rope_parameters=axes, tie_word_embeddings=True),
+        vision_config=_qwen_tower(num_position_embeddings=64, deepstack_visual_indexes=[0]),
+        tie_word_embeddings=True,
+        **_qwen_ids(tokenizer),
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def _idefics3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = Idefics3Config(
+        text_config=_text(tokenizer, model_type="llama"),
+        vision_config=_tower(),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    return Idefics3ForConditionalGeneration(config)
+
+
+def _llava(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = LlavaConfig(
+        text_config=_text(tokenizer, model_type="qwen2"),
+        vision_config=_tower(model_type="clip_vision_model", projection_dim=HIDDEN),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+        image_seq_length=(SIDE // PATCH) ** 2,
+        tie_word_embeddings=False,
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def _save_qwen_processor(tokenizer: PreTrainedTokenizerFast, folder: Path, splits: bool) -> None:
+    """Save the image processor alone: the whole one wants torchvision, for videos."""
+    Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, size=QWEN_BOUNDS).save_pretrained(folder)
+
+
+def _save_idefics3_processor(tokenizer: PreTrainedTokenizerFast, folder: Path, splits: bool) -> None:
+    image_processor = Idefics3ImageProcessorPil(
+        size={"longest_edge": 4 * SIDE if splits else SIDE},
+        max_image_size={"longest_edge": SIDE},
+        do_image_splitting=splits,
+    )
+    Idefics3Processor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        image_seq_len=(SIDE // PATCH // 2) ** 2,
+    ).save_pretrained(folder)
+
+
+def _save_llava_processor(tokenizer: PreTrainedTokenizerFast, folder: Path, splits: bool) -> None:
+    image_processor = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+
+
+_QWEN_MARKS = "<|vision_start|><|image_pad|><|vision_end|>"
+_QWEN_NAMES = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+TINY_FAMILIES: dict[str, TinyFamily] = {
+    "qwen2_5_vl": TinyFamily(
+        _QWEN_MARKS, "<|image_pad|>", _qwen2_5_vl, _save_qwen_processor, tuple(QWEN_TOKENS), _QWEN_NAMES
+    ),
+    "qwen3_vl": TinyFamily(
+        _QWEN_MARKS, "<|image_pad|>", _qwen3_vl, _save_qwen_processor, tuple(QWEN_TOKENS), _QWEN_NAMES
+    ),
+    "idefics3": TinyFamily(
+        "<image>",
+        "<image>",
+        _idefics3,
+        _save_idefics3_processor,
+        (*IDEFICS_TOKENS, *ROW_COLUMN_TOKENS),
+        {"image_token": "<image>"},
+    ),
+    "llava": TinyFamily("<image>", "<image>", _llava, _save_llava_processor, ("<image>",), {"image_token": "<image>"}),
+}
+"""The four families by the `model_type` of their configuration."""
