@@ -1,10 +1,10 @@
-"""Checkpoints of two ranks are continued by one, and these by two, at any ZeRO stages."""
+"""Checkpoints of two ranks go on with one, or with two that share sequences, and these with two, at any ZeRO stages."""
 
 from typing import Any
 
 import pytest
 import torch
-from continued_ranks import ROUTES, by_one
+from continued_ranks import ROUTES, STAGES, by_one
 from started_ranks import results_of, start_ranks
 from tiny_training import farthest
 
@@ -37,9 +37,19 @@ def test_states_that_one_rank_took_over_and_saved_are_the_same_to_the_bit(result
 @pytest.mark.parametrize(("stage", "other"), ROUTES)
 def test_two_ranks_and_one_and_two_train_as_two_that_never_stopped(results, stage, other):
     """Each at another stage: losses, gradients and learning rates of all steps, weights and averages at the end."""
-    whole, end = results[2][f"whole {stage}"], results[2][f"trained {stage} {other}"]
+    end = results[2][f"trained {stage} {other}"]
     metrics = results[1][f"trained {stage} {other}"] + end["metrics"]
-    for one, expected in zip(metrics, whole["metrics"][2:], strict=True):
+    assert_trained_as(results[2][f"whole {stage}"], end | {"metrics": metrics})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_begin_to_share_sequences_and_end_it_train_as_two_that_never_did(results, stage):
+    assert_trained_as(results[2][f"whole {stage}"], results[2][f"shared {stage}"])
+
+
+def assert_trained_as(whole: dict[str, Any], found: dict[str, Any]) -> None:
+    """Compare the steps from the third on, and what they end with."""
+    for one, expected in zip(found["metrics"], whole["metrics"][2:], strict=True):
         assert one == pytest.approx(expected, rel=1e-4)
-    assert farthest(end["weights"], whole["weights"]) < 1e-6
-    assert farthest(end["average"], whole["average"]) < 1e-6
+    for kind in ("weights", "average"):
+        assert farthest(found[kind], whole[kind]) < 1e-6

@@ -92,6 +92,12 @@ class Place:
         folder = self.folder / f"{command}_whole"
         return folder if folder.exists() else self.run(command, folder.name, f"{OPTIONS[command]} {RANKS}")
 
+    def alone(self, command: str) -> Path:
+        """Return the folder of a run of one rank that was never stopped; the first test that asks starts it."""
+        folder = self.folder / f"{command}_alone"
+        more = f"{OPTIONS[command]} --save_steps {STEPS - 2}"
+        return folder if folder.exists() else self.run(command, folder.name, more)
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
@@ -153,6 +159,18 @@ def test_one_rank_at_another_stage_ends_a_run_of_two(place, command, stage):
     assert [name for name, weight in model.items() if not weight.equal(merged[name])] == []
 
 
+def test_two_ranks_that_share_sequences_end_a_run_of_one(place):
+    """Of kto, whose baseline is a mean over all ranks, from step 10."""
+    alone = place.alone("kto")
+    continued = Path(shutil.copytree(alone, place.folder / "kto_by_two"))
+    shutil.rmtree(continued / "checkpoints" / f"step_{STEPS:06d}")
+    place.run("kto", continued.name, f"{RANKS} --sequence_parallel_size 2 --load_checkpoint")
+    found, expected = metrics_of(continued), metrics_of(alone)
+    assert found.keys() == expected.keys()
+    for step, metrics in found.items():
+        assert metrics == pytest.approx(expected[step], rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("command", OPTIONS)
 def test_held_out_rows_are_told_apart(place, command):
     last = metrics_of(place.whole(command))[STEPS]
@@ -163,7 +181,7 @@ def test_held_out_rows_are_told_apart(place, command):
 @pytest.mark.parametrize("command", OPTIONS)
 def test_two_ranks_take_the_steps_of_one(place, command):
     together = metrics_of(place.whole(command))
-    alone = metrics_of(place.run(command, f"{command}_alone", OPTIONS[command]))
+    alone = metrics_of(place.alone(command))
     for step in (1, 2, 3):
         assert together[step] == pytest.approx(alone[step], rel=1e-3, abs=1e-4)
 

@@ -1,7 +1,8 @@
 """Engines that go on from a checkpoint of another number of ranks: `python continued_ranks.py MODEL FOLDER`.
 
 Two ranks save, the process that started them goes on as one rank, and the same two ranks go on from there. It waits for
-`written_by_two` and writes `written_by_one`.
+`written_by_two` and writes `written_by_one`. Meanwhile the two ranks go on as two that share each sequence, and from
+there as two that share none.
 """
 
 import gc
@@ -18,7 +19,10 @@ import torch.distributed as dist
 from tiny_training import OPTIM, Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 
 from rlhf_cli.backends.training import distributed
+from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.backends.training.weight_average import WeightAverage
+from rlhf_cli.config.train import DeepSpeedConfig
+from rlhf_cli.models.policy import PolicyModel
 
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9], [9, 1], [2, 3, 4], [5, 6, 0]]
 """Two ranks take the first two and the last two; one rank the two in between, or none."""
@@ -37,9 +41,12 @@ class Trained:
     hf_model: Any
     engine: Any
     average: WeightAverage
+    ranks_per_sequence: int
 
     def steps(self, numbers: Sequence[int]) -> list[dict[str, float]]:
-        items, layout = Items(make_sequences(10)), Layout(dist.get_rank(), dist.get_world_size(), max_tokens=60)
+        place = dist.get_rank(), dist.get_world_size()
+        layout = Layout(*place, max_tokens=60, ranks_per_sequence=self.ranks_per_sequence)
+        items = Items(make_sequences(10))
         metrics = []
         for number in numbers:
             metrics += train(self.engine, items, [STEPS[number]], layout)
@@ -63,10 +70,13 @@ class Trained:
         return {"metrics": metrics, "weights": weights_of(self.engine, self.hf_model), "average": average}
 
 
-def built(model: str, stage: int, dtype: str) -> Trained:
-    hf_model, module = load_policy(model, stage, dtype=dtype)
-    engine = make_engine(module, stage, dtype=dtype, optim=RISING)
-    return Trained(hf_model, engine, WeightAverage(list(hf_model.named_parameters()), beta=0.75))
+def built(model: str, stage: int, dtype: str, *, ranks_per_sequence: int = 1) -> Trained:
+    hf_model, _ = load_policy(model, stage, dtype=dtype)
+    settings = DeepSpeedConfig(sequence_parallel_size=ranks_per_sequence)
+    module = PolicyModel(hf_model, sequence_ranks(settings, hf_model.config))
+    engine = make_engine(module, stage, dtype=dtype, optim=RISING, sequence_parallel_size=ranks_per_sequence)
+    average = WeightAverage(list(hf_model.named_parameters()), beta=0.75)
+    return Trained(hf_model, engine, average, ranks_per_sequence)
 
 
 def by_two(model: str, folder: Path) -> dict[str, Any]:
@@ -82,6 +92,7 @@ def by_two(model: str, folder: Path) -> dict[str, Any]:
             found[f"whole {stage}"] = whole.found(whole.steps(range(6)))
     if dist.get_rank() == 0:
         (folder / "written_by_two").touch()
+    found |= {f"shared {stage}": _shared_and_back(model, stage, folder) for stage in STAGES}
     wait_for(folder / "written_by_one")
     for (stage, other), dtype in product(ROUTES, ("fp32", "bf16")):
         found[f"turned {stage} {other} {dtype}"] = _gone_on(
@@ -106,6 +117,16 @@ def by_one(model: str, folder: Path) -> dict[str, Any]:
             trained.save(folder / f"one trained {stage} {other}")
     (folder / "written_by_one").touch()
     return found
+
+
+def _shared_and_back(model: str, stage: int, folder: Path) -> dict[str, Any]:
+    """Go on as two ranks that share each sequence, and from their checkpoint as two that share none."""
+    sharing = built(model, stage, "fp32", ranks_per_sequence=2)
+    sharing.load(folder / f"two {stage} fp32")
+    metrics = sharing.steps((2, 3))
+    sharing.save(folder / f"shared {stage}")
+    back = _gone_on(model, stage, "fp32", folder / f"shared {stage}")
+    return back | {"metrics": metrics + back["metrics"]}
 
 
 def _gone_on(model: str, stage: int, dtype: str, folder: Path) -> dict[str, Any]:
