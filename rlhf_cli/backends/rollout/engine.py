@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.vision.pictures import unexpanded
 
 _WAIT_SECONDS = 1.0  # that a thread waits for a response at a stretch: it must not outlive a call that was cancelled
 
@@ -29,6 +30,7 @@ class EngineSettings:
     every rounding, is the same in every process. `max_num_seqs` bounds the sequences of a step where vLLM does not know
     the card: on a CPU, and with transformers. `vllm_args` are further engine arguments of vLLM, which win
     over all others. With `max_lora_rank`, one of vLLM's values, pushes are of adapters alone and the model stays.
+    `max_images_per_prompt` bounds the pictures of a prompt; None for models without a vision tower.
     """
 
     max_model_len: int
@@ -46,6 +48,7 @@ class EngineSettings:
     kv_cache_gib: int = 1
     vllm_args: Mapping[str, object] = field(default_factory=dict)
     max_lora_rank: int | None = None
+    max_images_per_prompt: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +198,24 @@ def check_lengths(requests: list[GenerationRequest], sampling: SamplingParams, *
                 f"prompt {index} has {length} tokens; with max_new_tokens {sampling.max_new_tokens} that is more "
                 f"than the {max_model_len} tokens the engine was built for"
             )
+
+
+def check_pictures(requests: list[GenerationRequest], *, max_images: int | None) -> None:
+    """Raise UsageError if a prompt has more pictures than the engine was built for, or other placeholders than theirs.
+
+    vLLM must never see such a prompt: after a wrong number of pictures it fails every later one too.
+    """
+    for index, request in enumerate(requests):
+        if not request.pictures:
+            continue
+        count = len(request.pictures)
+        if max_images is None:
+            raise UsageError(f"prompt {index} has {count} pictures; the model of the rollout engine takes text alone")
+        if count > max_images:
+            raise UsageError(
+                f"prompt {index} has {count} pictures; the engine was built for {max_images} (--max_images_per_prompt)"
+            )
+        shortened = unexpanded(request.prompt_ids, request.pictures)
+        placeholders = sum(shortened.count(token) for token in {placed.token for placed in request.pictures})
+        if placeholders != count:
+            raise UsageError(f"prompt {index} has {count} pictures and {placeholders} image placeholders")

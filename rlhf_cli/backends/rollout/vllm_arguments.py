@@ -29,7 +29,7 @@ def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool)
     """Return the arguments that this program starts an engine with, without the user's own."""
     return {
         "model": model_path,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": settings.max_images_per_prompt is None,  # pictures come through the model's processor
         "trust_remote_code": settings.trust_remote_code,
         "dtype": _DTYPES[settings.dtype],
         "seed": settings.seed,
@@ -46,6 +46,7 @@ def engine_arguments(model_path: str, settings: EngineSettings, *, on_cpu: bool)
         "scheduler_cls": f"{_SCHEDULER_MODULE}.{'StoppingScheduler' if on_cpu else 'AsyncStoppingScheduler'}",
         "weight_transfer_config": {"backend": f"rlhf_{settings.sync_backend}"},
         **_adapter_arguments(settings),
+        **_picture_arguments(settings, on_cpu=on_cpu),
         **_device_arguments(settings, on_cpu=on_cpu),
     }
 
@@ -55,6 +56,17 @@ def _adapter_arguments(settings: EngineSettings) -> dict[str, object]:
     if settings.max_lora_rank is None:
         return {}
     return {"enable_lora": True, "max_lora_rank": settings.max_lora_rank}
+
+
+def _picture_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, object]:
+    """Return the engine arguments for models with a vision tower.
+
+    On a CPU, whose cache has a fixed size, vLLM need not run the tower on the largest picture to measure memory.
+    """
+    if settings.max_images_per_prompt is None:
+        return {}
+    limits = {"image": settings.max_images_per_prompt, "video": 0}
+    return {"limit_mm_per_prompt": limits, "skip_mm_profiling": on_cpu}
 
 
 def is_eager(settings: EngineSettings, *, on_cpu: bool) -> bool:

@@ -15,10 +15,12 @@ from rlhf_cli.backends.rollout.engine import (
     EngineSettings,
     RequestBatch,
     check_lengths,
+    check_pictures,
     eos_token_ids,
 )
 from rlhf_cli.backends.rollout.processes import end_processes, process_tree
 from rlhf_cli.backends.rollout.stop_strings import stop_strings
+from rlhf_cli.backends.rollout.vllm_prompts import engine_prompt
 from rlhf_cli.backends.rollout.vllm_start import cpu_probe, engine_environment, started
 from rlhf_cli.backends.weight_sync.adapter_push import read_adapter, written_adapter
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -105,6 +107,7 @@ class VllmEngine:
         if self._asleep or self._updating or self._weights_lost:
             raise RunError("the rollout engine was asked to generate while asleep or without complete weights")
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
+        check_pictures(requests, max_images=self._settings.max_images_per_prompt)
         if sampling.stop:  # a fault is found here: in the engine's core it would end the engine
             stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
         batch = RequestBatch(sampling.max_new_tokens)
@@ -127,7 +130,7 @@ class VllmEngine:
         queues: list[RequestOutputCollector] = []
         try:
             for name, request in zip(names, requests, strict=True):
-                prompt: object = {"type": "token", "prompt_token_ids": request.prompt_ids}
+                prompt = await engine_prompt(self._llm.renderer, request)
                 params = _vllm_sampling(request, sampling, self._eos)
                 queues.append(await self._llm.add_request(name, prompt, params, lora_request=self._adapter))
             await self._llm.resume_generation()

@@ -1,0 +1,90 @@
+"""Prompts for vLLM: text as it is, pictures with one placeholder each, and refusals before the engine sees them."""
+
+import asyncio
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlhf_cli.backends.rollout.engine import EngineSettings, check_pictures
+from rlhf_cli.backends.rollout.vllm_arguments import engine_arguments
+from rlhf_cli.backends.rollout.vllm_prompts import engine_prompt
+from rlhf_cli.data.rollouts import GenerationRequest
+from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
+
+IMAGE = 9
+PIXELS = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+PICTURE = picture_of_pixels("digest", PIXELS)
+TWO = GenerationRequest(
+    [1, 8, IMAGE, IMAGE, 8, 2, IMAGE, IMAGE, IMAGE, 3],
+    seed=0,
+    pictures=(PlacedPicture(PICTURE, 1, 4, IMAGE), PlacedPicture(picture_of_pixels("other", PIXELS), 6, 3, IMAGE)),
+)
+
+
+class Renderer:
+    """Expands placeholders into so many tokens each, as vLLM does with the model's processor."""
+
+    def __init__(self, *runs):
+        self.runs = list(runs)
+        self.asked = []
+
+    async def render_cmpl_async(self, prompts):
+        self.asked += prompts
+        runs = iter(self.runs)
+        ids = [[token] if token != IMAGE else next(runs) for token in prompts[0]["prompt_token_ids"]]
+        return [{"type": "multimodal", "prompt_token_ids": [token for run in ids for token in run]}]
+
+
+def prompt_for(renderer, request):
+    return asyncio.run(engine_prompt(renderer, request))
+
+
+def test_text_goes_to_the_engine_as_it_is_and_no_processor_sees_it():
+    renderer = Renderer()
+    found = prompt_for(renderer, GenerationRequest([1, 2, IMAGE], seed=0))
+    assert found == {"type": "token", "prompt_token_ids": [1, 2, IMAGE]}
+    assert not renderer.asked
+
+
+def test_pictures_go_with_one_placeholder_each_and_are_known_by_their_digests():
+    renderer = Renderer([8, IMAGE, IMAGE, 8], [IMAGE] * 3)
+    assert prompt_for(renderer, TWO)["prompt_token_ids"] == TWO.prompt_ids
+    (asked,) = renderer.asked
+    assert asked["prompt_token_ids"] == [1, IMAGE, 2, IMAGE, 3]
+    assert asked["multi_modal_uuids"] == {"image": ["digest", "other"]}
+    first, _ = asked["multi_modal_data"]["image"]
+    assert (np.asarray(first) == PIXELS).all()
+
+
+def test_a_prompt_that_vllm_expands_in_another_way_is_refused_with_the_difference():
+    renderer = Renderer([8, IMAGE, 8], [IMAGE] * 3)
+    complaint = "vLLM makes 9 tokens of a prompt with pictures of 6 x 4, 6 x 4 pixels, the trainer 10; they differ from"
+    with pytest.raises(RunError, match=re.escape(f"{complaint} token 3 on")):
+        prompt_for(renderer, TWO)
+
+
+@pytest.mark.parametrize(
+    ("request_", "most", "complaint"),
+    [
+        (TWO, 1, "prompt 1 has 2 pictures; the engine was built for 1 (--max_images_per_prompt)"),
+        (TWO, None, "prompt 1 has 2 pictures; the model of the rollout engine takes text alone"),
+        (replace(TWO, prompt_ids=[*TWO.prompt_ids, IMAGE]), 2, "prompt 1 has 2 pictures and 3 image placeholders"),
+    ],
+)
+def test_wrong_numbers_of_pictures_are_refused_before_the_engine_is_asked(request_, most, complaint):
+    text = GenerationRequest([1, IMAGE], seed=0)
+    check_pictures([text, TWO], max_images=2)
+    with pytest.raises(UsageError, match=re.escape(complaint)):
+        check_pictures([text, request_], max_images=most)
+
+
+def test_a_text_model_s_engine_starts_as_before_and_a_vision_model_s_with_its_processor():
+    text = engine_arguments("m", EngineSettings(max_model_len=9), on_cpu=True)
+    assert text["skip_tokenizer_init"]
+    assert "limit_mm_per_prompt" not in text
+    vision = engine_arguments("m", EngineSettings(max_model_len=9, max_images_per_prompt=3), on_cpu=True)
+    assert not vision["skip_tokenizer_init"]
+    assert vision["limit_mm_per_prompt"] == {"image": 3, "video": 0}
