@@ -29,6 +29,7 @@ from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.tokenizing.control_tokens import ControlTokens, controls_phrase, note_controls
 from rlhf_cli.data.tokenizing.tokenizer import Tokeniser, note_largest
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.vision.pictures import PlacedPicture
 
 BATCH_ROWS = 512
 PASS_RATE = "pass_rate"
@@ -52,7 +53,8 @@ class Prompt:
 
     `text` is the rendered text, template included; `label` the ground truth, None if the row has none; `source` the
     data set as named in the settings, and `index` the number of the row in it, from 0. `data_source` is the row's own
-    name of its source. `row` is JSON of the columns for reward files, None if there are none.
+    name of its source. `row` is JSON of the columns for reward files, None if there are none. `pictures` stand in
+    `prompt_ids`.
     """
 
     prompt_ids: list[int]
@@ -62,6 +64,7 @@ class Prompt:
     index: int
     data_source: str | None = None
     row: str | None = None
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclass

@@ -55,6 +55,11 @@ class GenerationRequest:
     expected_tokens: int = 0
     pictures: tuple[PlacedPicture, ...] = ()
 
+    @property
+    def prompt(self) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
+        """The part that the samples of a prompt have in common: equal tokens with other pictures are another prompt."""
+        return tuple(self.prompt_ids), self.pictures
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:

@@ -3,16 +3,21 @@
 The worker's side is workers/user_file.py; session.py waits until a prompt's responses are complete.
 """
 
+import base64
+import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rlhf_cli.rewards.parts import Part, file_parts
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.workers.pool import Failure, WorkerPool
 from rlhf_cli.rewards.workers.user_forms import UserBatch
+
+if TYPE_CHECKING:
+    from rlhf_cli.models.vision.pictures import Picture
 
 
 @dataclass(eq=False)
@@ -39,6 +44,8 @@ def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: 
     rows = [request.row or NO_ROW for request in requests] if "rows" in needs else [NO_ROW] * len(requests)
     distinct = list(dict.fromkeys(rows))
     is_raw = decode is not None and "raw_responses" in needs
+    pictured = requests if "images" in needs else []
+    pictures = _numbered(pictured)
     raw = [decode(request.token_ids) if decode and is_raw else request.response for request in requests]
     return UserBatch(
         queries=[request.query for request in requests],
@@ -52,7 +59,24 @@ def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: 
         sources=[request.source for request in requests],
         rows=[json.loads(row) for row in distinct],
         row_of=[distinct.index(row) for row in rows],
+        pictures=[_png(picture) for picture in pictures],
+        pictures_of=[[pictures[picture] for picture in request.pictures] for request in pictured],
     )
+
+
+def _numbered(requests: Sequence[ScoreRequest]) -> "dict[Picture, int]":
+    """Return the distinct pictures of the requests, numbered: a worker gets each once."""
+    distinct = dict.fromkeys(picture for request in requests for picture in request.pictures)
+    return {picture: number for number, picture in enumerate(distinct)}
+
+
+def _png(picture: "Picture") -> str:
+    """Return the picture as a PNG file in base64, as lines of JSON can have it."""
+    from PIL import Image  # after the start of the program, as most runs have no pictures
+
+    file = io.BytesIO()
+    Image.fromarray(picture.pixels).save(file, "PNG", compress_level=1)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 class FileFeed:

@@ -1,7 +1,10 @@
 """Requests to rewards and their scores."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # reward workers import no torch
+    from rlhf_cli.models.vision.pictures import Picture
 
 Status = Literal["correct", "wrong", "invalid", "failed", "scored"]
 
@@ -20,7 +23,7 @@ class ScoreRequest:
     the group, `group_size` the number of samples.
 
     `source` is the row's name of its data set; `row` is JSON for reward files with `prompt` and `columns`; `token_ids`
-    are the sampled tokens.
+    are the sampled tokens, `pictures` the pictures of the prompt in their order.
     """
 
     query: str
@@ -35,6 +38,7 @@ class ScoreRequest:
     source: str | None = None
     row: str | None = None
     token_ids: list[int] = field(default_factory=list)
+    pictures: "tuple[Picture, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ def trial_requests(prompts: Sequence[Prompt]) -> list[ScoreRequest]:
             source=prompt.data_source,
             row=prompt.row,
             token_ids=prompt.prompt_ids,
+            pictures=tuple(placed.picture for placed in prompt.pictures),
         )
         for number, prompt in enumerate(islice(prompts, TRIED_PROMPTS))
         for sample, response in enumerate(MADE_UP)

@@ -24,6 +24,7 @@ from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
 
 NUM_PROMPTS, BATCH, SAMPLES_EACH = 6, 3, 2
+PROMPTS = [Prompt([20 + i, 30 + i], f"prompt {i}: ", str(i), "data.jsonl", i) for i in range(NUM_PROMPTS)]
 WITHOUT_REFERENCE, WITH_REFERENCE = ActorCriticPolicyConfig(init_kl_coef=0.0), ActorCriticPolicyConfig(init_kl_coef=0.1)
 ONE_STEP = OnlineBatchConfig(train_batch_size=BATCH * SAMPLES_EACH)
 FAILED = Score(None, "failed", "grader broke", failure="raised")
@@ -283,7 +284,7 @@ class Run:
         return train_online(
             self.roles(),
             self.settings,
-            prompts=[Prompt([20 + i, 30 + i], f"prompt {i}: ", str(i), "data.jsonl", i) for i in range(NUM_PROMPTS)],
+            prompts=PROMPTS,
             decode=lambda token_ids: "".join(map(str, token_ids)),
             state=state or first_state(self.settings.policy),
             total_iterations=total_iterations,

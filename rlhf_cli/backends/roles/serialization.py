@@ -4,6 +4,7 @@ A pickler takes longer over thousands of short arrays than their bytes take, and
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +13,12 @@ import numpy as np
 from rlhf_cli.backends.roles.settings import UpdateStep
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
+from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 
 Reduced = tuple[Callable[..., object], tuple[object, ...]]
+Pictures = dict[int, tuple[PlacedPicture, ...]]
+JoinedSequences = tuple[np.ndarray, np.ndarray, np.ndarray, Pictures]
+"""Token ids and loss masks end to end, the bounds between them, and the pictures by number of the sequence."""
 
 
 class MicroBatches(list[list[TokenSequence]]):
@@ -45,13 +50,13 @@ class UpdateSteps(list[UpdateStep]):
         return _steps, (_joined_sequences([sample.sequence for sample in samples]), columns, steps)
 
 
-def _micro_batches(sizes: Sequence[int], joined: tuple[np.ndarray, ...]) -> list[list[TokenSequence]]:
+def _micro_batches(sizes: Sequence[int], joined: JoinedSequences) -> list[list[TokenSequence]]:
     sequences = iter(_split_sequences(*joined))
     return [[next(sequences) for _ in range(size)] for size in sizes]
 
 
 def _steps(
-    joined: tuple[np.ndarray, ...], columns: dict[str, tuple[np.ndarray, np.ndarray]], steps: Sequence[tuple[Any, Any]]
+    joined: JoinedSequences, columns: dict[str, tuple[np.ndarray, np.ndarray]], steps: Sequence[tuple[Any, Any]]
 ) -> list[UpdateStep]:
     cells = {name: _split(*column) for name, column in columns.items()}
     samples = [
@@ -61,14 +66,28 @@ def _steps(
     return [UpdateStep([[samples[n] for n in members] for members in bins], totals) for bins, totals in steps]
 
 
-def _joined_sequences(sequences: Sequence[TokenSequence]) -> tuple[np.ndarray, ...]:
+def _joined_sequences(sequences: Sequence[TokenSequence]) -> JoinedSequences:
     token_ids, bounds = _joined([sequence.token_ids for sequence in sequences])
-    return token_ids, _joined([sequence.loss_mask for sequence in sequences])[0], bounds
+    return token_ids, _joined([sequence.loss_mask for sequence in sequences])[0], bounds, _pictures(sequences)
 
 
-def _split_sequences(token_ids: np.ndarray, loss_mask: np.ndarray, bounds: np.ndarray) -> list[TokenSequence]:
-    pieces = zip(_split(token_ids, bounds), _split(loss_mask, bounds), strict=True)
-    return [TokenSequence(ids, mask) for ids, mask in pieces]
+def _pictures(sequences: Sequence[TokenSequence]) -> Pictures:
+    """Return the pictures by number of the sequence, equal ones as one object, whose pixels travel once."""
+    known: dict[Picture, Picture] = {}
+    return {
+        number: tuple(
+            replace(placed, picture=known.setdefault(placed.picture, placed.picture)) for placed in sequence.pictures
+        )
+        for number, sequence in enumerate(sequences)
+        if sequence.pictures
+    }
+
+
+def _split_sequences(
+    token_ids: np.ndarray, loss_mask: np.ndarray, bounds: np.ndarray, pictures: Pictures
+) -> list[TokenSequence]:
+    pieces = enumerate(zip(_split(token_ids, bounds), _split(loss_mask, bounds), strict=True))
+    return [TokenSequence(ids, mask, pictures.get(number, ())) for number, (ids, mask) in pieces]
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

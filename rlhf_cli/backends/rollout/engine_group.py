@@ -363,11 +363,11 @@ def balanced_shares(requests: list[GenerationRequest], count: int) -> list[list[
     The samples of a prompt stay together, so that an engine reads it once. Prompts are dealt by their cost, highest
     first, each to the engine with the least so far (longest processing time first, Graham 1969).
     """
-    prompts: dict[tuple[int, ...], list[int]] = {}
+    prompts: dict[object, list[int]] = {}
     for number, request in enumerate(requests):
-        prompts.setdefault(tuple(request.prompt_ids), []).append(number)
+        prompts.setdefault(request.prompt, []).append(number)
     costs = {
-        prompt: sum(len(prompt) + requests[number].expected_tokens for number in numbers)
+        prompt: sum(len(requests[number].prompt_ids) + requests[number].expected_tokens for number in numbers)
         for prompt, numbers in prompts.items()
     }
     shares: list[list[int]] = [[] for _ in range(count)]

@@ -3,7 +3,9 @@
 A function is recognised by the names of its parameters. Runs in the worker only.
 """
 
+import base64
 import inspect
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -19,7 +21,11 @@ class UserRow(TypedDict):
 
 
 class UserBatch(TypedDict):
-    """The responses of one call, lists by response; `row_of` gives the place in `rows` of each response's row."""
+    """The responses of one call, lists by response; `row_of` gives the place in `rows` of each response's row.
+
+    `pictures` are PNG files in base64, each once, and `pictures_of` the places of each response's pictures among them;
+    both are empty if the function takes no pictures.
+    """
 
     queries: list[str]
     prompts: list[str]
@@ -32,6 +38,8 @@ class UserBatch(TypedDict):
     sources: list[str | None]
     rows: list[UserRow]
     row_of: list[int]
+    pictures: list[str]
+    pictures_of: list[list[int]]
 
 
 @dataclass
@@ -63,8 +71,23 @@ def _columns(batch: UserBatch) -> dict[str, list[object]]:
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
+def _with_images(batch: UserBatch, columns: dict[str, list[object]]) -> dict[str, list[object]]:
+    """Return the columns with `images`, the list of each response's pictures as PIL has them, if they were sent.
+
+    A column of that name stays if there are no pictures: a text model's rows may have one.
+    """
+    if not batch["pictures_of"]:
+        return columns
+    from PIL import Image  # only for functions that take pictures
+
+    files = [io.BytesIO(base64.b64decode(picture)) for picture in batch["pictures"]]
+    pictures = [Image.open(file) for file in files]
+    images: list[object] = [[pictures[number] for number in numbers] for numbers in batch["pictures_of"]]
+    return columns | {"images": images} if pictures else {"images": images} | columns
+
+
 def _own(batch: UserBatch, _: Log) -> dict[str, list[object]]:
-    return _columns(batch) | {name: batch[name] for name in OWN}  # type: ignore[literal-required]
+    return _with_images(batch, _columns(batch)) | {name: batch[name] for name in OWN}  # type: ignore[literal-required]
 
 
 def _of_trl(batch: UserBatch, log: Log) -> dict[str, object]:
@@ -75,7 +98,7 @@ def _of_trl(batch: UserBatch, log: Log) -> dict[str, object]:
     ]
     columns = {name: cells for name, cells in _columns(batch).items() if name not in ("prompt", "completion")}
     given = {"prompts": prompts, "completions": completions, "completion_ids": batch["token_ids"]}
-    return columns | given | {"log_metric": log.metric, "log_extra": log.extra}
+    return _with_images(batch, columns) | given | {"log_metric": log.metric, "log_extra": log.extra}
 
 
 def _truths(batch: UserBatch) -> list[object]:
@@ -150,10 +173,14 @@ class Signature:
 
     @property
     def needs(self) -> list[str]:
-        """Large inputs that the worker needs: rows, tokens, texts with special tokens."""
+        """Large inputs that the worker needs: rows, tokens, texts with special tokens, and pictures if they are named.
+
+        A function that takes all arguments need not look at pictures, which take time to send.
+        """
         wanted = {"token_ids": "completion_ids" if self.form.name == "TRL" else "token_ids"}
         wanted["raw_responses"] = "raw_responses"
         reads = [name for name, word in wanted.items() if self.takes_all or word in self.names]
+        reads += ["images"] if "images" in self.names else []
         return ["rows", *reads] if not self.by_place or self.names or self.takes_all else reads
 
 

@@ -12,7 +12,7 @@ from rlhf_cli.backends.rollout.engine_group import rollout_backend
 from rlhf_cli.config.generate import InferenceConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
-from rlhf_cli.data.rollouts import Generation, GenerationRequest, sampling_params, scattered_seed
+from rlhf_cli.data.rollouts import Generation, sampling_params, scattered_seed
 from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
@@ -27,6 +27,7 @@ from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
 from rlhf_cli.trainers.online.metrics import failure_metrics, length_metrics, rollout_metrics
+from rlhf_cli.trainers.online.rollout import request_of
 from rlhf_cli.trainers.online.scoring import score_requests, score_responses, whole_groups
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 
@@ -256,8 +257,7 @@ def _answer(
     asked = [prompt for prompt in prompts for _ in range(sampling.n_samples_per_prompt)]
     count = first * sampling.n_samples_per_prompt
     requests = [
-        GenerationRequest(prompt.prompt_ids, scattered_seed(config.out.seed, count + place))
-        for place, prompt in enumerate(asked)
+        request_of(prompt, scattered_seed(config.out.seed, count + place)) for place, prompt in enumerate(asked)
     ]
     with timer("generate"):
         generations = answering.engines.generate(requests, sampling_params(sampling))

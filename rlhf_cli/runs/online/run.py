@@ -73,7 +73,7 @@ from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import Tracker, check_tracking
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
-from rlhf_cli.trainers.online.prompt_source import planned_iterations
+from rlhf_cli.trainers.online.prompt_source import planned_iterations, prompt_at
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
@@ -319,7 +319,10 @@ def _train(
     """Train, and return the way it ended and the facts about the best model."""
     state = first_state(run.config.policy)
     if run.resume is not None:
-        state = LoopState(**run.resume.state["loop"], surplus=load_surplus(run.resume.path))
+        state = LoopState(
+            **run.resume.state["loop"],
+            surplus=load_surplus(run.resume.path, lambda place: prompt_at(place, run.data.prompts, run.settings)),
+        )
         started.load(run.resume.path, iteration=state.iteration)
 
     def decode(token_ids: Sequence[int]) -> str:

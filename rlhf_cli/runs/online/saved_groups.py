@@ -2,9 +2,10 @@
 
 import gzip
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
@@ -15,22 +16,33 @@ FILE = "surplus.jsonl.gz"
 
 
 def save_surplus(folder: Path, groups: Sequence[PromptGroup]) -> None:
-    """Write the groups into a checkpoint's folder, to the last bit."""
+    """Write the groups into a checkpoint's folder, to the last bit. Their prompts, with pictures, are the data's."""
     with gzip.open(folder / FILE, "wt", compresslevel=1, encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(group)) + "\n" for group in groups)
+        file.writelines(json.dumps(_plain(group)) + "\n" for group in groups)
 
 
-def load_surplus(folder: Path) -> list[PromptGroup]:
-    """Return the groups of a checkpoint."""
+def load_surplus(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[PromptGroup]:
+    """Return the groups of a checkpoint. `prompt_at` gives the prompt at a place in the order of the run."""
     with gzip.open(folder / FILE, "rt", encoding="utf-8") as file:
-        return [_group(**json.loads(line)) for line in file]
+        rows = [json.loads(line) for line in file]
+    return [_group(row, prompt_at(row["place"])) for row in rows]
 
 
-def _group(place: int, prompt: dict, generations: list[dict], questions: list[dict], scores: list[dict]) -> PromptGroup:
+def _plain(group: PromptGroup) -> dict[str, object]:
+    return {
+        "place": group.place,
+        "generations": [asdict(generation) for generation in group.generations],
+        "questions": [asdict(replace(question, pictures=())) for question in group.questions],
+        "scores": [asdict(score) for score in group.scores],
+    }
+
+
+def _group(row: Mapping[str, Any], prompt: Prompt) -> PromptGroup:
+    pictures = tuple(placed.picture for placed in prompt.pictures)
     return PromptGroup(
-        place,
-        Prompt(**prompt),
-        [Generation(**row) for row in generations],
-        [ScoreRequest(**row) for row in questions],
-        [Score(**row) for row in scores],
+        row["place"],
+        prompt,
+        [Generation(**generation) for generation in row["generations"]],
+        [ScoreRequest(**question | {"pictures": pictures}) for question in row["questions"]],
+        [Score(**score) for score in row["scores"]],
     )

@@ -29,7 +29,7 @@ def with_last_states(responses: Responses) -> list[TokenSequence]:
     No state before a token sees it, so that the target may be any token.
     """
     return [
-        TokenSequence(np.append(s.token_ids, s.token_ids[-1]), np.append(s.loss_mask, True)) if cut else s
+        TokenSequence(np.append(s.token_ids, s.token_ids[-1]), np.append(s.loss_mask, True), s.pictures) if cut else s
         for s, cut in zip(responses.sequences, responses.truncated_B.tolist(), strict=True)
     ]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.scoring import ModelScoringConfig
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams, scattered_seed
+from rlhf_cli.data.rollouts import SamplingParams, scattered_seed
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers
 from rlhf_cli.tracking.phases import PhaseTimer
@@ -20,6 +20,7 @@ from rlhf_cli.trainers.offline.loop import is_due
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import return_weights
 from rlhf_cli.trainers.online.metrics import MAX_SOURCES, sample_rows
+from rlhf_cli.trainers.online.rollout import request_of
 from rlhf_cli.trainers.online.scoring import score_requests, score_responses, whole_groups
 
 EVALUATION = 0x6576616C  # "eval": evaluations and training have different seeds
@@ -140,10 +141,7 @@ class Evaluator:
         num_samples = task.config.eval_n_samples_per_prompt
         asked = [prompt for prompt in task.prompts for _ in range(num_samples)]
         # The same requests each time: differences between evaluations are the model's.
-        requests = [
-            GenerationRequest(prompt.prompt_ids, evaluation_seed(task.seed, number))
-            for number, prompt in enumerate(asked)
-        ]
+        requests = [request_of(prompt, evaluation_seed(task.seed, number)) for number, prompt in enumerate(asked)]
         engines.wake_cache()
         generations = engines.generate(requests, task.sampling)
         engines.sleep()

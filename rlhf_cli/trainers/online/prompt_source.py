@@ -30,6 +30,11 @@ def _batches(num_prompts: int, settings: OnlineSettings, *, batch_size: int) -> 
     )
 
 
+def prompt_at(place: int, prompts: Sequence[Prompt], settings: OnlineSettings) -> Prompt:
+    """Return the prompt at a place in the order of the run under dynamic sampling."""
+    return prompts[int(_batches(len(prompts), settings, batch_size=1)[place][0])]
+
+
 @dataclass(frozen=True)
 class RolloutSource:
     """The source of an iteration's responses."""
@@ -58,7 +63,7 @@ class RolloutSource:
                 batch_size=self.settings.rollout.rollout_batch_size,
                 num_places=self._num_places,
             ),
-            lambda place: self._asked(place, self._index(place), state),
+            lambda place: self._asked(place, prompt_at(place, self.prompts, self.settings), state),
             max_failures=self.settings.reward.reward_max_failures,
             timer=timer,
         )
@@ -85,13 +90,9 @@ class RolloutSource:
         size = self.settings.rollout.rollout_batch_size
         chosen = _batches(len(self.prompts), self.settings, batch_size=size)[state.iteration]
         first = (state.iteration + 1) * size
-        return [self._asked(first + number, int(index), state) for number, index in enumerate(chosen)]
+        return [self._asked(first + number, self.prompts[int(index)], state) for number, index in enumerate(chosen)]
 
-    def _index(self, place: int) -> int:
-        return int(_batches(len(self.prompts), self.settings, batch_size=1)[place][0])
-
-    def _asked(self, place: int, index: int, state: LoopState) -> AskedPrompt:
-        prompt = self.prompts[index]
+    def _asked(self, place: int, prompt: Prompt, state: LoopState) -> AskedPrompt:
         known = state.lengths.get(prompt.source, max(state.lengths.values(), default=0))
         own = state.prompt_lengths.get(prompt.source, {}).get(str(prompt.index), round(known))
         return AskedPrompt(place, prompt, own)

@@ -64,7 +64,7 @@ class Responses:
     def sequences(self) -> list[TokenSequence]:
         """Prompt and response end to end, of each response."""
         pairs = zip(self.prompts, self.generations, strict=True)
-        return [as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation in pairs]
+        return [as_sequence(prompt, generation.token_ids) for prompt, generation in pairs]
 
     @cached_property
     def rollout_logprobs(self) -> list[np.ndarray]:
@@ -103,10 +103,10 @@ class Responses:
         return ~self.truncated_B if policy.mask_truncated else torch.ones_like(self.truncated_B)
 
 
-def as_sequence(prompt_ids: list[int], response_ids: list[int]) -> TokenSequence:
+def as_sequence(prompt: Prompt, response_ids: list[int]) -> TokenSequence:
     """Return prompt and response end to end; exactly the sampled tokens are trained on."""
-    token_ids = np.array(prompt_ids + response_ids, dtype=np.int32)
-    return TokenSequence(token_ids, np.arange(len(token_ids)) >= len(prompt_ids))
+    token_ids = np.array(prompt.prompt_ids + response_ids, dtype=np.int32)
+    return TokenSequence(token_ids, np.arange(len(token_ids)) >= len(prompt.prompt_ids), prompt.pictures)
 
 
 def of_groups(groups: Sequence[PromptGroup]) -> Responses:

@@ -46,8 +46,8 @@ class Round:
         self._sampler = sampler
         self._asked = asked
         self._requests = [
-            GenerationRequest(
-                one.prompt.prompt_ids,
+            request_of(
+                one.prompt,
                 request_seed(sampler.seed, one.place, sample, num_samples=sampler.num_samples),
                 one.expected_tokens,
             )
@@ -82,7 +82,7 @@ class Round:
                     sampler.engines.cut(longest)
                     is_cut = True
         if sampler.greedy:
-            likeliest = [GenerationRequest(one.prompt.prompt_ids, 0, one.expected_tokens) for one in self._asked]
+            likeliest = [request_of(one.prompt, 0, one.expected_tokens) for one in self._asked]
             found = sampler.engines.generate(likeliest, replace(sampler.sampling, greedy=True))
             self._take(list(enumerate(found, start=len(self._requests))))
 
@@ -178,6 +178,11 @@ def sample_once(sampler: Sampler, asked: Sequence[AskedPrompt], timer: PhaseTime
             one.finish(is_all=True)
         groups = [group for group in one.groups() if group is not None]
         return Rollout(groups, one.greedy_groups(), [], 0, [], [], 0, {})
+
+
+def request_of(prompt: Prompt, seed: int, expected_tokens: int = 0) -> GenerationRequest:
+    """Return the request for a response to the prompt."""
+    return GenerationRequest(prompt.prompt_ids, seed, expected_tokens, prompt.pictures)
 
 
 def request_seed(seed: int, place: int, sample: int, *, num_samples: int) -> int:

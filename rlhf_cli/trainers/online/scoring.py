@@ -59,6 +59,7 @@ def score_requests(
                 source=prompt.data_source,
                 row=prompt.row,
                 token_ids=generation.token_ids,
+                pictures=tuple(placed.picture for placed in prompt.pictures),
             )
         )
     return requests
@@ -96,5 +97,5 @@ def add_model_scores(
     """Return the scores with the reward model's added; it reads up to the last token, also of truncated responses."""
     pairs = zip(prompts, generations, strict=True)
     with awake(model):
-        values = model.scores([as_sequence(prompt.prompt_ids, generation.token_ids) for prompt, generation in pairs])
+        values = model.scores([as_sequence(prompt, generation.token_ids) for prompt, generation in pairs])
     return with_model_scores(scores, values, weight=reward.reward_model_weight)

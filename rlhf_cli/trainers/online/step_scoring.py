@@ -30,12 +30,12 @@ class StepFinder:
         return token_step_ends(token_ids, self.separator, self.decode, closing=self.closing)
 
 
-def at_step_ends(prompt_ids: Sequence[int], response_ids: Sequence[int], ends: Sequence[int]) -> TokenSequence:
+def at_step_ends(prompt: Prompt, response_ids: Sequence[int], ends: Sequence[int]) -> TokenSequence:
     """Return prompt and response end to end, marked at the last token of each step."""
-    token_ids = np.array([*prompt_ids, *response_ids], dtype=np.int32)
+    token_ids = np.array([*prompt.prompt_ids, *response_ids], dtype=np.int32)
     mask = np.zeros(token_ids.size, dtype=bool)
-    mask[len(prompt_ids) - 1 + np.array(ends, dtype=np.int64)] = True
-    return TokenSequence(token_ids, mask)
+    mask[len(prompt.prompt_ids) - 1 + np.array(ends, dtype=np.int64)] = True
+    return TokenSequence(token_ids, mask, prompt.pictures)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepScorer:
 
     def _marked(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[TokenSequence]:
         pairs = zip(prompts, generations, strict=True)
-        return [at_step_ends(p.prompt_ids, g.token_ids, self.finder.ends(g.token_ids)) for p, g in pairs]
+        return [at_step_ends(p, g.token_ids, self.finder.ends(g.token_ids)) for p, g in pairs]
 
     def _scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         with awake(self.model):

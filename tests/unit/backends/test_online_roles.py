@@ -15,6 +15,7 @@ from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.rollouts import GenerationRequest
 from rlhf_cli.models.reward_model import ScoreStatistics
+from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 
 LAYOUTS = [(1, 1000, None), (1, 20, None), (2, 25, None), (3, 1000, 1), (8, 12, None)]
 
@@ -95,6 +96,13 @@ def test_prompts_go_to_the_engine_with_the_least_to_do():
     ]
     # Costs 12, 62, 16, 4, 26: 62 to the first; 26, 16 and 12 to the second (54), and 4 to it as well.
     assert balanced_shares(requests, 2) == [[2, 3], [0, 1, 4, 5, 6, 7, 8, 9]]
+
+
+def test_a_question_about_another_picture_is_another_prompt():
+    pictures = [picture_of_pixels(digest, np.zeros((4, 4, 3), np.uint8)) for digest in ("a", "b", "a")]
+    placed = [(PlacedPicture(picture, 0, 2, token=7),) for picture in pictures]
+    requests = [GenerationRequest([7, 7, 3], seed, 1, its) for seed, its in enumerate(placed)]
+    assert balanced_shares(requests, 2) == [[0, 2], [1]]
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 3, 7, 12])

@@ -1,6 +1,7 @@
 """What travels to ranks arrives as it was."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from rlhf_cli.backends.roles.serialization import MicroBatches, UpdateSteps
 from rlhf_cli.backends.roles.settings import UpdateStep
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
+from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 
 RNG = np.random.default_rng(0)
 
@@ -28,6 +30,22 @@ def sample(length: int) -> Sample:
 
 def arrived(sent):
     return pickle.loads(pickle.dumps(sent, pickle.HIGHEST_PROTOCOL))
+
+
+def test_pictures_arrive_with_their_sequences_and_a_message_has_equal_ones_once():
+    def pixels():
+        return RNG.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+
+    first, same, other = (picture_of_pixels(digest, pixels()) for digest in ("a", "a", "b"))
+    sent = [replace(sequence(6), pictures=(PlacedPicture(one, 1, 2, token=9),)) for one in (first, same)]
+    both = (PlacedPicture(other, 0, 2, token=9, grid=(1, 2)), PlacedPicture(first, 3, 2, token=9))
+    sent += [sequence(4), replace(sequence(6), pictures=both)]
+    (found,) = arrived(MicroBatches([sent]))
+    assert [one.pictures for one in found] == [one.pictures for one in sent]
+    assert found[0].pictures[0].picture is found[1].pictures[0].picture is found[3].pictures[1].picture
+    assert len(pickle.dumps(MicroBatches([sent]))) < 2 * first.pixels.nbytes + 3000
+    samples = UpdateSteps([UpdateStep([[Sample(sent[0], {})]], StepTotals(num_tokens=1, num_sequences=1))])
+    assert arrived(samples)[0].micro_batches[0][0].sequence.pictures == sent[0].pictures
 
 
 def assert_equal_sequences(found: TokenSequence, sent: TokenSequence) -> None:

@@ -1,14 +1,17 @@
 """Reward files in the signatures of other tools, as their users write them, in real worker processes."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from scoring import WriteFile, config, score
 
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.vision.pictures import picture_of_pixels
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.reward_check import check_rewards
@@ -149,6 +152,20 @@ def test_a_function_gets_what_its_parameters_name(reward_file: WriteFile) -> Non
     """)
     (found,) = scores(path, group("1", cut=True), reward_func_args={"bonus": 0.5})
     assert found.value == 7.5
+
+
+@pytest.mark.parametrize("texts", ["responses", "completions"])
+def test_a_function_that_names_images_gets_the_pictures_of_each_response(reward_file: WriteFile, texts: str) -> None:
+    path = reward_file(f"""
+        def reward_func({texts}, images, **others):
+            assert all(image.size == (3, 2) for own in images for image in own)
+            return [100.0 * len(own) + sum(image.getpixel((2, 1))[0] for image in own) for own in images]
+    """)
+    dark, bright = (np.full((2, 3, 3), shade, dtype=np.uint8) for shade in (5, 250))
+    pictures = (picture_of_pixels("dark", dark), picture_of_pixels("bright", bright))
+    requests = [replace(one, pictures=pictures) for one in group("a", "b")]
+    text_alone = [replace(one, group="1") for one in group("a", "b")]
+    assert [one.value for one in scores(path, requests + text_alone)] == [455.0, 455.0, 0.0, 0.0]
 
 
 def test_another_function_of_a_file_is_named_behind_a_colon(reward_file: WriteFile) -> None:

@@ -7,17 +7,18 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from online_fakes import BATCH, NUM_PROMPTS, SAMPLES_EACH, WITHOUT_REFERENCE, Run
+from online_fakes import BATCH, NUM_PROMPTS, PROMPTS, SAMPLES_EACH, WITHOUT_REFERENCE, Run
 
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.errors import RunError
+from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.runs.online.saved_groups import load_surplus, save_surplus
+from rlhf_cli.runs.online.saved_groups import FILE, load_surplus, save_surplus
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.groups import PromptGroup, longest_needed, sort_round, usefulness
-from rlhf_cli.trainers.online.prompt_source import planned_iterations
+from rlhf_cli.trainers.online.prompt_source import planned_iterations, prompt_at
 from rlhf_cli.trainers.online.state import LoopState
 
 PLAIN = DynamicSamplingConfig(dynamic_filtering=True)
@@ -99,7 +100,18 @@ def test_surplus_comes_out_of_a_checkpoint_as_it_went_in(tmp_path):
     )
     groups = [odd, group(5, 1, 1)]
     save_surplus(tmp_path, groups)
-    assert load_surplus(tmp_path) == groups
+    assert load_surplus(tmp_path, {one.place: one.prompt for one in groups}.__getitem__) == groups
+
+
+def test_surplus_gets_the_pictures_of_its_prompt_again_and_no_checkpoint_has_pixels(tmp_path):
+    picture = picture_of_pixels("digest", np.zeros((64, 64, 3), dtype=np.uint8))
+    plain = group(3, 2, 1)
+    prompt = dataclasses.replace(plain.prompt, pictures=(PlacedPicture(picture, 0, 1, token=1),))
+    questions = [dataclasses.replace(question, pictures=(picture,)) for question in plain.questions]
+    carried = dataclasses.replace(plain, prompt=prompt, questions=questions)
+    save_surplus(tmp_path, [carried])
+    assert (tmp_path / FILE).stat().st_size < 500
+    assert load_surplus(tmp_path, lambda place: prompt) == [carried]
 
 
 def even(request: ScoreRequest) -> Score:
@@ -159,11 +171,15 @@ def test_what_is_trained_on_does_not_depend_on_what_arrives_first():
 
 def test_a_resumed_run_has_the_same_surplus_and_asks_the_same(tmp_path):
     whole, saved = run(), []
+
+    def of_run(place: int) -> Prompt:
+        return prompt_at(place, PROMPTS, whole.settings)
+
     whole(total_iterations=6, save_steps=1)
     carrying = [state for state in whole.saved[:-1] if state.surplus and state.postponed]
     for state in carrying or [whole.saved[2]]:
         save_surplus(tmp_path, state.surplus)
-        saved.append(LoopState(**json.loads(json.dumps(state.plain())), surplus=load_surplus(tmp_path)))
+        saved.append(LoopState(**json.loads(json.dumps(state.plain())), surplus=load_surplus(tmp_path, of_run)))
     assert carrying
     for state in saved:
         again = run()

@@ -13,6 +13,7 @@ from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, weighted_parts, with_last_states
 from rlhf_cli.trainers.online.metrics import (
@@ -74,8 +75,10 @@ def floats(*values: float) -> np.ndarray:
 
 
 def test_the_response_is_trained_and_the_prompt_is_not():
-    sequence = as_sequence([5, 6, 7], [8, 9])
-    assert sequence.token_ids.tolist() == [5, 6, 7, 8, 9]
+    placed = (PlacedPicture(picture_of_pixels("digest", np.zeros((4, 4, 3), np.uint8)), 1, 2, token=7),)
+    sequence = as_sequence(Prompt([5, 7, 7], "", None, "data.jsonl", 0, pictures=placed), [8, 9])
+    assert sequence.token_ids.tolist() == [5, 7, 7, 8, 9]
+    assert sequence.pictures == placed
     assert sequence.loss_mask.tolist() == [False, False, False, True, True]
 
 
