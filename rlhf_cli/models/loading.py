@@ -14,19 +14,23 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 
-from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.model import ModelConfig, ModelSource
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.classifiers import refuse_classifier
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.finding import FoundModel, find_model, naming_the_model
 from rlhf_cli.models.fused import fuse
 from rlhf_cli.models.requirements import check_loadable, needs_fused_kernels, packed_attention
+from rlhf_cli.models.vision.families.processing import PictureProcessing
+from rlhf_cli.models.vision.families.table import find_processing, takes_pictures
+from rlhf_cli.models.vision.tower import PROCESSING
 
 
 def load_causal_lm(
@@ -44,7 +48,13 @@ def load_causal_lm(
     """
     found = find_model(config)
     refuse_classifier(found.architecture, f"pretrain {config.pretrain!r}")
-    return _load(AutoModelForCausalLM, config, found, partition=partition, in_4bit=in_4bit, device=device)
+    auto_class = language_model_class(found.architecture)
+    return _load(auto_class, config, found, partition=partition, in_4bit=in_4bit, device=device)
+
+
+def language_model_class(architecture: PretrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """Return the class of transformers that loads a language model of this configuration, with its tower if any."""
+    return AutoModelForImageTextToText if takes_pictures(architecture) else AutoModelForCausalLM
 
 
 def load_value_backbone(
@@ -118,7 +128,8 @@ def _load(
 ) -> PreTrainedModel:
     path, architecture = found.path, found.architecture
     check_loadable(config, architecture, in_4bit=in_4bit, partitioned=partition is not None)
-    attention = packed_attention(config, architecture)
+    attention = attention_of_parts(packed_attention(config, architecture), architecture)
+    processing = picture_processing(config, found)
     _define_classes(architecture)
     with partition or contextlib.nullcontext(), naming_the_model(path, "the model"):
         model, report = auto_class.from_pretrained(
@@ -133,6 +144,7 @@ def _load(
     if not model.is_backend_compatible():
         raise UsageError(f"{type(model).__name__} cannot be trained on packs: its attention takes no other kernel")
     _complete_weights(model, path, report, has_score_head=has_score_head)
+    setattr(model, PROCESSING, processing)
     if next(model.parameters()).is_cuda and needs_fused_kernels(config, architecture):
         fuse(model)
     if config.gradient_checkpointing:
@@ -144,6 +156,21 @@ def _load(
         # In place: no name in the state dict changes. Packs differ in length, so shapes are symbols from the start.
         model.get_decoder().compile(dynamic=True)
     return model
+
+
+def attention_of_parts(kernel: str, architecture: PretrainedConfig) -> str | dict[str, str]:
+    """Return the attention kernels of a model's parts: a tower, which sees no packs, takes one of transformers' own."""
+    if not takes_pictures(architecture):
+        return kernel
+    tower = kernel if kernel == "flash_attention_2" else "sdpa"
+    return {"": kernel, "text_config": kernel, "vision_config": tower}
+
+
+def picture_processing(config: ModelSource, found: FoundModel) -> PictureProcessing | None:
+    """Return how the model cuts pictures, None for a text model."""
+    if not takes_pictures(found.architecture):
+        return None
+    return find_processing(found.path, found.architecture, trust_remote_code=config.trust_remote_code)
 
 
 def _define_classes(architecture: PretrainedConfig) -> None:

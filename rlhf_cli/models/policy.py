@@ -21,6 +21,7 @@ from rlhf_cli.models.routers import RouterRecorder, router_recorder, token_weigh
 from rlhf_cli.models.sequence_parallel.parts import Part, part_of
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.shape_bucketing import rounded
+from rlhf_cli.models.vision.tower import tower_of
 
 ResultT = TypeVar("ResultT")
 
@@ -30,6 +31,7 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._decoder = model.get_decoder()
+        self._tower = tower_of(model)
         self._last_mlp = LastMLP(self._decoder)
         self.routers = router_recorder(model.config)
 
@@ -42,8 +44,7 @@ class Decoder:
         records_routers = self.routers is not None and self.routers.is_on
         with self._spared(part):
             output = self._decoder(
-                input_ids=pack.input_ids_T[part.tokens][None],
-                position_ids=pack.position_ids_T[part.tokens][None],
+                **self._inputs(part),
                 use_cache=False,
                 **part.runs.as_arguments(),
                 **({"shards": part.shards} if part.shards else {}),
@@ -53,6 +54,17 @@ class Decoder:
             self.routers.add(output.router_logits, token_weights(real, num_tokens=pack.input_ids_T.numel()))
         hidden_TD: torch.Tensor = output.last_hidden_state[0]
         return hidden_TD.index_select(0, part.rows_k)
+
+    def _inputs(self, part: Part) -> dict[str, object]:
+        """Return tokens and positions, or what a vision-language model has in their place."""
+        pack = part.pack
+        if self._tower is not None:
+            assert part.shards is None, "ranks do not share sequences of vision-language models"
+            return self._tower.decoder_inputs(pack)
+        return {
+            "input_ids": pack.input_ids_T[part.tokens][None],
+            "position_ids": pack.position_ids_T[part.tokens][None],
+        }
 
     def _spared(self, part: Part) -> AbstractContextManager[None]:
         """Return the context that leaves out work on tokens that are not read.

@@ -9,6 +9,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.sequence_parallel.attention import check_ring_kernel
 from rlhf_cli.models.sequence_parallel.shards import Mode
+from rlhf_cli.models.vision.families.table import takes_pictures
 
 POSITIONS_BY_LENGTH = {"dynamic", "longrope"}
 """Kinds of rotary positions that depend on the longest position at hand, of which a rank sees only its own."""
@@ -47,6 +48,10 @@ def check_sequence_parallel(
     size, mode = settings.sequence_parallel_size, chosen_mode(architecture, settings)
     if size == 1:
         return
+    if takes_pictures(architecture):
+        raise UsageError(
+            f"--{name}: ranks do not share sequences of vision-language models ({architecture.model_type})"
+        )
     if num_ranks % size:
         raise UsageError(f"--{name} {size} does not divide the {num_ranks} ranks of the model")
     if attention != VARLEN:

@@ -88,10 +88,12 @@ def _roles(config: OnlineConfig, models: OnlineModels, layout: Layout) -> dict[s
 def num_parameters(model: ModelConfig) -> int:
     """Return the number of parameters of a model, counted as a language model, without making any."""
     import torch
-    from transformers import AutoModelForCausalLM
 
+    from rlhf_cli.models.loading import language_model_class
+
+    architecture = find_model(model).architecture
     with torch.device("meta"):
-        counted = AutoModelForCausalLM.from_config(
-            find_model(model).architecture, trust_remote_code=model.trust_remote_code
+        counted = language_model_class(architecture).from_config(
+            architecture, trust_remote_code=model.trust_remote_code
         )
     return sum(parameter.numel() for parameter in counted.parameters())

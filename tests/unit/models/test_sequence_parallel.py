@@ -5,7 +5,7 @@ e2e/test_shared_sequences.py.
 import pytest
 import torch
 from tiny_training import make_sequences
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3VLConfig
 
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.data.packing.packs import pack
@@ -65,6 +65,11 @@ def test_ranks_exchange_tokens_for_heads_where_heads_divide(heads, given, mode) 
 def test_ranks_that_cannot_share_a_sequence_are_refused(config, size, num_ranks, attention, fault) -> None:
     with pytest.raises(UsageError, match=fault):
         check_sequence_parallel(config, settings(size), num_ranks=num_ranks, attention=attention)
+
+
+def test_ranks_do_not_share_sequences_of_vision_language_models() -> None:
+    with pytest.raises(UsageError, match=r"--sequence_parallel_size: .* vision-language models \(qwen3_vl\)"):
+        check_sequence_parallel(Qwen3VLConfig(), settings(2), num_ranks=2, attention="varlen")
 
 
 def test_heads_that_cannot_be_dealt_are_refused_with_the_mode_that_takes_them() -> None:

@@ -1,0 +1,71 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures keep their size, within bounds of pixels, in steps of merged patches."""
+
+import math
+
+from transformers import PretrainedConfig
+
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.vision.families.processing import ImageProcessor, PictureProcessing
+
+MOST_ROUNDS = 16
+"""Resizings after which a size that is still changing counts as one that never ends to."""
+
+
+class QwenVLProcessing(PictureProcessing):
+    """Pictures of Qwen-VL; the settings narrow the image processor's own bounds of pixels."""
+
+    has_axes = True
+    input_names = ("pixel_values", "image_grid_thw")
+
+    def __init__(
+        self,
+        processor: ImageProcessor,
+        architecture: PretrainedConfig,
+        *,
+        min_pixels: int | None,
+        max_pixels: int | None,
+    ) -> None:
+        super().__init__(processor, architecture)
+        least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+        self._step = processor.patch_size * processor.merge_size
+        self._least = max(least, min_pixels or least)
+        self._most = min(most, max_pixels or most)
+        if self._least > self._most:
+            raise UsageError(
+                f"--min_pixels, --max_pixels: no picture has between {self._least} and {self._most} pixels, the bounds "
+                f"of the settings within the bounds of the image processor, {least} and {most}"
+            )
+
+    def _own_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return a size that resizing leaves as it is, so that pictures of it are resized no more."""
+        size = (height, width)
+        for _ in range(MOST_ROUNDS):
+            before, size = size, resized(*size, step=self._step, least=self._least, most=self._most)
+            if size == before:
+                return size
+        raise UsageError(
+            f"a picture of {width} x {height} pixels: no multiples of {self._step} as its sides give between "
+            f"{self._least} and {self._most} pixels; lower --min_pixels or raise --max_pixels"
+        )
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        return height // self._step, width // self._step
+
+    def marks(self, height: int, width: int, placeholder: str) -> str:
+        rows, columns = self.grid(height, width)
+        return placeholder * (rows * columns)
+
+
+def resized(height: int, width: int, *, step: int, least: int, most: int) -> tuple[int, int]:
+    """Return the sides as multiples of `step`, with the number of pixels in bounds, in about the same proportion.
+
+    As in the image processor of Qwen2-VL (arXiv 2409.12191, section 2.1).
+    """
+    rows, columns = (max(round(side / step), 0) for side in (height, width))
+    if rows * columns * step * step > most:
+        shrink = math.sqrt(height * width / most)
+        rows, columns = (max(1, math.floor(side / shrink / step)) for side in (height, width))
+    elif rows * columns * step * step < least:
+        stretch = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(side * stretch / step) for side in (height, width))
+    return rows * step, columns * step

@@ -1,0 +1,135 @@
+"""The families of vision-language models that are trained on pictures, found by a model's configuration."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.vision.families.idefics3 import Idefics3Processing
+from rlhf_cli.models.vision.families.llava import LlavaProcessing
+from rlhf_cli.models.vision.families.processing import (
+    ImageProcessor,
+    PictureProcessing,
+    load_image_processor,
+    refuse_bounds,
+)
+from rlhf_cli.models.vision.families.qwen_vl import QwenVLProcessing
+from rlhf_cli.models.vision.family import PictureRun, VisionFamily
+
+BOTH_WAYS = ("gemma3", "paligemma")
+"""Types whose image tokens attend to later image tokens, which packs do not allow."""
+
+
+@dataclass(frozen=True)
+class FamilyParts:
+    """Where a family keeps its parts: names of modules in the model, as they are in memory."""
+
+    tower: str
+    projectors: tuple[str, ...]
+
+
+QWEN2_PARTS = FamilyParts("model.visual", ("model.visual.merger",))
+FAMILIES = {
+    "qwen2_vl": QWEN2_PARTS,
+    "qwen2_5_vl": QWEN2_PARTS,
+    "qwen3_vl": FamilyParts("model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list")),
+    "idefics3": FamilyParts("model.vision_model", ("model.connector",)),
+    "llava": FamilyParts("model.vision_tower", ("model.multi_modal_projector",)),
+}
+"""The families by the `model_type` of their configuration."""
+
+
+def takes_pictures(architecture: PretrainedConfig) -> bool:
+    """Return whether models of this configuration are loaded with their tower."""
+    return architecture.model_type in FAMILIES
+
+
+def require_known_family(architecture: PretrainedConfig) -> None:
+    """Raise UsageError for a vision model of a family that is not trained on pictures here."""
+    kind = architecture.model_type
+    if takes_pictures(architecture) or getattr(architecture, "vision_config", None) is None:
+        return
+    if kind in BOTH_WAYS:
+        raise UsageError(
+            f"models of type {kind} are not trained on pictures here: their image tokens attend both ways, which the "
+            "attention of packs does not"
+        )
+    raise UsageError(f"models of type {kind} are not trained on pictures here: the types are {', '.join(FAMILIES)}")
+
+
+def find_processing(
+    path: str,
+    architecture: PretrainedConfig,
+    *,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    trust_remote_code: bool = False,
+) -> PictureProcessing:
+    """Return how a model of a known family cuts pictures. `path` is its folder or Hub name."""
+    kind = architecture.model_type
+    processor = load_image_processor(path, trust_remote_code=trust_remote_code)
+    if "qwen" in kind:
+        return QwenVLProcessing(processor, architecture, min_pixels=min_pixels, max_pixels=max_pixels)
+    refuse_bounds(kind, min_pixels, max_pixels)
+    make: Callable[[ImageProcessor, PretrainedConfig], PictureProcessing]
+    make = Idefics3Processing if kind == "idefics3" else LlavaProcessing
+    return make(processor, architecture)
+
+
+def find_family(
+    path: str,
+    architecture: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    trust_remote_code: bool = False,
+) -> VisionFamily | None:
+    """Return the family of the model in a folder or on the Hub, None for a text model.
+
+    Raises:
+        UsageError: it is a vision model of another family, its folder has no image processor, or the bounds of pixels
+            leave no size.
+    """
+    require_known_family(architecture)
+    if not takes_pictures(architecture):
+        return None
+    processing = find_processing(
+        path, architecture, min_pixels=min_pixels, max_pixels=max_pixels, trust_remote_code=trust_remote_code
+    )
+    return TokenisedFamily(processing, tokenizer, image_token_of(architecture))
+
+
+def image_token_of(architecture: PretrainedConfig) -> int:
+    """Return the id of the token that stands for a feature."""
+    token: int | None = getattr(architecture, "image_token_id", None)
+    return int(architecture.image_token_index if token is None else token)
+
+
+class TokenisedFamily:
+    """A model's way with pictures, together with its tokenizer."""
+
+    def __init__(self, processing: PictureProcessing, tokenizer: PreTrainedTokenizerBase, image_token: int) -> None:
+        self.processing = processing
+        self.image_token = image_token
+        self.placeholder = str(tokenizer.convert_ids_to_tokens(image_token))
+        self._tokenizer = tokenizer
+        self._run = lru_cache(maxsize=4096)(self._new_run)
+
+    def final_size(self, height: int, width: int) -> tuple[int, int]:
+        return self.processing.final_size(height, width)
+
+    def run(self, height: int, width: int) -> PictureRun:
+        return self._run(height, width)
+
+    def _new_run(self, height: int, width: int) -> PictureRun:
+        text = self.processing.marks(height, width, self.placeholder)
+        token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return PictureRun(tuple(token_ids), self.processing.grid(height, width))
+
+    def tower_inputs(self, pictures: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+        return self.processing.joined([self.processing.inputs_of(pixels) for pixels in pictures])

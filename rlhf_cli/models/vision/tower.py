@@ -1,0 +1,151 @@
+"""What a decoder reads of a pack in a vision-language model: embeddings with features of pictures, and positions.
+
+Features stand at the rows that the pack names, never at tokens with the id of a placeholder: a model may sample one.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_cli.models.packs import PackLike
+from rlhf_cli.models.vision.families.processing import PictureProcessing
+from rlhf_cli.models.vision.families.table import FAMILIES
+from rlhf_cli.models.vision.pictures import PackPictures, Picture, picture_of_pixels
+
+PROCESSING = "picture_processing"
+"""Attribute of a loaded model that says how it cuts pictures; no module, so no name in the state dict changes."""
+KEPT_BYTES = 256 << 20
+"""Inputs of the tower that are kept: several passes over a pack, or a few epochs of small pictures, cut them once."""
+
+
+def tower_of(model: PreTrainedModel) -> "VisionTower | None":
+    """Return the tower of a model that was loaded with one, None for a text model."""
+    processing = getattr(model, PROCESSING, None)
+    return None if processing is None else VisionTower(model, processing)
+
+
+def tower_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the tower and the projectors of a vision-language model; a projector may be a part of the tower."""
+    parts = FAMILIES[model.config.model_type]
+    return [model.get_submodule(name) for name in (parts.tower, *parts.projectors)]
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of pictures end to end: `embedded_FD` take the place of embeddings, and each of `deep_FD` is added to
+    the output of one of the first layers (DeepStack, arXiv 2406.04334).
+    """
+
+    embedded_FD: torch.Tensor
+    deep_FD: tuple[torch.Tensor, ...] = ()
+
+    def nothing(self) -> torch.Tensor:
+        """Return a zero that has a gradient of zero for all that the features come from."""
+        return sum((0.0 * part.float().mean() for part in self.deep_FD), start=0.0 * self.embedded_FD.float().mean())
+
+
+class VisionTower:
+    """The tower and the embedding of a model, run on packs: no module, so that names in the state dict stay."""
+
+    def __init__(self, model: PreTrainedModel, processing: PictureProcessing) -> None:
+        self._body = model.base_model
+        self._embed = model.get_input_embeddings()
+        self._modules = tower_modules(model)
+        self._processing = processing
+        self._inputs = RecentInputs(lambda picture: processing.inputs_of(picture.pixels), KEPT_BYTES)
+        self._blank = picture_of_pixels("blank", processing.blank())
+
+    def decoder_inputs(self, pack: PackLike) -> dict[str, object]:
+        """Return the arguments of the decoder for the tokens of a pack, besides its bounds."""
+        pictures = pack.pictures
+        features = self._features(pictures.pictures if pictures else (self._blank,)) if self._runs_for(pack) else None
+        embedded_TD = self._embed(pack.input_ids_T)
+        positions = {"position_ids": self._positions(pack)}
+        if features is None:
+            return {"inputs_embeds": embedded_TD[None], **positions}
+        if pictures is None:
+            return {"inputs_embeds": (embedded_TD + features.nothing().to(embedded_TD.dtype))[None], **positions}
+        require_all_features(features, pictures)
+        own_PD = features.embedded_FD.index_select(0, pictures.features_P).to(embedded_TD.dtype)
+        embedded_TD = embedded_TD.index_copy(0, pictures.rows_P, own_PD)
+        return {"inputs_embeds": embedded_TD[None], **positions, **_deep_inputs(features, pictures, len(embedded_TD))}
+
+    def _runs_for(self, pack: PackLike) -> bool:
+        """Return whether the tower runs: for pictures, and without any where its parameters need a gradient or are
+        partitioned over ranks, which have to gather them together.
+        """
+        parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+        return pack.pictures is not None or trains or any(hasattr(parameter, "ds_id") for parameter in parameters)
+
+    def _positions(self, pack: PackLike) -> torch.Tensor:
+        """Return positions [1, T], or [4, 1, T] for models with three axes: the first row bounds the sequences."""
+        plain_T = pack.position_ids_T
+        if not self._processing.has_axes:
+            return plain_T[None]
+        rope_3T = pack.pictures.rope_3T if pack.pictures else None
+        return torch.cat([plain_T[None], plain_T.expand(3, -1) if rope_3T is None else rope_3T])[:, None]
+
+    def _features(self, pictures: Sequence[Picture]) -> Features:
+        inputs = self._processing.joined([self._inputs[picture] for picture in pictures])
+        device = self._embed.weight.device
+        found = self._body.get_image_features(
+            **{name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}, return_dict=True
+        )
+        deep = getattr(found, "deepstack_features", None) or ()
+        return Features(_end_to_end(found.pooler_output), tuple(_end_to_end(part) for part in deep))
+
+
+def _end_to_end(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return [F, D] from one tensor a picture, or from one tensor of pictures with equally many features."""
+    return features.flatten(0, -2) if isinstance(features, torch.Tensor) else torch.cat(list(features))
+
+
+def require_all_features(features: Features, pictures: PackPictures) -> None:
+    """Raise AssertionError unless the tower gives one feature for each placeholder of the pictures."""
+    expected, found = int(pictures.features_P.max()) + 1, features.embedded_FD.shape[0]
+    assert found == expected, f"pictures have {expected} placeholders and {found} features"
+
+
+def _deep_inputs(features: Features, pictures: PackPictures, num_tokens: int) -> dict[str, object]:
+    """Return the arguments by which a decoder adds features to the outputs of its first layers; none for most."""
+    if not features.deep_FD:
+        return {}
+    order_P = pictures.rows_P.argsort()  # they are added at the tokens of a mask, from first to last
+    is_feature_T = torch.zeros(num_tokens, dtype=torch.bool, device=order_P.device)
+    own = pictures.features_P[order_P]
+    return {
+        "visual_pos_masks": is_feature_T.index_fill(0, pictures.rows_P, True)[None],
+        "deepstack_visual_embeds": [deep_FD.index_select(0, own) for deep_FD in features.deep_FD],
+    }
+
+
+@dataclass
+class RecentInputs:
+    """The tower's inputs of pictures, of which the last ones are kept, up to a number of bytes."""
+
+    make: Callable[[Picture], dict[str, torch.Tensor]]
+    most_bytes: int
+    _kept: OrderedDict[str, dict[str, torch.Tensor]] = field(default_factory=OrderedDict)
+    _num_bytes: int = 0
+
+    def __getitem__(self, picture: Picture) -> dict[str, torch.Tensor]:
+        """Return the inputs of a picture; pictures with the same digest have the same."""
+        if picture.digest in self._kept:
+            self._kept.move_to_end(picture.digest)
+            return self._kept[picture.digest]
+        made = self.make(picture)
+        self._kept[picture.digest] = made
+        self._num_bytes += _num_bytes(made)
+        while self._num_bytes > self.most_bytes and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self._num_bytes -= _num_bytes(dropped)
+        return made
+
+
+def _num_bytes(inputs: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in inputs.values())

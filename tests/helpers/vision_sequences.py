@@ -1,0 +1,63 @@
+"""Sequences with pictures for the tiny vision-language models, and log-probabilities of the plain models for them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_vision import random_picture
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.models.vision.families.table import find_family
+from rlhf_cli.models.vision.family import VisionFamily
+from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
+
+MIXED = [[(56, 84)], [], [(112, 56), (60, 60)], [], [(30, 90)]]
+"""Sizes of the pictures of five sequences: two of them have text alone."""
+
+
+def tiny_family(folder: Path) -> VisionFamily:
+    family = find_family(str(folder), AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+    assert family is not None
+    return family
+
+
+def vision_sequences(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]] = MIXED) -> list[TokenSequence]:
+    """Return a sequence for each list of sizes: its pictures within bytes, then an answer of as many bytes as others
+    have not. The picture of a size is always the same.
+    """
+    family, tokenizer = tiny_family(folder), AutoTokenizer.from_pretrained(folder)
+    return [_sequence(family, tokenizer, number, its) for number, its in enumerate(sizes)]
+
+
+def _sequence(family: VisionFamily, tokenizer: Any, number: int, sizes: Sequence[tuple[int, int]]) -> TokenSequence:
+    token_ids: list[int] = tokenizer(f"<|im_start|>user\n{number}", add_special_tokens=False)["input_ids"]
+    placed = []
+    for size in sizes:
+        height, width = family.final_size(*size)
+        run = family.run(height, width)
+        picture = picture_of_pixels(f"{height} {width}", random_picture(height, width, seed=height + width))
+        placed.append(PlacedPicture(picture, len(token_ids), len(run.token_ids), family.image_token, run.grid))
+        token_ids = [*token_ids, *run.token_ids, number]
+    answer = tokenizer("because " * (1 + number % 2) + f"{number}<|im_end|>", add_special_tokens=False)["input_ids"]
+    ids = np.array(token_ids + answer, dtype=np.int32)
+    return TokenSequence(ids, np.arange(ids.size) >= len(token_ids), tuple(placed))
+
+
+def plain_logprobs(folder: Path, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, torch.nn.Module]:
+    """Return the log-probabilities [K] of transformers' own model, one sequence at a time, and that model."""
+    model, family = AutoModelForImageTextToText.from_pretrained(folder), tiny_family(folder)
+    found = []
+    for sequence in sequences:
+        ids_1L = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
+        extra: dict[str, Any] = {}
+        if sequence.pictures:
+            extra = family.tower_inputs([placed.picture.pixels for placed in sequence.pictures])
+        if "image_grid_thw" in extra:
+            extra["mm_token_type_ids"] = (ids_1L == family.image_token).int()
+        logprobs_LV = model(input_ids=ids_1L, **extra).logits[0].log_softmax(-1)
+        targets = np.flatnonzero(sequence.loss_mask)
+        found.append(logprobs_LV[targets - 1, ids_1L[0, targets]])
+    return torch.cat(found), model
