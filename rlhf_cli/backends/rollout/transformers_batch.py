@@ -17,8 +17,11 @@ from rlhf_cli.backends.rollout.transformers_cache import (
     join_caches,
     select_rows,
 )
+from rlhf_cli.backends.rollout.transformers_pictures import prefill_inputs
 from rlhf_cli.backends.rollout.transformers_sampling import request_uniforms, sample_tokens
+from rlhf_cli.data.packing.placing_pictures import rope_shift
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.models.vision.tower import VisionTower
 
 _PREFILL_TOKENS = 16_384  # prompt tokens of one forward pass: bounds its activations
 _FINISHED_SHARE = 0.2  # of a batch's rows before the rest is copied together; a copy costs about a step
@@ -61,16 +64,20 @@ class TransformersBatch:
         *,
         eos: torch.Tensor,
         stop: StopStrings | None,
+        tower: VisionTower | None = None,
     ) -> None:
+        """`tower` is the model's, for prompts with pictures."""
         self._model = model
+        self._tower = tower
         self._sampling = sampling
         self._eos = eos
         self._stop = stop
         self._device = eos.device
-        self._prompts = list(dict.fromkeys(tuple(request.prompt_ids) for request in requests))
-        row_of = {prompt: index for index, prompt in enumerate(self._prompts)}
-        self._prompt_rows = torch.tensor([row_of[tuple(request.prompt_ids)] for request in requests])
-        self._width = max(map(len, self._prompts))
+        prompts = {request.prompt: request for request in requests}
+        row_of = {prompt: index for index, prompt in enumerate(prompts)}
+        self._prompts = list(prompts.values())  # a request for each distinct prompt
+        self._prompt_rows = torch.tensor([row_of[request.prompt] for request in requests])
+        self._width = max(len(request.prompt_ids) for request in self._prompts)
         self._uniforms = request_uniforms([request.seed for request in requests], sampling.max_new_tokens)
         self._config = model.config.get_text_config()
         self._mask_is_final = has_only_full_attention(self._config)
@@ -123,19 +130,21 @@ class TransformersBatch:
 
     def _prefill(self) -> torch.Tensor:
         """Return the logits [rows, vocabulary] after the prompts; fill the cache and the mask, one row per request."""
-        lengths = torch.tensor([len(prompt) for prompt in self._prompts])
+        lengths = torch.tensor([len(prompt.prompt_ids) for prompt in self._prompts])
         mask = torch.arange(self._width) >= (self._width - lengths)[:, None]  # left padding
         input_ids = torch.zeros(mask.shape, dtype=torch.int64)
-        input_ids[mask] = torch.tensor([token for prompt in self._prompts for token in prompt])
-        prompts_per_pass = max(1, _PREFILL_TOKENS // self._width)
+        input_ids[mask] = torch.tensor([token for prompt in self._prompts for token in prompt.prompt_ids])
+        size = max(1, _PREFILL_TOKENS // self._width)
+        parts = [self._prompts[first : first + size] for first in range(0, len(self._prompts), size)]
         passes = [
-            self._forward_prompts(ids.to(self._device), part.to(self._device))
-            for ids, part in zip(input_ids.split(prompts_per_pass), mask.split(prompts_per_pass), strict=True)
+            self._forward_prompts(ids.to(self._device), part.to(self._device), prompts)
+            for ids, part, prompts in zip(input_ids.split(size), mask.split(size), parts, strict=True)
         ]
         rows = self._prompt_rows.to(self._device)
         limit = self._sampling.max_new_tokens
         self._cache = join_caches([cache for _, cache in passes], rows, capacity=self._width + limit)
-        self._lengths = lengths.to(self._device)[rows]
+        positions = lengths + torch.tensor([rope_shift(prompt.pictures) for prompt in self._prompts])
+        self._positions = positions.to(self._device)[rows]
         whole = torch.cat([mask, mask.new_ones(len(mask), limit)], dim=-1)
         self._mask = None if bool(mask.all()) else whole.to(self._device)[rows]
         logits = torch.cat([logits for logits, _ in passes])
@@ -143,8 +152,15 @@ class TransformersBatch:
             self._seen = _tokens_of(self._prompts, vocabulary=logits.shape[-1]).to(self._device)[rows]
         return logits[rows]
 
-    def _forward_prompts(self, input_ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, object]:
+    def _forward_prompts(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, prompts: list[GenerationRequest]
+    ) -> tuple[torch.Tensor, object]:
         cache = decoding_cache(self._config, capacity=self._width)
+        if self._tower is not None and any(prompt.pictures for prompt in prompts):
+            inputs = prefill_inputs(self._tower, prompts, mask)
+            decoder = self._model.get_decoder()
+            output = decoder(attention_mask=mask.long(), past_key_values=cache, use_cache=True, **inputs)
+            return self._model.get_output_embeddings()(output.last_hidden_state[:, -1]), cache
         output = self._model(
             input_ids=input_ids,
             attention_mask=mask.long(),
@@ -162,7 +178,7 @@ class TransformersBatch:
         output = self._model(
             input_ids=token[:, None],
             attention_mask=self._decode_mask(self._width + step + 1),
-            position_ids=(self._lengths + step)[:, None],
+            position_ids=(self._positions + step)[:, None],
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
@@ -186,15 +202,15 @@ class TransformersBatch:
             return rows, token, alive
         keep = alive.nonzero()[:, 0]
         select_rows(self._cache, keep)
-        self._lengths = self._lengths[keep]
+        self._positions = self._positions[keep]
         self._mask = None if self._mask is None else self._mask[keep]
         self._seen = None if self._seen is None else self._seen[keep]
         return rows[keep], token[keep], alive[keep]
 
 
-def _tokens_of(prompts: list[tuple[int, ...]], *, vocabulary: int) -> torch.Tensor:
+def _tokens_of(prompts: list[GenerationRequest], *, vocabulary: int) -> torch.Tensor:
     """Return which tokens each prompt has, bool [prompts, vocabulary]."""
     found = torch.zeros(len(prompts), vocabulary, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
-        found[row, list(prompt)] = True
+        found[row, prompt.prompt_ids] = True
     return found

@@ -11,9 +11,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
-from rlhf_cli.backends.rollout.engine import Arrivals, EngineSettings, RequestBatch, check_lengths, eos_token_ids
+from rlhf_cli.backends.rollout.engine import (
+    Arrivals,
+    EngineSettings,
+    RequestBatch,
+    check_lengths,
+    check_pictures,
+    eos_token_ids,
+)
 from rlhf_cli.backends.rollout.stop_strings import StopStrings, stop_strings
 from rlhf_cli.backends.rollout.transformers_attention import GROUPED_DECODE
 from rlhf_cli.backends.rollout.transformers_batch import TransformersBatch
@@ -25,18 +32,26 @@ from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint, copy_from_checkpoint, shapes_in_checkpoint
 from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.dtypes import DTYPES
-from rlhf_cli.models.loading import placed_on
+from rlhf_cli.models.loading import attention_of_parts, language_model_class, placed_on
+from rlhf_cli.models.vision.families.table import find_processing, takes_pictures
+from rlhf_cli.models.vision.tower import PROCESSING, tower_of
 
 Result = TypeVar("Result")
 
 
 def load_for_decoding(model_path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
-    """Return the language model on the device, with the attention that decodes fastest there."""
-    model = AutoModelForCausalLM.from_pretrained(
+    """Return the language model on the device, with its vision tower if it has one, and with the attention that decodes
+    fastest there.
+    """
+    architecture = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    model = language_model_class(architecture).from_pretrained(
         model_path, dtype=dtype, trust_remote_code=trust_remote_code, **placed_on(device)
     )
+    if takes_pictures(architecture):
+        processing = find_processing(model_path, architecture, trust_remote_code=trust_remote_code)
+        setattr(model, PROCESSING, processing)
     if device.type == "cpu" and attention_name(model.config) == "sdpa":
-        model.set_attn_implementation(GROUPED_DECODE)
+        model.set_attn_implementation(attention_of_parts(GROUPED_DECODE, architecture))
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -58,6 +73,7 @@ class TransformersEngine:
             device=self._device,
             trust_remote_code=settings.trust_remote_code,
         )
+        self._tower = tower_of(self._model)
         self._version = 0
         self._pushed_checksum: int | None = None
         self._asleep = False
@@ -87,6 +103,7 @@ class TransformersEngine:
         if self._asleep or self._updating:
             raise RunError("the rollout engine was asked to generate while asleep or between two sets of weights")
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
+        check_pictures(requests, max_images=self._settings.max_images_per_prompt)
         batch = RequestBatch(sampling.max_new_tokens)
         self._thread.submit(self._generate, requests, sampling, batch)
         return batch
@@ -182,7 +199,12 @@ class TransformersEngine:
             stop = self._stop_strings(sampling)
             for indices in self._waves(requests, sampling):
                 wave = TransformersBatch(
-                    self._model, [requests[index] for index in indices], sampling, eos=self._eos, stop=stop
+                    self._model,
+                    [requests[index] for index in indices],
+                    sampling,
+                    eos=self._eos,
+                    stop=stop,
+                    tower=self._tower,
                 )
                 wave.run(self._version, add=partial(_add, batch, indices), max_tokens=lambda: batch.max_tokens)
         except Exception as error:  # of a thread: it belongs to whom collects

@@ -12,7 +12,10 @@ import pytest
 import torch
 from online_fakes import FakeScorer, FakeTracker
 from online_settings import resolve
+from safetensors.torch import load_file
 from site_hooks import undocumented
+from tiny_vision import save_tiny_vision
+from vision_sequences import vision_sequences
 
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.roles.groups import ActorRole, CriticRole, Dealer, FrozenRole, ReferenceRole, TrainedRole
@@ -50,7 +53,8 @@ class OneEngine:
     """The only rollout engine, which gets the actor's weights as a push."""
 
     def __init__(self, pretrain: str, actor: ActorRank, folder: Path) -> None:
-        self._engine = TransformersEngine(pretrain, EngineSettings(max_model_len=16, dtype="fp32"))
+        settings = EngineSettings(max_model_len=64, dtype="fp32", max_images_per_prompt=2)
+        self._engine = TransformersEngine(pretrain, settings)
         self._actor = actor
         self._sender = WeightSender(ShmTransport(folders=(str(folder),)))
         self._left: list[tuple[int, Generation]] = []
@@ -113,7 +117,9 @@ def role_settings(config: OnlineConfig, learning_rate: float) -> RoleSettings:
     )
 
 
-def train(config: OnlineConfig, row: str, folder: Path) -> tuple[list[Any], list[Any], dict[str, torch.Tensor]]:
+def train(
+    config: OnlineConfig, row: str, folder: Path, prompts: Sequence[Prompt] = PROMPTS
+) -> tuple[list[Any], list[Any], dict[str, torch.Tensor]]:
     """(metrics and samples of each iteration, the weights that came out)."""
     algorithm, settings, dealer = ALGORITHMS[row], role_settings(config, 1e-2), Dealer(1, config.batch, 0.0)
 
@@ -137,7 +143,7 @@ def train(config: OnlineConfig, row: str, folder: Path) -> tuple[list[Any], list
         OnlineSettings(
             algorithm, config.rollout, config.reward, config.policy, config.batch, config.reference, config.optim
         ),
-        prompts=PROMPTS,
+        prompts=prompts,
         decode=lambda token_ids: "".join(map(chr, token_ids)),
         state=first_state(config.policy),
         total_iterations=ITERATIONS,
@@ -173,3 +179,20 @@ def test_a_run_gives_the_same_numbers_again_and_other_ones_with_another_seed(
     assert first[2].keys() == second[2].keys()
     assert all(weight.equal(second[2][name]) for name, weight in first[2].items())
     assert first[1] != other[1]
+
+
+def test_grpo_on_pictures_trains_the_tower_that_engines_answer_with_and_gives_the_same_numbers_again(tmp_path):
+    folder = save_tiny_vision("idefics3", tmp_path / "model")
+    prompts = [
+        Prompt(one.token_ids[~one.loss_mask].tolist(), f"{i}: ", None, "data.jsonl", i, pictures=one.pictures)
+        for i, one in enumerate(vision_sequences(folder, [[(56, 84)], [], [(60, 60), (112, 56)], [(30, 90)]]))
+    ]
+    small = {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "train_batch_size": 8, "max_new_tokens": 4}
+    config = resolve("grpo", pretrain=str(folder), param_dtype="fp32", init_kl_coef=0.1, **small)
+    first, second = (train(config, "grpo", tmp_path, prompts) for _ in range(2))
+    assert first[:2] == second[:2]
+    assert all(weight.equal(second[2][name]) for name, weight in first[2].items())
+    assert max(metrics["rollout_diff_max"] for _, metrics in first[0]) < 1e-6
+    before = load_file(folder / "model.safetensors")
+    moved = {name for name, weight in first[2].items() if not weight.equal(before[name])}
+    assert {name.split(".")[1] for name in moved} >= {"vision_model", "connector", "text_model"}

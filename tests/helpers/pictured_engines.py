@@ -1,0 +1,81 @@
+"""Rollout engines on tiny vision-language models: requests with pictures, and the trainer's log-probs of responses."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tiny_vision import random_picture
+from vision_sequences import MIXED, tiny_family, vision_sequences
+
+from rlhf_cli.backends.weight_sync.shm import ShmTransport
+from rlhf_cli.backends.weight_sync.transfer import WeightSender
+from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.data.packing.packs import pack
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.models.checkpoint_names import as_in_checkpoint
+from rlhf_cli.models.loading import load_causal_lm
+from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.models.vision.pictures import picture_of_pixels
+from rlhf_cli.models.vision.tower import tower_modules
+from rlhf_cli.trainers.online.responses import as_sequence
+
+SAMPLING = SamplingParams(max_new_tokens=16)
+
+
+def pictured_requests(folder: Path, samples: int = 2) -> list[GenerationRequest]:
+    """Return samples for prompts with no, one and two pictures, and for the first prompt with another picture."""
+    requests = []
+    for sequence in vision_sequences(folder, MIXED[:3]):
+        prompt_ids = sequence.token_ids[~sequence.loss_mask].tolist()
+        requests += [GenerationRequest(prompt_ids, seed, pictures=sequence.pictures) for seed in range(samples)]
+    (placed,) = requests[0].pictures
+    pixels = random_picture(placed.picture.height, placed.picture.width, seed=99)
+    other = (replace(placed, picture=picture_of_pixels("other", pixels)),)
+    return [*requests, *(replace(request, pictures=other) for request in requests[:samples])]
+
+
+def trainer_of(folder: Path) -> PolicyModel:
+    """Return the model as trainers run it."""
+    return PolicyModel(load_causal_lm(ModelConfig(pretrain=str(folder), param_dtype="fp32")))
+
+
+@torch.no_grad()
+def largest_difference(
+    trainer: PolicyModel, requests: Sequence[GenerationRequest], generations: Sequence[Generation]
+) -> float:
+    """Return the largest difference between the log-probs of engine and trainer."""
+    sequences = [
+        as_sequence(Prompt(request.prompt_ids, "", None, "", 0, pictures=request.pictures), generation.token_ids)
+        for request, generation in zip(requests, generations, strict=True)
+    ]
+    found = torch.tensor([logprob for generation in generations for logprob in generation.logprobs])
+    return float((trainer(pack(sequences))[0] - found).abs().max())
+
+
+@torch.no_grad()
+def change_tower(trainer: PolicyModel) -> None:
+    """Change the vision tower and its projector, and nothing else."""
+    torch.manual_seed(7)
+    for module in tower_modules(trainer.model):
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+@torch.no_grad()
+def prefer_placeholders(trainer: PolicyModel, folder: Path) -> None:
+    """Let the model sample image placeholders at about half of the positions."""
+    trainer.model.get_output_embeddings().weight[tiny_family(folder).image_token] *= 60
+
+
+def sent_weights(trainer: PolicyModel, sender: WeightSender, version: int) -> dict[str, object]:
+    """Return the manifest of a push of the trainer's weights."""
+    manifest = sender.send(as_in_checkpoint(trainer.model, trainer.model.named_parameters()), version).manifest
+    assert manifest is not None
+    return manifest
+
+
+def shm_sender() -> WeightSender:
+    """Return a sender through shared memory."""
+    return WeightSender(ShmTransport())
