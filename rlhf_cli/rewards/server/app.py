@@ -36,7 +36,7 @@ TEXTS_TOGETHER = 256
 """Texts of several requests that are scored in one go at most."""
 
 
-class _Question(BaseModel):
+class _RequestBody(BaseModel):
     """The body of a request."""
 
     model_config = ConfigDict(strict=True)
@@ -69,7 +69,7 @@ def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str) -> FastAPI:
     async def get_reward(request: Request) -> dict[str, Any]:
         if not _shows(request, key):
             raise HTTPException(401, "the header `Authorization: Bearer KEY` with the key of this server is missing")
-        requests = _questions(await _body(request, config), config)
+        requests = _score_requests(await _body(request, config), config)
         return _answer(await _scores(batcher, requests, request))
 
     return app
@@ -98,10 +98,10 @@ async def _body(request: Request, config: ServeConfig) -> bytes:
     return bytes(body)
 
 
-def _questions(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
+def _score_requests(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
     """Return the responses to score. Raise HTTPException for a body that is not as it should be."""
     try:
-        asked = _Question.model_validate_json(body)
+        asked = _RequestBody.model_validate_json(body)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

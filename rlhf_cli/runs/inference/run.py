@@ -28,7 +28,7 @@ from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
 from rlhf_cli.trainers.online.metrics import failure_metrics, length_metrics, rollout_metrics
 from rlhf_cli.trainers.online.rollout import request_of
-from rlhf_cli.trainers.online.scoring import score_requests, score_responses, whole_groups
+from rlhf_cli.trainers.online.scoring import make_score_requests, score_responses, whole_groups
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 
 STEP_SCORES = "step_scores"
@@ -59,7 +59,7 @@ class Answers:
     """Responses to one chunk of prompts; lists are by response, the samples of a prompt next to each other."""
 
     prompts: list[Prompt]
-    requests: list[ScoreRequest]
+    score_requests: list[ScoreRequest]
     generations: list[Generation]
     scores: list[Score] | None
     steps: list[list[float]] | None = None  # the probability of each step
@@ -263,7 +263,7 @@ def _answer(
         generations = answering.engines.generate(requests, sampling_params(sampling))
     with timer("reward"):
         places = whole_groups(len(prompts), sampling.n_samples_per_prompt)
-        questions = score_requests(asked, generations, answering.decode, places=places)
+        score_requests = make_score_requests(asked, generations, answering.decode, places=places)
         scores = None
         if answering.scorer is not None:
             scores = score_responses(
@@ -272,10 +272,10 @@ def _answer(
                 config.reward,
                 asked=asked,
                 generations=generations,
-                questions=questions,
+                score_requests=score_requests,
             )
         steps = None if answering.steps is None else answering.steps.probabilities(asked, generations)
-    return Answers(asked, questions, generations, scores, steps)
+    return Answers(asked, score_requests, generations, scores, steps)
 
 
 def _metrics(answers: Answers) -> dict[str, float]:
@@ -302,7 +302,7 @@ def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> l
             "prompt_index": first + number,
             "sample_index": sample,
             **cells,
-            "response": answers.requests[place].response,
+            "response": answers.score_requests[place].response,
             "label": prompt.label,
             "num_tokens": len(generation.token_ids),
             "finish_reason": generation.finish_reason,

@@ -55,9 +55,9 @@ from rlhf_cli.runs.online.models import (
     truncation_notice,
 )
 from rlhf_cli.runs.online.restarts import with_restarts
-from rlhf_cli.runs.online.saved_groups import load_surplus, save_surplus
 from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
 from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
+from rlhf_cli.runs.online.surplus_file import load_surplus, save_surplus
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice

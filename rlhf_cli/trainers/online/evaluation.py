@@ -21,7 +21,7 @@ from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import return_weights
 from rlhf_cli.trainers.online.metrics import MAX_SOURCES, sample_rows
 from rlhf_cli.trainers.online.rollout import request_of
-from rlhf_cli.trainers.online.scoring import score_requests, score_responses, whole_groups
+from rlhf_cli.trainers.online.scoring import make_score_requests, score_responses, whole_groups
 
 EVALUATION = 0x6576616C  # "eval": evaluations and training have different seeds
 
@@ -146,20 +146,20 @@ class Evaluator:
         generations = engines.generate(requests, task.sampling)
         engines.sleep()
         places = whole_groups(len(task.prompts), num_samples)
-        questions = score_requests(asked, generations, task.decode, places=places)
+        score_requests = make_score_requests(asked, generations, task.decode, places=places)
         scores = score_responses(
             self._roles.scorer,
             self._roles.reward_model,
             task.reward,
             asked=asked,
             generations=generations,
-            questions=questions,
+            score_requests=score_requests,
         )
         answers = [
             Answer(score, length=len(generation.token_ids), truncated=generation.finish_reason == "length")
             for score, generation in zip(scores, generations, strict=True)
         ]
-        return answers, sample_rows(questions, generations, scores)
+        return answers, sample_rows(score_requests, generations, scores)
 
     def _better(self, metrics: Mapping[str, float], iteration: int) -> Best | None:
         """Return a new best, if this is one."""

@@ -23,7 +23,7 @@ class PromptGroup:
     place: int
     prompt: Prompt
     generations: list[Generation]
-    questions: list[ScoreRequest]
+    score_requests: list[ScoreRequest]
     scores: list[Score]
 
     @property

@@ -231,7 +231,7 @@ def _batch_metrics(batch: _ScoredBatch, reward: OnlineRewardConfig) -> dict[str,
     metrics |= batch.rollout.metrics | zero_std_metrics(sampled.scores, sampled.groups)
     if batch.trainable.step_rewards is not None:
         metrics |= step_metrics(batch.trainable.step_rewards)
-    metrics |= source_metrics(sampled.questions, sampled.scores) | failure_metrics(batch.scores)
+    metrics |= source_metrics(sampled.score_requests, sampled.scores) | failure_metrics(batch.scores)
     return metrics | num_tokens
 
 

@@ -37,14 +37,14 @@ def rollout_rewards(scores: Sequence[Score]) -> dict[str, float]:
     return metrics | {name: float(np.mean(part)) for name, part in parts.items()}
 
 
-def source_metrics(questions: Sequence[ScoreRequest], scores: Sequence[Score]) -> dict[str, float]:
+def source_metrics(score_requests: Sequence[ScoreRequest], scores: Sequence[Score]) -> dict[str, float]:
     """Return the rewards and verdicts by the source that rows name, if they name several, but not too many to look
     at.
     """
     found: dict[str, list[Score]] = {}
-    for question, score in zip(questions, scores, strict=True):
-        if question.source is not None:
-            found.setdefault(question.source, []).append(score)
+    for request, score in zip(score_requests, scores, strict=True):
+        if request.source is not None:
+            found.setdefault(request.source, []).append(score)
     if not 1 < len(found) <= MAX_SOURCES:
         return {}
     return {
@@ -118,7 +118,7 @@ def iteration_rows(sampled: Responses, judged: Responses, *, has_reward: bool) -
 
     Without a reward the scores, which are all 0, are left out.
     """
-    rows = sample_rows(sampled.questions, sampled.generations, sampled.scores)
+    rows = sample_rows(sampled.score_requests, sampled.generations, sampled.scores)
     if not has_reward:
         rows = [row | {"reward": None, "verdict": None} for row in rows]
     if judged.teacher_logprobs is not None:

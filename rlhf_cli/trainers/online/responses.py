@@ -28,7 +28,7 @@ class Responses:
 
     prompts: Sequence[Prompt]
     generations: Sequence[Generation]
-    questions: Sequence[ScoreRequest]
+    score_requests: Sequence[ScoreRequest]
     scores: Sequence[Score]
     groups: Sequence[int]
     positions: Sequence[int] | None = None
@@ -114,7 +114,7 @@ def of_groups(groups: Sequence[PromptGroup]) -> Responses:
     return Responses(
         [group.prompt for group in groups for _ in group.scores],
         [generation for group in groups for generation in group.generations],
-        [question for group in groups for question in group.questions],
+        [request for group in groups for request in group.score_requests],
         [score for group in groups for score in group.scores],
         [number for number, group in enumerate(groups) for _ in group.scores],
         range(sum(len(group.scores) for group in groups)),

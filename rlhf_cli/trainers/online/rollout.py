@@ -12,7 +12,7 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.groups import PromptGroup
 from rlhf_cli.trainers.online.interfaces import Engines, Scoring
-from rlhf_cli.trainers.online.scoring import GroupPlace, score_requests
+from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests
 
 _LOOK_SECONDS = 0.1  # between looks at scores that may make the batch full
 
@@ -55,7 +55,7 @@ class Round:
             for sample in range(sampler.num_samples)
         ]
         self._generations: dict[int, Generation] = {}
-        self._questions: dict[int, ScoreRequest] = {}
+        self._score_requests: dict[int, ScoreRequest] = {}
         self._scores: dict[int, Score] = {}
         self._added: list[int] = []  # numbers of the requests, in the order in which the scorer got their responses
 
@@ -114,21 +114,21 @@ class Round:
             self._asked[slot].place,
             self._asked[slot].prompt,
             [self._generations[number] for number in numbers],
-            [self._questions[number] for number in numbers],
+            [self._score_requests[number] for number in numbers],
             [self._scores[number] for number in numbers],
         )
 
     def _take(self, arrived: list[tuple[int, Generation]]) -> None:
         asked = [self._asked[self._slot(number)] for number, _ in arrived]
-        questions = score_requests(
+        score_requests = make_score_requests(
             [one.prompt for one in asked],
             [generation for _, generation in arrived],
             self._sampler.decode,
             places=[self._place(number) for number, _ in arrived],
         )
-        self._session.add(questions)
-        for (number, generation), question in zip(arrived, questions, strict=True):
-            self._generations[number], self._questions[number] = generation, question
+        self._session.add(score_requests)
+        for (number, generation), request in zip(arrived, score_requests, strict=True):
+            self._generations[number], self._score_requests[number] = generation, request
             self._added.append(number)
 
     def _slot(self, number: int) -> int:

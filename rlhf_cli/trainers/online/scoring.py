@@ -29,7 +29,7 @@ def whole_groups(num_prompts: int, num_samples: int) -> list[GroupPlace]:
     ]
 
 
-def score_requests(
+def make_score_requests(
     prompts: Sequence[Prompt],
     generations: Sequence[Generation],
     decode: Callable[[Sequence[int]], str],
@@ -72,14 +72,14 @@ def score_responses(
     *,
     asked: Sequence[Prompt],
     generations: Sequence[Generation],
-    questions: list[ScoreRequest],
+    score_requests: list[ScoreRequest],
 ) -> list[Score]:
     """Return the score of each response from all rewards.
 
     Raises:
         RunError: too many rewards failed.
     """
-    scores = scorer.score(questions)
+    scores = scorer.score(score_requests)
     if reward_model is None:
         return scores
     joined = add_model_scores(reward_model, reward, asked, generations, scores)

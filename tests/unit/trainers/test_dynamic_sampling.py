@@ -15,7 +15,7 @@ from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.runs.online.saved_groups import FILE, load_surplus, save_surplus
+from rlhf_cli.runs.online.surplus_file import FILE, load_surplus, save_surplus
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.groups import PromptGroup, longest_needed, sort_round, usefulness
 from rlhf_cli.trainers.online.prompt_source import planned_iterations, prompt_at
@@ -57,11 +57,11 @@ def test_what_the_scores_of_a_group_say_of_its_prompt(scores, config, found):
 def group(place: int, *lengths: int, useful: bool = True) -> PromptGroup:
     answers = [Generation([7] * length, [-0.5] * length, "stop", 0) for length in lengths]
     scores = [RIGHT, *[WRONG if useful else RIGHT] * (len(lengths) - 1)]
-    questions = [
+    score_requests = [
         ScoreRequest("q", "p", "r", "1", length, False, "g", sample, len(lengths))
         for sample, length in enumerate(lengths)
     ]
-    return PromptGroup(place, Prompt([1], "p", "1", "a.jsonl", place), answers, questions, scores)
+    return PromptGroup(place, Prompt([1], "p", "1", "a.jsonl", place), answers, score_requests, scores)
 
 
 def test_the_batch_is_full_at_the_group_that_completes_it_in_the_order_of_the_prompts():
@@ -107,8 +107,8 @@ def test_surplus_gets_the_pictures_of_its_prompt_again_and_no_checkpoint_has_pix
     picture = picture_of_pixels("digest", np.zeros((64, 64, 3), dtype=np.uint8))
     plain = group(3, 2, 1)
     prompt = dataclasses.replace(plain.prompt, pictures=(PlacedPicture(picture, 0, 1, token=1),))
-    questions = [dataclasses.replace(question, pictures=(picture,)) for question in plain.questions]
-    carried = dataclasses.replace(plain, prompt=prompt, questions=questions)
+    score_requests = [dataclasses.replace(request, pictures=(picture,)) for request in plain.score_requests]
+    carried = dataclasses.replace(plain, prompt=prompt, score_requests=score_requests)
     save_surplus(tmp_path, [carried])
     assert (tmp_path / FILE).stat().st_size < 500
     assert load_surplus(tmp_path, lambda place: prompt) == [carried]

@@ -24,7 +24,7 @@ from rlhf_cli.trainers.online.metrics import (
     zero_std_metrics,
 )
 from rlhf_cli.trainers.online.responses import Responses, as_sequence
-from rlhf_cli.trainers.online.scoring import GroupPlace, score_requests, whole_groups
+from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests, whole_groups
 from rlhf_cli.trainers.online.state import OnlineSettings
 
 FAILED = Score(None, "failed", "timed out after 30 s", {"format": 1.0})
@@ -47,8 +47,8 @@ def scored(value: float, status: str = "scored", **parts: float) -> Score:
 def responses_of(
     prompts: list[Prompt], generations: list[Generation], scores: list[Score], groups: list[int]
 ) -> Responses:
-    questions = score_requests(prompts, generations, str, places=[GroupPlace("0", 0, 1)] * len(prompts))
-    return Responses(prompts, generations, questions, scores, groups).scored()
+    score_requests = make_score_requests(prompts, generations, str, places=[GroupPlace("0", 0, 1)] * len(prompts))
+    return Responses(prompts, generations, score_requests, scores, groups).scored()
 
 
 def settings_of(
@@ -250,7 +250,9 @@ def test_plain_scores_have_no_accuracy():
 
 
 def test_rewards_are_asked_about_prompt_and_response():
-    (request,) = score_requests([prompt(4)], [generation(1, 2)], lambda token_ids: f"<{token_ids}>", places=PLACES[:1])
+    (request,) = make_score_requests(
+        [prompt(4)], [generation(1, 2)], lambda token_ids: f"<{token_ids}>", places=PLACES[:1]
+    )
     assert (request.query, request.prompt, request.response, request.label) == (
         "a.jsonl 4? <[1, 2]>",
         "a.jsonl 4? ",
@@ -269,7 +271,7 @@ def test_samples_of_a_prompt_are_neighbours_in_a_group_of_their_own():
 
 
 def test_rewards_are_told_length_cut_and_group_of_a_response():
-    requests = score_requests(
+    requests = make_score_requests(
         [prompt(4)] * 3,
         [generation(1, 2), generation(3, cut=True), generation(5)],
         lambda token_ids: "",
@@ -285,7 +287,7 @@ def test_rewards_are_told_length_cut_and_group_of_a_response():
 
 def test_rows_of_samples_say_everything_about_a_response():
     generations = [generation(1, 2, cut=True), generation(3)]
-    requests = score_requests([prompt(4), prompt(5)], generations, str, places=PLACES)
+    requests = make_score_requests([prompt(4), prompt(5)], generations, str, places=PLACES)
     rows = sample_rows(requests, generations, [scored(1.0, "correct", exact=1.0), FAILED])
     assert rows[0] == {
         "prompt": "a.jsonl 4? ",
@@ -317,8 +319,8 @@ def test_rewards_are_reported_by_the_source_that_rows_name() -> None:
     def asked(source: str | None) -> ScoreRequest:
         return ScoreRequest("q", "p", "r", "l", 1, False, "g", 0, 1, source)
 
-    questions = [asked(source) for source in ("math", "code", "code")]
-    found = source_metrics(questions, [scored(1.0, "correct"), scored(0.0, "wrong"), scored(0.5, "wrong")])
+    score_requests = [asked(source) for source in ("math", "code", "code")]
+    found = source_metrics(score_requests, [scored(1.0, "correct"), scored(0.0, "wrong"), scored(0.5, "wrong")])
     assert found == {
         "source/math/reward": 1.0,
         "source/math/accuracy": 1.0,

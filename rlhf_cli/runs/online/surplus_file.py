@@ -32,7 +32,7 @@ def _plain(group: PromptGroup) -> dict[str, object]:
     return {
         "place": group.place,
         "generations": [asdict(generation) for generation in group.generations],
-        "questions": [asdict(replace(question, pictures=())) for question in group.questions],
+        "score_requests": [asdict(replace(request, pictures=())) for request in group.score_requests],
         "scores": [asdict(score) for score in group.scores],
     }
 
@@ -43,6 +43,6 @@ def _group(row: Mapping[str, Any], prompt: Prompt) -> PromptGroup:
         row["place"],
         prompt,
         [Generation(**generation) for generation in row["generations"]],
-        [ScoreRequest(**question | {"pictures": pictures}) for question in row["questions"]],
+        [ScoreRequest(**request | {"pictures": pictures}) for request in row["score_requests"]],
         [Score(**score) for score in row["scores"]],
     )
