@@ -215,11 +215,6 @@ class DeepSpeedEngine:
         else:
             seed_everything((torch.initial_seed() + self._engine.global_steps) % 2**32)
 
-    @property
-    def has_movable_states(self) -> bool:
-        """Whether DeepSpeed can move this engine's states: not at stage 0, nor at stage 1 with bf16 weights."""
-        return self._states.are_movable
-
     def sleep(self) -> None:
         """Move optimizer states, gradients and weights to host memory; a no-op without an accelerator."""
         if torch.cuda.is_available():

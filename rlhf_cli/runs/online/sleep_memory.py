@@ -30,13 +30,17 @@ class SleepingRole:
     optimizer: OptimizerName = "adamw"
 
     @property
+    def moves_trained(self) -> bool:
+        """Whether DeepSpeed moves trained weights and their states: not at stage 0, nor in its BF16_Optimizer."""
+        is_apart = self.weight_bytes == 4 or self.optimizer == "adamw_bf16"
+        return self.zero_stage >= 2 or (self.zero_stage == 1 and is_apart)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of all ranks together: optimizer states are divided among them, weights only at stage 3."""
-        is_apart = self.weight_bytes == 4 or self.optimizer == "adamw_bf16"  # not in DeepSpeed's BF16_Optimizer
-        moves_trained = self.zero_stage >= 2 or (self.zero_stage == 1 and is_apart)
-        num_moved = self.num_parameters - (0 if moves_trained else self.num_trained)
+        num_moved = self.num_parameters - (0 if self.moves_trained else self.num_trained)
         copies = 1 if self.zero_stage == 3 else self.num_ranks
-        of_optimizer = OPTIMIZER_BYTES[self.optimizer] * self.num_trained if moves_trained else 0
+        of_optimizer = OPTIMIZER_BYTES[self.optimizer] * self.num_trained if self.moves_trained else 0
         return num_moved * self.weight_bytes * copies + of_optimizer
 
 

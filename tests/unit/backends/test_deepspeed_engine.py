@@ -315,22 +315,6 @@ def test_bf16_trains_at_every_stage_as_float32_does(tiny_model_dir, items, stage
         assert found[-1] < 0.8 * found[0]
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype", "movable"),
-    [
-        (0, "fp32", False),
-        (0, "bf16", False),
-        (1, "fp32", True),
-        (1, "bf16", False),
-        (2, "bf16", True),
-        (3, "bf16", True),
-    ],
-)
-def test_states_that_deepspeed_cannot_move_are_known(tiny_model_dir, stage, dtype, movable):
-    _, module = load_policy(tiny_model_dir, stage, dtype=dtype)
-    assert make_engine(module, stage, dtype=dtype).has_movable_states == movable
-
-
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_rate_that_is_reported_is_the_one_that_was_used(stage, tiny_llama_dir, items):
     _, module = load_policy(tiny_llama_dir, stage)

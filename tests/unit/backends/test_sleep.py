@@ -7,11 +7,13 @@ import torch
 from adapted_models import load
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from sleeping import assert_same, trained_weights
+from tiny_training import OPTIM, load_policy, make_engine
 
 from rlhf_cli.backends.training.optimizers import check_compiler
 from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.runs.online.sleep_memory import WEIGHT_BYTES, SleepingRole
 
 CPU = torch.device("cpu")
 
@@ -43,6 +45,26 @@ def test_a_weight_that_moved_is_copied_again():
         weight.lerp_(torch.ones(2), 1.0)  # also while it is away
     copies.come_back(CPU)
     assert weight.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize(
+    ("stage", "dtype", "optimizer", "movable"),
+    [
+        (0, "fp32", "adamw", False),
+        (0, "bf16", "adamw", False),
+        (1, "fp32", "adamw", True),
+        (1, "bf16", "adamw", False),
+        (1, "bf16", "adamw_bf16", True),
+        (2, "bf16", "adamw", True),
+        (3, "bf16", "adamw", True),
+    ],
+)
+def test_host_memory_is_counted_for_the_states_that_deepspeed_moves(tiny_model_dir, stage, dtype, optimizer, movable):
+    _, module = load_policy(tiny_model_dir, stage, dtype=dtype)
+    engine = make_engine(module, stage, dtype=dtype, optim=OPTIM.model_copy(update={"optim": optimizer}))
+    assert TrainedStates(engine._engine, module, device=CPU).are_movable == movable
+    assert SleepingRole(1, 1, WEIGHT_BYTES[dtype], stage, 1, optimizer).moves_trained == movable
 
 
 @pytest.mark.usefixtures("group_of_one")
