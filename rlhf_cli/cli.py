@@ -194,8 +194,8 @@ def main(args: Sequence[str] | None = None, *, group: type[CommandGroup] = Comma
 
 
 def _tell(command: str | None, message: str) -> None:
-    said = "; ".join(line.strip() for line in message.splitlines() if line.strip())
-    sys.stderr.write(f"rlhf{f' {command}' if command else ''}: {said}\n")
+    sentence = "; ".join(line.strip() for line in message.splitlines() if line.strip())
+    sys.stderr.write(f"rlhf{f' {command}' if command else ''}: {sentence}\n")
 
 
 def _with_trace(run: Callable[..., None]) -> Callable[..., None]:
@@ -225,8 +225,8 @@ def _run_directory(config: "BaseModel") -> Path | None:
 
 
 def _unexpected(error: Exception, directory: Path | None) -> str:
-    said = next(iter(str(error).strip().splitlines()), "")
-    return f"unexpected {type(error).__name__}: {said[:300]} (trace in {_write_trace(error, directory)})"
+    reason = next(iter(str(error).strip().splitlines()), "")
+    return f"unexpected {type(error).__name__}: {reason[:300]} (trace in {_write_trace(error, directory)})"
 
 
 def _write_trace(error: Exception, directory: Path | None) -> Path:

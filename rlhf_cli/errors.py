@@ -20,8 +20,8 @@ class ProcessDied(RunError):
         return f"{super().__str__()}; {hint}"
 
     @property
-    def said(self) -> str:
-        """Return the message without the advice to continue."""
+    def message(self) -> str:
+        """The message without the advice to continue."""
         return super().__str__()
 
 

@@ -88,8 +88,8 @@ def _key(config: OfflineDataConfig, tokenizer: Any, rows: Rows, kind: str, forma
     contents.append([contents_of(text) for text in sorted(code)])
     versions = [FORMAT, pa.__version__, tokenizers.__version__, transformers.__version__, _code_checksum()]
     tokens = [tokenizer_fingerprint(tokenizer), tokenizer.chat_template]
-    said = json.dumps([kind, formats, settings, contents, versions, *tokens], sort_keys=True)
-    digest = hashlib.blake2b(said.encode(), digest_size=16)
+    facts = json.dumps([kind, formats, settings, contents, versions, *tokens], sort_keys=True)
+    digest = hashlib.blake2b(facts.encode(), digest_size=16)
     for order in (rows.source_N, rows.index_N):
         digest.update(order.tobytes())
     return digest.hexdigest()
@@ -164,8 +164,8 @@ class KeptTableWriter(TableWriter):
     def keep(self, counts: dict[str, object]) -> StoredTable:
         """Return the table of everything written, and keep it under its name from now on."""
         self.close()
-        said = json.dumps(counts).encode()
-        self.file.write(said + len(said).to_bytes(LENGTH_BYTES, "little"))
+        encoded = json.dumps(counts).encode()
+        self.file.write(encoded + len(encoded).to_bytes(LENGTH_BYTES, "little"))
         self.file.seek(0)
         digest = hashlib.file_digest(self.file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).digest()
         self.file.write(digest)

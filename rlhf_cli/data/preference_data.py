@@ -274,8 +274,8 @@ def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataR
         return []
     chosen, rejected = (_ended(tokens) for tokens in kept)
     if chosen.ids == rejected.ids:
-        said = f"chosen and rejected are equal within the first {config.max_len:,} tokens"
-        report.note("dropped_equal", f"{encoded.row.where}: {said}")
+        reason = f"chosen and rejected are equal within the first {config.max_len:,} tokens"
+        report.note("dropped_equal", f"{encoded.row.where}: {reason}")
         return []
     num_prompt = _num_shared(chosen, rejected)
     if num_prompt == 0:

@@ -94,12 +94,12 @@ class DataReport:
     lengths: dict[int, int] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=dict)
 
-    def note(self, counter: str, said: str) -> None:
+    def note(self, counter: str, note: str) -> None:
         """Count a row with one of the counters, and keep its note if it is among the first."""
         setattr(self, counter, getattr(self, counter) + 1)
         listed = self.noted.setdefault(counter, [])
         if len(listed) < MAX_NOTED:
-            listed.append(said)
+            listed.append(note)
 
     def count_turns(self, *sides: Tokens) -> None:
         """Count the special turns of an item; its sides have all turns but one in common."""

@@ -43,14 +43,14 @@ def token_step_ends(token_ids: Sequence[int], separator: str, decode: Decode, *,
     sampled tokens. `decode` keeps special tokens. `closing` tokens at the end (end of sequence, end of turn) are no
     step of their own. A response without text is one step.
     """
-    num_said = len(token_ids)
-    while num_said and token_ids[num_said - 1] in closing:
-        num_said -= 1
-    said = token_ids[:num_said]
-    text = decode(said)
+    num_kept = len(token_ids)
+    while num_kept and token_ids[num_kept - 1] in closing:
+        num_kept -= 1
+    kept_ids = token_ids[:num_kept]
+    text = decode(kept_ids)
     ends: list[int] = []
     for end in step_ends(text, separator)[:-1]:
-        ends.append(_num_tokens(said, text[:end], decode, least=ends[-1] if ends else 0))
+        ends.append(_num_tokens(kept_ids, text[:end], decode, least=ends[-1] if ends else 0))
     return list(dict.fromkeys([*ends, len(token_ids)])) if token_ids else []
 
 

@@ -303,12 +303,12 @@ def scales(model: nn.Module) -> dict[str, float]:
     return {name: float(layer.scaling[ACTIVE]) for name, layer in _tuned(model).items()}
 
 
-def parameters_said(model: nn.Module) -> str:
+def parameter_counts(model: nn.Module) -> str:
     """Return for the terminal how many parameters there are and, if not all, how many are trained."""
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
     total = num_parameters(model)
-    said = f"{total / 1e6:.1f}M parameters"
-    return said if trained == total else f"{said}, {trained / 1e6:.3g}M of them trained"
+    counts = f"{total / 1e6:.1f}M parameters"
+    return counts if trained == total else f"{counts}, {trained / 1e6:.3g}M of them trained"
 
 
 def file_name(name: str) -> str:

@@ -70,15 +70,15 @@ def find_process_reward_model(
 
     Raises UsageError as `find_reward_model`, or if its configuration does not name the separator of steps.
     """
-    said = f"--prm_pretrain {prm_pretrain!r}"
+    setting = f"--prm_pretrain {prm_pretrain!r}"
     source = _loaded_like(policy, prm_pretrain)
     found, own_tokenizer = read_reward_model(source, normalize=False, flag="--prm_pretrain")
     separator = getattr(found.found.architecture, STEP_SEPARATOR, None)
     if not isinstance(separator, str) or not separator:
         raise UsageError(
-            f"{said} scores whole responses: its configuration has no {STEP_SEPARATOR}, which `rlhf prm` writes"
+            f"{setting} scores whole responses: its configuration has no {STEP_SEPARATOR}, which `rlhf prm` writes"
         )
-    require_same_tokens(own_tokenizer, tokenizer, said)
+    require_same_tokens(own_tokenizer, tokenizer, setting)
     return replace(found, separator=separator)
 
 
@@ -153,8 +153,8 @@ def require_same_tokens(own: PreTrainedTokenizerBase, policy: PreTrainedTokenize
     others = sorted((number, token) for token, number in policy.get_vocab().items() if own_ids.get(token) != number)
     if others:
         number, token = others[0]
-        said = f"{own_ids[token]} there" if token in own_ids else "not there"
+        there = f"{own_ids[token]} there" if token in own_ids else "not there"
         raise UsageError(
             f"{what} has another vocabulary than the policy, whose token ids it would read: "
-            f"{len(others):,} of {len(policy):,} tokens differ, the first is {token!r}: {number} here, {said}"
+            f"{len(others):,} of {len(policy):,} tokens differ, the first is {token!r}: {number} here, {there}"
         )

@@ -31,9 +31,9 @@ def with_model_scores(scores: Sequence[Score], values: Sequence[float], *, weigh
 def _joined(score: Score, value: float, weight: float) -> Score:
     total = None if score.value is None else score.value + weight * value
     if total is not None and not math.isfinite(total):
-        said = "the rewards add up to" if math.isfinite(value) else "the reward model's score is"
+        what = "the rewards add up to" if math.isfinite(value) else "the reward model's score is"
         infinite = total if math.isfinite(value) else value
-        return replace(score, value=None, status="failed", detail=f"{said} {infinite}", failure="bad_result")
+        return replace(score, value=None, status="failed", detail=f"{what} {infinite}", failure="bad_result")
     if not math.isfinite(value):
         return score
     return replace(score, value=total, parts=score.parts | {MODEL_PART: value})

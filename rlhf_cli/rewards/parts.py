@@ -64,8 +64,8 @@ def file_parts(outcome: ItemOutcome, num_responses: int) -> list[Part]:
     failure = outcome.failure
     if failure is not None:
         trace = "\n".join(failure.trace.splitlines()[:_TRACE_LINES])
-        said = f"{FILE_PART} {failure.reason}\n{trace}".strip()
-        return [Part(None, "failed", said, failure=failure.kind)] * num_responses
+        detail = f"{FILE_PART} {failure.reason}\n{trace}".strip()
+        return [Part(None, "failed", detail, failure=failure.kind)] * num_responses
     return [_file_part(result) for result in outcome.value]
 
 

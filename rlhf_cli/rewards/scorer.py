@@ -138,9 +138,9 @@ class Scorer:
             groups.setdefault(request.group, []).append(request)
         needs = self._file.about["needs"]
         outcomes = self._file.map([batch_of(group, self._decode, needs=needs) for group in groups.values()])
-        said = f"--reward_func {self._config.reward_func}: a trial call with a made-up response"
+        trial = f"--reward_func {self._config.reward_func}: a trial call with a made-up response"
         hint = TRL_HINT if TRL in self.form else ""
-        return next(filter(None, (_trial_fault(outcome, said, hint=hint) for outcome in outcomes)), "")
+        return next(filter(None, (_trial_fault(outcome, trial, hint=hint) for outcome in outcomes)), "")
 
     def session(self) -> ScoringSession:
         """Return a round of scoring whose responses come bit by bit; one at a time."""
@@ -254,18 +254,18 @@ def row_verifiers(config: RequestScoringConfig, sources: Sequence[str | None]) -
     )
 
 
-def _trial_fault(outcome: ItemOutcome, said: str, *, hint: str) -> str:
+def _trial_fault(outcome: ItemOutcome, trial: str, *, hint: str) -> str:
     """Return a warning about a trial call, "" if it went well. Raises UsageError for faults of the code itself."""
     failure = outcome.failure
     if failure is None:
         wrong = next((result["problem"] for result in outcome.value if result["malformed"]), None)
         if wrong is not None:
-            raise UsageError(f"{said} {wrong}")
+            raise UsageError(f"{trial} {wrong}")
         return ""
     is_of_text = "NoneType" in failure.reason or not failure.reason.startswith(FAULTS_OF_CODE)
     if failure.kind == "bad_result" or (failure.kind == "raised" and not is_of_text):
-        raise UsageError(f"{said} {failure.reason}{hint if failure.kind == 'raised' else ''}")
-    return f"{said} {failure.reason}; such a reward counts as failed"
+        raise UsageError(f"{trial} {failure.reason}{hint if failure.kind == 'raised' else ''}")
+    return f"{trial} {failure.reason}; such a reward counts as failed"
 
 
 def _reward_servers(config: RemoteScoringConfig, tell: Callable[[str], None] | None) -> RemoteRewards:

@@ -120,8 +120,8 @@ class _Page:
         self._line(", ".join(f"{name} {length:,}" for name, length in figures.items()), indent=2)
         fits = preview.most_tokens <= preview.room
         advice = "" if fits else ", WHICH THE COMMAND REFUSES: raise sequence_parallel_size or train_max_tokens_per_gpu"
-        said = f"{preview.most_is} of a micro-batch, which holds {preview.room:,} ({preview.room_is}){advice}"
-        self._line(Text(said, "" if fits else LEFT_OUT), indent=2, hanging=2)
+        sentence = f"{preview.most_is} of a micro-batch, which holds {preview.room:,} ({preview.room_is}){advice}"
+        self._line(Text(sentence, "" if fits else LEFT_OUT), indent=2, hanging=2)
 
     def counts(self, preview: Preview) -> None:
         self._line()
@@ -173,8 +173,8 @@ def bar_length(entry: Bin, bins: Sequence[Bin], width: int) -> int:
 
 def _limit_line(preview: Preview) -> Text:
     above = sum(count for length, count in preview.lengths.items() if length > preview.limit)
-    said = f"{above:,} {'is' if above == 1 else 'are'} longer" if above else "none is longer"
-    return Text(f"--- {preview.limit_is}: {said} ---", LEFT_OUT)
+    found = f"{above:,} {'is' if above == 1 else 'are'} longer" if above else "none is longer"
+    return Text(f"--- {preview.limit_is}: {found} ---", LEFT_OUT)
 
 
 def visible(text: str) -> str:

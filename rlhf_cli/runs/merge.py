@@ -18,8 +18,8 @@ def run_merge(settings: MergeGroup) -> str:
     """Write the whole model to the output folder and verify it. Return a line that describes it."""
     output = Path(settings.output)
     with new_output(output):
-        said = _write_merged(settings, output)
-    return f"{output}: {said}"
+        described = _write_merged(settings, output)
+    return f"{output}: {described}"
 
 
 def _write_merged(settings: MergeGroup, output: Path) -> str:
@@ -69,11 +69,11 @@ def reload(folder: Path, config: object, *, max_bytes: int, trust_remote_code: b
 
     small = sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= max_bytes
     model = read_back(folder, config, device_map=None if small else "meta", trust_remote_code=trust_remote_code)
-    said = f"{model.num_parameters() / 1e6:.1f}M parameters in {str(model.dtype).removeprefix('torch.')}, reloaded"
+    described = f"{model.num_parameters() / 1e6:.1f}M parameters in {str(model.dtype).removeprefix('torch.')}, reloaded"
     if not small:
-        return said
+        return described
     with torch.no_grad():
         outputs = model.base_model(input_ids=torch.tensor([TOKENS])).last_hidden_state
     if not torch.isfinite(outputs).all():
         raise RunError("the merged model gives numbers that are not finite")
-    return f"{said} and run on {len(TOKENS)} tokens"
+    return f"{described} and run on {len(TOKENS)} tokens"

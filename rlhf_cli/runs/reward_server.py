@@ -100,12 +100,12 @@ def _score(
     scores = [found[number] for number in range(len(requests))]
     if model is None:
         return scores
-    said = model.scores([request.query for request in requests])
-    values = [float("nan") if isinstance(value, str) else value for value in said]
+    results = model.scores([request.query for request in requests])
+    values = [float("nan") if isinstance(value, str) else value for value in results]
     joined = with_model_scores(scores, values, weight=reward.reward_model_weight)
     return [
         Score(None, "failed", why, score.parts, failure="bad_result") if isinstance(why, str) else score
-        for score, why in zip(joined, said, strict=True)
+        for score, why in zip(joined, results, strict=True)
     ]
 
 

@@ -240,8 +240,8 @@ def _is_trained(best: Path) -> bool:
 
 def _iteration_of(best: Path) -> int | None:
     """Return the iteration after which the best model was saved; None if there is no best model."""
-    said = best / BEST_FILE
-    return int(json.loads(said.read_text())["iteration"]) if said.is_file() else None
+    record = best / BEST_FILE
+    return int(json.loads(record.read_text())["iteration"]) if record.is_file() else None
 
 
 def _is_used(path: Path) -> bool:

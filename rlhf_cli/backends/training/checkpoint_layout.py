@@ -39,7 +39,7 @@ class StateLayout:
 
     def described(self) -> str:
         """Return the ranks and the stage in words."""
-        return _said(self.num_ranks, self.zero_stage)
+        return _ranks_and_stage(self.num_ranks, self.zero_stage)
 
 
 def write_layout(layout: StateLayout, directory: Path, *, rank: int) -> None:
@@ -72,7 +72,7 @@ def continuation_notice(directory: Path, *, what: str, zero_stage: int, num_rank
     saved = read_layout(directory)
     if (saved.zero_stage, saved.num_ranks) == (zero_stage, num_ranks):
         return []
-    own = _said(num_ranks, zero_stage)
+    own = _ranks_and_stage(num_ranks, zero_stage)
     if saved.uncut_states:
         raise UsageError(
             f"checkpoint {directory} cannot be continued by {own}: its optimizer {saved.optimizer} has states that "
@@ -85,7 +85,7 @@ def continuation_notice(directory: Path, *, what: str, zero_stage: int, num_rank
     ]
 
 
-def _said(num_ranks: int, zero_stage: int) -> str:
+def _ranks_and_stage(num_ranks: int, zero_stage: int) -> str:
     return f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'} at ZeRO stage {zero_stage}"
 
 

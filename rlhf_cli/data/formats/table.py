@@ -198,9 +198,9 @@ def _messages_in(name: str) -> Callable[[Present, Columns], Format]:
 
         def read(row: Row) -> Example:
             refuse(row, _fault_of_undesirable(row))
-            said = messages_of(row, column, MESSAGE_KEYS[name])
-            refuse(row, fault_of_weights(said))
-            messages = with_system(said, row)
+            turns = messages_of(row, column, MESSAGE_KEYS[name])
+            refuse(row, fault_of_weights(turns))
+            messages = with_system(turns, row)
             refuse(row, fault_of_example(messages))
             return Conversation(messages, tools_of(row))
 

@@ -18,7 +18,7 @@ def turns_of_transcript(text: str) -> tuple[Message, ...]:
     """Return the turns of the text."""
     _, *parts = TURN.split(text)
     turns = zip(parts[::2], parts[1::2], strict=True)
-    return tuple(Message("user" if speaker == "Human" else "assistant", said.strip()) for speaker, said in turns)
+    return tuple(Message("user" if speaker == "Human" else "assistant", text.strip()) for speaker, text in turns)
 
 
 def prompt_of_transcript(text: str) -> tuple[Message, ...]:

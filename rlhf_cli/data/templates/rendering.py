@@ -74,8 +74,8 @@ class Renderer:
             return Pieces((self._template_for(row_kwargs or {}).example(conversation),), plain=False)
         *before, response = example.messages
         _refuse_tools(example)
-        said = replace(_whole(response.with_reasoning_in_text().content), num_inlined=int(bool(response.reasoning)))
-        return Pieces((Rendered(self._around(tuple(before)), (), None), said), plain=True)
+        answer = replace(_whole(response.with_reasoning_in_text().content), num_inlined=int(bool(response.reasoning)))
+        return Pieces((Rendered(self._around(tuple(before)), (), None), answer), plain=True)
 
     def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, object] | None = None) -> str:
         """Return the text that generation starts from. Raise TemplateFault if it cannot be rendered."""

@@ -210,9 +210,9 @@ class Tokeniser:
             decoded = self._tokenizer.decode(
                 tokens.ids[start:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-            said = example.text[first:end]
-            if _comparable(decoded) != _comparable(said):
-                raise TemplateFault(f"the trained tokens decode to {decoded[:80]!r} instead of {said[:80]!r}")
+            written = example.text[first:end]
+            if _comparable(decoded) != _comparable(written):
+                raise TemplateFault(f"the trained tokens decode to {decoded[:80]!r} instead of {written[:80]!r}")
         if example.prompt is None or example.text[example.spans[0][0]].isspace():
             return  # white space of the response may run into the template's: that is the row's doing
         if tokens.ids[: tokens.spans[0][0]] != self.prompts([example.prompt], plain=False)[0]:

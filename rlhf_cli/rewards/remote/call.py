@@ -79,14 +79,14 @@ async def post_batch(
         async with session.post(
             url, json=body, timeout=aiohttp.ClientTimeout(total=timeout), allow_redirects=False
         ) as response:
-            said = await _read(response, limit)
+            answer = await _read(response, limit)
     except TimeoutError:
         raise CallFailed("timeout", f"did not answer within {timeout:g} s") from None
     except aiohttp.ClientError as error:
         raise _broken(error) from None
     if response.status != 200:
-        raise _refusal(response, said)
-    return outcomes_of(said, len(requests))
+        raise _refusal(response, answer)
+    return outcomes_of(answer, len(requests))
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
@@ -102,14 +102,14 @@ async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
 def _broken(error: aiohttp.ClientError) -> CallFailed:
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = getattr(error, "os_error", error)  # a wrong certificate has none
-        said = f"cannot be reached ({getattr(cause, 'strerror', None) or cause})"
-        return CallFailed("unreachable", said, counts=False)
+        reason = f"cannot be reached ({getattr(cause, 'strerror', None) or cause})"
+        return CallFailed("unreachable", reason, counts=False)
     return CallFailed("crashed", f"broke the connection off ({type(error).__name__})")
 
 
-def _refusal(response: aiohttp.ClientResponse, said: bytes) -> Exception:
+def _refusal(response: aiohttp.ClientResponse, answer: bytes) -> Exception:
     """Return the error for a status other than 200."""
-    reason = f"answered with status {response.status}{_detail(said)}"
+    reason = f"answered with status {response.status}{_detail(answer)}"
     if response.status in BUSY:
         return ServerBusy(_seconds(response.headers.get("Retry-After")))
     if response.status in UNFIT:
@@ -117,10 +117,10 @@ def _refusal(response: aiohttp.ClientResponse, said: bytes) -> Exception:
     return CallFailed("raised", reason)
 
 
-def _parsed(said: bytes) -> Any:
+def _parsed(answer: bytes) -> Any:
     """Return the JSON of an answer. Raise ValueError, also for one that is nested too deeply."""
     try:
-        return json.loads(said)
+        return json.loads(answer)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -132,21 +132,21 @@ def _seconds(retry_after: str | None) -> float:
     return 1.0
 
 
-def _detail(said: bytes) -> str:
+def _detail(answer: bytes) -> str:
     """Return `: the server's message` in one line."""
-    text = said[: 4 * MAX_DETAIL].decode(errors="replace")
+    text = answer[: 4 * MAX_DETAIL].decode(errors="replace")
     with suppress(ValueError, TypeError, KeyError):
-        text = str(_parsed(said)["detail"])
+        text = str(_parsed(answer)["detail"])
     line = " ".join(text.split())[:MAX_DETAIL]
     return f": {line}" if line else ""
 
 
-def outcomes_of(said: bytes, expected: int) -> list[ItemOutcome]:
+def outcomes_of(content: bytes, expected: int) -> list[ItemOutcome]:
     """Return the outcomes in an answer. Raise CallFailed unless it is `{"rewards": [...]}` with as many as expected."""
     try:
-        answer = _parsed(said)
+        answer = _parsed(content)
     except ValueError:
-        raise CallFailed("bad_result", f"sent an answer that is no JSON{_detail(said)}") from None
+        raise CallFailed("bad_result", f"sent an answer that is no JSON{_detail(content)}") from None
     if not isinstance(answer, dict) or "rewards" not in answer:
         raise CallFailed("bad_result", 'sent an answer without {"rewards": [...]}')
     try:
@@ -174,7 +174,7 @@ async def probe(session: aiohttp.ClientSession, url: str, *, timeout: float) -> 
     limit = aiohttp.ClientTimeout(total=min(timeout, PROBE_SECONDS))
     try:
         async with session.get(urljoin(url, HEALTH), timeout=limit, allow_redirects=False) as response:
-            said = await _read(response, MAX_ANSWER_BYTES)
+            content = await _read(response, MAX_ANSWER_BYTES)
     except TimeoutError:
         raise CallFailed("timeout", f"did not answer within {limit.total:g} s") from None
     except aiohttp.ClientConnectorError as error:
@@ -182,8 +182,8 @@ async def probe(session: aiohttp.ClientSession, url: str, *, timeout: float) -> 
     except aiohttp.ClientError:
         return  # it took the connection, which is all that can be asked of a server that is not ours
     if response.status in NO_SERVER_BEHIND:
-        raise CallFailed("raised", f"answered with status {response.status}{_detail(said)}")
+        raise CallFailed("raised", f"answered with status {response.status}{_detail(content)}")
     with suppress(ValueError, TypeError):
-        state = _parsed(said)
+        state = _parsed(content)
         if isinstance(state, dict) and state.get("service") == SERVICE and not state.get("authorised"):
             raise CallFailed("raised", "does not take this key, or asks for one")

@@ -209,19 +209,19 @@ class Launch:
                 self._follow(file, control, hold, status, report)
         lines = self._reports()
         if "error" in lines or "seconds" not in lines:
-            said = (
+            reason = (
                 lines.get("error") or self._stderr.decode(errors="replace").strip()[-300:] or "its launcher was killed"
             )
-            raise SandboxError(f"the sandbox could not be made ({said})")
+            raise SandboxError(f"the sandbox could not be made ({reason})")
         return self._told(lines)
 
     def _reports(self) -> dict[str, object]:
         """Return the messages of launcher and init, together."""
-        said: dict[str, object] = {}
+        reports: dict[str, object] = {}
         stream = io.BytesIO(self._status)
         while stream.tell() < len(self._status):
-            said |= marshal.load(stream)
-        return said
+            reports |= marshal.load(stream)
+        return reports
 
     def _follow(self, file: Any, control: "_End", hold: "_End", status: "_End", report: "_End") -> None:
         """Start the launcher and read all it and the program write until both are gone."""

@@ -116,8 +116,10 @@ def _score_requests(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
             raise HTTPException(422, f"{name} has {len(column)} entries for {count} texts of query")
     for number, text in enumerate(asked.query):
         if len(text) > config.max_chars:
-            said = f"text {number} of query has {len(text):,} characters, more than {config.max_chars:,} (--max_chars)"
-            raise HTTPException(422, said)
+            detail = (
+                f"text {number} of query has {len(text):,} characters, more than {config.max_chars:,} (--max_chars)"
+            )
+            raise HTTPException(422, detail)
     group = uuid4().hex  # the texts of one request may be compared
     return [
         ScoreRequest(
@@ -139,8 +141,8 @@ async def _scores(batcher: Batcher, requests: list[ScoreRequest], request: Reque
     try:
         return await batcher.ask(requests, is_abandoned=request.is_disconnected)
     except QueueFull:
-        said = f"{batcher.num_waiting} texts are waiting and there is no room for {len(requests)} more (--max_queue)"
-        raise HTTPException(503, said, headers={"Retry-After": str(RETRY_SECONDS)}) from None
+        detail = f"{batcher.num_waiting} texts are waiting and there is no room for {len(requests)} more (--max_queue)"
+        raise HTTPException(503, detail, headers={"Retry-After": str(RETRY_SECONDS)}) from None
     except Abandoned:
         raise HTTPException(499, "the client is gone") from None
     except RunError as error:

@@ -154,12 +154,12 @@ class _Grading:
             asked = {**request, "code": self._code, "word": word, "first": first, "seconds": self._limits.timeout}
             seconds = self._limits.timeout * (count - first + 1) + _SLACK
             outcome = self._run(_HARNESS, json.dumps(asked), seconds=seconds)
-            said = _said(outcome.stdout, word) if outcome else {}
-            if -1 not in said:
+            reported = _results_of(outcome.stdout, word) if outcome else {}
+            if -1 not in reported:
                 break  # the answer cannot even be loaded, or there is no time left
-            known = [number for number in said if first <= number < count]
+            known = [number for number in reported if first <= number < count]
             for number in known:
-                results[number] = said[number]
+                results[number] = reported[number]
             first = max(known, default=first - 1) + 2
         return results
 
@@ -175,15 +175,15 @@ class _Grading:
         return outcome
 
 
-def _said(stdout: str, word: str) -> dict[int, object]:
+def _results_of(stdout: str, word: str) -> dict[int, object]:
     """Return the results by the number of the test; the last line may have been cut."""
-    said: dict[int, object] = {}
+    results: dict[int, object] = {}
     for line in stdout.split("\n"):
         if line.startswith(word):
             with contextlib.suppress(ValueError, RecursionError, TypeError):
                 number, result = json.loads(line[len(word) :])
-                said[int(number)] = result
-    return said
+                results[int(number)] = result
+    return results
 
 
 def _is_value(text: str, expected: object) -> bool:

@@ -130,8 +130,8 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
     if examinees[0].process_model is not None:
         identity["fingerprint of the process reward model"] = examinees[0].process_model.found.fingerprint()
     for asked in examinees:
-        said = model_identity(asked)
-        identity |= {f"{what} of {asked.cells['pretrain']}": value for what, value in said.items()}
+        facts = model_identity(asked)
+        identity |= {f"{what} of {asked.cells['pretrain']}": value for what, value in facts.items()}
     run = EvalRun(config, examinees, identity, rows_done(root, config.out, identity))
     rates = config.out.write_pass_rate
     if rates is not None and not Path(rates).absolute().parent.is_dir():
@@ -159,8 +159,8 @@ def _answer(run: EvalRun, root: Path, tracker: Tracker, stop: StopSignal) -> boo
                 "adapters and checkpoints are written for the engines: give an --output that all nodes see"
             )
         turns = in_turns(run.examinees, cluster=cluster)
-        if many and (said := ways(turns, cluster=cluster)):
-            facts["Adapters"] = said
+        if many and (described := ways(turns, cluster=cluster)):
+            facts["Adapters"] = described
         asking = Asking(run.examinees, run.begins, left, root, cluster, facts, is_kept, InferenceHooks(tracker, stop))
         return all(asking.answer(turn) for turn in turns)
 

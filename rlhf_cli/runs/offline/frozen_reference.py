@@ -148,8 +148,8 @@ class _Precomputed:
         return Items(self._completed(items.data, digest), evaluated)
 
     def _completed(self, part: Any, digest: Callable[[object], str]) -> object:
-        said = " ".join([digest(part), *self._forwards])
-        return replace(part, columns=part.columns | kept_columns(self._source, said, lambda: self._columns(part)))
+        key = " ".join([digest(part), *self._forwards])
+        return replace(part, columns=part.columns | kept_columns(self._source, key, lambda: self._columns(part)))
 
     def _columns(self, part: Any) -> Columns:
         return {

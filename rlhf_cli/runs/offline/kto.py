@@ -57,10 +57,10 @@ def balance(data: LabelledData, loss: UnpairedLossConfig) -> str:
         least, greatest = balanced_weights(num_desirable, num_undesirable)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    said = f"{num_desirable:,} desirable, {num_undesirable:,} undesirable"
+    rows = f"{num_desirable:,} desirable, {num_undesirable:,} undesirable"
     weight = loss.undesirable_loss_weight
     if weight > 0 and least <= loss.desirable_loss_weight / weight <= greatest:
-        return said
+        return rows
     return (
-        f"{said}: with --undesirable_loss_weight 1 a --desirable_loss_weight of {least:.3g} to {greatest:.3g} balances"
+        f"{rows}: with --undesirable_loss_weight 1 a --desirable_loss_weight of {least:.3g} to {greatest:.3g} balances"
     )

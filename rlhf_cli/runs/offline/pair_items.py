@@ -41,5 +41,5 @@ def load_pair_items(
         return PairItems(pairs, share, read_ends, {MARGIN: margins(pairs)} if with_margin else {})
 
     items = load_items(data, model, load)
-    said = "prompts shared by their responses" if share else "prompts repeated for each response"
-    return items, f"{items.data.data.report.summary}; {said}"
+    prompts = "prompts shared by their responses" if share else "prompts repeated for each response"
+    return items, f"{items.data.data.report.summary}; {prompts}"

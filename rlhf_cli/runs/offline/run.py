@@ -31,7 +31,7 @@ from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.models.adapters import load_with_adapter, parameters_said
+from rlhf_cli.models.adapters import load_with_adapter, parameter_counts
 from rlhf_cli.models.attention.table import attention_note
 from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.dtypes import dtype_note
@@ -333,12 +333,12 @@ class _OfflineRun:
             resume_step=resume.step if resume else None,
             saved=resume.state["tracker"] if resume else None,
         )
-        said = f"{self.config.model.pretrain}, {parameters_said(self.hf_model)}"
+        described = f"{self.config.model.pretrain}, {parameter_counts(self.hf_model)}"
         model, on_gpu = self.task.model, distributed.device().type == "cuda"
         notes = attention_note(model.attention, model.architecture, on_gpu=on_gpu) | dtype_note(self.config.model)
         shared = sharing(self.config.batch, self.config.deepspeed)
         placement = {"Placement": shared[0]} if shared else {}
-        tracker.start({"Model": said, "Data": self.task.summary, **placement, **notes})
+        tracker.start({"Model": described, "Data": self.task.summary, **placement, **notes})
         for line in notices:
             tracker.message(line)
         return tracker

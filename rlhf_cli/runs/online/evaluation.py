@@ -74,8 +74,8 @@ def make_evaluator(
     def save_best(best: Best) -> None:
         with whole_folder(paths.best) as folder:
             started.actor.trained.save_model(folder)
-            said = {"metric": task.config.best_metric_key, **asdict(best)}
-            (folder / BEST_FILE).write_text(json.dumps(said) + "\n", encoding="utf-8")
+            record = {"metric": task.config.best_metric_key, **asdict(best)}
+            (folder / BEST_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     state = EvaluationState() if resume is None else EvaluationState.of(resume.state["evaluation"])
     return Evaluator(task, started.with_scorer(scorer), tracker, save_best=save_best, state=state)

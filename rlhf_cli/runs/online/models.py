@@ -118,14 +118,14 @@ def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
 
     They are not refused: a command line keeps working if the KL divergence is turned off or an adapter comes in.
     """
-    placement, deepspeed, said = config.placement, config.deepspeed, []
+    placement, deepspeed, notices = config.placement, config.deepspeed, []
     for role in (role for role in _ABSENT if role not in roles):
         sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER.get(role, ""))
         given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
         given = given or deepspeed.changed(f"{role}_zero_stage", f"{role}_sequence_parallel_size")
         if given := given or (config.reward.changed("normalize_reward") if role == "reward" else None):
-            said.append(f"--{given} is ignored: {_ABSENT[role]}")
-    return said
+            notices.append(f"--{given} is ignored: {_ABSENT[role]}")
+    return notices
 
 
 def truncation_notice(rollout: RolloutConfig) -> list[str]:

@@ -26,4 +26,4 @@ def with_restarts(
                 raise
             restarts += 1
             way = "going on from the last checkpoint" if has_checkpoint() else "no checkpoint yet, beginning anew"
-            say(f"{death.said}; {way} (restart {restarts} of {max_restarts})")
+            say(f"{death.message}; {way} (restart {restarts} of {max_restarts})")

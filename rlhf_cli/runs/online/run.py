@@ -274,7 +274,7 @@ def _build(run: _OnlineRun, where: OnlineCluster) -> OnlineRoles:
     except ProcessDied as death:
         if run.resume is not None:
             raise
-        raise RunError(death.said) from death  # a checkpoint to go on from could only be that of an earlier run
+        raise RunError(death.message) from death  # a checkpoint to go on from could only be that of an earlier run
 
 
 def _notices(run: _OnlineRun) -> list[str]:

@@ -73,8 +73,8 @@ const hasReward = row => typeof row.reward === "number";
 
 function verdict(row) {
   const sign = !hasReward(row) ? "warn" : row.reward > 0 ? "good" : row.reward < 0 ? "bad" : "";
-  const said = row.verdict || "no score";
-  return make("span", "chip " + (TONES[row.verdict] || sign), hasReward(row) ? number(row.reward) : said);
+  const label = row.verdict || "no score";
+  return make("span", "chip " + (TONES[row.verdict] || sign), hasReward(row) ? number(row.reward) : label);
 }
 
 function plain(value) {

@@ -33,7 +33,7 @@ from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import (
     adapter_off,
-    parameters_said,
+    parameter_counts,
     plan_adapter,
     require_language_model,
     save_adapter,
@@ -206,8 +206,8 @@ def trained_weights_with_grad(model):
 
 def test_the_terminal_is_told_how_much_is_trained(tiny_model_dir):
     model = load(tiny_model_dir, lora_rank=1, target_modules=["q_proj"])
-    assert parameters_said(model) == "0.0M parameters, 0.000128M of them trained"  # 2 layers, 32 in, 32 out
-    assert parameters_said(load_causal_lm(settings(tiny_model_dir))) == "0.0M parameters"
+    assert parameter_counts(model) == "0.0M parameters, 0.000128M of them trained"  # 2 layers, 32 in, 32 out
+    assert parameter_counts(load_causal_lm(settings(tiny_model_dir))) == "0.0M parameters"
 
 
 @pytest.mark.parametrize(
