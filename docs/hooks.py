@@ -19,6 +19,8 @@ MARKER = re.compile(r"^<!-- (flags|metrics): (\S+) -->$", re.MULTILINE)
 
 PANELS = {cli.OFFLINE: "offline", cli.ONLINE: "online"}
 """Names that stand for all commands of a panel in metrics.yaml."""
+POLICY = "policy"
+"""The name that stands for all commands with a policy loss."""
 
 Cells = tuple[str, ...]
 
@@ -48,6 +50,7 @@ def metrics_table(command: str) -> str:
 def metrics_of(command: str) -> list[dict[str, str]]:
     """Return the documented metrics of a command, in the order of the file."""
     names = {command, PANELS.get(cli.COMMANDS[command].panel, command)}
+    names |= {POLICY} if "policy_loss" in flags_of(config_class(cli.command_function(cli.COMMANDS[command]))) else set()
     documented = yaml.safe_load(METRICS_FILE.read_text(encoding="utf-8"))
     return [metric for metric in documented if names & set(metric["commands"].split())]
 

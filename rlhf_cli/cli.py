@@ -58,6 +58,7 @@ COMMANDS = {
     "grpo": Entry("grpo", ONLINE, "Without a critic: responses compared within their group; DAPO, GSPO as presets."),
     "rloo": Entry("rloo", ONLINE, "Without a critic: each response against the others to its prompt."),
     "remax": Entry("remax", ONLINE, "Without a critic: each response against the greedy one to its prompt."),
+    "gkd": Entry("gkd", ONLINE, "Train a student on a teacher's distributions over its own responses."),
     "generate": Entry("generate", USE, "Sample responses to prompts, score them and select some to train on."),
     "eval": Entry("eval", USE, "Answer prompts with a model and count what a verifier finds right."),
     "chat": Entry("chat", USE, "Talk to one or several models in the terminal."),

@@ -57,14 +57,15 @@ AdvantageFunction = Callable[[Experience, Any], tuple[Tensor, Tensor | None]]
 class Algorithm:
     """One online algorithm.
 
-    `min_group`: fewest responses per prompt; `whiten`: whether advantages are normalised over all trained tokens of the
-    rollout; `greedy`: whether each prompt gets a greedy response that is scored and not trained on; `rewards_apart`:
-    whether it compares each of several rewards and never their sum; `steps`: whether rewards of steps are rewards of
-    tokens or are compared within the group, None if it takes none.
+    `advantages`: None if its loss has none, as of a divergence; `min_group`: fewest responses per prompt; `whiten`:
+    whether advantages are normalised over all trained tokens of the rollout; `greedy`: whether each prompt gets a
+    greedy response that is scored and not trained on; `rewards_apart`: whether it compares each of several rewards and
+    never their sum; `steps`: whether rewards of steps are rewards of tokens or are compared within the group, None if
+    it takes none.
     """
 
     name: str
-    advantages: AdvantageFunction
+    advantages: AdvantageFunction | None
     critic: bool = False
     min_group: int = 1
     whiten: bool = False
@@ -88,9 +89,11 @@ def algorithm_by_code(code: str, row: Algorithm) -> Algorithm:
 
 def _checked(name: str, algorithm: Algorithm) -> AdvantageFunction:
     """Return a function of others that may leave the returns away, and whose results are checked by shape."""
+    function = algorithm.advantages
+    assert function is not None, f"{name} has no advantages"
 
     def advantages(experience: Experience, settings: object) -> tuple[Tensor, Tensor | None]:
-        found = algorithm.advantages(experience, settings)
+        found = function(experience, settings)
         advantages_N, returns_N = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         shape = experience.rewards_N.shape
         for what, values_N in {"advantages": advantages_N, "returns": returns_N}.items():
@@ -108,6 +111,7 @@ def compute_advantages(
     """Return (advantages_N as the policy loss takes them, 0 where nothing is trained; returns_N for the critic or
     None).
     """
+    assert algorithm.advantages is not None, f"{algorithm.name} has no advantages"
     advantages_N, returns_N = algorithm.advantages(experience, settings)
     if experience.steps_N is not None and algorithm.steps == "groups":
         compared_N = step_advantages(experience.steps_N, experience.cu, experience.groups_B)
@@ -172,6 +176,7 @@ ROWS = (
     Algorithm("gdpo", _gdpo, min_group=2, rewards_apart=True),
     Algorithm("rloo", _rloo, min_group=2, steps="groups"),
     Algorithm("remax", _remax, greedy=True),
+    Algorithm("gkd", None),
 )
 
 ALGORITHMS = {row.name: row for row in ROWS}

@@ -64,27 +64,32 @@ class TextConfig(RenderingConfig):
     """Longest sequence in tokens, prompt and response together."""
 
 
-class OfflineDataConfig(TextConfig):
-    """Which rows are read: shared by all offline commands."""
+class RowsConfig(SettingsGroup):
+    """Which rows of a data set are read."""
 
-    dataset: str
-    """Training data: file, folder or Hub name[:config], with @split if needed; several separated by commas."""
     dataset_probs: str | None = None
     """Share of each of several data sets in the mixture, separated by commas: 0.3,0.7; all rows of all if not given."""
     dataset_split: str = "train"
     """Split to read if the name gives none."""
-    eval_dataset: str | None = None
-    """Data to evaluate on."""
-    eval_split: str = "train"
-    """Split of the evaluation data to read if the name gives none."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """Treatment of rows longer than max_len; the number of them is always reported."""
     invalid_rows: Literal["error", "drop"] = "error"
     """Treatment of rows that cannot be used; the number of dropped ones is always reported."""
-    max_samples: int = Field(100_000_000, gt=0)
-    """Rows read at most."""
     data_cache: str = "auto"
     """Folder with tokenised data for next runs; auto is ~/.cache/rlhf-cli/data for larger sets, off is none."""
+
+
+class OfflineDataConfig(TextConfig, RowsConfig):
+    """Which rows are read: shared by all offline commands."""
+
+    dataset: str
+    """Training data: file, folder or Hub name[:config], with @split if needed; several separated by commas."""
+    eval_dataset: str | None = None
+    """Data to evaluate on."""
+    eval_split: str = "train"
+    """Split of the evaluation data to read if the name gives none."""
+    max_samples: int = Field(100_000_000, gt=0)
+    """Rows read at most."""
 
 
 class DataConfig(OfflineDataConfig):

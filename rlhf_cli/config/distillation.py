@@ -1,26 +1,48 @@
-"""The teacher of `rlhf distill`, and the divergence from it."""
+"""The teacher of `rlhf distill` and `rlhf gkd`, and the divergence from it."""
 
 from pydantic import Field
 
 from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.data import RowsConfig
 from rlhf_cli.config.online import ZeroStage
 
 
-class DistillationConfig(SettingsGroup):
+class DivergenceConfig(SettingsGroup):
     """Distillation"""
 
     teacher_pretrain: str
     """Model to learn from: a local folder, a run directory of this program, or a Hugging Face name; same token ids."""
-    teacher_zero_stage: ZeroStage | None = None
-    """Stage of the teacher, by default zero_stage; frozen weights are partitioned at 3 and whole at the others."""
     teacher_offload: bool = False
     """Keep the teacher's weights in host memory while they are not used; a head of whole weights stays on the GPU."""
     beta: float = Field(0.0, ge=0, le=1)
     """Which divergence: 0 forward KL, KL(teacher || student); 1 reverse KL; between them the generalised Jensen-Shannon
     divergence of GKD."""
-    temperature: float = Field(1.0, gt=0)
-    """Temperature of both models' distributions in the divergence."""
     teacher_top_k: int | None = Field(None, gt=0)
     """Compare the teacher's likeliest tokens only, so many, and all others as one; by default all tokens."""
+
+
+class DistillationConfig(DivergenceConfig):
+    """Distillation"""
+
+    teacher_zero_stage: ZeroStage | None = None
+    """Stage of the teacher, by default zero_stage; frozen weights are partitioned at 3 and whole at the others."""
+    temperature: float = Field(1.0, gt=0)
+    """Temperature of both models' distributions in the divergence."""
     kd_coef: float = Field(1.0, gt=0, le=1)
     """Share of the divergence in the loss; the rest is the mean negative log-likelihood of the data, as in sft."""
+
+
+class MixtureConfig(DivergenceConfig):
+    """Distillation"""
+
+    lmbda: float = Field(0.5, ge=0, le=1)
+    """Share of the iterations that learn on the student's own responses; the others take responses of the data."""
+
+
+class FixedRowsConfig(RowsConfig):
+    """Fixed responses"""
+
+    dataset: str | None = None
+    """Rows with responses for the iterations without own ones, read as by sft; by default the rows of prompt_data."""
+    output_key: str | None = None
+    """Column with the response; found by its name if not given."""

@@ -4,7 +4,7 @@ Engines and sampling are in rollout.py, nodes and GPUs in placement.py, rewards 
 policy.py.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,30 +25,26 @@ FROZEN = ("ref", "reward", "teacher")
 ROLES = ("actor", "critic", *FROZEN)
 
 
-class OnlineDeepSpeedConfig(DeepSpeedConfig):
+class ActorDeepSpeedConfig(DeepSpeedConfig):
     """DeepSpeed"""
 
-    ref_zero_stage: ZeroStage | None = None
-    """Stage of the reference, by default zero_stage; frozen weights are partitioned at 3 and whole at the others."""
     reward_zero_stage: ZeroStage | None = None
-    """Stage of the reward model, by default zero_stage."""
+    """Stage of the reward model, by default zero_stage; frozen weights are partitioned at 3 and whole at the others."""
     teacher_zero_stage: ZeroStage | None = None
     """Stage of the teacher, by default zero_stage."""
-    ref_sequence_parallel_size: int | None = Field(None, gt=0)
-    """Ranks of the reference that share each sequence, by default sequence_parallel_size."""
     reward_sequence_parallel_size: int | None = Field(None, gt=0)
     """Ranks of the reward model that share each sequence, by default sequence_parallel_size."""
-    teacher_sequence_parallel_size: int | None = Field(None, gt=0)
-    """Ranks of the teacher that share each sequence, by default sequence_parallel_size."""
 
-    ref_offload: bool = False
-    """Keep the weights of reference, reward model and teacher in host memory while they are not used."""
+    @property
+    def offloads_frozen(self) -> bool:
+        """Whether whole frozen weights are in host memory while they are not used."""
+        return False
 
-    def of(self, role: str) -> "OnlineDeepSpeedConfig":
+    def of(self, role: str) -> Self:
         """Return the settings of a role, one of `ROLES`."""
         own = {name: getattr(self, self.name_of(role, name)) for name in ("zero_stage", "sequence_parallel_size")}
         if role in FROZEN:
-            own["param_offload"] = self.ref_offload or (self.param_offload and own["zero_stage"] == 3)
+            own["param_offload"] = self.offloads_frozen or (self.param_offload and own["zero_stage"] == 3)
         return self.model_copy(update=own)
 
     def name_of(self, role: str, name: str) -> str:
@@ -65,6 +61,25 @@ class OnlineDeepSpeedConfig(DeepSpeedConfig):
     def sequence_sizes(self) -> set[int]:
         """The ranks that share a sequence, of all roles there can be."""
         return {self.of(role).sequence_parallel_size for role in ROLES}
+
+
+class OnlineDeepSpeedConfig(ActorDeepSpeedConfig):
+    """DeepSpeed"""
+
+    ref_zero_stage: ZeroStage | None = None
+    """Stage of the reference, by default zero_stage."""
+    ref_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Ranks of the reference that share each sequence, by default sequence_parallel_size."""
+    teacher_sequence_parallel_size: int | None = Field(None, gt=0)
+    """Ranks of the teacher that share each sequence, by default sequence_parallel_size."""
+
+    ref_offload: bool = False
+    """Keep the weights of reference, reward model and teacher in host memory while they are not used."""
+
+    @property
+    def offloads_frozen(self) -> bool:
+        """Whether whole frozen weights are in host memory while they are not used."""
+        return self.ref_offload
 
 
 class ActorCriticDeepSpeedConfig(OnlineDeepSpeedConfig):

@@ -296,13 +296,13 @@ SHARED_SEQUENCES = {
     "worker.critic.ulysses_size": Foreign(1, _renamed("critic_sequence_parallel_size")),
 }
 """Words about several ranks for one sequence, of commands that train; with sections as verl and EasyR1 write them."""
-SHARING = ("sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax", "data")
+SHARING = ("sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax", "gkd", "data")
 
 TEACHER_WRITES = (
     "rlhf generate --pretrain TEACHER --select all writes the teacher's responses: give its selected.jsonl as --dataset"
 )
 
-STUDENT_WRITES = "rlhf reinforce++ --teacher_pretrain TEACHER learns on the student's own responses"
+STUDENT_WRITES = "rlhf gkd --prompt_data DATA learns on the student's own responses, with the same --lmbda"
 
 OF_COMMAND: dict[str, dict[str, Foreign]] = {
     "merge": {
@@ -344,6 +344,12 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
         "teacher_model": Foreign(1, _renamed("teacher_pretrain")),
         "seq_kd": Foreign(1, _one_of("false", "False", instead=TEACHER_WRITES)),
         "lmbda": Foreign(1, _only(0, instead=STUDENT_WRITES)),
+    },
+    "gkd": {
+        **SHARED_SEQUENCES,
+        "teacher_model": Foreign(1, _renamed("teacher_pretrain")),
+        "seq_kd": Foreign(1, _one_of("false", "False", instead=TEACHER_WRITES)),
+        "dataset_name": Foreign(1, _renamed("prompt_data")),
     },
     "serve-rm": {
         "batch_size": Foreign(1, _refused("give --max_tokens_per_gpu, the tokens of a pack")),

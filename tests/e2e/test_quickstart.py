@@ -102,3 +102,22 @@ def test_the_model_that_imitated_reaches_the_one_that_practised_by_its_log_probs
     assert student >= teacher - 0.03
     course = [json.loads(line) for line in (tmp_path / "distilled" / "metrics.jsonl").open()]
     assert course[-1]["teacher_kl"] < course[0]["teacher_kl"] / 4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("output")
+def test_the_model_that_imitated_reaches_the_one_that_practised_by_its_distributions_over_own_responses(
+    folder, tmp_path
+):
+    practice = Walkthrough(folder, SEED, "gkd").practice()
+    practice[practice.index("--output") + 1] = str(tmp_path / "distilled")
+    rlhf(*practice, "--teacher_pretrain", str(folder / "practice"), "--lmbda", "1")
+    evaluation = Walkthrough(folder, SEED).evaluation()
+    evaluation[evaluation.index("--pretrain") + 1] = f"{folder / 'practice'},{tmp_path / 'distilled'}"
+    evaluation[evaluation.index("--output") + 1] = str(tmp_path / "eval")
+    rlhf(*evaluation)
+    teacher, student = accuracies(tmp_path)
+    assert student >= teacher - 0.03
+    course = [json.loads(line) for line in (tmp_path / "distilled" / "metrics.jsonl").open()]
+    assert course[-1]["forward_kl"] < course[0]["forward_kl"] / 4
+    assert course[-1]["accuracy"] > course[0]["accuracy"] + 0.2

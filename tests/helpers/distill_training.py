@@ -49,11 +49,18 @@ def distill_steps(
     return Trained(metrics, weights_of(engine, hf_model), engine)
 
 
-def distill_plainly(model: str, teacher: str, *, beta: float, temperature: float) -> list[float]:
+def distill_plainly(
+    model: str,
+    teacher: str,
+    *,
+    beta: float,
+    temperature: float,
+    sequences: Sequence[TokenSequence] | None = None,
+) -> list[float]:
     """The losses of the same steps by transformers' own models, one sequence at a time, with all logits at once."""
     student, frozen = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model, teacher))
     adam = torch.optim.AdamW(parameter_groups(student, OPTIM.l2), lr=LEARNING_RATE, betas=OPTIM.adam_betas)
-    losses, sequences = [], make_sequences(10)
+    losses, sequences = [], sequences or make_sequences(10)
     for indices in STEPS:
         chosen = [sequences[index] for index in indices]
         found = torch.cat([_dense(student, frozen, sequence, beta, temperature) for sequence in chosen])

@@ -3,8 +3,11 @@
 from typing import Any
 
 from rlhf_cli import cli
+from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.config.commands.online import OwnResponsesConfig
 from rlhf_cli.flags import config_class
 from rlhf_cli.options import build_config
+from rlhf_cli.trainers.online.state import OnlineSettings
 
 LEAST = {"pretrain": "x", "prompt_data": "x", "output": "x", "reward_funcs": "exact"}
 
@@ -12,3 +15,16 @@ LEAST = {"pretrain": "x", "prompt_data": "x", "output": "x", "reward_funcs": "ex
 def resolve(command: str, **given: Any) -> Any:
     cls = config_class(cli.command_function(cli.COMMANDS[command]))
     return build_config(cls, LEAST | given)
+
+
+def online_settings(config: OwnResponsesConfig, row: str) -> OnlineSettings:
+    """Return the settings of the loop, with this row of the table of algorithms."""
+    return OnlineSettings(
+        ALGORITHMS[row],
+        config.rollout,
+        config.reward_settings,
+        config.policy_settings,
+        config.batch,
+        config.reference_settings,
+        config.optim,
+    )

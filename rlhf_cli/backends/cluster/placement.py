@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rlhf_cli.config.placement import PlacementConfig
+from rlhf_cli.config.placement import ActorPlacementConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 
@@ -91,7 +91,7 @@ _Place = tuple[int, tuple[int, ...]]
 
 
 def plan_layout(
-    placement: PlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...], node_gpus: list[int]
+    placement: ActorPlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...], node_gpus: list[int]
 ) -> Layout:
     """Return the places of the trained and frozen roles and of the rollout engines.
 
@@ -120,7 +120,7 @@ def plan_layout(
     return Layout(tuple(islands), tuple(_seats(places)))
 
 
-def check_layout(placement: PlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...]) -> None:
+def check_layout(placement: ActorPlacementConfig, rollout: RolloutConfig, *, roles: tuple[str, ...]) -> None:
     """Raise UsageError for roles that fit together on no cluster, however large."""
     plan_layout(placement, rollout, roles=roles, node_gpus=[sys.maxsize])
 
@@ -135,7 +135,7 @@ def _seats(places: dict[str, list[_Place]]) -> list[Seat]:
     ]
 
 
-def _pools(placement: PlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:
+def _pools(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:
     if placement.colocate_all_models:
         return [_pool(placement, roles)]
     pools, seated = [], set()
@@ -147,14 +147,14 @@ def _pools(placement: PlacementConfig, roles: tuple[str, ...]) -> list[_Pool]:
     return pools + [_pool(placement, (role,)) for role in roles if role not in seated]
 
 
-def _pool(placement: PlacementConfig, roles: tuple[str, ...]) -> _Pool:
+def _pool(placement: ActorPlacementConfig, roles: tuple[str, ...]) -> _Pool:
     shapes = {role: _shape(placement, role) for role in roles}
     largest = max(roles, key=lambda role: shapes[role][0] * shapes[role][1])
     lower = f"lower --{largest}_num_nodes or --{largest}_num_gpus_per_node"
     return _Pool(shapes, lower if placement.colocate_all_models else f"{SHARE}, or {lower}")
 
 
-def _shape(placement: PlacementConfig, role: str) -> tuple[int, int]:
+def _shape(placement: ActorPlacementConfig, role: str) -> tuple[int, int]:
     return getattr(placement, f"{role}_num_nodes"), getattr(placement, f"{role}_num_gpus_per_node")
 
 

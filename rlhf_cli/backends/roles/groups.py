@@ -26,7 +26,14 @@ from rlhf_cli.data.packing.shared_prompts import plan_groups
 from rlhf_cli.models.reward_model import ScoreStatistics
 
 if TYPE_CHECKING:  # only the process of a rank imports DeepSpeed
-    from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, RewardRank, TrainedRank
+    from rlhf_cli.backends.roles.ranks import (
+        ActorRank,
+        CriticRank,
+        ReferenceRank,
+        RewardRank,
+        TrainedRank,
+    )
+    from rlhf_cli.backends.roles.student_rank import StudentRank
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class Dealer:
 
 
 class HasTrainedRank(Protocol):
-    """A rank of a role in training: `ActorRank` or `CriticRank`."""
+    """A rank of a role in training: `ActorRank`, `StudentRank` or `CriticRank`."""
 
     role: "TrainedRank"
 
@@ -166,6 +173,10 @@ class TrainedRole(Generic[TrainedT]):
             self.group.all(lambda rank: rank.role.save_average(directory))
 
 
+SampledRole = TrainedRole["ActorRank"] | TrainedRole["StudentRank"]
+"""A model in training whose weights go to the engines."""
+
+
 class ActorRole:
     """The policy in training."""
 
@@ -184,6 +195,19 @@ class ActorRole:
         shares = self.trained.dealer.steps(samples, steps)
         metrics = self.trained.group.all_each(lambda rank, share: rank.update(share, on_policy, weights), shares)
         return [finish_policy_metrics(of_step) for of_step in metrics[0]]
+
+
+class StudentRole:
+    """The model that learns the distributions of a teacher in its own ranks."""
+
+    def __init__(self, trained: TrainedRole["StudentRank"]) -> None:
+        self.trained = trained
+        self.wake, self.sleep, self.sleep_optimizer = trained.wake, trained.sleep, trained.sleep_optimizer
+
+    def learn(self, sequences: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
+        """Return the metrics of each optimizer step; a step is an array of indices."""
+        shares = self.trained.dealer.steps([Sample(sequence, {}) for sequence in sequences], steps)
+        return self.trained.group.all_each(lambda rank, share: rank.learn(share), shares)[0]
 
 
 class CriticRole:

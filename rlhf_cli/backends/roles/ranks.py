@@ -61,6 +61,7 @@ from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.models.quantised import dense
 from rlhf_cli.models.saving import save_all_but_weights, save_hf
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
+from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.tokenizers import load_tokenizer
 
 
@@ -164,33 +165,15 @@ class TrainedRank:
         return load_tokenizer(self.settings.model)
 
 
-class ActorRank:
-    """One rank of the policy in training."""
+class SampledRank:
+    """One rank of a model in training whose weights go to the engines: what policy and student have in common."""
 
-    def __init__(self, settings: RoleSettings) -> None:
+    def __init__(self, settings: RoleSettings, wrap: Callable[[Any, SequenceRanks | None], nn.Module]) -> None:
         hf_model = join_and_load(settings, load_causal_lm)
-        module = PolicyModel(hf_model, sequence_ranks(settings.deepspeed, hf_model.config))
+        module = wrap(hf_model, sequence_ranks(settings.deepspeed, hf_model.config))
         self.role = TrainedRank(settings, hf_model, module, ema_beta=settings.ema_beta)
         self._sender: WeightSender | None = None
         self._pushes_adapter = False
-
-    def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
-        """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
-        forward = _logprobs_at(self.role.settings.temperature)
-        return _infer(self.role.engine, micro_batches, forward, pack_sequences=self.role.packer)
-
-    def update(self, steps: list[UpdateStep], on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
-        """Return the metrics of each optimizer step; on-policy, the model's own log-probs are the anchor."""
-        policy = self.role.settings.policy
-        anchor = () if on_policy else ("old_logprobs",)
-        reference = ("ref_logprobs",) if policy.has_kl_loss else ()
-        names = ("rollout_logprobs", "advantages", *anchor, *reference)
-        metrics = []
-        for step in steps:
-            found = self.role.train_step(self.role.packer.samples(step, names), self._loss(step.totals, weights))
-            weights = next_weights(weights, found, settings=policy)
-            metrics.append(found)
-        return metrics
 
     def connect_engines(self, link: EngineLink) -> None:
         """Open the way weights take to the engines; every rank calls it."""
@@ -221,6 +204,31 @@ class ActorRank:
         """Yield the adapter's whole weights under the names of PEFT's files; every rank must iterate to the end."""
         trained = self.role.engine.named_weights(self.role.hf_model, only_trained=True)
         return ((file_name(name), weight) for name, weight in trained)
+
+
+class ActorRank(SampledRank):
+    """One rank of the policy in training."""
+
+    def __init__(self, settings: RoleSettings) -> None:
+        super().__init__(settings, PolicyModel)
+
+    def logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
+        """Return the log-probs of the trained tokens of each micro-batch, float32 [K], in nats."""
+        forward = _logprobs_at(self.role.settings.temperature)
+        return _infer(self.role.engine, micro_batches, forward, pack_sequences=self.role.packer)
+
+    def update(self, steps: list[UpdateStep], on_policy: bool, weights: LossWeights) -> list[dict[str, float]]:
+        """Return the metrics of each optimizer step; on-policy, the model's own log-probs are the anchor."""
+        policy = self.role.settings.policy
+        anchor = () if on_policy else ("old_logprobs",)
+        reference = ("ref_logprobs",) if policy.has_kl_loss else ()
+        names = ("rollout_logprobs", "advantages", *anchor, *reference)
+        metrics = []
+        for step in steps:
+            found = self.role.train_step(self.role.packer.samples(step, names), self._loss(step.totals, weights))
+            weights = next_weights(weights, found, settings=policy)
+            metrics.append(found)
+        return metrics
 
     def base_logprobs(self, micro_batches: list[list[TokenSequence]]) -> list[np.ndarray]:
         """Return the same as `logprobs` by the model under the adapter."""

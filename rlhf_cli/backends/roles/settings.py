@@ -3,16 +3,23 @@
 Imports no DeepSpeed: the process that starts a run makes these records, and only the ranks train with them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from rlhf_cli.algorithms.aggregation import StepTotals
+import torch
+from torch import nn
+
+from rlhf_cli.algorithms.aggregation import Metrics, StepTotals
 from rlhf_cli.backends.weight_sync.vllm_trainer import CallEngines, Rendezvous
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import SyncBackend
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
+from rlhf_cli.data.packing.packs import Pack
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.models.adapters import AdapterPlan
+from rlhf_cli.models.logit_chunks import HeadWeights
 
 ROLE_CLASSES = {
     "actor": "rlhf_cli.backends.roles.ranks:ActorRank",
@@ -22,6 +29,22 @@ ROLE_CLASSES = {
     "teacher": "rlhf_cli.backends.roles.ranks:ReferenceRank",
 }
 """The class of each role, by name: only the process of a rank imports it."""
+STUDENT_CLASS = "rlhf_cli.backends.roles.student_rank:StudentRank"
+"""The class of an actor that learns the distributions of a teacher in its own ranks."""
+
+
+@dataclass(frozen=True)
+class HostedTeacher:
+    """The teacher in the ranks of a student, and what these make of it.
+
+    `prepare` is called with (function from packs to the teacher's hidden states, the teacher's head) and returns a
+    function from (engine, packs) to micro-batches; `objective` takes (model, micro-batch, totals of the step).
+    """
+
+    model: ModelConfig
+    deepspeed: DeepSpeedConfig
+    prepare: Callable[[Any, HeadWeights], Callable[[object, list[Pack]], list[Any]]]
+    objective: Callable[[nn.Module, Any, StepTotals], tuple[torch.Tensor, Metrics]]
 
 
 @dataclass(frozen=True)
@@ -41,6 +64,11 @@ class RoleSettings:
     adapter: AdapterPlan | None = None
     ema_beta: float | None = None
     sleeps: bool = False
+    teacher: HostedTeacher | None = None
+
+    def class_of(self, role: str) -> str:
+        """Return the name of the class of the role's ranks."""
+        return ROLE_CLASSES[role] if self.teacher is None else STUDENT_CLASS
 
 
 @dataclass(frozen=True)

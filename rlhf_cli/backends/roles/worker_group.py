@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rlhf_cli.backends.cluster.placement import Layout, Seat
 from rlhf_cli.backends.cluster.ray_cluster import Reservation
-from rlhf_cli.backends.roles.settings import ROLE_CLASSES, RoleSettings
+from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.roles.worker import AsyncRayWorker, RayWorker
 from rlhf_cli.environment import SPIN_COUNT, onednn_caches
 from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
@@ -99,7 +99,7 @@ class WorkerGroup(Generic[RankT]):
         size = {"WORLD_SIZE": str(len(self)), "LOCAL_RANK": "0", "LOCAL_SIZE": str(local_size)}
         common = size | {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
         return [
-            worker.build.remote(common | {"RANK": str(rank)}, ROLE_CLASSES[self.role], settings)
+            worker.build.remote(common | {"RANK": str(rank)}, settings.class_of(self.role), settings)
             for rank, worker in enumerate(self._workers)
         ]
 

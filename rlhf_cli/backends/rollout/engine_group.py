@@ -7,12 +7,12 @@ import importlib.util
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlhf_cli.backends.roles.groups import TrainedRole
+from rlhf_cli.backends.roles.groups import SampledRole
 from rlhf_cli.backends.roles.settings import EngineLink
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead
 from rlhf_cli.backends.rollout.engine_host import EngineHost
@@ -22,9 +22,6 @@ from rlhf_cli.config.generate import SamplingConfig
 from rlhf_cli.config.rollout import EngineConfig, RolloutConfig, SyncBackend
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError, UsageError, first_line
-
-if TYPE_CHECKING:  # only the process of a rank imports DeepSpeed
-    from rlhf_cli.backends.roles.ranks import ActorRank
 
 Result = TypeVar("Result")
 EngineCall = Callable[[EngineHost], Awaitable[Result]]
@@ -105,7 +102,7 @@ class EngineGroup:
         adapter_alone: bool = False,
     ) -> None:
         self._start = start
-        self._actor: TrainedRole[ActorRank] | None = None
+        self._actor: SampledRole | None = None
         self._takes_turns = takes_turns
         self._sync_backend = sync_backend
         self._ranks_per_engine = ranks_per_engine
@@ -129,7 +126,7 @@ class EngineGroup:
             except RayActorError as error:
                 raise RunError(f"rollout engine {number} died while it was started ({_reason(error)})") from error
 
-    def connect(self, actor: TrainedRole["ActorRank"]) -> None:
+    def connect(self, actor: SampledRole) -> None:
         """Take the weights of this actor from now on; to be called when actor and engines are built."""
         self._actor = actor
         link = EngineLink(
@@ -207,7 +204,7 @@ class EngineGroup:
                 self._push(self._version, [number])
         self._ask_for_share(number)
 
-    def _repeat_with(self, actor: TrainedRole["ActorRank"], number: int, error: Exception) -> None:
+    def _repeat_with(self, actor: SampledRole, number: int, error: Exception) -> None:
         """Do the same when the push concerns all engines: all of them stop, and repeat what they had not finished.
 
         A push by nccl or ipc needs every engine; on shared GPUs the actor needs the memory of their caches.

@@ -8,6 +8,7 @@ from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.deepspeed_engine import BUCKET_BYTES, FrozenEngine, whole_weights
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
+from rlhf_cli.backends.training.sleep import HostCopies
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.models.loading import load_causal_lm
@@ -26,10 +27,23 @@ class FrozenTeacher:
         staying = module.head.parameters_used()  # the objective reads them in every step, beside the student
         self._engine = FrozenEngine(module, settings, param_dtype=source.param_dtype, staying=staying)
         self.head = whole_head(module.head) if partition else module.head.weights()
+        of_head = [part for part in (self.head.weight_VD, self.head.bias_V) if part is not None]
+        self._of_head = HostCopies(of_head, pin=torch.cuda.is_available())
 
     def hidden_states(self, packs: Sequence[object]) -> list[torch.Tensor]:
         """Return the states [k, D] that predict this rank's targets of each pack, on the CPU."""
         return self._engine.infer(packs, lambda model, pack: model(pack))
+
+    def sleep(self) -> None:
+        """Leave the accelerator to others."""
+        self._engine.sleep()
+        if torch.cuda.is_available():
+            self._of_head.leave()
+
+    def wake(self) -> None:
+        """Be ready to compute."""
+        self._engine.wake()
+        self._of_head.come_back(distributed.device())
 
 
 def whole_head(head: TokenHead) -> HeadWeights:

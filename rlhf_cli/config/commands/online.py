@@ -1,7 +1,7 @@
-"""The settings that all online commands have; each command replaces groups by its own, which may add fields."""
+"""The settings of commands that train on own responses; each replaces groups by its own, which may add fields."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -12,23 +12,24 @@ from rlhf_cli.config.online import (
     ActorCriticBatchConfig,
     ActorCriticDeepSpeedConfig,
     ActorCriticOptimConfig,
+    ActorDeepSpeedConfig,
     ActorOptimConfig,
     CriticModelConfig,
     OnlineBatchConfig,
     OnlineDeepSpeedConfig,
 )
-from rlhf_cli.config.placement import CriticPlacementConfig, PlacementConfig
+from rlhf_cli.config.placement import ActorPlacementConfig, CriticPlacementConfig, PlacementConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.presets import defaults_of_loss, defaults_of_teacher
 from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
-from rlhf_cli.config.scoring import OnlineRewardConfig, StepRewardConfig
+from rlhf_cli.config.scoring import OnlineRewardConfig, RemoteScoringConfig, StepRewardConfig
 from rlhf_cli.config.teacher import LEARN_ALONE, TeacherConfig
 from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
 
 
-class OnlineConfig(BaseModel):
-    """Settings of an online command without a critic."""
+class OwnResponsesConfig(BaseModel):
+    """Settings of a command that trains a model on its own responses, whatever it learns from them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,22 +37,48 @@ class OnlineConfig(BaseModel):
     adapter: OnlineLoraConfig = OnlineLoraConfig()
     prompts: PromptConfig
     rollout: RolloutConfig = RolloutConfig()
-    reward: OnlineRewardConfig = OnlineRewardConfig()
-    teacher: TeacherConfig = TeacherConfig()
-    policy: PolicyConfig = PolicyConfig()
-    reference: MovingReferenceConfig = MovingReferenceConfig()
-    placement: PlacementConfig = PlacementConfig()
+    reward: RemoteScoringConfig = RemoteScoringConfig()
+    placement: ActorPlacementConfig = ActorPlacementConfig()
     batch: OnlineBatchConfig = OnlineBatchConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     optim: ActorOptimConfig = ActorOptimConfig()
-    deepspeed: OnlineDeepSpeedConfig = OnlineDeepSpeedConfig()
+    deepspeed: ActorDeepSpeedConfig = ActorDeepSpeedConfig()
     checkpoint: OnlineCheckpointConfig
     tracking: TrackingConfig = TrackingConfig()
 
-    @classmethod
-    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return defaults that depend on the given settings."""
-        return defaults_of_loss(given) | defaults_of_teacher(given)
+    @property
+    def policy_settings(self) -> PolicyConfig:
+        """The settings of a policy's objective; without one, they ask for no reference."""
+        return PolicyConfig(init_kl_coef=0.0)
+
+    @property
+    def reference_settings(self) -> MovingReferenceConfig:
+        """The settings of a reference that moves."""
+        return MovingReferenceConfig()
+
+    @property
+    def teacher_settings(self) -> TeacherConfig:
+        """The settings of a teacher that is a role of its own."""
+        return TeacherConfig()
+
+    @property
+    def reward_settings(self) -> OnlineRewardConfig:
+        """The settings of rewards, with the defaults of those that shape scores."""
+        return OnlineRewardConfig(**dict(self.reward))
+
+    @property
+    def teacher_pretrain(self) -> str | None:
+        """The teacher, wherever it is placed; None without one."""
+        return self.teacher_settings.teacher_pretrain
+
+    @property
+    def hosted_roles(self) -> tuple[str, ...]:
+        """The roles that have no ranks of their own and live in the actor's."""
+        return ()
+
+    def host_of(self, role: str) -> str:
+        """Return the role in whose ranks a role lives, most often its own."""
+        return "actor" if role in self.hosted_roles else role
 
     @property
     def dynamic_sampling(self) -> DynamicSamplingConfig | None:
@@ -63,6 +90,57 @@ class OnlineConfig(BaseModel):
         """The settings of rewards of steps; None without a process reward model."""
         reward = self.reward
         return reward if isinstance(reward, StepRewardConfig) and reward.prm_pretrain is not None else None
+
+    @model_validator(mode="after")
+    def _evaluations_have_a_reward(self) -> Self:
+        if self.evaluation.changed("eval_dataset") and not self.reward.is_given:
+            raise ValueError("eval_dataset is about scores, and a teacher gives none: give a reward too")
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_judged(self) -> Self:
+        key = self.evaluation.best_metric_key
+        if key is not None and key != "eval/reward" and not self.reward.has_verifier:
+            raise ValueError(
+                f"best_metric_key {key} counts right responses: name a verifier in --reward_funcs, or take eval/reward"
+            )
+        return self
+
+
+class OnlineConfig(OwnResponsesConfig):
+    """Settings of an online command without a critic."""
+
+    reward: OnlineRewardConfig = OnlineRewardConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    policy: PolicyConfig = PolicyConfig()
+    reference: MovingReferenceConfig = MovingReferenceConfig()
+    placement: PlacementConfig = PlacementConfig()
+    deepspeed: OnlineDeepSpeedConfig = OnlineDeepSpeedConfig()
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults that depend on the given settings."""
+        return defaults_of_loss(given) | defaults_of_teacher(given)
+
+    @property
+    def policy_settings(self) -> PolicyConfig:
+        """The settings of the policy's objective."""
+        return self.policy
+
+    @property
+    def reference_settings(self) -> MovingReferenceConfig:
+        """The settings of a reference that moves."""
+        return self.reference
+
+    @property
+    def teacher_settings(self) -> TeacherConfig:
+        """The settings of the teacher."""
+        return self.teacher
+
+    @property
+    def reward_settings(self) -> OnlineRewardConfig:
+        """The settings of rewards."""
+        return self.reward
 
     @property
     def distils_alone(self) -> bool:
@@ -82,7 +160,6 @@ class OnlineConfig(BaseModel):
     def _settings_of_scores_have_one(self) -> "OnlineConfig":
         reward = self.reward
         given = reward.changed("reward_clip_range", "overlong_buffer_len", "stop_properly_penalty_coef")
-        given = given or self.evaluation.changed("eval_dataset")
         if given and not reward.is_given:
             raise ValueError(f"{given} is about scores, and a teacher gives none: give a reward too")
         return self
@@ -93,15 +170,6 @@ class OnlineConfig(BaseModel):
             raise ValueError(
                 "init_kl_coef is taken off the reward, and only the teacher counts here: give --use_kl_loss with "
                 "--kl_estimator k3, or --init_kl_coef 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _best_is_judged(self) -> "OnlineConfig":
-        key = self.evaluation.best_metric_key
-        if key is not None and key != "eval/reward" and not self.reward.has_verifier:
-            raise ValueError(
-                f"best_metric_key {key} counts right responses: name a verifier in --reward_funcs, or take eval/reward"
             )
         return self
 

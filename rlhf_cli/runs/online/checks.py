@@ -1,14 +1,14 @@
 """Whether the sizes of an online command fit together, seen from its settings and the row of its algorithm."""
 
 from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.config.commands.online import OwnResponsesConfig
 from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import GroupPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
 
 
-def check_batches(config: OnlineConfig, algorithm: Algorithm) -> None:
+def check_batches(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
     """Raise UsageError if sizes do not fit together; the message names sizes that would."""
     _check_steps(config.rollout, config.batch)
     _check_groups(config, algorithm)
@@ -31,7 +31,7 @@ def _check_steps(rollout: RolloutConfig, batch: OnlineBatchConfig) -> None:
     )
 
 
-def _check_groups(config: OnlineConfig, algorithm: Algorithm) -> None:
+def _check_groups(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
     """Raise UsageError if too few responses to a prompt are sampled to be compared."""
     num_samples = config.rollout.n_samples_per_prompt
     if num_samples < algorithm.min_group:
@@ -43,9 +43,9 @@ def _check_groups(config: OnlineConfig, algorithm: Algorithm) -> None:
         raise UsageError("--reward_funcs length compares the responses of a prompt: raise --n_samples_per_prompt")
 
 
-def _check_shaping(config: OnlineConfig, algorithm: Algorithm) -> None:
+def _check_shaping(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
     """Raise UsageError if scores cannot be shaped by the length of responses as the settings request."""
-    reward, longest = config.reward, config.rollout.max_new_tokens
+    reward, longest = config.reward_settings, config.rollout.max_new_tokens
     buffer = reward.overlong_buffer_len
     if buffer is not None and any(call.name == "soft_overlong" for call in reward.rewards):
         raise UsageError("--reward_funcs soft_overlong and --overlong_buffer_len punish length twice: give one of them")
@@ -57,18 +57,18 @@ def _check_shaping(config: OnlineConfig, algorithm: Algorithm) -> None:
         raise UsageError(f"--overlong_buffer_len {buffer} is longer than a response may be: --max_new_tokens {longest}")
 
 
-def _check_room(config: OnlineConfig) -> None:
+def _check_room(config: OwnResponsesConfig) -> None:
     """Raise UsageError if a micro-batch cannot hold the longest sequence."""
     batch, ranks = config.batch, min(config.deepspeed.sequence_sizes)
     room = f"--train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu}" + (f" on {ranks} ranks" if ranks > 1 else "")
     max_tokens, max_len = batch.train_max_tokens_per_gpu * ranks, config.prompts.max_len
-    if config.policy.bootstraps and max_tokens == max_len:
+    if config.policy_settings.bootstraps and max_tokens == max_len:
         raise UsageError(f"--bootstrap_truncated reads one more token than --max_len {max_len}: raise {room}")
     if max_tokens < max_len:
         raise UsageError(f"{room} cannot hold one sequence of --max_len {max_len}: raise the one or lower the other")
 
 
-def check_filtering(config: OnlineConfig) -> None:
+def check_filtering(config: OwnResponsesConfig) -> None:
     """Raise UsageError if dynamic sampling has no score to judge prompts by."""
     if config.dynamic_sampling is None:
         return
@@ -84,12 +84,12 @@ def check_filtering(config: OnlineConfig) -> None:
         )
 
 
-def check_step_rewards(config: OnlineConfig, algorithm: Algorithm) -> None:
+def check_step_rewards(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
     """Raise UsageError if the algorithm has no place for rewards of steps."""
     if config.steps is None:
         return
     if algorithm.steps is None:
         names = ", ".join(row.name for row in ALGORITHMS.values() if row.steps is not None)
         raise UsageError(f"--prm_pretrain: {algorithm.name} compares whole responses; rewards of steps go with {names}")
-    if isinstance(config.policy, GroupPolicyConfig) and config.policy.advantage_std == "none":
+    if isinstance(config.policy_settings, GroupPolicyConfig) and config.policy_settings.advantage_std == "none":
         raise UsageError("--prm_pretrain: rewards of steps are normalised by their std, and advantage_std is none")

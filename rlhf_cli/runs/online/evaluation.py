@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from rlhf_cli.backends.training.checkpoint import Checkpoint
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.config.commands.online import OwnResponsesConfig
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.models.folders import whole_folder
@@ -17,7 +17,7 @@ from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.online.evaluation import Best, EvaluationState, EvaluationTask, Evaluator
 
 
-def load_evaluation_prompts(config: OnlineConfig, tokenizer: object) -> PromptData | None:
+def load_evaluation_prompts(config: OwnResponsesConfig, tokenizer: object) -> PromptData | None:
     """Return the held-out prompts, rendered as the training prompts; None if no data set is given."""
     evaluation = config.evaluation
     if evaluation.eval_dataset is None:
@@ -39,7 +39,7 @@ def load_evaluation_prompts(config: OnlineConfig, tokenizer: object) -> PromptDa
 
 
 def evaluation_task(
-    config: OnlineConfig,
+    config: OwnResponsesConfig,
     data: PromptData | None,
     decode: Callable[[Sequence[int]], str],
     *,
@@ -78,7 +78,7 @@ def make_evaluator(
             (folder / BEST_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     state = EvaluationState() if resume is None else EvaluationState.of(resume.state["evaluation"])
-    return Evaluator(task, started.with_scorer(scorer), tracker, save_best=save_best, state=state)
+    return Evaluator(task, started.with_scorer(started.actor, scorer), tracker, save_best=save_best, state=state)
 
 
 def forget_later_best(paths: RunDirectory, resume: Checkpoint, say: Callable[[str], None]) -> None:

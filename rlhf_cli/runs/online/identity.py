@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rlhf_cli.algorithms.table import Algorithm
-from rlhf_cli.config.commands.online import FilteringConfig, OnlineConfig
+from rlhf_cli.config.commands.online import FilteringConfig, OwnResponsesConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data.prompts import PromptData
@@ -34,7 +34,7 @@ HOW_REWARDS_RUN = frozenset(
 
 
 def online_identity(
-    config: OnlineConfig,
+    config: OwnResponsesConfig,
     models: OnlineModels,
     data: PromptData,
     *,
@@ -58,10 +58,14 @@ def online_identity(
         "train_batch_size": config.batch.train_batch_size,
         **config.optim.kept(),
         "aux_loss_coef": config.optim.aux_loss_coef,
-        **objective_identity(config.policy, besides=frozenset({"advantage_estimator"})),  # the algorithm has its name
-        **_rewards(config.reward),
-        **config.reference.model_dump(mode="json"),
-        **objective_identity(config.teacher, besides=frozenset({"teacher_pretrain"})),  # the teacher has hashes
+        **objective_identity(
+            config.policy_settings, besides=frozenset({"advantage_estimator"})
+        ),  # the algorithm has its name
+        **_rewards(config.reward_settings),
+        **config.reference_settings.model_dump(mode="json"),
+        **objective_identity(
+            config.teacher_settings, besides=frozenset({"teacher_pretrain"})
+        ),  # the teacher has hashes
         **_filtering(config),
         "seed": config.batch.seed,
         "iterations": iterations,
@@ -93,7 +97,7 @@ def _rewards(reward: OnlineRewardConfig) -> dict[str, object]:
     }
 
 
-def _filtering(config: OnlineConfig) -> dict[str, object]:
+def _filtering(config: OwnResponsesConfig) -> dict[str, object]:
     """Return which groups count; the number of prompts that are asked for them is not part of it."""
     if not isinstance(config, FilteringConfig):
         return {}

@@ -9,7 +9,7 @@ from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
 from rlhf_cli.backends.training.deepspeed_config import check_secondary_parts
 from rlhf_cli.backends.weight_sync.adapter_push import check_adapter_push
-from rlhf_cli.config.commands.online import CriticConfig, OnlineConfig
+from rlhf_cli.config.commands.online import CriticConfig, OwnResponsesConfig
 from rlhf_cli.config.online import FROZEN
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
@@ -39,7 +39,7 @@ class OnlineModels:
     teacher: TeacherModel | None = None
 
 
-def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
+def find_models(config: OwnResponsesConfig, algorithm: Algorithm) -> OnlineModels:
     """Return the models of the settings.
 
     Raises:
@@ -48,7 +48,7 @@ def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
     policy = trained_model(config.model, config.adapter, seed=config.batch.seed)
     require_language_model(config.model, policy.architecture, policy.plan)
     check_trainable(policy.architecture)
-    if policy.plan is not None and config.reference.ref_sync_steps:
+    if policy.plan is not None and config.reference_settings.ref_sync_steps:
         raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
     reward = None
     if config.reward.reward_pretrain is not None:
@@ -56,8 +56,8 @@ def find_models(config: OnlineConfig, algorithm: Algorithm) -> OnlineModels:
             config.reward.reward_pretrain, policy.base, policy.tokenizer, normalize=config.reward.normalize_reward
         )
     teacher = None
-    if config.teacher.teacher_pretrain is not None:
-        teacher = find_teacher(config.teacher.teacher_pretrain, policy.base, policy.architecture, policy.tokenizer)
+    if config.teacher_pretrain is not None:
+        teacher = find_teacher(config.teacher_pretrain, policy.base, policy.architecture, policy.tokenizer)
     if config.steps is not None and config.steps.prm_pretrain is not None:
         reward = find_process_reward_model(config.steps.prm_pretrain, policy.base, policy.tokenizer)
     critic = _critic(config, policy) if algorithm.critic else None
@@ -75,7 +75,7 @@ def reward_model_fact(model: RewardModelPlan | None) -> dict[str, str]:
     return {"Reward model" if model.separator is None else "Process reward model": model.source.pretrain}
 
 
-def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
+def _critic(config: OwnResponsesConfig, policy: TrainedModel) -> TrainedModel:
     """Return the model of `critic_pretrain`, else the policy's, under its own adapter if the run trains adapters."""
     assert isinstance(config, CriticConfig)
     pretrain = config.critic.critic_pretrain
@@ -93,15 +93,15 @@ def _critic(config: OnlineConfig, policy: TrainedModel) -> TrainedModel:
     return critic
 
 
-def role_names(config: OnlineConfig, models: OnlineModels) -> tuple[str, ...]:
+def role_names(config: OwnResponsesConfig, models: OnlineModels) -> tuple[str, ...]:
     """Return the roles of this run besides the engines.
 
     A reference is among them only if the KL divergence counts and no adapter can be switched off instead.
     """
     critic = ("critic",) if models.critic else ()
-    reference = ("ref",) if config.policy.init_kl_coef > 0 and models.policy.plan is None else ()
+    reference = ("ref",) if config.policy_settings.init_kl_coef > 0 and models.policy.plan is None else ()
     reward = ("reward",) if models.reward else ()
-    teacher = ("teacher",) if models.teacher else ()
+    teacher = ("teacher",) if models.teacher and "teacher" not in config.hosted_roles else ()
     return ("actor", *critic, *reference, *reward, *teacher)
 
 
@@ -113,16 +113,17 @@ _ABSENT = {
 _TOGETHER = {"ref": "colocate_actor_ref", "reward": "colocate_critic_reward"}
 
 
-def idle_settings(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
+def idle_settings(config: OwnResponsesConfig, roles: Sequence[str]) -> list[str]:
     """Return a sentence for each role that the run lacks and that has settings.
 
     They are not refused: a command line keeps working if the KL divergence is turned off or an adapter comes in.
     """
     placement, deepspeed, notices = config.placement, config.deepspeed, []
-    for role in (role for role in _ABSENT if role not in roles):
+    for role in (role for role in _ABSENT if role not in (*roles, *config.hosted_roles)):
         sizes = (f"{role}_num_nodes", f"{role}_num_gpus_per_node", _TOGETHER.get(role, ""))
+        stages = (f"{role}_zero_stage", f"{role}_sequence_parallel_size")
         given = placement.changed(*(name for name in sizes if name in type(placement).model_fields))
-        given = given or deepspeed.changed(f"{role}_zero_stage", f"{role}_sequence_parallel_size")
+        given = given or deepspeed.changed(*(name for name in stages if name in type(deepspeed).model_fields))
         if given := given or (config.reward.changed("normalize_reward") if role == "reward" else None):
             notices.append(f"--{given} is ignored: {_ABSENT[role]}")
     return notices
@@ -139,7 +140,7 @@ def truncation_notice(rollout: RolloutConfig) -> list[str]:
     ]
 
 
-def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
+def check_shared_sequences(config: OwnResponsesConfig, models: OnlineModels) -> None:
     """Raise UsageError if ranks of a role cannot share sequences as the settings request."""
     deepspeed, policy = config.deepspeed, models.policy
     check_whole_packs(deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model)
@@ -150,19 +151,19 @@ def check_shared_sequences(config: OnlineConfig, models: OnlineModels) -> None:
         "reward": models.reward,
         "teacher": models.teacher,
     }
-    for role in role_names(config, models):
+    for role in (*role_names(config, models), *config.hosted_roles):
         model = of_role[role]
         assert model is not None
         check_sequence_parallel(
             model.found.architecture,
             deepspeed.of(role),
-            num_ranks=config.placement.num_ranks(role),
+            num_ranks=config.placement.num_ranks(config.host_of(role)),
             attention=model.attention if isinstance(model, TeacherModel) else policy.attention,
             name=deepspeed.name_of(role, "sequence_parallel_size"),
         )
 
 
-def shared_sequences(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
+def shared_sequences(config: OwnResponsesConfig, roles: Sequence[str]) -> list[str]:
     """Return a text for each number of ranks that share a sequence, with the tokens that such a sequence may have."""
     by_size: dict[int, list[str]] = {}
     for role in roles:
@@ -174,14 +175,14 @@ def shared_sequences(config: OnlineConfig, roles: Sequence[str]) -> list[str]:
     ]
 
 
-def check_adapters(config: OnlineConfig, models: OnlineModels, *, backend: str) -> None:
+def check_adapters(config: OwnResponsesConfig, models: OnlineModels, *, backend: str) -> None:
     """Raise UsageError if the actor or the critic cannot have an adapter, or engines cannot get it, as set."""
     check_4_bits(config, models)
     if config.adapter.lora_push == "adapter":
         check_adapter_push(models.policy.plan, backend=backend, sync_backend=config.rollout.vllm_sync_backend)
 
 
-def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
+def check_4_bits(config: OwnResponsesConfig, models: OnlineModels) -> None:
     """Raise UsageError if weights of a trained role are to be in 4 bits and cannot be.
 
     A cluster at RAY_ADDRESS may have GPUs and bitsandbytes that this machine lacks; there the ranks find a fault.
@@ -196,19 +197,21 @@ def check_4_bits(config: OnlineConfig, models: OnlineModels) -> None:
             check_loadable(config.model, model.architecture, in_4bit=True, partitioned=False)
 
 
-def check_stages(config: OnlineConfig, roles: Sequence[str]) -> None:
+def check_stages(config: OwnResponsesConfig, roles: Sequence[str]) -> None:
     """Raise UsageError if a role cannot have its weights in blocks, in parts or in host memory as the settings ask."""
     deepspeed = config.deepspeed
-    if deepspeed.ref_offload and not set(roles) & set(FROZEN):
+    if deepspeed.offloads_frozen and not set(roles) & set(FROZEN):
         raise UsageError(f"ref_offload: no model of this run is frozen; {'; '.join(_ABSENT.values())}")
+    for role in (*roles, *config.hosted_roles):
+        num_ranks = config.placement.num_ranks(config.host_of(role))
+        check_secondary_parts(deepspeed.of(role), num_ranks=num_ranks, role=role)
     for role in roles:
-        check_secondary_parts(deepspeed.of(role), num_ranks=config.placement.num_ranks(role), role=role)
         if config.model.compile_model and deepspeed.of(role).zero_stage == 3:
             stage = deepspeed.name_of(role, "zero_stage")
             raise UsageError(f"compile_model does not go with --{stage} 3, which gathers weights between layers")
 
 
-def layout_notices(resume: Checkpoint, config: OnlineConfig, models: OnlineModels) -> list[str]:
+def layout_notices(resume: Checkpoint, config: OwnResponsesConfig, models: OnlineModels) -> list[str]:
     """Return a line for each trained role whose states are cut anew. Raise UsageError if they cannot be."""
     notices = []
     for role in ("actor", "critic") if models.critic else ("actor",):

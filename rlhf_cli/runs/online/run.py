@@ -1,7 +1,7 @@
 """The common part of all online commands: checks, run directory, cluster, checkpoints, tracking, models."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,13 +12,15 @@ from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm, algorithm_by_code
 from rlhf_cli.backends.cluster.placement import check_layout, describe, plan_layout
 from rlhf_cli.backends.cluster.ray_cluster import Reservation, ray_cluster
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
+from rlhf_cli.backends.roles.groups import StudentRole
 from rlhf_cli.backends.rollout.engine_group import described, rollout_backend
 from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
 from rlhf_cli.backends.weight_sync.transfer import check_sync_backend
 from rlhf_cli.config.base import default_settings
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.config.commands.gkd import GKDConfig
+from rlhf_cli.config.commands.online import OwnResponsesConfig
 from rlhf_cli.config.plugins import contents_of_plugins
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.tokenizing.decoding import text_of
@@ -57,6 +59,7 @@ from rlhf_cli.runs.online.models import (
 from rlhf_cli.runs.online.restarts import with_restarts
 from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
 from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
+from rlhf_cli.runs.online.student import StudentData, load_student_data
 from rlhf_cli.runs.online.surplus_file import load_surplus, save_surplus
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.reward_check import check_rewards
@@ -72,6 +75,7 @@ from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import Tracker, check_tracking
 from rlhf_cli.trainers.offline.loop import Finished
+from rlhf_cli.trainers.online.distilling import Distilling
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
 from rlhf_cli.trainers.online.prompt_source import planned_iterations, prompt_at
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
@@ -82,7 +86,7 @@ from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 class _OnlineRun:
     """The run as it is known before anything heavy starts."""
 
-    config: OnlineConfig
+    config: OwnResponsesConfig
     command: str
     algorithm: Algorithm
     backend: str
@@ -92,6 +96,7 @@ class _OnlineRun:
     paths: RunDirectory
     store: CheckpointStore
     resume: Checkpoint | None
+    student: StudentData | None = None
     identity: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -105,13 +110,13 @@ class _OnlineRun:
         return OnlineSettings(
             self.algorithm,
             config.rollout,
-            config.reward,
-            config.policy,
+            config.reward_settings,
+            config.policy_settings,
             config.batch,
-            config.reference,
+            config.reference_settings,
             config.optim,
             config.dynamic_sampling,
-            config.teacher.weight,
+            config.teacher_settings.weight,
             config.steps.prm_weight if config.steps else 1.0,
         )
 
@@ -129,14 +134,14 @@ class _OnlineRun:
         return count_steps(samples, self.config.batch, iterations=self.total_iterations)
 
 
-def run_online(config: OnlineConfig, command: str, *, algorithm: str) -> None:
+def run_online(config: OwnResponsesConfig, command: str, *, algorithm: str) -> None:
     """Train from the newest checkpoint, or from the start, to the end; save the models and the report.
 
     Args:
         algorithm: the row of the table of algorithms.
     """
     with held_output(config.checkpoint):
-        row, code = ALGORITHMS[algorithm], config.policy.advantage_estimator
+        row, code = ALGORITHMS[algorithm], config.policy_settings.advantage_estimator
         row = row if code is None else algorithm_by_code(code, row)
         first, stop = _check(config, command, row), StopSignal()
         begin_logs(first.paths, keep=first.resume is not None)
@@ -193,13 +198,13 @@ def _attempt(run: _OnlineRun, stop: StopSignal) -> Finished:
     return finished
 
 
-def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineRun:
+def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _OnlineRun:
     """Return the run, after all checks that need no process. Raise UsageError if a check fails."""
     check_tracking(config.tracking)
     check_batches(config, algorithm)
     check_filtering(config)
     check_step_rewards(config, algorithm)
-    if config.reference.ref_sync_steps and not config.policy.init_kl_coef:
+    if config.reference_settings.ref_sync_steps and not config.policy_settings.init_kl_coef:
         raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
     for role in ("actor", "critic"):
         check_deepspeed(
@@ -224,6 +229,7 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineR
     longest, seed = config.rollout.max_new_tokens, config.batch.seed
     data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed, reward=config.reward)
     eval_data = load_evaluation_prompts(config, model.tokenizer)
+    student = load_student_data(config, model) if isinstance(config, GKDConfig) else None
     all_data = [data] if eval_data is None else [data, eval_data]
     for trained in (model, models.critic or model):
         for read in all_data:
@@ -231,9 +237,12 @@ def _check(config: OnlineConfig, command: str, algorithm: Algorithm) -> _OnlineR
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
-    run = _OnlineRun(config, command, algorithm, backend, models, data, eval_data, paths, store, resume)
+    run = _OnlineRun(config, command, algorithm, backend, models, data, eval_data, paths, store, resume, student)
     iterations = run.total_iterations
-    identity = online_identity(config, models, data, command=command, algorithm=algorithm, iterations=iterations)
+    identity = {
+        **online_identity(config, models, data, command=command, algorithm=algorithm, iterations=iterations),
+        **(student.identity if student else {}),
+    }
     if resume is not None:
         check_same_run(resume, identity, default_settings(config))
         layout_notices(resume, config, models)
@@ -303,6 +312,7 @@ def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:
         **({"Critic": models.critic.source.pretrain} if models.critic not in (None, models.policy) else {}),
         **reward_model_fact(models.reward),
         **({"Teacher": models.teacher.source.pretrain} if models.teacher else {}),
+        **(run.student.facts if run.student else {}),
         **({"Reward file": reward_file[0]} if reward_file else {}),
         "Engine": described(config.rollout, run.backend),
         "Placement": _placement(run, where),
@@ -313,11 +323,20 @@ def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:
     }
 
 
+def _training(run: _OnlineRun, started: OnlineRoles, scorer: Scorer) -> Callable[..., Finished]:
+    """Return the function that trains the actor by its kind, on these roles and settings."""
+    actor = started.actor
+    if isinstance(actor, StudentRole):
+        assert run.student is not None, "a student learns from a mixture"
+        return Distilling(started.with_scorer(actor, scorer), run.settings, run.student.mixture)
+    return partial(train_online, started.with_scorer(actor, scorer), run.settings)
+
+
 def _train(
     run: _OnlineRun, started: OnlineRoles, scorer: Scorer, tracker: Tracker, stop: StopSignal
 ) -> tuple[Finished, dict[str, str]]:
     """Train, and return the way it ended and the facts about the best model."""
-    state = first_state(run.config.policy)
+    state = first_state(run.config.policy_settings)
     if run.resume is not None:
         state = LoopState(
             **run.resume.state["loop"],
@@ -345,9 +364,7 @@ def _train(
             started.save(folder)
             save_surplus(folder, state.surplus)
 
-    finished = train_online(
-        started.with_scorer(scorer),
-        run.settings,
+    finished = _training(run, started, scorer)(
         prompts=run.data.prompts,
         decode=decode,
         state=state,

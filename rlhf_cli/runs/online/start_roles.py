@@ -1,7 +1,7 @@
 """Builds the roles of an online command on the cluster and keeps them together: start, save, load, end."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from rlhf_cli.backends.roles.groups import (
     FrozenRole,
     ReferenceRole,
     RewardRole,
+    StudentRole,
     TeacherRole,
     TrainedRole,
     TrainedT,
@@ -26,7 +27,8 @@ from rlhf_cli.backends.rollout.engine_group import EngineGroup
 from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE
 from rlhf_cli.backends.weight_sync.adapter_push import vllm_config, vllm_rank
 from rlhf_cli.backends.weight_sync.transfer import choose_sync_backend
-from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.config.commands.gkd import GKDConfig
+from rlhf_cli.config.commands.online import OwnResponsesConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.online import ActorCriticOptimConfig
 from rlhf_cli.errors import UsageError
@@ -36,8 +38,9 @@ from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.models.teacher import TeacherModel
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.online.models import OnlineModels, role_names
+from rlhf_cli.runs.online.student import hosted_teacher, shares_prompts
 from rlhf_cli.runs.trained_model import TrainedModel
-from rlhf_cli.trainers.online.interfaces import Roles, awake
+from rlhf_cli.trainers.online.interfaces import Roles, SampledT, awake
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 from rlhf_cli.trainers.online.update_plan import StepCounts
 
@@ -62,7 +65,7 @@ class OnlineRoles:
 
     def __init__(
         self,
-        config: OnlineConfig,
+        config: OwnResponsesConfig,
         where: OnlineCluster,
         models: OnlineModels,
         *,
@@ -86,21 +89,22 @@ class OnlineRoles:
         if not engines_last:
             self.engines = self._start_engines()
         groups = {role: self._start_ranks(role) for role in role_names(config, models)}
-        self.actor = ActorRole(self._trained(groups["actor"], models.policy))
+        trained = self._trained(groups["actor"], models.policy)
+        self.actor: ActorRole | StudentRole = (StudentRole if config.hosted_roles else ActorRole)(trained)
         self.critic = CriticRole(self._trained(groups["critic"], models.critic)) if models.critic else None
-        self.reference = self._reference(groups.get("ref"))
+        self.reference = self._reference(trained, groups.get("ref"))
         self.reward_model = self._reward_group(groups["reward"], models.reward) if models.reward else None
-        self.teacher = self._teacher(groups["teacher"], models.teacher) if models.teacher else None
+        self.teacher = self._teacher(groups.get("teacher"), models.teacher)
         self._build_models(groups)
         if engines_last:
             self.engines = self._start_engines()
         self._connect_engines()
 
-    def with_scorer(self, scorer: Scorer) -> Roles:
-        """Return the roles as the loop takes them."""
+    def with_scorer(self, actor: SampledT, scorer: Scorer) -> Roles[SampledT]:
+        """Return the roles as a loop takes them, which needs an actor of its kind: `self.actor`."""
         steps = self._step_scorer()
         return Roles(
-            self.actor,
+            actor,
             self.critic,
             self.reference,
             None if steps else self.reward_model,
@@ -206,22 +210,25 @@ class OnlineRoles:
     @property
     def _moving(self) -> ReferenceRole | None:
         """The reference, if it moves."""
-        moves = self._config.reference.ref_sync_steps > 0
+        moves = self._config.reference_settings.ref_sync_steps > 0
         return self.reference if moves and isinstance(self.reference, ReferenceRole) else None
 
-    def _reference(self, group: WorkerGroup[Any] | None) -> ReferenceRole | BaseReference | None:
+    def _reference(
+        self, actor: TrainedRole[Any], group: WorkerGroup[Any] | None
+    ) -> ReferenceRole | BaseReference | None:
         """Return the reference: a model of its own, the actor without its adapter, or none."""
         if group is None:
-            asks_base = self._config.policy.init_kl_coef > 0 and self._models.policy.plan is not None
-            return BaseReference(self.actor.trained) if asks_base else None
+            asks_base = self._config.policy_settings.init_kl_coef > 0 and self._models.policy.plan is not None
+            return BaseReference(actor) if asks_base else None
         return ReferenceRole(
             self._frozen_policy(group, self._models.policy),
-            actor=self.actor.trained,
-            alpha=self._config.reference.ref_mixup_alpha,
+            actor=actor,
+            alpha=self._config.reference_settings.ref_mixup_alpha,
         )
 
-    def _teacher(self, group: WorkerGroup[Any], model: TeacherModel) -> TeacherRole:
-        return TeacherRole(self._frozen_policy(group, model))
+    def _teacher(self, group: WorkerGroup[Any] | None, model: TeacherModel | None) -> TeacherRole | None:
+        """Return the teacher if it has ranks of its own."""
+        return None if group is None or model is None else TeacherRole(self._frozen_policy(group, model))
 
     def _frozen_policy(self, group: WorkerGroup[Any], model: TrainedModel | TeacherModel) -> FrozenRole[Any]:
         dealer = self._dealer(group, lambda rank: rank.packer.shares_prompts(), model)
@@ -267,7 +274,7 @@ class OnlineRoles:
         if role == "critic":
             assert isinstance(optim, ActorCriticOptimConfig)
             rate = optim.critic_learning_rate
-        return role_settings(
+        settings = role_settings(
             self._config,
             role,
             source.source,
@@ -275,6 +282,15 @@ class OnlineRoles:
             total_steps=self._total_steps.critic if role == "critic" else self._total_steps.actor,
             adapter=source.plan if isinstance(source, TrainedModel) and role != "ref" else None,
         )
+        return self._with_teacher(settings) if role == "actor" else settings
+
+    def _with_teacher(self, settings: RoleSettings) -> RoleSettings:
+        """Return the settings of the actor with the teacher that it hosts, if it does."""
+        config, teacher = self._config, self._models.teacher
+        if not isinstance(config, GKDConfig) or teacher is None:
+            return settings
+        share = shares_prompts(config, teacher)
+        return replace(settings, teacher=hosted_teacher(config, teacher), share_prompts=share)
 
     def _source(self, role: str) -> TrainedModel | RewardModelPlan | TeacherModel:
         """Return the model of a role; the reference starts as the policy."""
@@ -322,7 +338,7 @@ class OnlineRoles:
 
 
 def role_settings(
-    config: OnlineConfig,
+    config: OwnResponsesConfig,
     role: str,
     model: ModelConfig,
     *,
@@ -340,7 +356,7 @@ def role_settings(
         seed=config.batch.seed,
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
-        policy=config.policy,
+        policy=config.policy_settings,
         share_prompts=config.batch.share_prompts,
         adapter=adapter,
         ema_beta=config.optim.ema_beta if config.optim.enable_ema else None,
@@ -348,7 +364,7 @@ def role_settings(
     )
 
 
-def engine_adapter(config: OnlineConfig, plan: AdapterPlan | None, *, has_gpus: bool) -> dict[str, object] | None:
+def engine_adapter(config: OwnResponsesConfig, plan: AdapterPlan | None, *, has_gpus: bool) -> dict[str, object] | None:
     """Return the adapter that engines add to the model by themselves; None if they get whole weights.
 
     Raises:

@@ -17,7 +17,7 @@ from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.evaluation import Answer, by_source, evaluate_answers
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import is_due
-from rlhf_cli.trainers.online.interfaces import Roles
+from rlhf_cli.trainers.online.interfaces import Roles, Sampled
 from rlhf_cli.trainers.online.loop import return_weights
 from rlhf_cli.trainers.online.metrics import MAX_SOURCES, sample_rows
 from rlhf_cli.trainers.online.rollout import request_of
@@ -91,7 +91,7 @@ class Evaluator:
     def __init__(
         self,
         task: EvaluationTask,
-        roles: Roles,
+        roles: Roles[Sampled],
         tracker: EvaluationTracker,
         *,
         save_best: Callable[[Best], None],

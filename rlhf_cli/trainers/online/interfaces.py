@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -34,17 +34,28 @@ def awake(role: Sleeper) -> Iterator[None]:
     role.sleep()
 
 
-class Actor(Sleeper, Protocol):
-    """The policy in training."""
-
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
+class Sampled(Sleeper, Protocol):
+    """The model in training, whose responses the engines sample."""
 
     def sleep_optimizer(self) -> None:
         """Keep the weights alone on the accelerator."""
 
+
+class Actor(Sampled, Protocol):
+    """The policy in training."""
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]: ...
+
     def update(
         self, samples: Sequence[Sample], steps: Sequence[np.ndarray], *, on_policy: bool, weights: LossWeights
     ) -> list[dict[str, float]]: ...
+
+
+class Student(Sampled, Protocol):
+    """The model that learns a teacher's distributions."""
+
+    def learn(self, sequences: Sequence[TokenSequence], steps: Sequence[np.ndarray]) -> list[dict[str, float]]:
+        """Return the metrics of each optimizer step; a step is an array of indices."""
 
 
 class Critic(Sleeper, Protocol):
@@ -157,11 +168,15 @@ class RunTracker(Protocol):
     def phase(self) -> Callable[[str | None], None]: ...
 
 
+SampledT_co = TypeVar("SampledT_co", bound=Sampled, covariant=True)
+SampledT = TypeVar("SampledT", bound=Sampled)
+
+
 @dataclass(frozen=True)
-class Roles:
+class Roles(Generic[SampledT_co]):
     """Everything heavy that takes part; `moving_reference` is the reference if it moves."""
 
-    actor: Actor
+    actor: SampledT_co
     critic: Critic | None
     reference: Reference | None
     reward_model: RewardModel | None

@@ -7,6 +7,7 @@ Everything heavy arrives built, so the loop runs in milliseconds with fakes. Alg
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished, is_due, too_many_skipped
 from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, with_last_states
-from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Roles, RunTracker, awake
+from rlhf_cli.trainers.online.interfaces import Actor, Engines, RewardModel, Roles, RunTracker, Sampled, awake
 from rlhf_cli.trainers.online.metrics import (
     failure_metrics,
     greedy_metrics,
@@ -51,8 +52,23 @@ class OnlineHooks:
     evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
 
 
+BatchT = TypeVar("BatchT")
+
+
+@dataclass(frozen=True)
+class Iterations(Generic[BatchT]):
+    """The two halves of an iteration: `collect` returns a batch, None if nothing is left, and changes no weights.
+
+    `learn` returns the state after the iteration, and its metrics. `is_used_up` is asked after each.
+    """
+
+    collect: Callable[[LoopState, PhaseTimer], BatchT | None]
+    learn: Callable[[BatchT, LoopState, PhaseTimer], tuple[LoopState, dict[str, float]]]
+    is_used_up: Callable[[LoopState], bool]
+
+
 def train_online(
-    roles: Roles,
+    roles: Roles[Actor],
     settings: OnlineSettings,
     *,
     prompts: Sequence[Prompt],
@@ -62,31 +78,59 @@ def train_online(
     save_steps: int,
     hooks: OnlineHooks,
 ) -> Finished:
+    """Train a policy on scored responses, as `run_iterations`.
+
+    Under dynamic sampling training ends earlier if no prompt is left, or if the remaining prompts teach nothing.
+    """
+    source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
+    return run_iterations(
+        Iterations(
+            lambda state, timer: scored_batch(roles, settings, source, state, timer),
+            lambda batch, state, timer: _learn(roles, settings, batch, state=state, tracker=hooks.tracker, timer=timer),
+            source.is_used_up,
+        ),
+        roles.engines,
+        state=state,
+        total_iterations=total_iterations,
+        save_steps=save_steps,
+        max_skipped_steps=settings.optim.max_skipped_steps,
+        hooks=hooks,
+    )
+
+
+def run_iterations(
+    iterations: Iterations[BatchT],
+    engines: Engines,
+    *,
+    state: LoopState,
+    total_iterations: int,
+    save_steps: int,
+    max_skipped_steps: int,
+    hooks: OnlineHooks,
+) -> Finished:
     """Train from the iteration after `state` to the last, or until `hooks.should_stop` returns True.
 
-    The last iteration is number `total_iterations`. Under dynamic sampling training ends earlier if no prompt is left,
-    or if the remaining prompts teach nothing.
+    The last iteration is number `total_iterations`.
 
     Raises:
         RunError: an iteration gives nothing to train on, or an evaluation or its rewards fail; the state before it is
             saved. Or too many optimizer steps in a row were skipped; then the state after the iteration is saved, as
             other steps may have changed weights, and models, controllers and prompts agree only at its end.
     """
-    source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
-    checkpoints = _Checkpoints(roles.engines, hooks, saved=state.iteration)
-    is_last = state.iteration >= total_iterations or source.is_used_up(state)
+    checkpoints = _Checkpoints(engines, hooks, saved=state.iteration)
+    is_last = state.iteration >= total_iterations or iterations.is_used_up(state)
     hooks.evaluate(state.iteration, is_last)
     while not is_last:
         timer = PhaseTimer(on_change=hooks.tracker.phase)
         with checkpoints.saved_on_failure(state):
-            batch = _scored_batch(roles, settings, source, state, timer)
+            batch = iterations.collect(state, timer)
         after, metrics = None, dict[str, float]()
         if batch is not None:
-            after, metrics = _learn(roles, settings, batch, state=state, tracker=hooks.tracker, timer=timer)
-        is_last = after is None or after.iteration == total_iterations or source.is_used_up(after)
+            after, metrics = iterations.learn(batch, state, timer)
+        is_last = after is None or after.iteration == total_iterations or iterations.is_used_up(after)
         state = after or state
         with checkpoints.saved_on_failure(state):
-            if reason := too_many_skipped(metrics, settings.optim.max_skipped_steps):
+            if reason := too_many_skipped(metrics, max_skipped_steps):
                 raise RunError(f"{reason}; --load_checkpoint goes on after iteration {state.iteration}, which is saved")
             hooks.evaluate(state.iteration, is_last)
         stop = hooks.should_stop() and not is_last
@@ -125,7 +169,7 @@ class _Checkpoints:
 
 
 @dataclass(frozen=True)
-class _ScoredBatch:
+class ScoredBatch:
     """The iteration's training data: scored responses, plus greedy baselines if the algorithm uses them.
 
     `sampled` are all responses of the rollout's groups, `trainable` the responses whose score did not fail. `scores`
@@ -139,9 +183,9 @@ class _ScoredBatch:
     scores: list[Score]
 
 
-def _scored_batch(
-    roles: Roles, settings: OnlineSettings, source: RolloutSource, state: LoopState, timer: PhaseTimer
-) -> _ScoredBatch | None:
+def scored_batch(
+    roles: Roles[Sampled], settings: OnlineSettings, source: RolloutSource, state: LoopState, timer: PhaseTimer
+) -> ScoredBatch | None:
     """Return sampled and scored responses; None if the last prompts gave nothing to train on."""
     rollout = source.sample(state, timer)
     if rollout is None:
@@ -160,7 +204,7 @@ def _scored_batch(
         _check_trainable(trainable, scores, settings.policy, iteration=state.iteration + 1)
         if roles.steps is not None:
             trainable.step_rewards = roles.steps.rewards(trainable.prompts, trainable.generations)
-    return _ScoredBatch(rollout, sampled, trainable, greedy if settings.algorithm.greedy else None, scores)
+    return ScoredBatch(rollout, sampled, trainable, greedy if settings.algorithm.greedy else None, scores)
 
 
 def _with_model_scores(
@@ -185,9 +229,9 @@ def _check_trainable(trainable: Responses, scores: Sequence[Score], policy: Poli
 
 
 def _learn(
-    roles: Roles,
+    roles: Roles[Actor],
     settings: OnlineSettings,
-    batch: _ScoredBatch,
+    batch: ScoredBatch,
     *,
     state: LoopState,
     tracker: RunTracker,
@@ -207,21 +251,27 @@ def _learn(
     with timer("train"):
         updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
         metrics |= updates.metrics
-    with timer("transfer"):  # also of weights that have not changed: engines that slept have none
-        roles.actor.sleep_optimizer()
-        metrics |= roles.engines.receive_weights(iteration)
-        roles.actor.sleep()
+    metrics |= push_weights(roles, iteration, timer)
     if roles.moving_reference is not None and settings.reference_moves(iteration):
         with timer("transfer"), awake(roles.moving_reference):
             roles.moving_reference.move()
-    metrics |= _batch_metrics(batch, settings.reward)
+    metrics |= batch_metrics(batch, settings.reward)
     after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(responses))
     tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
     tracker.samples(iteration, iteration_rows(batch.sampled, responses, has_reward=settings.reward.is_given))
     return after, metrics
 
 
-def _batch_metrics(batch: _ScoredBatch, reward: OnlineRewardConfig) -> dict[str, float]:
+def push_weights(roles: Roles[Sampled], iteration: int, timer: PhaseTimer) -> dict[str, float]:
+    """Give the engines the weights after an update, also if they have not changed: engines that slept have none."""
+    with timer("transfer"):
+        roles.actor.sleep_optimizer()
+        metrics = roles.engines.receive_weights(iteration)
+        roles.actor.sleep()
+    return metrics
+
+
+def batch_metrics(batch: ScoredBatch, reward: OnlineRewardConfig) -> dict[str, float]:
     """Return the metrics of the iteration's responses; without a reward there is none of scores."""
     sampled = batch.sampled
     num_tokens = {"num_tokens": float(sum(len(sequence) for sequence in batch.trainable.sequences))}
@@ -242,7 +292,7 @@ def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int) -> 
     return plan_updates(int(trained_B.sum()), settings.batch, iteration=iteration, groups_B=groups_B)
 
 
-def _evaluate(roles: Roles, settings: OnlineSettings, responses: Responses, *, needs_old: bool) -> None:
+def _evaluate(roles: Roles[Actor], settings: OnlineSettings, responses: Responses, *, needs_old: bool) -> None:
     """Fill in log-probs and values under the models as they are before the update."""
     if roles.reference is not None:
         with awake(roles.reference):
@@ -270,21 +320,21 @@ class _Updates:
 
 
 def _update(
-    roles: Roles, samples: Sequence[Sample], plan: UpdatePlan, *, on_policy: bool, weights: LossWeights
+    roles: Roles[Actor], samples: Sequence[Sample], plan: UpdatePlan, *, on_policy: bool, weights: LossWeights
 ) -> _Updates:
     """Update critic and actor; the actor stays awake, because its weights go to the engines next."""
     metrics: dict[str, float] = {}
     if roles.critic is not None:
         with awake(roles.critic):
-            metrics |= _mean(roles.critic.update(samples, plan.critic), prefix="critic/")
+            metrics |= mean_of_steps(roles.critic.update(samples, plan.critic), prefix="critic/")
     roles.actor.wake()
     if not plan.actor:
         return _Updates(metrics, [])
     of_actor = roles.actor.update(samples, plan.actor, on_policy=on_policy, weights=weights)
-    return _Updates(metrics | _mean(of_actor, prefix=""), of_actor)
+    return _Updates(metrics | mean_of_steps(of_actor), of_actor)
 
 
-def return_weights(roles: Roles, version: int) -> None:
+def return_weights(roles: Roles[Sampled], version: int) -> None:
     """Give the engines the actor's weights once more: engines that slept may have lost them."""
     roles.actor.wake()
     roles.actor.sleep_optimizer()
@@ -292,7 +342,7 @@ def return_weights(roles: Roles, version: int) -> None:
     roles.actor.sleep()
 
 
-def _mean(steps: Sequence[dict[str, float]], *, prefix: str) -> dict[str, float]:
+def mean_of_steps(steps: Sequence[dict[str, float]], *, prefix: str = "") -> dict[str, float]:
     """Return the metrics over the optimizer steps of an iteration: means, and maxima of counts and of names that end in
     `_max`.
     """

@@ -57,9 +57,10 @@ def test_the_page_s_row_states_its_needs(tmp_path) -> None:
 )
 def test_a_result_of_another_form_is_refused(row, result, reason, tmp_path) -> None:
     (tmp_path / "own.py").write_text(f"def f(experience, settings): return {result}\n")
-    algorithm = algorithm_by_code(f"{tmp_path}/own.py:f", ALGORITHMS[row])
+    function = algorithm_by_code(f"{tmp_path}/own.py:f", ALGORITHMS[row]).advantages
+    assert function is not None
     with pytest.raises(RunError, match=reason):
-        algorithm.advantages(EXPERIENCE, None)
+        function(EXPERIENCE, None)
 
 
 def test_names_of_another_tool_s_estimators_are_still_understood() -> None:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_cli.algorithms.aggregation import StepTotals
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, RewardRank, join_and_load
-from rlhf_cli.backends.roles.settings import ROLE_CLASSES, RoleSettings
+from rlhf_cli.backends.roles.settings import ROLE_CLASSES, STUDENT_CLASS, RoleSettings
+from rlhf_cli.backends.roles.student_rank import StudentRank
 from rlhf_cli.backends.rollout.engine_host import HOST_ENGINE, host_engine
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.weight_sync.vllm_trainer import tensor_specs
@@ -292,4 +293,5 @@ def test_every_role_has_a_class_of_that_name():
         "reward": RewardRank,
         "teacher": ReferenceRank,
     }
+    assert resolve_name(STUDENT_CLASS) is StudentRank
     assert resolve_name(HOST_ENGINE) is host_engine

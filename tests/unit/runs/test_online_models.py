@@ -16,6 +16,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.online.models import (
     OnlineModels,
     check_4_bits,
+    check_shared_sequences,
     check_stages,
     find_models,
     idle_settings,
@@ -23,6 +24,7 @@ from rlhf_cli.runs.online.models import (
     role_names,
     truncation_notice,
 )
+from rlhf_cli.runs.online.student import hosted_teacher, rows_config
 
 
 def find(command: str, pretrain: str, **given: Any) -> OnlineModels:
@@ -89,6 +91,52 @@ def test_a_teacher_is_a_role_of_its_own(tiny_model_dir, tmp_path):
     assert role_names(config, found) == ("actor", "teacher")
     with pytest.raises(UsageError, match=r"--overwrite would remove '.*teacher', which this run starts from"):
         find("grpo", tiny_model_dir, teacher_pretrain=str(teacher), output=str(teacher), overwrite="true")
+
+
+def test_a_teacher_of_distributions_lives_in_the_ranks_of_its_student(tiny_model_dir, tmp_path):
+    teacher = shutil.copytree(tiny_model_dir, tmp_path / "teacher")
+    stage = {"teacher_zero_stage": "3", "param_offload": "true"}
+    config = resolve("gkd", pretrain=tiny_model_dir, teacher_pretrain=str(teacher), compile_model="true", **stage)
+    found = find_models(config, ALGORITHMS["gkd"])
+    assert found.teacher is not None
+    assert role_names(config, found) == ("actor",)
+    assert idle_settings(config, ("actor",)) == []
+    hosted = hosted_teacher(config, found.teacher)
+    assert (hosted.model.pretrain, hosted.model.compile_model) == (str(teacher), False)
+    assert (hosted.deepspeed.zero_stage, hosted.deepspeed.param_offload) == (3, True)
+    with pytest.raises(UsageError, match=r"--overwrite would remove '.*teacher', which this run starts from"):
+        find("gkd", tiny_model_dir, teacher_pretrain=str(teacher), output=str(teacher), overwrite="true")
+
+
+def test_ranks_that_share_sequences_share_the_hosted_teachers_too(tiny_model_dir):
+    shared = {"sequence_parallel_size": "2", "actor_num_gpus_per_node": "2", "sequence_parallel_mode": "ulysses"}
+    config = resolve("gkd", pretrain=tiny_model_dir, teacher_pretrain=tiny_model_dir, **shared)
+    check_shared_sequences(config, find_models(config, ALGORITHMS["gkd"]))
+    config = resolve("gkd", pretrain=tiny_model_dir, teacher_pretrain=tiny_model_dir, zero_stage="3", zpg="2")
+    with pytest.raises(UsageError, match="--zpg 2 does not divide 1 rank of the actor"):
+        check_stages(config, ("actor",))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ("p", "train", None, "auto", 100_000_000)),
+        (
+            {"prompt_split": "test", "data_format": "prompt", "max_samples": "9"},
+            ("p", "test", None, "prompt_response", 9),
+        ),
+        (
+            {"dataset": "a,b", "dataset_probs": "0.5,0.5", "data_format": "prompt"},
+            ("a,b", "train", "0.5,0.5", "auto", 100_000_000),
+        ),
+    ],
+)
+def test_fixed_responses_come_from_rows_of_their_own_or_from_the_rows_of_prompts(given, expected):
+    rendering = {"system_prompt": "Be brief.", "max_len": "99", "input_key": "q", "output_key": "a"}
+    config = rows_config(resolve("gkd", teacher_pretrain="t", prompt_data="p", **rendering, **given))
+    names = ("dataset", "dataset_split", "dataset_probs", "data_format", "max_samples")
+    assert tuple(getattr(config, name) for name in names) == expected
+    assert (config.system_prompt, config.max_len, config.input_key, config.output_key) == ("Be brief.", 99, "q", "a")
 
 
 def test_a_role_has_its_own_stage_or_that_of_all():

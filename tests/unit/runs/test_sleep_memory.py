@@ -62,6 +62,14 @@ def test_a_teacher_sleeps_in_host_memory_too(tiny_model_dir):
     assert bytes_by_node(config, models, layout) == {0: 2 * 2 * 25_248}  # two bytes of each parameter on both ranks
 
 
+def test_a_teacher_in_the_ranks_of_its_student_sleeps_there(tiny_model_dir):
+    sleeping = {"deepspeed_enable_sleep": "true", "zero_stage": "0"}
+    config = resolve("gkd", pretrain=tiny_model_dir, teacher_pretrain=tiny_model_dir, **sleeping)
+    models = find_models(config, ALGORITHMS["gkd"])
+    layout = Layout((Island(node=3, num_gpus=1),), (Seat("actor", 0, 0, (0,), shared=True),))
+    assert bytes_by_node(config, models, layout) == {3: 2 * 25_248}  # at stage 0 the student itself cannot move
+
+
 def test_too_little_memory_is_named():
     assert described({0: 90 * GIB, 1: 112 * GIB}, 128 * GIB)["Host memory"].startswith("112 GiB on a node")
     assert "this node has 96 GiB, WHICH IS TOO LITTLE" in described({0: 112 * GIB}, 96 * GIB)["Host memory"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from online_fakes import FakeScorer, FakeTracker
-from online_settings import resolve
+from online_settings import online_settings, resolve
 from safetensors.torch import load_file
 from site_hooks import undocumented
 from tiny_vision import save_tiny_vision
@@ -19,7 +19,7 @@ from vision_sequences import vision_sequences
 
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.roles.groups import ActorRole, CriticRole, Dealer, FrozenRole, ReferenceRole, TrainedRole
-from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank
+from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, SampledRank
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
@@ -31,7 +31,7 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
-from rlhf_cli.trainers.online.state import OnlineSettings, first_state
+from rlhf_cli.trainers.online.state import first_state
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -52,7 +52,7 @@ class OneRank:
 class OneEngine:
     """The only rollout engine, which gets the actor's weights as a push."""
 
-    def __init__(self, pretrain: str, actor: ActorRank, folder: Path) -> None:
+    def __init__(self, pretrain: str, actor: SampledRank, folder: Path) -> None:
         settings = EngineSettings(max_model_len=64, dtype="fp32", max_images_per_prompt=2)
         self._engine = TransformersEngine(pretrain, settings)
         self._actor = actor
@@ -140,9 +140,7 @@ def train(
     )
     train_online(
         roles,
-        OnlineSettings(
-            algorithm, config.rollout, config.reward, config.policy, config.batch, config.reference, config.optim
-        ),
+        online_settings(config, row),
         prompts=prompts,
         decode=lambda token_ids: "".join(map(chr, token_ids)),
         state=first_state(config.policy),

@@ -1,0 +1,42 @@
+"""One rank of a student, whose teacher lives beside it: distributions and hidden states never leave the process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlhf_cli.backends.roles.ranks import SampledRank
+from rlhf_cli.backends.roles.settings import RoleSettings, UpdateStep
+from rlhf_cli.backends.training.frozen_teacher import FrozenTeacher
+from rlhf_cli.models.student import StudentModel
+
+
+class StudentRank(SampledRank):
+    """One rank of a model that learns a teacher's distributions."""
+
+    def __init__(self, settings: RoleSettings) -> None:
+        super().__init__(settings, StudentModel)
+        assert settings.teacher is not None, "a student needs a teacher"
+        self._teacher = FrozenTeacher(settings.teacher.model, settings.teacher.deepspeed)
+        self._prepare = settings.teacher.prepare(self._teacher.hidden_states, self._teacher.head)
+        self._objective = settings.teacher.objective
+        if settings.sleeps:
+            self._teacher.sleep()
+
+    def learn(self, steps: list[UpdateStep]) -> list[dict[str, float]]:
+        """Return the metrics of each optimizer step."""
+        with self._awake_teacher():
+            return [self._step(step) for step in steps]
+
+    def _step(self, step: UpdateStep) -> dict[str, float]:
+        packs = [self.role.packer([sample.sequence for sample in samples]) for samples in step.micro_batches]
+        batches = self._prepare(self.role.engine, packs)
+        return self.role.train_step(batches, lambda model, batch: self._objective(model, batch, step.totals))
+
+    @contextmanager
+    def _awake_teacher(self) -> Iterator[None]:
+        """Hold the teacher on the accelerator for the block, if the student leaves its own to others at times."""
+        if not self.role.settings.sleeps:
+            yield
+            return
+        self._teacher.wake()
+        yield
+        self._teacher.sleep()

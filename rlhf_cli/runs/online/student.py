@@ -1,0 +1,78 @@
+"""The parts of `rlhf gkd` beside other online commands: the teacher in the student's ranks, and fixed responses."""
+
+from dataclasses import dataclass
+
+from rlhf_cli.backends.roles.settings import HostedTeacher
+from rlhf_cli.config.commands.gkd import GKDConfig
+from rlhf_cli.config.data import DataConfig, TextConfig
+from rlhf_cli.models.distillation import DivergenceSettings
+from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
+from rlhf_cli.models.teacher import TeacherModel
+from rlhf_cli.runs.offline.sft import load_sequence_items
+from rlhf_cli.runs.run_identity import objective_identity
+from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
+from rlhf_cli.trainers.online.distilling import Mixture
+
+PLACE = frozenset({"teacher_pretrain", "teacher_offload"})
+"""Settings of the teacher that do not belong to the objective."""
+
+
+@dataclass(frozen=True)
+class StudentData:
+    """The mixture of own and fixed responses, with lines for the start of the run and facts for its checkpoints."""
+
+    mixture: Mixture
+    facts: dict[str, str]
+    identity: dict[str, object]
+
+
+def load_student_data(config: GKDConfig, model: TrainedModel) -> StudentData:
+    """Return own and fixed responses as the settings mix them. Raise UsageError if rows cannot be used."""
+    distillation, rollout = config.distillation, config.rollout
+    size = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    identity = objective_identity(distillation, besides=PLACE)
+    if distillation.lmbda == 1.0:
+        return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)
+    data = load_sequence_items(rows_config(config), model, seed=config.batch.seed).data.data
+    return StudentData(
+        Mixture(distillation.lmbda, data.sequences, size, config.batch.seed),
+        {"Fixed responses": data.report.summary},
+        identity | {"contents of the fixed rows": data.fingerprint()},
+    )
+
+
+def rows_config(config: GKDConfig) -> DataConfig:
+    """Return where the fixed responses are: rows of their own, or the rows that prompts come from."""
+    prompts, rows = config.prompts, config.rows
+    common = {name: getattr(prompts, name) for name in TextConfig.model_fields}
+    own = {name: getattr(rows, name) for name in type(rows).model_fields}
+    if rows.dataset is None:
+        data_format = "prompt_response" if prompts.data_format == "prompt" else prompts.data_format
+        own |= {
+            "dataset": prompts.prompt_data,
+            "dataset_probs": prompts.prompt_data_probs,
+            "dataset_split": prompts.prompt_split,
+            "data_format": data_format,
+            "max_samples": prompts.max_samples,
+        }
+    return DataConfig(**common | own)
+
+
+def hosted_teacher(config: GKDConfig, teacher: TeacherModel) -> HostedTeacher:
+    """Return the teacher of a student's ranks, with the objective."""
+    distillation = config.distillation
+    settings = DivergenceSettings(distillation.beta, config.rollout.temperature, distillation.teacher_top_k)
+    deepspeed = config.deepspeed.of("teacher")
+    offload = deepspeed.param_offload or distillation.teacher_offload
+    return HostedTeacher(
+        teacher.source.model_copy(update={"compile_model": False}),
+        deepspeed.model_copy(update={"param_offload": offload}),
+        TeacherPreparation,
+        DistillObjective(settings),
+    )
+
+
+def shares_prompts(config: GKDConfig, teacher: TeacherModel) -> bool:
+    """Return whether packs may have a prompt once: student and teacher read the same packs."""
+    return config.batch.share_prompts and can_share_prompts(teacher.attention, config.deepspeed.of("teacher"))

@@ -1,0 +1,178 @@
+"""A student with its teacher in one rank, on the real engine: values, gradients, packs, checkpoints, and whole runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distill_training import STEPS, distill_plainly, distill_steps
+from online_fakes import FakeTracker
+from online_settings import online_settings, resolve
+from site_hooks import undocumented
+from test_online_repeats import PROMPTS, OneEngine, OneRank, Scorer
+from tiny_training import CLOSE, LEARNING_RATE, OPTIM, Layout, farthest, make_sequences
+
+from rlhf_cli.backends.roles.groups import Dealer, StudentRole, TrainedRole
+from rlhf_cli.backends.roles.settings import RoleSettings
+from rlhf_cli.backends.roles.student_rank import StudentRank
+from rlhf_cli.config.commands.gkd import GKDConfig
+from rlhf_cli.config.train import BatchConfig
+from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.models.distillation import DivergenceSettings
+from rlhf_cli.models.finding import find_model
+from rlhf_cli.models.teacher import find_teacher
+from rlhf_cli.models.tokenizers import load_tokenizer
+from rlhf_cli.runs.online.student import hosted_teacher, shares_prompts
+from rlhf_cli.trainers.offline.distill import DistillObjective
+from rlhf_cli.trainers.online.distilling import Distilling, Mixture
+from rlhf_cli.trainers.online.interfaces import Roles
+from rlhf_cli.trainers.online.loop import OnlineHooks
+from rlhf_cli.trainers.online.responses import as_sequence
+from rlhf_cli.trainers.online.state import LoopState, first_state
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
+SMALL = {"rollout_batch_size": "2", "n_samples_per_prompt": "2", "train_batch_size": "4", "max_new_tokens": "4"}
+SIMILAR = {"beta": "0.4", "temperature": "0.9", "lr_scheduler": "constant", "max_norm": "0.5", "l2": "0.1"}
+
+
+def config_of(student: str, teacher: str, **given: str) -> GKDConfig:
+    config = resolve("gkd", pretrain=student, teacher_pretrain=teacher, param_dtype="fp32", **SMALL | SIMILAR | given)
+    assert isinstance(config, GKDConfig)
+    return config
+
+
+def make_student(config: GKDConfig, *, learning_rate: float = LEARNING_RATE) -> StudentRank:
+    found, tokenizer = find_model(config.model), load_tokenizer(config.model)
+    teacher = find_teacher(config.teacher_pretrain, config.model, found.architecture, tokenizer)
+    return StudentRank(
+        RoleSettings(
+            model=config.model,
+            deepspeed=config.deepspeed,
+            optim=config.optim,
+            learning_rate=learning_rate,
+            total_steps=10,
+            seed=config.batch.seed,
+            temperature=config.rollout.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+            policy=config.policy_settings,
+            share_prompts=shares_prompts(config, teacher),
+            teacher=hosted_teacher(config, teacher),
+        )
+    )
+
+
+def role_of(student: StudentRank, *, max_tokens: int = 1000) -> StudentRole:
+    batch = BatchConfig(train_max_tokens_per_gpu=max_tokens)
+    dealer = Dealer(1, batch, 0.0, student.role.packer.shares_prompts)
+    return StudentRole(TrainedRole(OneRank(student), dealer, takes_turns=False))  # type: ignore[arg-type]
+
+
+def responses() -> list[TokenSequence]:
+    """Ten responses to three prompts."""
+    rng = np.random.default_rng(2)
+    prompts = [Prompt(rng.integers(0, 40, length).tolist(), "", None, "d", length) for length in (3, 5, 2)]
+    return [as_sequence(prompts[i % 3], rng.integers(0, 40, int(rng.integers(1, 6))).tolist()) for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("given", "max_tokens"),
+    [
+        ({}, 1000),
+        ({"zero_stage": "0", "share_prompts": "false"}, 12),
+        ({"zero_stage": "3", "teacher_zero_stage": "0", "teacher_offload": "true"}, 20),
+        ({"zero_stage": "0", "teacher_zero_stage": "3"}, 20),
+    ],
+)
+def test_steps_on_responses_are_those_of_one_sequence_at_a_time_in_plain_pytorch(
+    tiny_model_dir, tiny_llama_dir, given, max_tokens
+):
+    sequences = responses()
+    expected = distill_plainly(tiny_model_dir, tiny_llama_dir, beta=0.4, temperature=0.9, sequences=sequences)
+    student = make_student(config_of(tiny_model_dir, tiny_llama_dir, **given))
+    assert student.role.packer.shares_prompts() == ("share_prompts" not in given)
+    found = role_of(student, max_tokens=max_tokens).learn(sequences, [np.array(step) for step in STEPS])
+    assert [metrics["loss"] for metrics in found] == pytest.approx(expected, rel=2e-6, abs=2e-6)
+    assert not undocumented("gkd", found[0])
+
+
+def test_steps_on_rows_are_the_steps_of_the_offline_command(tiny_model_dir, tiny_llama_dir):
+    objective = DistillObjective(DivergenceSettings(0.4, 0.9))
+    offline = distill_steps(tiny_model_dir, tiny_llama_dir, 2, Layout(), objective=objective)
+    config = config_of(tiny_model_dir, tiny_llama_dir)
+    assert {name: getattr(config.optim, name) for name in ("lr_scheduler", "max_norm", "l2")} == {
+        name: getattr(OPTIM, name) for name in ("lr_scheduler", "max_norm", "l2")
+    }
+    student = make_student(config)
+    found = role_of(student).learn(make_sequences(10), [np.array(step) for step in STEPS])
+    for metrics, expected in zip(found, offline.metrics, strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=2e-6)
+    weights = dict(student.role.engine.named_weights(student.role.hf_model))
+    assert farthest(weights, offline.weights) < CLOSE
+
+
+def run(config: GKDConfig, folder: Path, *, resume: Path | None = None, iterations: int = 4) -> dict[str, Any]:
+    """Return what iterations logged, and the weights, of a run that saves after the second one; or goes on there."""
+    student = make_student(config, learning_rate=1e-2)
+    engine, tracker = OneEngine(config.model.pretrain, student, folder), FakeTracker()
+    state = first_state(config.policy_settings)
+    if resume is not None:
+        student.role.load(resume)
+        state = LoopState(**json.loads((resume / "state.json").read_text()))
+        engine.receive_weights(state.iteration)
+    else:
+        (folder / "saved").mkdir(exist_ok=True)
+
+    def save(state: LoopState) -> None:
+        if state.iteration == 2 and resume is None:
+            student.role.save(folder / "saved")
+            (folder / "saved" / "state.json").write_text(json.dumps(state.plain()))
+
+    roles = Roles(role_of(student), None, None, None, engine, Scorer([], fails=lambda index: False))
+    Distilling(roles, online_settings(config, "gkd"), mixture_of(config))(
+        prompts=PROMPTS,
+        decode=lambda token_ids: "".join(map(chr, token_ids)),
+        state=state,
+        total_iterations=iterations,
+        save_steps=1,
+        hooks=OnlineHooks(tracker, save, lambda: False),
+    )
+    engine.end()
+    weights = {name: weight.clone() for name, weight in student.engine_weights()}
+    return {"logged": tracker.logged, "rows": tracker.rows, "weights": weights}
+
+
+def mixture_of(config: GKDConfig) -> Mixture:
+    return Mixture(config.distillation.lmbda, make_sequences(10), 4, config.batch.seed)
+
+
+def same_weights(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(weight.equal(other["weights"][name]) for name, weight in one["weights"].items())
+
+
+def test_a_run_repeats_differs_with_another_seed_and_goes_on_as_if_never_stopped(
+    tiny_model_dir, tiny_llama_dir, tmp_path
+):
+    def config(seed: int) -> GKDConfig:
+        return config_of(tiny_model_dir, tiny_llama_dir, seed=str(seed), lmbda="0.5", num_episodes="2")
+
+    seed = next(seed for seed in range(99) if kinds(mixture_of(config(seed))) == [True, False, False, True])
+    first, again = (run(config(seed), tmp_path) for _ in range(2))
+    assert [metrics["own_responses"] for _, metrics in first["logged"]] == [1.0, 0.0, 0.0, 1.0]
+    assert first["logged"] == again["logged"]
+    assert first["rows"] == again["rows"]
+    assert same_weights(first, again)
+    assert not undocumented("gkd", [name for _, metrics in first["logged"] for name in metrics])
+    continued = run(config(seed), tmp_path, resume=tmp_path / "saved")
+    assert continued["logged"] == first["logged"][2:]
+    assert continued["rows"] == first["rows"][1:]
+    assert same_weights(first, continued)
+    (tmp_path / "other").mkdir()
+    other = run(config(seed + 1), tmp_path / "other")
+    assert not same_weights(first, other)
+
+
+def kinds(mixture: Mixture) -> list[bool]:
+    return [mixture.is_own(iteration) for iteration in range(4)]
