@@ -43,15 +43,20 @@ def token_step_ends(token_ids: Sequence[int], separator: str, decode: Decode, *,
     sampled tokens. `decode` keeps special tokens. `closing` tokens at the end (end of sequence, end of turn) are no
     step of their own. A response without text is one step.
     """
-    num_kept = len(token_ids)
-    while num_kept and token_ids[num_kept - 1] in closing:
-        num_kept -= 1
-    kept_ids = token_ids[:num_kept]
+    kept_ids = without_closing(token_ids, closing)
     text = decode(kept_ids)
     ends: list[int] = []
     for end in step_ends(text, separator)[:-1]:
         ends.append(_num_tokens(kept_ids, text[:end], decode, least=ends[-1] if ends else 0))
     return list(dict.fromkeys([*ends, len(token_ids)])) if token_ids else []
+
+
+def without_closing(token_ids: Sequence[int], closing: frozenset[int]) -> Sequence[int]:
+    """Return the tokens before the closing ones at the end."""
+    num_kept = len(token_ids)
+    while num_kept and token_ids[num_kept - 1] in closing:
+        num_kept -= 1
+    return token_ids[:num_kept]
 
 
 def _num_tokens(token_ids: Sequence[int], beginning: str, decode: Decode, *, least: int) -> int:

@@ -11,8 +11,10 @@ from rlhf_cli.errors import UsageError
 
 CLASSIFIER = "ForSequenceClassification"
 """End of the class names of models with a score for a whole sequence."""
-TOKEN_CLASSES = ("ForTokenClassification", "ForProcessRewardModel")
-"""Ends of the class names of TRL's process reward models and of Qwen2.5-Math-PRM."""
+TOKEN_CLASSIFIER = "ForTokenClassification"
+"""End of the class names of TRL's process reward models, with a number for wrong and one for right."""
+TOKEN_CLASSES = (TOKEN_CLASSIFIER, "ForProcessRewardModel")
+"""Ends of the class names of models with several numbers for a step; the second is of Qwen2.5-Math-PRM."""
 NEW_PADDING = "<|pad|>"
 """Padding token of a tokenizer that has none to spare, if the model has an embedding no token uses."""
 
@@ -33,9 +35,14 @@ def refuse_token_classes(config: PretrainedConfig, what: str) -> None:
     kind = next((kind for kind in config.architectures or [] if kind.endswith(TOKEN_CLASSES)), None)
     if kind is not None:
         raise UsageError(
-            f"{what} is {kind}, with several numbers for a step, read at other tokens: a process reward model here has "
-            "one number, read at the end of a step; `rlhf prm` trains one"
+            f"{what} is {kind} with {config.num_labels} numbers for a step, and one number is needed here: `rlhf prm` "
+            f"trains such a model from a language model; --prm_pretrain also reads {TOKEN_CLASSIFIER} with 2 numbers"
         )
+
+
+def is_token_classifier(config: PretrainedConfig) -> bool:
+    """Return whether the model of this configuration has a number for each of two classes of each token."""
+    return config.num_labels == 2 and any(kind.endswith(TOKEN_CLASSIFIER) for kind in config.architectures or [])
 
 
 def refuse_classifier(config: PretrainedConfig, what: str) -> None:

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -23,7 +24,7 @@ from transformers import (
 
 from rlhf_cli.config.model import ModelConfig, ModelSource
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.classifiers import refuse_classifier
+from rlhf_cli.models.classifiers import is_token_classifier, refuse_classifier
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.finding import FoundModel, find_model, naming_the_model
 from rlhf_cli.models.fused import fuse
@@ -86,14 +87,19 @@ def load_reward_model(
     device: torch.device | None = None,
     partition: AbstractContextManager[None] | None = None,
 ) -> PreTrainedModel:
-    """Return the model with the scalar head `score` that its folder has. Raise UsageError if it has none."""
+    """Return the model with the head `score` that its folder has. Raise UsageError if it has none.
+
+    The head has one number, or two numbers for the classes wrong and right.
+    """
+    found = find_model(config)
+    has_classes = is_token_classifier(found.architecture)
     return _load(
-        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification if has_classes else AutoModelForSequenceClassification,
         config,
-        find_model(config),
+        found,
         partition=partition,
         device=device,
-        num_labels=1,
+        num_labels=2 if has_classes else 1,
         has_score_head=True,
     )
 

@@ -172,6 +172,8 @@ class PolicyModel(LanguageModel):
 class ValueModel(nn.Module):
     """A decoder with a scalar head that gives the value of the state before each trained token of a pack.
 
+    A head with the classes wrong and right gives the log-odds of right, whose sigmoid is the softmax's second number.
+
     `sequence_ranks` share the tokens of each pack; None if this rank computes whole packs.
     """
 
@@ -191,7 +193,8 @@ class ValueModel(nn.Module):
     def forward(self, pack: PackLike) -> torch.Tensor:
         """Return the values float32 [K]."""
         part = part_of(rounded(pack, self.model.dtype), self.sequence_ranks)
-        values = self.model.score(self._decoder(part, real=pack)).squeeze(-1).float()
+        scores = self.model.score(self._decoder(part, real=pack)).float()
+        values = scores.squeeze(-1) if scores.shape[-1] == 1 else scores[:, 1] - scores[:, 0]
         return part.whole(values)[: pack.targets_K.numel()]
 
 

@@ -12,6 +12,7 @@ from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.classifiers import (
     is_classifier,
+    is_token_classifier,
     refuse_classifier,
     refuse_several_labels,
     refuse_token_classes,
@@ -37,12 +38,14 @@ class RewardModelPlan:
     """A reward model that reads the policy's token ids, before its weights are loaded.
 
     `statistics` are there where its scores are to be normalised; `separator` if it scores steps, which this text ends.
+    `last_separator` are the separator's tokens if the model reads them behind the last step too, in place of the end.
     """
 
     source: ModelConfig
     found: FoundModel
     statistics: ScoreStatistics | None
     separator: str | None = None
+    last_separator: tuple[int, ...] = ()
 
     @property
     def quadratic_cost(self) -> float:
@@ -72,14 +75,23 @@ def find_process_reward_model(
     """
     setting = f"--prm_pretrain {prm_pretrain!r}"
     source = _loaded_like(policy, prm_pretrain)
-    found, own_tokenizer = read_reward_model(source, normalize=False, flag="--prm_pretrain")
-    separator = getattr(found.found.architecture, STEP_SEPARATOR, None)
+    found, own_tokenizer = read_reward_model(source, normalize=False, flag="--prm_pretrain", takes_classes=True)
+    architecture = found.found.architecture
+    separator = getattr(architecture, STEP_SEPARATOR, None)
     if not isinstance(separator, str) or not separator:
-        raise UsageError(
-            f"{setting} scores whole responses: its configuration has no {STEP_SEPARATOR}, which `rlhf prm` writes"
-        )
+        raise UsageError(f"{setting} {_why_no_separator(architecture)}")
     require_same_tokens(own_tokenizer, tokenizer, setting)
-    return replace(found, separator=separator)
+    last = own_tokenizer.encode(separator, add_special_tokens=False) if is_token_classifier(architecture) else []
+    return replace(found, separator=separator, last_separator=tuple(last))
+
+
+def _why_no_separator(config: PretrainedConfig) -> str:
+    if is_token_classifier(config):
+        return (
+            f"does not name the text between its steps: add {STEP_SEPARATOR} to its config.json, "
+            '"\\n" if TRL trained it with its default'
+        )
+    return f"scores whole responses: its configuration has no {STEP_SEPARATOR}, which `rlhf prm` writes"
 
 
 def _loaded_like(policy: ModelConfig, pretrain: str) -> ModelConfig:
@@ -89,9 +101,10 @@ def _loaded_like(policy: ModelConfig, pretrain: str) -> ModelConfig:
 
 
 def read_reward_model(
-    source: ModelConfig, *, normalize: bool, flag: str = "--reward_pretrain"
+    source: ModelConfig, *, normalize: bool, flag: str = "--reward_pretrain", takes_classes: bool = False
 ) -> tuple[RewardModelPlan, PreTrainedTokenizerBase]:
-    """Return a reward model and its tokenizer; messages name it by `flag`.
+    """Return a reward model and its tokenizer; messages name it by `flag`. `takes_classes` also takes heads with the
+    classes wrong and right.
 
     Raises UsageError if it is no model, has not one label, or has no statistics and `normalize` asks for them.
     """
@@ -99,7 +112,8 @@ def read_reward_model(
         found, tokenizer = find_model(source), load_tokenizer(source)
     except UsageError as error:
         raise UsageError(f"{flag}: {error}") from error
-    _require_one_label(found.architecture, f"{flag} {source.pretrain!r}")
+    if not (takes_classes and is_token_classifier(found.architecture)):
+        _require_one_label(found.architecture, f"{flag} {source.pretrain!r}")
     statistics = score_statistics(found.architecture, source.pretrain) if normalize else None
     return RewardModelPlan(source, found, statistics), tokenizer
 

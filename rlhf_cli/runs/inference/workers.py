@@ -122,7 +122,8 @@ def _start_reward_model(places: _Places, model: RewardModelPlan) -> WorkerGroup[
 def _reward_group(places: _Places, ranks: WorkerGroup["RewardRank"] | None, model: RewardModelPlan) -> RewardRole:
     assert ranks is not None
     default = BatchConfig()
-    max_tokens = max(default.train_max_tokens_per_gpu, places.config.prompts.max_len)
+    longest = places.config.prompts.max_len + len(model.last_separator)
+    max_tokens = max(default.train_max_tokens_per_gpu, longest)
     dealer = Dealer(len(ranks), BatchConfig(train_max_tokens_per_gpu=max_tokens), model.quadratic_cost)
     return RewardRole(FrozenRole(ranks, dealer, takes_turns=False), statistics=model.statistics)
 

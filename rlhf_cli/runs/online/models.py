@@ -60,12 +60,23 @@ def find_models(config: OwnResponsesConfig, algorithm: Algorithm) -> OnlineModel
         teacher = find_teacher(config.teacher_pretrain, policy.base, policy.architecture, policy.tokenizer)
     if config.steps is not None and config.steps.prm_pretrain is not None:
         reward = find_process_reward_model(config.steps.prm_pretrain, policy.base, policy.tokenizer)
+        _check_room_for_separator(config, reward)
     critic = _critic(config, policy) if algorithm.critic else None
     trained = (policy, critic or policy)
     names = {name for model in trained for name in (model.source.pretrain, model.base.pretrain)}
     frozen = [model.source.pretrain for model in (reward, teacher) if model is not None]
     check_not_replaced(config.checkpoint, *sorted(names), *frozen)
     return OnlineModels(policy, critic, reward, teacher)
+
+
+def _check_room_for_separator(config: OnlineConfig, model: RewardModelPlan) -> None:
+    """Raise UsageError if a micro-batch cannot hold a separator behind the longest sequence."""
+    batch, longest = config.batch, config.prompts.max_len + len(model.last_separator)
+    if batch.train_max_tokens_per_gpu * config.deepspeed.of("reward").sequence_parallel_size < longest:
+        raise UsageError(
+            f"--prm_pretrain reads a separator behind the last step, so a sequence may have {longest} tokens: raise "
+            f"train_max_tokens_per_gpu {batch.train_max_tokens_per_gpu}, or lower max_len {config.prompts.max_len}"
+        )
 
 
 def reward_model_fact(model: RewardModelPlan | None) -> dict[str, str]:

@@ -10,7 +10,7 @@ import numpy as np
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
-from rlhf_cli.data.solution_steps import Decode, token_step_ends
+from rlhf_cli.data.solution_steps import Decode, token_step_ends, without_closing
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.reward_model import RewardModelPlan
@@ -19,15 +19,29 @@ from rlhf_cli.trainers.online.interfaces import ProcessRewardModel, awake
 
 @dataclass(frozen=True)
 class StepFinder:
-    """Finds the steps of sampled tokens by their separator; `closing` tokens end a response and are no step."""
+    """Finds the steps of sampled tokens by their separator; `closing` tokens end a response and are no step.
+
+    `last_separator` are the tokens of the separator for a model that reads one behind the last step too.
+    """
 
     separator: str
     decode: Decode
     closing: frozenset[int] = field(default_factory=frozenset)
+    last_separator: tuple[int, ...] = ()
 
     def ends(self, token_ids: Sequence[int]) -> list[int]:
         """Return the end of each step in tokens."""
         return token_step_ends(token_ids, self.separator, self.decode, closing=self.closing)
+
+    def read(self, token_ids: Sequence[int]) -> tuple[Sequence[int], list[int]]:
+        """Return the tokens of a response that the model reads, and the end of each step in them."""
+        ends = self.ends(token_ids)
+        if not ends or not self.last_separator:
+            return token_ids, ends
+        kept_ids = without_closing(token_ids, self.closing)
+        is_ended = self.decode(kept_ids).endswith(self.separator) and len(kept_ids) not in ends[:-1]
+        read_ids = kept_ids if is_ended else [*kept_ids, *self.last_separator]
+        return read_ids, [*ends[:-1], len(read_ids)]
 
 
 def at_step_ends(prompt: Prompt, response_ids: Sequence[int], ends: Sequence[int]) -> TokenSequence:
@@ -57,17 +71,16 @@ class StepScorer:
         """Return the probability of each step at its last token and NaN elsewhere, float32, one value a token of each
         response. Errors as for `probabilities`.
         """
-        marked = self._marked(prompts, generations)
         rewards = []
-        for prompt, sequence, scores_K in zip(prompts, marked, self._scores(marked), strict=True):
-            placed_T = np.full(len(sequence), np.nan, dtype=np.float32)
-            placed_T[sequence.loss_mask] = scores_K
-            rewards.append(placed_T[len(prompt.prompt_ids) :])
+        for generation, scores_K in zip(generations, self._scores(self._marked(prompts, generations)), strict=True):
+            placed_T = np.full(len(generation.token_ids), np.nan, dtype=np.float32)
+            placed_T[np.array(self.finder.ends(generation.token_ids), dtype=np.int64) - 1] = scores_K
+            rewards.append(placed_T)
         return rewards
 
     def _marked(self, prompts: Sequence[Prompt], generations: Sequence[Generation]) -> list[TokenSequence]:
         pairs = zip(prompts, generations, strict=True)
-        return [at_step_ends(p, g.token_ids, self.finder.ends(g.token_ids)) for p, g in pairs]
+        return [at_step_ends(p, *self.finder.read(g.token_ids)) for p, g in pairs]
 
     def _scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         with awake(self.model):
@@ -87,4 +100,4 @@ def step_finder(model: RewardModelPlan, tokenizer: Any) -> StepFinder:
     """Return the finder of the steps that a process reward model has learned to score."""
     assert model.separator is not None, "not a process reward model"
     decode = partial(text_of, tokenizer, skip_special_tokens=False)
-    return StepFinder(model.separator, decode, frozenset(tokenizer.all_special_ids))
+    return StepFinder(model.separator, decode, frozenset(tokenizer.all_special_ids), model.last_separator)
