@@ -69,7 +69,7 @@ def find_models(config: OwnResponsesConfig, algorithm: Algorithm) -> OnlineModel
     return OnlineModels(policy, critic, reward, teacher)
 
 
-def _check_room_for_separator(config: OnlineConfig, model: RewardModelPlan) -> None:
+def _check_room_for_separator(config: OwnResponsesConfig, model: RewardModelPlan) -> None:
     """Raise UsageError if a micro-batch cannot hold a separator behind the longest sequence."""
     batch, longest = config.batch, config.prompts.max_len + len(model.last_separator)
     if batch.train_max_tokens_per_gpu * config.deepspeed.of("reward").sequence_parallel_size < longest:
