@@ -38,6 +38,17 @@ class OnlineModels:
     reward: RewardModelPlan | None
     teacher: TeacherModel | None = None
 
+    def of_roles(self) -> dict[str, TrainedModel | RewardModelPlan | TeacherModel]:
+        """Return the model that each role would start from, by the name of the role."""
+        models = {
+            "actor": self.policy,
+            "critic": self.critic,
+            "ref": self.policy,
+            "reward": self.reward,
+            "teacher": self.teacher,
+        }
+        return {role: model for role, model in models.items() if model is not None}
+
 
 def find_models(config: OwnResponsesConfig, algorithm: Algorithm) -> OnlineModels:
     """Return the models of the settings.
@@ -155,16 +166,9 @@ def check_shared_sequences(config: OwnResponsesConfig, models: OnlineModels) -> 
     """Raise UsageError if ranks of a role cannot share sequences as the settings request."""
     deepspeed, policy = config.deepspeed, models.policy
     check_whole_packs(deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model)
-    of_role = {
-        "actor": policy,
-        "critic": models.critic,
-        "ref": policy,
-        "reward": models.reward,
-        "teacher": models.teacher,
-    }
+    of_roles = models.of_roles()
     for role in (*role_names(config, models), *config.hosted_roles):
-        model = of_role[role]
-        assert model is not None
+        model = of_roles[role]
         check_sequence_parallel(
             model.found.architecture,
             deepspeed.of(role),

@@ -10,9 +10,11 @@ from rlhf_cli.backends.cluster.placement import Layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES
 from rlhf_cli.config.commands.online import OwnResponsesConfig
 from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.online import FROZEN
 from rlhf_cli.config.train import OptimizerName
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.runs.online.models import OnlineModels
+from rlhf_cli.runs.trained_model import TrainedModel
 
 GIB = 2**30
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
@@ -71,20 +73,13 @@ def bytes_by_node(config: OwnResponsesConfig, models: OnlineModels, layout: Layo
 
 
 def _roles(config: OwnResponsesConfig, models: OnlineModels, layout: Layout) -> dict[str, SleepingRole]:
-    policy, critic, reward = models.policy, models.critic, models.reward
-    sources = {
-        "actor": (policy.base, policy.plan is None),
-        "critic": (critic.base, critic.plan is None) if critic else None,
-        "ref": (policy.base, False),
-        "reward": (reward.source, False) if reward else None,
-        "teacher": (models.teacher.source, False) if models.teacher else None,
-    }
     roles = {}
-    for name, found in sources.items():
+    for name, model in models.of_roles().items():
         ranks = len(layout.of(config.host_of(name)))
-        if found is None or not ranks:
+        if not ranks:
             continue
-        source, is_trained = found
+        source = model.base if isinstance(model, TrainedModel) else model.source
+        is_trained = name not in FROZEN and isinstance(model, TrainedModel) and model.plan is None
         size, stage = num_parameters(source), config.deepspeed.of(name).zero_stage
         trained = size if is_trained else 0
         roles[name] = SleepingRole(size, trained, WEIGHT_BYTES[source.param_dtype], stage, ranks, config.optim.optim)
