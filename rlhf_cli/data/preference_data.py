@@ -14,10 +14,10 @@ from rlhf_cli.config.data import (
     LabelledDataConfig,
     OfflineDataConfig,
     PreferenceDataConfig,
-    StepDataConfig,
     known_format,
 )
 from rlhf_cli.data.cache import kept_path
+from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.formats.conversations import Conversation, Document, Labelled, Message, Preference
 from rlhf_cli.data.formats.preference import PairColumns, choose_labelled_format, choose_pair_format
 from rlhf_cli.data.packing.prefix_packing import Branch
@@ -36,10 +36,9 @@ from rlhf_cli.data.preparing import (
     mask_of,
     no_progress,
 )
-from rlhf_cli.data.reading.sources import Row, Rows, load_rows, read_sources
+from rlhf_cli.data.reading.sources import Row, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable
 from rlhf_cli.data.tokenizing.tokenizer import Tokens
-from rlhf_cli.errors import UsageError
 
 NUMBERS = pa.list_(pa.int32())
 PAIR_SCHEMA = pa.schema(
@@ -234,35 +233,6 @@ def load_labelled(
         where=Origins(rows, table),
         fingerprint=lambda: contents_digest(table),
     )
-
-
-def rows_of(
-    config: PreferenceDataConfig | LabelledDataConfig | StepDataConfig, dataset: str, split: str, seed: int
-) -> Rows:
-    """Return the rows of a data set; `dataset_probs` apply if it is the settings' own."""
-    probs = config.dataset_probs if dataset == config.dataset else None
-    return load_rows(
-        dataset,
-        split=split,
-        probs=probs,
-        seed=seed,
-        max_samples=config.max_samples,
-        data_format=config.data_format,
-    )
-
-
-def with_tried_template(encoder: Encoder, config: OfflineDataConfig, report: DataReport) -> Encoder:
-    """Return the encoder after a trial of the chat template, if one is used."""
-    if config.apply_chat_template:
-        report.end_of_turn = encoder.tried_template()
-    return encoder
-
-
-def not_empty(table: StoredTable, report: DataReport) -> StoredTable:
-    """Return the table. Raise UsageError if it has no item."""
-    if len(table) == 0:
-        raise UsageError(f"no {report.items_are[:-1]} is left to train on: {report.summary}")
-    return table
 
 
 def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataReport) -> list[dict[str, object]]:

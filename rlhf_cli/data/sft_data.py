@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import DataConfig, known_format
 from rlhf_cli.data.cache import kept_path
+from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.formats.conversations import Conversation, Document
 from rlhf_cli.data.formats.table import choose_format
 from rlhf_cli.data.packing.packs import TokenSequence
@@ -31,9 +32,8 @@ from rlhf_cli.data.preparing import (
     no_progress,
 )
 from rlhf_cli.data.reading.columns import Columns
-from rlhf_cli.data.reading.sources import Row, load_rows, read_sources
+from rlhf_cli.data.reading.sources import Row, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable
-from rlhf_cli.errors import UsageError
 
 SCHEMA = pa.schema(
     {
@@ -84,23 +84,15 @@ def load_sft_sequences(
     Raises:
         UsageError: a row cannot be used (the message names file and line), or no sequence is left.
     """
-    probs = config.dataset_probs if dataset == config.dataset else None
-    rows = load_rows(
-        dataset,
-        split=split,
-        probs=probs,
-        seed=seed,
-        max_samples=config.max_samples,
-        data_format=config.data_format,
-    )
+    rows = rows_of(config, dataset, split, seed)
     wanted = Columns(config.input_key, config.output_key)
     data_format = known_format(config.data_format)
     formats = {source.name: choose_format(source, wanted, data_format=data_format) for source in rows.sources}
-    encoder = Encoder(config, tokenizer)
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
     report = DataReport("sequences", read_sources(rows, forms), rows=len(rows))
-    if config.apply_chat_template and any(form.name != "text" for form in formats.values()):
-        report.end_of_turn = encoder.tried_template()
+    encoder = Encoder(config, tokenizer)
+    if any(form.name != "text" for form in formats.values()):
+        encoder = with_tried_template(encoder, config, report)
 
     def read(row: Row) -> tuple[None, list[Conversation | Document]]:
         return None, [formats[row.source.name].read(row)]
@@ -110,9 +102,7 @@ def load_sft_sequences(
 
     preparation = Preparation(SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress)
     kept_at = kept_path(config, tokenizer, rows, kind="sequences", formats=forms)
-    table = preparation.table(rows, report, kept_at=kept_at)
-    if len(table) == 0:
-        raise UsageError(f"no sequence is left to train on: {report.summary}")
+    table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     sequences = StoredItems(table, _sequence_at)
     return SequenceData(
         sequences,

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import StepDataConfig, known_format
 from rlhf_cli.data.cache import kept_path
+from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.formats.conversations import Conversation, Document, Message, Solution
 from rlhf_cli.data.formats.steps import StepColumns, choose_step_format
-from rlhf_cli.data.preference_data import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.preparing import (
     ORIGIN,
     DataReport,
