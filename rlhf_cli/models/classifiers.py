@@ -46,8 +46,11 @@ def is_token_classifier(config: PretrainedConfig) -> bool:
 
 
 def refuse_classifier(config: PretrainedConfig, what: str) -> None:
-    """Raise UsageError for a classifier in place of a language model: with tied embeddings it would load as one."""
-    if is_classifier(config):
+    """Raise UsageError for a classifier in place of a language model: with tied embeddings it would load as one.
+
+    Classifiers of sequences and of tokens are refused alike.
+    """
+    if any(kind.endswith((CLASSIFIER, *TOKEN_CLASSES)) for kind in config.architectures or []):
         raise UsageError(f"{what} is {' '.join(config.architectures)}, which gives scores: give a language model")
 
 

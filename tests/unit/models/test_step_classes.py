@@ -18,7 +18,7 @@ from rlhf_cli.data.packing.packs import TokenSequence, at_targets, pack
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.loading import load_reward_model
+from rlhf_cli.models.loading import load_causal_lm, load_reward_model
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.models.reward_model import find_process_reward_model, find_reward_model
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
@@ -122,3 +122,9 @@ def test_what_cannot_be_read_is_refused_with_the_reason(folder, tmp_path):
         find_process_reward_model(save(tmp_path / "three", num_labels=3), POLICY, TOKENIZER)
     with pytest.raises(UsageError, match=r"--reward_pretrain .* is Qwen2ForTokenClassification with 2 numbers"):
         find_reward_model(folder, POLICY, TOKENIZER, normalize=False)
+
+
+def test_a_model_with_classes_is_no_language_model_though_tied_embeddings_would_load_as_one(tmp_path):
+    tied = save(tmp_path / "tied", tie_word_embeddings=True)
+    with pytest.raises(UsageError, match="is Qwen2ForTokenClassification, which gives scores: give a language model"):
+        load_causal_lm(POLICY.model_copy(update={"pretrain": tied}))
