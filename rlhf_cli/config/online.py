@@ -45,6 +45,7 @@ class ActorDeepSpeedConfig(DeepSpeedConfig):
         own = {name: getattr(self, self.name_of(role, name)) for name in ("zero_stage", "sequence_parallel_size")}
         if role in FROZEN:
             own["param_offload"] = self.offloads_frozen or (self.param_offload and own["zero_stage"] == 3)
+            own["tensor_parallel_size"] = 1  # only trained models are split
         return self.model_copy(update=own)
 
     def name_of(self, role: str, name: str) -> str:

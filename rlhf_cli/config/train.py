@@ -112,6 +112,9 @@ class DeepSpeedConfig(SettingsGroup):
     """Overlap gradient reduction with the backward pass, and at stage 3 the gathering of weights with computation. By
     default between several GPUs, but not with --adam_offload."""
 
+    tensor_parallel_size: int = Field(1, gt=0)
+    """Ranks that split the linear layers of the trained model's decoder, for models too large for their GPUs (DeepSpeed
+    AutoTP, experimental). It divides the ranks and the model's key heads; not with --sequence_parallel_size."""
     sequence_parallel_size: int = Field(1, gt=0)
     """Ranks that share each sequence, for long ones: a micro-batch holds as many times --train_max_tokens_per_gpu. It
     divides the ranks of a model; needs attn_implementation varlen."""
@@ -139,6 +142,11 @@ class DeepSpeedConfig(SettingsGroup):
         if self.param_offload and self.changed("zpg"):
             raise ValueError("zpg keeps a second part of the weights on GPUs, param_offload none: give one of them")
         return self
+
+    @property
+    def ranks_per_pack(self) -> int:
+        """Neighbouring ranks that get the same micro-batches, because they share its tokens or split the layers."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
 
     @property
     def stages(self) -> set[int]:

@@ -283,6 +283,12 @@ SLIME = {
 """Words of slime about on-policy distillation."""
 
 SHARED_ELSEWHERE = "several ranks for one sequence are in the training commands alone; drop it"
+SPLIT_ELSEWHERE = "several ranks for one layer are in the training commands alone; drop it"
+SPLIT_LAYERS = {
+    name: Foreign(1, _renamed("tensor_parallel_size"))
+    for name in ("ds_tensor_parallel_size", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size")
+}
+"""Words about several ranks for one layer, of commands that train."""
 SHARED_SEQUENCES = {
     "ring_attn_size": Foreign(1, _renamed("sequence_parallel_size")),
     "ulysses_sequence_parallel_size": Foreign(1, _renamed("sequence_parallel_size")),
@@ -296,7 +302,7 @@ SHARED_SEQUENCES = {
     "worker.critic.ulysses_size": Foreign(1, _renamed("critic_sequence_parallel_size")),
 }
 """Words about several ranks for one sequence, of commands that train; with sections as verl and EasyR1 write them."""
-SHARING = ("sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax", "gkd", "data")
+TRAINING = ("sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax", "gkd")
 
 TEACHER_WRITES = (
     "rlhf generate --pretrain TEACHER --select all writes the teacher's responses: give its selected.jsonl as --dataset"
@@ -321,6 +327,7 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
         "post_processor": Foreign(1, _post_processor),
         "best_of_n": Foreign(1, _renamed("n_samples_per_prompt")),
         "tp_size": Foreign(1, _renamed("vllm_tensor_parallel_size")),
+        "tensor_parallel_size": Foreign(1, _renamed("vllm_tensor_parallel_size")),
         "zero_stage": Foreign(1, _not_needed),
         "greedy_sampling": Foreign(0, _as({"temperature": ["0"]})),
     },
@@ -338,15 +345,18 @@ OF_COMMAND: dict[str, dict[str, Foreign]] = {
         "attn_implementation": Foreign(1, _not_needed),
         "device": Foreign(1, _refused("it takes the GPU if there is one; CUDA_VISIBLE_DEVICES= hides it")),
     },
-    **dict.fromkeys(SHARING, SHARED_SEQUENCES),
+    **dict.fromkeys(TRAINING, SHARED_SEQUENCES | SPLIT_LAYERS),
+    "data": SHARED_SEQUENCES,
     "distill": {
         **SHARED_SEQUENCES,
+        **SPLIT_LAYERS,
         "teacher_model": Foreign(1, _renamed("teacher_pretrain")),
         "seq_kd": Foreign(1, _one_of("false", "False", instead=TEACHER_WRITES)),
         "lmbda": Foreign(1, _only(0, instead=STUDENT_WRITES)),
     },
     "gkd": {
         **SHARED_SEQUENCES,
+        **SPLIT_LAYERS,
         "teacher_model": Foreign(1, _renamed("teacher_pretrain")),
         "seq_kd": Foreign(1, _one_of("false", "False", instead=TEACHER_WRITES)),
         "dataset_name": Foreign(1, _renamed("prompt_data")),
@@ -366,7 +376,7 @@ TABLE: dict[str, Foreign] = {
     "ring_attn_size": Foreign(1, _only(1, instead=SHARED_ELSEWHERE)),
     "ulysses_sequence_parallel_size": Foreign(1, _only(1, instead=SHARED_ELSEWHERE)),
     "ring_head_stride": Foreign(1, _not_needed),
-    "ds_tensor_parallel_size": Foreign(1, _only(1, instead="trainers use ZeRO: --zero_stage 3 partitions weights")),
+    "ds_tensor_parallel_size": Foreign(1, _only(1, instead=SPLIT_ELSEWHERE)),
     "max_images_per_prompt": Foreign(1, _only(0, instead=NO_IMAGES)),
     "gamma": Foreign(1, _only(1, instead="this command compares whole responses; rlhf ppo discounts")),
     "lambd": Foreign(1, _only(1, instead="this command has no critic; rlhf ppo has --lambd")),

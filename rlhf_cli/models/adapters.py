@@ -8,6 +8,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, resolve_model_
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.loading import fill, num_parameters
 from rlhf_cli.models.saving import config_to_save, save_tokenizer
+from rlhf_cli.models.tensor_parallel import whole_shape
 from rlhf_cli.models.weight_files import SafetensorsFiles, fingerprint, fingerprint_of, folder_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -305,7 +307,7 @@ def scales(model: nn.Module) -> dict[str, float]:
 
 def parameter_counts(model: nn.Module) -> str:
     """Return for the terminal how many parameters there are and, if not all, how many are trained."""
-    trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+    trained = sum(math.prod(whole_shape(p)) for p in model.parameters() if p.requires_grad)
     total = num_parameters(model)
     counts = f"{total / 1e6:.1f}M parameters"
     return counts if trained == total else f"{counts}, {trained / 1e6:.3g}M of them trained"

@@ -6,6 +6,7 @@ A model's computation on a pack is in `policy`, how it becomes a folder again in
 import contextlib
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,6 +30,7 @@ from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.finding import FoundModel, find_model, naming_the_model
 from rlhf_cli.models.fused import fuse
 from rlhf_cli.models.requirements import check_loadable, needs_fused_kernels, packed_attention
+from rlhf_cli.models.tensor_parallel import whole_shape
 from rlhf_cli.models.vision.families.processing import PictureProcessing
 from rlhf_cli.models.vision.families.table import find_processing, takes_pictures
 from rlhf_cli.models.vision.tower import PROCESSING
@@ -237,5 +239,5 @@ def fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Return the parameters of the whole model, each counted once, also where ZeRO-3 has partitioned them."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    """Return the parameters of the whole model, each counted once, also where ranks have parts of them."""
+    return sum(math.prod(whole_shape(parameter)) for parameter in model.parameters())

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhf_cli.models.tensor_parallel import whole_shape
+
 Dequantise = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
@@ -29,8 +31,8 @@ def dense(
 
 
 def dense_layout(parameter: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and type of the whole weight, wherever ZeRO-3 has partitioned it or bitsandbytes packed it."""
+    """Return shape and type of the whole weight, wherever it is partitioned, split over ranks or packed in 4 bits."""
     state = getattr(parameter, "quant_state", None)
     if state is not None:
         return tuple(state.shape), state.dtype
-    return tuple(getattr(parameter, "ds_shape", parameter.shape)), parameter.dtype
+    return whole_shape(parameter), parameter.dtype

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.backends.training.checkpoint import MANIFEST, verify
-from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED, DESCRIPTION, EngineWeights
+from rlhf_cli.backends.training.checkpoint_layout import DEEPSPEED
+from rlhf_cli.backends.training.deepspeed_weights import DESCRIPTION, EngineWeights
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapter_parts import require_whole_precision
 from rlhf_cli.models.adapters import (

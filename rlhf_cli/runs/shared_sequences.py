@@ -1,4 +1,4 @@
-"""How long a sequence may be, which one rank or several ranks hold, as a number and in words."""
+"""How long a sequence may be, which one rank or several ranks hold, as a number and in words; who splits layers."""
 
 from rlhf_cli.config.train import BatchConfig, DeepSpeedConfig
 
@@ -15,3 +15,9 @@ def sharing(batch: BatchConfig, settings: DeepSpeedConfig, *, of: str = "") -> l
         return []
     roles = f" of {of}" if of else ""
     return [f"{size} ranks share each sequence{roles}, which may have {tokens_of_sequence(batch, settings):,} tokens"]
+
+
+def splitting(settings: DeepSpeedConfig, *, of: str = "the model") -> list[str]:
+    """Return a text if several ranks split the layers of a trained model."""
+    size = settings.tensor_parallel_size
+    return [f"{size} ranks split the layers of {of} (experimental)"] if size > 1 else []

@@ -1,18 +1,22 @@
-"""Ranks that share sequences compute as one rank does: results, gradients, steps at every ZeRO stage, roles."""
+"""Ranks that share sequences, or split layers, compute as one rank does: gradients, steps at all ZeRO stages, roles."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from preference_training import TASKS
 from reward_models import save_reward_model
+from split_layers import OBJECTIVES, STAGES
 from started_ranks import results_of, start_ranks
 from tiny_training import CLOSE, LEARNING_RATE, NOISE, farthest
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-RANKS_PER_SEQUENCE = {1: 1, 3: 3, 4: 2}
-"""By number of ranks; four ranks are two groups that compute different sequences, and one group for single packs."""
+RANKS_TOGETHER = {1: 1, 3: 3, 4: 2}
+"""By number of ranks, how many share sequences, or split layers; four ranks are two groups that compute different
+sequences, and one group for single packs."""
 ROLES = ("gspo", "adapter", "critic", "reward")
 
 
@@ -21,12 +25,21 @@ def results(tiny_model_dir, tiny_llama_dir, tmp_path_factory) -> dict[tuple[int,
     """The findings of each rank, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("shared")
     judge = str(save_reward_model(tmp_path_factory.mktemp("judge")))
-    words = [tiny_model_dir, tiny_llama_dir, judge, str(folder)]
+    words = [tiny_model_dir, tiny_llama_dir, judge, save_normed(folder / "normed"), str(folder)]
     processes = {
         num_ranks: start_ranks("shared_sequences.py", num_ranks, [*words, str(size)], folder)
-        for num_ranks, size in RANKS_PER_SEQUENCE.items()
+        for num_ranks, size in RANKS_TOGETHER.items()
     }
     return results_of(processes, folder)
+
+
+def save_normed(folder: Path) -> str:
+    """Write a random float32 Qwen3, which has norms of heads, with tied embeddings."""
+    torch.manual_seed(3)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True)).save_pretrained(folder)
+    return str(folder)
 
 
 def assert_equal_steps(alone: dict[str, Any], together: dict[str, Any]) -> None:
@@ -100,3 +113,47 @@ def test_a_reference_answers_for_all_pairs_on_every_rank(results):
     expected = results[0, 1]["precomputed"]
     for rank in range(4):
         torch.testing.assert_close(results[rank, 4]["precomputed"], expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"split {stage}" for stage in STAGES),
+        *(f"split {name}" for name in (*OBJECTIVES, "distill")),
+        "split and offloaded",
+    ],
+)
+def test_steps_with_split_layers_are_those_of_one_rank(results, name):
+    """Loss, gradient norm and weights, also in the step in which one of two groups is idle."""
+    for rank in range(4):
+        assert_equal_steps(results[0, 1][name], results[rank, 4][name])
+        assert farthest(results[0, 4][name]["weights"], results[rank, 4][name]["weights"]) == 0
+
+
+def test_ranks_that_split_layers_count_the_bytes_of_whole_ones(results):
+    assert {results[0, ranks][f"split {stage}"]["bytes"] for ranks in (1, 4) for stage in STAGES} == {
+        results[0, 1]["split 1"]["bytes"]
+    }
+
+
+@pytest.mark.parametrize("role", ["split actor", "split critic"])
+def test_roles_with_split_layers_answer_and_learn_as_one_rank(results, role):
+    alone = results[0, 1][role]
+    together = {number: values for rank in range(4) for number, values in results[rank, 4][role]["before"].items()}
+    assert together.keys() == alone["before"].keys()
+    for number, values in alone["before"].items():
+        torch.testing.assert_close(together[number], values, rtol=0, atol=5e-6)
+    assert_equal_steps(alone, results[3, 4][role])
+
+
+def test_engines_get_split_layers_whole_under_the_models_own_names(results):
+    alone, pushed = (results[0, num_ranks]["split actor"]["pushed"] for num_ranks in (1, 4))
+    assert {name: weight.shape for name, weight in pushed.items()} == {n: w.shape for n, w in alone.items()}
+    assert farthest(alone, pushed) < CLOSE
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_of_split_layers_goes_on_to_the_bit_and_has_whole_weights(results, stage):
+    for rank in range(4):
+        found = results[rank, 4][f"split and resumed {stage}"]
+        assert found == dict.fromkeys(("metrics", "weights", "merged", "shapes"), True)

@@ -41,7 +41,7 @@ def distill_steps(
     prepare = TeacherPreparation(frozen.hidden_states, frozen.head)
     hf_model, _ = load_policy(model, stage)
     ranks = sequence_ranks(DeepSpeedConfig(sequence_parallel_size=size), hf_model.config)
-    engine = make_engine(StudentModel(hf_model, ranks), stage, sequence_parallel_size=size)
+    engine = make_engine(StudentModel(hf_model, ranks), stage, **layout.together())
     metrics, items = [], Items(make_sequences(10))
     for indices in steps:
         packs, totals = layout.share().micro_batches(items, np.array(indices))

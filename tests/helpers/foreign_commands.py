@@ -114,7 +114,14 @@ COMMAND_LINES = {
     "generate --pretrain m --prompt_data d --output o --ulysses_sequence_parallel_size 2": (
         "refused: several ranks for one sequence are in the training commands alone"
     ),
-    f"ppo {PPO} {CRITIC} {FILE} --ds_tensor_parallel_size 4": "refused: --zero_stage 3 partitions weights",
+    f"ppo {PPO} {CRITIC} {FILE} --ds_tensor_parallel_size 4": "parses: --ds_tensor_parallel_size 4 is --tensor_parallel_size 4",
+    f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --actor_rollout_ref.actor.megatron.tensor_model_parallel_size 2": (
+        "parses: --tensor_parallel_size 2"
+    ),
+    "generate --pretrain m --prompt_data d --output o --tensor_parallel_size 2": "parses: --vllm_tensor_parallel_size 2",
+    "eval --model m --prompt_data d --output o --ds_tensor_parallel_size 2": (
+        "refused: several ranks for one layer are in the training commands alone"
+    ),
     f"ppo {PPO} {CRITIC} {FILE} --policy_loss_type gspo": "parses: --policy_loss gspo",
     f"ppo {PPO} {CRITIC} {FILE} --enable_vllm_is_correction --vllm_is_truncated_threshold 0.5 2.0": (
         "parses: --rollout_correction_cap 2.0"

@@ -195,13 +195,13 @@ def run_steps(
     size = layout.ranks_per_sequence
     settings = DeepSpeedConfig(sequence_parallel_size=size)
     module.sequence_ranks = sequence_ranks(settings, hf_model.config)
-    gather = partially(gather_rows, ranks_per_sequence=size)
+    gather = partially(gather_rows, ranks_per_pack=layout.ranks_per_pack)
     prepare = (
         task.prepare(make_reference(model, stage, seed, size=size), gather)
         if task.prepare
         else lambda engine, batches: batches
     )
-    engine = make_engine(module, stage, sequence_parallel_size=size, **zero)
+    engine = make_engine(module, stage, **layout.together(), **zero)
     metrics = []
     for indices in steps:
         micro_batches, totals = layout.share().micro_batches(task.items, np.array(indices))

@@ -1,4 +1,6 @@
-"""Actor, critic and reward model of an online run on ranks that share sequences; every rank calls each function."""
+"""Actor, critic and reward model of an online run on ranks that share sequences, or split layers; every rank calls each
+function.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +72,7 @@ def role_settings(
     pretrain: str,
     size: int,
     *,
+    split: int = 1,
     stage: int = 2,
     policy: ActorCriticPolicyConfig = CLIP,
     lora_rank: int = 0,
@@ -78,7 +81,7 @@ def role_settings(
     model = ModelConfig(pretrain=pretrain, param_dtype="fp32", gradient_checkpointing=checkpointing)
     return RoleSettings(
         model=model,
-        deepspeed=DeepSpeedConfig(zero_stage=stage, sequence_parallel_size=size),  # type: ignore[arg-type]
+        deepspeed=DeepSpeedConfig(zero_stage=stage, sequence_parallel_size=size, tensor_parallel_size=split),  # type: ignore[arg-type]
         optim=OPTIM,
         learning_rate=1e-3,
         total_steps=10,
@@ -88,16 +91,16 @@ def role_settings(
         policy=policy,
         share_prompts=True,
         adapter=plan_adapter(model, LoraConfig(lora_rank=lora_rank), seed=1) if lora_rank else None,
-        ema_beta=0.5,
+        ema_beta=0.5 if split == 1 else None,
     )
 
 
 class Shares:
     """The shares of this rank in forward passes and steps, as the driver deals them."""
 
-    def __init__(self, size: int, *, share_prompts: bool = True) -> None:
+    def __init__(self, size: int, *, split: int = 1, share_prompts: bool = True) -> None:
         batch = BatchConfig(train_max_tokens_per_gpu=48 // size)
-        self._dealer = Dealer(dist.get_world_size(), batch, 0.0, lambda: share_prompts, size)
+        self._dealer = Dealer(dist.get_world_size(), batch, 0.0, lambda: share_prompts, size, split)
 
     def answers(self, sequences: Sequence[TokenSequence], forward: Any) -> dict[int, torch.Tensor]:
         """Return the results of this rank's sequences by number."""
@@ -114,25 +117,27 @@ class Shares:
         return self._dealer.steps(samples(), steps)[dist.get_rank()]
 
 
-def actor(pretrain: str, size: int, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Log-probs, then steps of the objective, with the average of the weights."""
-    role = ActorRank(role_settings(pretrain, size, **settings))
-    shares, sequences = Shares(size), [sample.sequence for sample in samples()]
+def actor(pretrain: str, size: int, folder: Path | None, *, split: int = 1, **settings: Any) -> dict[str, Any]:
+    """Log-probs, then steps of the objective, with the weights that engines get, and their average in a folder."""
+    role = ActorRank(role_settings(pretrain, size, split=split, **settings))
+    shares, sequences = Shares(size, split=split), [sample.sequence for sample in samples()]
     weights = LossWeights(0.1, EntropyState(0.01))
-    found = {"before": shares.answers(sequences, role.logprobs)}
+    found: dict[str, Any] = {"before": shares.answers(sequences, role.logprobs)}
     metrics = role.update(shares.steps(STEPS), False, weights) + role.update(shares.steps([LAST]), True, weights)
     if role.role.settings.adapter is not None:
         found["base"] = shares.answers(sequences, role.base_logprobs)
-    folder.mkdir(exist_ok=True)
-    role.role.save_average(folder)
-    average = load_file(next(folder.glob("*.safetensors"))) if dist.get_rank() == 0 else {}
-    return found | {"metrics": metrics, "weights": weights_of(role.role.engine, role.role.hf_model), "average": average}
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
+        role.role.save_average(folder)
+        found["average"] = load_file(next(folder.glob("*.safetensors"))) if dist.get_rank() == 0 else {}
+    found["pushed"] = {name: weight.clone() for name, weight in role.engine_weights()}
+    return found | {"metrics": metrics, "weights": weights_of(role.role.engine, role.role.hf_model)}
 
 
-def critic(pretrain: str, size: int, **settings: Any) -> dict[str, Any]:
+def critic(pretrain: str, size: int, *, split: int = 1, **settings: Any) -> dict[str, Any]:
     """Values, then steps of the critic."""
-    role = CriticRank(role_settings(pretrain, size, **settings))
-    shares, sequences = Shares(size), [sample.sequence for sample in samples()]
+    role = CriticRank(role_settings(pretrain, size, split=split, **settings))
+    shares, sequences = Shares(size, split=split), [sample.sequence for sample in samples()]
     found: dict[str, Any] = {"before": shares.answers(sequences, role.values)}
     metrics = role.update(shares.steps([*STEPS, LAST]))
     return found | {"metrics": metrics, "weights": weights_of(role.role.engine, role.role.hf_model)}

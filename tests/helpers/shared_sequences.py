@@ -1,7 +1,8 @@
-"""One of several ranks, of which some share tokens: `python shared_sequences.py MODEL TEACHER JUDGE OUT SIZE`.
+"""One of several ranks, of which some share tokens: `python shared_sequences.py MODEL TEACHER JUDGE NORMED OUT SIZE`.
 
 SIZE ranks share a sequence. Every rank computes each pack alone too, and writes how far the shared results are from its
-own; the ranks of two groups do so as one group as well. Then come the metrics and weights of steps.
+own; the ranks of two groups do so as one group as well. Then come the metrics and weights of steps. At last SIZE ranks
+split layers instead, also of the model in NORMED.
 """
 
 import sys
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from distill_training import distill_steps
 from preference_training import TASKS, make_pairs, make_reference, run_steps
 from shared_roles import online_roles
+from split_layers import split_layers
 from tiny_training import Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
@@ -183,13 +185,13 @@ def steps(model: str, stage: int, size: int, dtype: str) -> dict[str, object]:
 
 def precomputed(model: str, layout: Layout) -> torch.Tensor:
     """Return the log-probs of a reference for all pairs."""
-    gather = partial(gather_rows, ranks_per_sequence=layout.ranks_per_sequence)
+    gather = partial(gather_rows, ranks_per_pack=layout.ranks_per_sequence)
     reference = make_reference(model, 0, 5, size=layout.ranks_per_sequence)
     pairs = PairItems(make_pairs(), True, False, {})
     return torch.from_numpy(all_results(reference, dpo.batch_logprobs, pairs, share=layout.share(), gather=gather))
 
 
-def training(model: str, teacher: str, judge: str, folder: Path, size: int) -> dict[str, object]:
+def training(model: str, teacher: str, judge: str, normed: str, folder: Path, size: int) -> dict[str, object]:
     """Return the results of steps, objectives and roles; four ranks train as two groups."""
     world = dist.get_world_size()
     results: dict[str, object] = {f"steps {stage} fp32": steps(model, stage, size, "fp32") for stage in range(4)}
@@ -204,10 +206,11 @@ def training(model: str, teacher: str, judge: str, folder: Path, size: int) -> d
     results["precomputed"] = precomputed(model, layout)
     trained = distill_steps(model, teacher, 2, replace(layout, max_tokens=30 // size), teacher_stage=3)
     results["distill"] = {"metrics": trained.metrics, "weights": trained.weights}
-    return results | online_roles(model, judge, size, folder)
+    results |= online_roles(model, judge, size, folder)
+    return results | split_layers(model, normed, teacher, folder, size)
 
 
-def main(model: str, teacher: str, judge: str, folder: Path, size: int) -> None:
+def main(model: str, teacher: str, judge: str, normed: str, folder: Path, size: int) -> None:
     sys.path.append(str(Path(__file__).with_name("flash_attn_stand_in")))
     distributed.join_process_group()
     sizes = sorted({size, dist.get_world_size()})
@@ -216,10 +219,10 @@ def main(model: str, teacher: str, judge: str, folder: Path, size: int) -> None:
         "distances": {place: found for group in groups for place, found in distances(group).items()},
         "bf16": {place: found for group in groups for place, found in errors_in_bf16(group).items()},
     }
-    results |= training(model, teacher, judge, folder, size)
+    results |= training(model, teacher, judge, normed, folder, size)
     torch.save(results, folder / f"rank{dist.get_rank()}of{dist.get_world_size()}.pt")
     distributed.leave_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4], Path(sys.argv[5]), int(sys.argv[6]))

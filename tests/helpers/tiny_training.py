@@ -72,6 +72,15 @@ class Layout:
     max_sequences: int | None = None
     train_batch_size: int = 128
     ranks_per_sequence: int = 1
+    ranks_per_layer: int = 1
+
+    @property
+    def ranks_per_pack(self) -> int:
+        return self.ranks_per_sequence * self.ranks_per_layer
+
+    def together(self) -> dict[str, Any]:
+        """The settings of ranks that compute packs together."""
+        return {"sequence_parallel_size": self.ranks_per_sequence, "tensor_parallel_size": self.ranks_per_layer}
 
     def share(self) -> Share:
         batch = BatchConfig(
@@ -79,9 +88,8 @@ class Layout:
             train_max_tokens_per_gpu=self.max_tokens,
             micro_train_batch_size=self.max_sequences,
         )
-        size = self.ranks_per_sequence
-        place = self.rank // size, self.num_ranks // size
-        return Share(*place, batch, quadratic_cost=0.0, ranks_per_sequence=size)
+        place = self.rank // self.ranks_per_pack, self.num_ranks // self.ranks_per_pack
+        return Share(*place, batch, quadratic_cost=0.0, ranks_per_sequence=self.ranks_per_sequence)
 
 
 def partition(stage: int, *, dtype: str = "fp32") -> AbstractContextManager[None] | None:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:  # only the process of a rank imports DeepSpeed
 class Dealer:
     """Cuts batches into packed micro-batches for the ranks of a role.
 
-    `ranks_per_sequence` neighbouring ranks get the same micro-batches, of as many times the tokens.
+    Neighbouring ranks that share sequences or split layers get the same micro-batches, the former of as many times the
+    tokens.
     `do_share_prompts` asks the ranks whether they compute the common prompt of neighbours in a micro-batch once.
     """
 
@@ -49,20 +50,25 @@ class Dealer:
     quadratic_cost: float
     do_share_prompts: Callable[[], bool] = lambda: False
     ranks_per_sequence: int = 1
+    ranks_per_layer: int = 1
 
     @cached_property
     def _shares_prompts(self) -> bool:
         return self.do_share_prompts()
 
+    @property
+    def _ranks_per_pack(self) -> int:
+        return self.ranks_per_sequence * self.ranks_per_layer
+
     def plan(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
-        """Return the indices by rank and micro-batch; ranks that share sequences have the same ones."""
+        """Return the indices by rank and micro-batch; ranks that compute packs together have the same ones."""
         shares = self._shares(sequences)
-        return [share for share in shares for _ in range(self.ranks_per_sequence)]
+        return [share for share in shares for _ in range(self._ranks_per_pack)]
 
     def _shares(self, sequences: Sequence[TokenSequence]) -> list[list[list[int]]]:
-        """Return the indices by group of ranks that share sequences, and micro-batch."""
+        """Return the indices by group of ranks that compute packs together, and micro-batch."""
         max_tokens = self.batch.train_max_tokens_per_gpu * self.ranks_per_sequence
-        num_groups = self.num_ranks // self.ranks_per_sequence
+        num_groups = self.num_ranks // self._ranks_per_pack
         if self._shares_prompts:
             return plan_groups(
                 sequences,

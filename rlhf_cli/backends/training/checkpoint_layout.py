@@ -5,10 +5,13 @@ its own places beside DeepSpeed's files. Imports no DeepSpeed: the process that 
 """
 
 import json
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 
 from rlhf_cli.errors import UsageError
+
+DEEPSPEED = "deepspeed"
+"""Folder of DeepSpeed's own files in a saved engine."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,14 @@ class Fragment:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """The part of a parameter that a rank has which splits layers with others."""
+
+    shape: list[int]
+    dimension: int | None  # in which the parameter is split; None if each rank has the whole
+
+
+@dataclass(frozen=True)
 class StateLayout:
     """One rank's flat tensors, and the facts that decide how DeepSpeed cuts them."""
 
@@ -31,15 +42,19 @@ class StateLayout:
     optimizer: str  # the class; another one keeps its count of steps in another way
     uncut_states: list[str]  # names of states without an element for each element of the parameter
     fragments: list[Fragment]
+    tensor_parallel_size: int = 1  # neighbouring ranks that split layers
+    shards: dict[str, Shard] = field(default_factory=dict)  # of all parameters, if ranks split layers
 
     def is_cut_as(self, other: "StateLayout") -> bool:
         """Return whether DeepSpeed can load files of the other layout by itself."""
-        own, others = ((one.zero_stage, one.num_ranks, one.optimizer) for one in (self, other))
+        own, others = (
+            (one.zero_stage, one.num_ranks, one.tensor_parallel_size, one.optimizer) for one in (self, other)
+        )
         return own == others
 
     def described(self) -> str:
         """Return the ranks and the stage in words."""
-        return _ranks_and_stage(self.num_ranks, self.zero_stage)
+        return _ranks_and_stage(self.num_ranks, self.zero_stage, self.tensor_parallel_size)
 
 
 def write_layout(layout: StateLayout, directory: Path, *, rank: int) -> None:
@@ -57,22 +72,31 @@ def read_layout(directory: Path, *, rank: int = 0) -> StateLayout:
             f"checkpoint {directory} cannot be continued: it has no {_file(directory, rank).name}, as an earlier "
             "version of rlhf wrote it"
         ) from None
-    return StateLayout(**record | {"fragments": [Fragment(*values) for values in record["fragments"]]})
+    fragments = [Fragment(*values) for values in record["fragments"]]
+    shards = {name: Shard(**shard) for name, shard in record.get("shards", {}).items()}
+    return StateLayout(**record | {"fragments": fragments, "shards": shards})
 
 
-def continuation_notice(directory: Path, *, what: str, zero_stage: int, num_ranks: int) -> list[str]:
+def continuation_notice(
+    directory: Path, *, what: str, zero_stage: int, num_ranks: int, tensor_parallel_size: int = 1
+) -> list[str]:
     """Return a line if these ranks at this stage cut the states of a saved engine anew, else nothing.
 
     Args:
         what: the name of the trained model in the line, "actor".
 
     Raises:
-        UsageError: the optimizer has states that cannot be cut anew.
+        UsageError: the optimizer has states that cannot be cut anew, or ranks split layers.
     """
     saved = read_layout(directory)
-    if (saved.zero_stage, saved.num_ranks) == (zero_stage, num_ranks):
+    own = _ranks_and_stage(num_ranks, zero_stage, tensor_parallel_size)
+    if own == saved.described():
         return []
-    own = _ranks_and_stage(num_ranks, zero_stage)
+    if max(saved.tensor_parallel_size, tensor_parallel_size) > 1:
+        raise UsageError(
+            f"checkpoint {directory} cannot be continued by {own}: states of split layers are not cut anew; go on with "
+            f"{saved.described()}, or start from the model that `rlhf merge` makes of it"
+        )
     if saved.uncut_states:
         raise UsageError(
             f"checkpoint {directory} cannot be continued by {own}: its optimizer {saved.optimizer} has states that "
@@ -85,8 +109,9 @@ def continuation_notice(directory: Path, *, what: str, zero_stage: int, num_rank
     ]
 
 
-def _ranks_and_stage(num_ranks: int, zero_stage: int) -> str:
-    return f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'} at ZeRO stage {zero_stage}"
+def _ranks_and_stage(num_ranks: int, zero_stage: int, tensor_parallel_size: int) -> str:
+    split = f" and tensor_parallel_size {tensor_parallel_size}" if tensor_parallel_size > 1 else ""
+    return f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'} at ZeRO stage {zero_stage}{split}"
 
 
 def _file(directory: Path, rank: int) -> Path:

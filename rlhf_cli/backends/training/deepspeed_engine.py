@@ -20,16 +20,17 @@ from torch import nn
 
 from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends.training import distributed
-from rlhf_cli.backends.training.checkpoint_layout import read_layout, write_layout
+from rlhf_cli.backends.training.checkpoint_layout import DEEPSPEED, StateLayout, read_layout, write_layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES, deepspeed_config
-from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED
 from rlhf_cli.backends.training.optimizers import fit_to_partitions, make_optimizer, make_schedule
 from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
 from rlhf_cli.backends.training.router_loss import RouterLoss
 from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
+from rlhf_cli.backends.training.tensor_ranks import joined, tensor_parallel_config
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.models.adapters import weights_read_by_others
 from rlhf_cli.models.policy import LanguageModel
+from rlhf_cli.models.tensor_parallel import whole_shape
 
 ComputeLoss = Callable[[nn.Module, Any], tuple[torch.Tensor, Metrics]]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
@@ -56,6 +57,7 @@ class DeepSpeedEngine:
         config = deepspeed_config(
             settings, param_dtype=param_dtype, max_norm=optim.max_norm, num_gpus=num_gpus, optimizer=optim.optim
         )
+        config |= tensor_parallel_config(module, settings.tensor_parallel_size)
         module.to(distributed.device())
         optimizer = make_optimizer(module, settings, learning_rate=learning_rate, optim=optim, sleeps=sleeps)
         scheduler = make_schedule(optimizer, optim, total_steps=total_steps)
@@ -65,8 +67,11 @@ class DeepSpeedEngine:
             lr_scheduler=scheduler,
             config=config,
         )
+        if settings.tensor_parallel_size > 1:
+            self._engine.first_dataloader_check.remove()  # it compares tensors alone, and packs are none
         self._stage = settings.zero_stage
-        self._ranks_per_sequence = settings.sequence_parallel_size
+        self._ranks_per_pack = settings.ranks_per_pack
+        self._ranks_per_layer = settings.tensor_parallel_size
         self._states = TrainedStates(self._engine, module, device=distributed.device())
         self._skipped_in_a_row = 0
         routers = getattr(module, "routers", None) if optim.aux_loss_coef else None
@@ -115,7 +120,9 @@ class DeepSpeedEngine:
         for index, micro_batch in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             loss, metrics = compute_loss(self._engine, micro_batch.to(distributed.device()))
-            self._engine.backward(spreading_nan(loss) * dist.get_world_size())
+            # Ranks that split layers have parts of one gradient: DeepSpeed averages over groups of them.
+            num_gradients = dist.get_world_size() // self._ranks_per_layer
+            self._engine.backward(spreading_nan(loss) * num_gradients)
             total = combine_metrics(total, metrics)
         return total
 
@@ -156,7 +163,7 @@ class DeepSpeedEngine:
     def _reduced(self, metrics: Metrics) -> dict[str, float]:
         """Return the metrics over all ranks."""
         own = {name: float(value) for name, value in metrics.items()}
-        return distributed.reduce_metrics(own, ranks_per_sequence=self._ranks_per_sequence)
+        return distributed.reduce_metrics(own, ranks_per_pack=self._ranks_per_pack)
 
     @torch.no_grad()
     def infer(self, micro_batches: Sequence[Any], forward: Forward) -> list[torch.Tensor]:
@@ -183,7 +190,7 @@ class DeepSpeedEngine:
     def checkpoint_bytes(self) -> int:
         """Return the bytes that `save` writes over all ranks: trained weights and all that the optimizer holds."""
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        return sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + self._optimizer_bytes) for p in trained)
+        return sum(math.prod(whole_shape(p)) * (p.element_size() + self._optimizer_bytes) for p in trained)
 
     def save(self, directory: Path) -> None:
         """Write trained weights, optimizer, schedule and RNG states of all ranks below `directory`; all call it.
@@ -194,7 +201,7 @@ class DeepSpeedEngine:
             self._engine.save_checkpoint(
                 str(directory), tag=DEEPSPEED, save_latest=False, exclude_frozen_parameters=True
             )
-        write_layout(layout_of(self._engine, zero_stage=self._stage), directory, rank=dist.get_rank())
+        write_layout(self._layout(), directory, rank=dist.get_rank())
         torch.save(rng_state(), directory / f"rng_rank{dist.get_rank()}.pt")
         distributed.barrier()
 
@@ -204,7 +211,7 @@ class DeepSpeedEngine:
         Else states are cut anew. Of another number of ranks there are no random states to restore: they start from this
         process's seed and the number of steps.
         """
-        saved, own = read_layout(directory), layout_of(self._engine, zero_stage=self._stage)
+        saved, own = read_layout(directory), self._layout()
         if saved.is_cut_as(own):
             path, _ = self._engine.load_checkpoint(str(directory), tag=DEEPSPEED, custom_load_fn=load_trained_weights)
             assert path is not None, f"{directory} has no DeepSpeed checkpoint"
@@ -214,6 +221,10 @@ class DeepSpeedEngine:
             set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
         else:
             seed_everything((torch.initial_seed() + self._engine.global_steps) % 2**32)
+
+    def _layout(self) -> StateLayout:
+        """Return where this rank's states lie."""
+        return layout_of(self._engine, zero_stage=self._stage, tensor_parallel_size=self._ranks_per_layer)
 
     def sleep(self) -> None:
         """Move optimizer states, gradients and weights to host memory; a no-op without an accelerator."""
@@ -355,11 +366,11 @@ def whole_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of the parameters."""
     if not gather:
-        yield from ((name, parameter.detach()) for name, parameter in parameters)
+        yield from ((name, joined(parameter)) for name, parameter in parameters)
         return
     for bucket in buckets(parameters, bucket_bytes):
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
-            yield from ((name, parameter.detach()) for name, parameter in bucket)
+            yield from ((name, joined(parameter)) for name, parameter in bucket)
 
 
 @torch.no_grad()

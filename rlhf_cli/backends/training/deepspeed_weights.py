@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from rlhf_cli.backends.training.checkpoint_layout import DEEPSPEED
+from rlhf_cli.backends.training.saved_states import PARTITIONED, WHOLE, SavedStates
 from rlhf_cli.errors import UsageError
 
-DEEPSPEED = "deepspeed"
-"""Folder of DeepSpeed's own files in a saved engine."""
 DESCRIPTION = "huggingface"
 """Folder beside it with a Hugging Face folder's files besides weights."""
-WHOLE = "mp_rank_00_model_states.pt"
-PARTITIONED = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+SPLIT = "*mp_rank_01_model_states.pt"
+"""Files of the second of the ranks that split layers, at any stage."""
 WRAPPER = "model."
 """Before the Hugging Face name in every key: the attribute of PolicyModel and ValueModel."""
 
@@ -31,7 +31,9 @@ class EngineWeights:
         self._tied = tied
         self._dtype: torch.dtype | None = None
         folder = directory / DEEPSPEED
-        if (folder / PARTITIONED).is_file():
+        if next(folder.glob(SPLIT), None) is not None:
+            self._dtype, self._tensors = dtype, _split(SavedStates(directory))
+        elif (folder / PARTITIONED).is_file():
             self._dtype = dtype
             self._tensors = _partitioned(directory)
         elif (folder / WHOLE).is_file():
@@ -50,6 +52,23 @@ class EngineWeights:
 
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[WRAPPER + name].contiguous().to(self.dtype(name))
+
+
+def _split(states: SavedStates) -> dict[str, Any]:
+    """Return the tensors of ranks that split layers by name, put together by `contiguous`."""
+    return {name: _SplitTensor(states, name) for name in states.names()} | states.buffers()
+
+
+class _SplitTensor:
+    """A parameter of which ranks have saved parts."""
+
+    def __init__(self, states: SavedStates, name: str) -> None:
+        self._states, self._name = states, name
+        self.shape = states.shape(name)
+
+    def contiguous(self) -> torch.Tensor:
+        """Return the whole parameter."""
+        return self._states.joined(self._name)
 
 
 def _partitioned(directory: Path) -> dict[str, Any]:

@@ -96,11 +96,11 @@ def sequence_group(ranks_per_sequence: int) -> dist.ProcessGroup | None:
     return own
 
 
-def reduce_metrics(metrics: dict[str, float], *, ranks_per_sequence: int = 1) -> dict[str, float]:
+def reduce_metrics(metrics: dict[str, float], *, ranks_per_pack: int = 1) -> dict[str, float]:
     """Return the same metrics over all ranks: names ending in `_max` as maxima, all others as sums.
 
-    Ranks that share sequences have the same metrics, which count once. Every rank must call it with the same names in
-    the same order.
+    Ranks that compute a pack together have the same metrics, which count once. Every rank must call it with the same
+    names in the same order.
     """
     if dist.get_world_size() == 1:
         return metrics
@@ -109,7 +109,7 @@ def reduce_metrics(metrics: dict[str, float], *, ranks_per_sequence: int = 1) ->
     sums, maxima = values.clone(), values
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-    sums /= ranks_per_sequence
+    sums /= ranks_per_pack
     return dict(zip(metrics, torch.where(is_max, maxima, sums).tolist(), strict=True))
 
 
@@ -120,19 +120,19 @@ def summed(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def gather_rows(rows: torch.Tensor, *, ranks_per_sequence: int = 1) -> tuple[torch.Tensor, int]:
+def gather_rows(rows: torch.Tensor, *, ranks_per_pack: int = 1) -> tuple[torch.Tensor, int]:
     """Return the rows of all ranks end to end, on this rank's device, and where this rank's begin; every rank must call
     it.
 
-    Ranks may have different numbers of rows, of the same shape and type. Ranks that share sequences have the same rows,
-    which are there once.
+    Ranks may have different numbers of rows, of the same shape and type. Ranks that compute a pack together have the
+    same rows, which are there once.
     """
     if dist.get_world_size() == 1:
         return rows, 0
     parts: list[torch.Tensor] = [rows] * dist.get_world_size()
     dist.all_gather_object(parts, rows.cpu())
-    parts = parts[::ranks_per_sequence]
-    start = sum(len(part) for part in parts[: dist.get_rank() // ranks_per_sequence])
+    parts = parts[::ranks_per_pack]
+    start = sum(len(part) for part in parts[: dist.get_rank() // ranks_per_pack])
     return torch.cat(parts).to(rows.device), start
 
 

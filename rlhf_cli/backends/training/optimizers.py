@@ -80,7 +80,7 @@ def fit_to_partitions(optimizer: torch.optim.Optimizer, zero: ZeROOptimizer) -> 
 def share_weights(zero: ZeROOptimizer) -> None:
     """Let the optimizer of stage 1 or 2 update the bf16 weights themselves, of which DeepSpeed has made a bf16 copy."""
     for number, copy in enumerate(zero.single_partition_of_fp32_groups):
-        copy.data = zero.parallel_partitioned_bit16_groups[number][dist.get_rank()].data
+        copy.data = zero.parallel_partitioned_bit16_groups[number][dist.get_rank(zero.dp_process_group)].data
 
 
 def check_compiler(cuda_home: str | None) -> None:

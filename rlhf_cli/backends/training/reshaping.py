@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_cli.backends.training.checkpoint_layout import Fragment, StateLayout
+from rlhf_cli.backends.training.checkpoint_layout import Fragment, Shard, StateLayout
 from rlhf_cli.backends.training.saved_states import MASTER, SavedStates, StateDict, base_states
+from rlhf_cli.models.tensor_parallel import split_dimension
 
 Engine = Any
 """DeepSpeed's engine, which has no types."""
@@ -25,13 +26,15 @@ STEP = "step"
 """The torch optimizer's name for its count of steps."""
 
 
-def layout_of(engine: Engine, *, zero_stage: int) -> StateLayout:
+def layout_of(engine: Engine, *, zero_stage: int, tensor_parallel_size: int = 1) -> StateLayout:
     """Return the layout of this rank's states in a DeepSpeed engine."""
     base = _base(engine.optimizer)
     states = ((flat, base.state.get(flat, {})) for flat in _flats(engine.optimizer, zero_stage))
     uncut = {key for flat, state in states for key, value in state.items() if not _can_be_cut(key, value, flat)}
     fragments = _fragments(engine, zero_stage)
-    return StateLayout(zero_stage, dist.get_world_size(), type(base).__name__, sorted(uncut), fragments)
+    size = tensor_parallel_size
+    shards = _shards(engine.module) if size > 1 else {}
+    return StateLayout(zero_stage, dist.get_world_size(), type(base).__name__, sorted(uncut), fragments, size, shards)
 
 
 @torch.no_grad()
@@ -70,6 +73,14 @@ def _can_be_cut(key: str, value: object, flat: torch.Tensor) -> bool:
 
 def _trained_names(module: torch.nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _shards(module: torch.nn.Module) -> dict[str, Shard]:
+    """Return the parts of the trained parameters that this rank has among the ranks that split layers."""
+    return {
+        name: Shard(list(getattr(parameter, "ds_shape", parameter.shape)), split_dimension(parameter))
+        for name, parameter in module.named_parameters()
+    }
 
 
 def _flats(optimizer: Optimizer, zero_stage: int) -> list[torch.Tensor]:
@@ -113,7 +124,7 @@ def _fragments_of_partitions(groups: Sequence[Sequence[Any]], names: dict[int, s
         offset = 0
         for parameter in group:
             size = parameter.partition_numel()
-            start = dist.get_rank() * size
+            start = dist.get_rank(parameter.ds_process_group) * size
             length = min(size, parameter.ds_numel - start)  # the last parts may be padding
             if length > 0:
                 fragments.append(Fragment(names[id(parameter)], start, length, number, offset))

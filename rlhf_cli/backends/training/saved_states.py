@@ -4,6 +4,7 @@ Files are mapped into memory when an element in them is first needed, and only t
 written: a checkpoint in a folder that cannot be written is enough, and a kill leaves nothing behind.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -13,14 +14,15 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.backends.training.checkpoint_layout import Fragment, StateLayout, read_layout
-from rlhf_cli.backends.training.deepspeed_weights import DEEPSPEED, PARTITIONED, WHOLE
+from rlhf_cli.backends.training.checkpoint_layout import DEEPSPEED, Fragment, Shard, StateLayout, read_layout
 from rlhf_cli.errors import UsageError
 
+WHOLE = "mp_rank_00_model_states.pt"
+PARTITIONED = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 MASTER = "master"
 """The name of the master weight among the names of the states."""
 StateDict = dict[str, Any]
-PARTS = "*zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+PARTS = "*zero_pp_rank_{}_mp_rank_{:02}_optim_states.pt"
 
 
 class SavedStates:
@@ -35,6 +37,7 @@ class SavedStates:
         for rank, layout in enumerate(self._layouts):
             for fragment in layout.fragments:
                 self._places.setdefault(fragment.name, []).append((rank, fragment))
+        self._size, self._shards = first.tensor_parallel_size, first.shards
         self.uncut_states = first.uncut_states
         self._flats = cache(self._open)
 
@@ -53,13 +56,39 @@ class SavedStates:
         states = (self._flats(rank).states.get(fragment.flat) for rank, fragment in places)
         return next((state for state in states if state), {})
 
-    def fill(self, target: torch.Tensor, *, name: str, key: str, start: int) -> None:
+    def buffers(self) -> StateDict:
+        """Return the buffers that are saved beside split layers, by name."""
+        file = self.common
+        return {name: file["module"][name] for name in file["buffer_names"] if name in file["module"]}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter of split layers."""
+        shard = self._shards[name]
+        lengths = enumerate(shard.shape)
+        return tuple(length * (self._size if number == shard.dimension else 1) for number, length in lengths)
+
+    def joined(self, name: str) -> torch.Tensor:
+        """Return the whole master weight of a parameter of which ranks that split layers have saved parts."""
+        shard = self._shards[name]
+        if shard.dimension is None:
+            return self._master(name, shard)
+        return torch.cat([self._master(name, shard, split=index) for index in range(self._size)], shard.dimension)
+
+    def _master(self, name: str, shard: Shard, *, split: int | None = None) -> torch.Tensor:
+        flat = torch.empty(math.prod(shard.shape))
+        self.fill(flat, name=name, key=MASTER, start=0, split=split)
+        return flat.view(shard.shape)
+
+    def fill(self, target: torch.Tensor, *, name: str, key: str, start: int, split: int | None = None) -> None:
         """Copy a parameter's elements from `start` on into a flat tensor: of its master weight, or of a state.
 
-        A state of a parameter that was never updated is left as it is.
+        A state of a parameter that was never updated is left as it is. Of a split layer `split` is the number of the
+        part whose elements are copied.
         """
         stop = start + target.numel()
         for rank, fragment in self._places[name]:
+            if split is not None and rank % self._size != split:
+                continue
             first, last = max(start, fragment.start), min(stop, fragment.start + fragment.length)
             source = self._flats(rank).tensor(key, fragment.flat) if first < last else None
             if source is not None:
@@ -71,7 +100,7 @@ class SavedStates:
         if layout.zero_stage == 0:
             file = _mapped(self._folder, WHOLE)
             return _Flats(_whole_masters(file, layout), base_states(file["optimizer"])["state"])
-        saved = _mapped(self._folder, PARTS.format(rank))["optimizer_state_dict"]
+        saved = _mapped(self._folder, PARTS.format(rank // self._size, rank % self._size))["optimizer_state_dict"]
         masters = saved["fp32_flat_groups" if layout.zero_stage == 3 else "single_partition_of_fp32_groups"]
         return _Flats(masters, base_states(saved)["state"])
 

@@ -91,7 +91,7 @@ def _of_reference(deepspeed: DeepSpeedConfig, settings: FrozenReferenceConfig) -
 
 def _gather(settings: DeepSpeedConfig) -> Gather:
     """Return the function that gives every rank the rows of all."""
-    return functools.partial(gather_rows, ranks_per_sequence=settings.sequence_parallel_size)
+    return functools.partial(gather_rows, ranks_per_pack=settings.ranks_per_pack)
 
 
 def _pair_hooks(objective: dpo.DPOObjective, infer: dpo.Infer | None, gather: Gather) -> ReferenceHooks:

@@ -39,6 +39,7 @@ from rlhf_cli.models.requirements import check_loadable
 from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
+from rlhf_cli.models.tensor_parallel import check_tensor_parallel
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
@@ -51,7 +52,7 @@ from rlhf_cli.runs.run_directory import (
     run_directory,
 )
 from rlhf_cli.runs.run_identity import adapter_identity, model_identity, tokenizer_identity
-from rlhf_cli.runs.shared_sequences import sharing, tokens_of_sequence
+from rlhf_cli.runs.shared_sequences import sharing, splitting, tokens_of_sequence
 from rlhf_cli.runs.trained_model import TrainedModel, trained_model
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
@@ -119,6 +120,14 @@ def offline_model(config: OfflineConfig) -> TrainedModel:
     _, num_ranks = distributed_env.rank_and_world_size()
     check_secondary_parts(config.deepspeed, num_ranks=num_ranks)
     check_sequence_parallel(model.architecture, config.deepspeed, num_ranks=num_ranks, attention=model.attention)
+    check_tensor_parallel(
+        model.architecture,
+        config.deepspeed,
+        num_ranks=num_ranks,
+        optim=config.optim,
+        adapted=model.plan is not None,
+        compile_model=config.model.compile_model,
+    )
     check_whole_packs(
         config.deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model
     )
@@ -227,10 +236,11 @@ def _restore(engine: DeepSpeedEngine, reference: ReferenceHooks, folder: Path) -
 
 
 def _share(config: OfflineConfig, task: OfflineTask) -> Share:
-    """Return this rank's part of every step; ranks that share sequences have the same part."""
-    (rank, num_ranks), size = distributed_env.rank_and_world_size(), config.deepspeed.sequence_parallel_size
+    """Return this rank's part of every step; ranks that compute packs together have the same part."""
+    (rank, num_ranks), size = distributed_env.rank_and_world_size(), config.deepspeed.ranks_per_pack
     cost = quadratic_cost(task.model.architecture)
-    return Share(rank // size, num_ranks // size, config.batch, cost, ranks_per_sequence=size)
+    shared = config.deepspeed.sequence_parallel_size
+    return Share(rank // size, num_ranks // size, config.batch, cost, ranks_per_sequence=shared)
 
 
 def check_items(config: OfflineConfig, items: Items) -> None:
@@ -253,8 +263,13 @@ def checked_layout(config: OfflineConfig, resume: Checkpoint | None, *, num_rank
     """Return a line if the states of `resume` are cut anew. Raise UsageError if they cannot be."""
     if resume is None:
         return []
-    stage = config.deepspeed.zero_stage
-    return continuation_notice(resume.path / "model", what="model", zero_stage=stage, num_ranks=num_ranks)
+    return continuation_notice(
+        resume.path / "model",
+        what="model",
+        zero_stage=config.deepspeed.zero_stage,
+        num_ranks=num_ranks,
+        tensor_parallel_size=config.deepspeed.tensor_parallel_size,
+    )
 
 
 def checked_identity(config: OfflineConfig, task: OfflineTask, resume: Checkpoint | None) -> dict[str, object]:
@@ -336,8 +351,8 @@ class _OfflineRun:
         described = f"{self.config.model.pretrain}, {parameter_counts(self.hf_model)}"
         model, on_gpu = self.task.model, distributed.device().type == "cuda"
         notes = attention_note(model.attention, model.architecture, on_gpu=on_gpu) | dtype_note(self.config.model)
-        shared = sharing(self.config.batch, self.config.deepspeed)
-        placement = {"Placement": shared[0]} if shared else {}
+        together = sharing(self.config.batch, self.config.deepspeed) + splitting(self.config.deepspeed)
+        placement = {"Placement": together[0]} if together else {}
         tracker.start({"Model": described, "Data": self.task.summary, **placement, **notes})
         for line in notices:
             tracker.message(line)

@@ -24,8 +24,9 @@ from rlhf_cli.models.reward_model import (
 )
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
 from rlhf_cli.models.teacher import TeacherModel, find_teacher
+from rlhf_cli.models.tensor_parallel import check_tensor_parallel
 from rlhf_cli.runs.run_directory import check_not_replaced
-from rlhf_cli.runs.shared_sequences import sharing
+from rlhf_cli.runs.shared_sequences import sharing, splitting
 from rlhf_cli.runs.trained_model import TrainedModel, trained_model
 
 
@@ -162,6 +163,12 @@ def truncation_notice(rollout: RolloutConfig) -> list[str]:
     ]
 
 
+def check_ranks_together(config: OwnResponsesConfig, models: OnlineModels) -> None:
+    """Raise UsageError if ranks of a role cannot share sequences, or split layers, as the settings request."""
+    check_shared_sequences(config, models)
+    check_split_layers(config, models)
+
+
 def check_shared_sequences(config: OwnResponsesConfig, models: OnlineModels) -> None:
     """Raise UsageError if ranks of a role cannot share sequences as the settings request."""
     deepspeed, policy = config.deepspeed, models.policy
@@ -178,8 +185,33 @@ def check_shared_sequences(config: OwnResponsesConfig, models: OnlineModels) -> 
         )
 
 
-def shared_sequences(config: OwnResponsesConfig, roles: Sequence[str]) -> list[str]:
-    """Return a text for each number of ranks that share a sequence, with the tokens that such a sequence may have."""
+def check_split_layers(config: OwnResponsesConfig, models: OnlineModels) -> None:
+    """Raise UsageError if ranks of a trained role cannot split its layers as the settings request."""
+    for role, model in {"actor": models.policy, "critic": models.critic}.items():
+        if model is not None:
+            check_tensor_parallel(
+                model.architecture,
+                config.deepspeed.of(role),
+                num_ranks=config.placement.num_ranks(role),
+                optim=config.optim,
+                adapted=model.plan is not None,
+                compile_model=config.model.compile_model,
+            )
+    if config.deepspeed.tensor_parallel_size == 1:
+        return
+    if config.optim.enable_ema:
+        raise UsageError("enable_ema keeps an average of whole weights: drop --tensor_parallel_size")
+    if any(config.deepspeed.of(role).zero_stage == 3 for role in config.hosted_roles):
+        raise UsageError(
+            "--tensor_parallel_size: in the student's ranks DeepSpeed partitions no teacher beside split layers; give "
+            "--teacher_zero_stage 2, at which each rank has the whole teacher"
+        )
+
+
+def together(config: OwnResponsesConfig, roles: Sequence[str]) -> list[str]:
+    """Return a text for each number of ranks that share a sequence, with the tokens that such a sequence may have, and
+    one if ranks split layers.
+    """
     by_size: dict[int, list[str]] = {}
     for role in roles:
         by_size.setdefault(config.deepspeed.of(role).sequence_parallel_size, []).append(role)
@@ -187,7 +219,7 @@ def shared_sequences(config: OwnResponsesConfig, roles: Sequence[str]) -> list[s
         text
         for _, names in sorted(by_size.items())
         for text in sharing(config.batch, config.deepspeed.of(names[0]), of=" + ".join(names))
-    ]
+    ] + splitting(config.deepspeed, of=" + ".join(role for role in roles if role not in FROZEN))
 
 
 def check_adapters(config: OwnResponsesConfig, models: OnlineModels, *, backend: str) -> None:
@@ -230,6 +262,11 @@ def layout_notices(resume: Checkpoint, config: OwnResponsesConfig, models: Onlin
     """Return a line for each trained role whose states are cut anew. Raise UsageError if they cannot be."""
     notices = []
     for role in ("actor", "critic") if models.critic else ("actor",):
-        stage, num_ranks = config.deepspeed.of(role).zero_stage, config.placement.num_ranks(role)
-        notices += continuation_notice(resume.path / role, what=role, zero_stage=stage, num_ranks=num_ranks)
+        notices += continuation_notice(
+            resume.path / role,
+            what=role,
+            zero_stage=config.deepspeed.of(role).zero_stage,
+            num_ranks=config.placement.num_ranks(role),
+            tensor_parallel_size=config.deepspeed.of(role).tensor_parallel_size,
+        )
     return notices

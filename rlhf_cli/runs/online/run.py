@@ -46,14 +46,14 @@ from rlhf_cli.runs.online.identity import online_identity
 from rlhf_cli.runs.online.models import (
     OnlineModels,
     check_adapters,
-    check_shared_sequences,
+    check_ranks_together,
     check_stages,
     find_models,
     idle_settings,
     layout_notices,
     reward_model_fact,
     role_names,
-    shared_sequences,
+    together,
     truncation_notice,
 )
 from rlhf_cli.runs.online.restarts import with_restarts
@@ -224,7 +224,7 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
         check_positions(model.architecture, config.prompts.max_len)
     roles = role_names(config, models)
     check_stages(config, roles)
-    check_shared_sequences(config, models)
+    check_ranks_together(config, models)
     check_layout(config.placement, config.rollout, roles=roles)
     longest, seed = config.rollout.max_new_tokens, config.batch.seed
     data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed, reward=config.reward)
@@ -296,9 +296,9 @@ def _notices(run: _OnlineRun) -> list[str]:
 
 
 def _placement(run: _OnlineRun, where: OnlineCluster) -> str:
-    """Return the places of the roles, and which roles have several ranks a sequence, in words."""
-    shared = shared_sequences(run.config, role_names(run.config, run.models))
-    return "; ".join([*describe(where.layout, unit=where.cluster.unit), *shared])
+    """Return the places of the roles, and which roles have several ranks a sequence or a layer, in words."""
+    groups = together(run.config, role_names(run.config, run.models))
+    return "; ".join([*describe(where.layout, unit=where.cluster.unit), *groups])
 
 
 def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:

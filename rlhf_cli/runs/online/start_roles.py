@@ -245,13 +245,14 @@ class OnlineRoles:
         self, group: WorkerGroup[RankT], shares_prompts: Callable[[RankT], bool], model: TrainedModel | TeacherModel
     ) -> Dealer:
         """Return the dealer of a group; `shares_prompts` asks a rank whether it computes a common prompt once."""
-        cost = quadratic_cost(model.found.architecture)
+        cost, deepspeed = quadratic_cost(model.found.architecture), self._config.deepspeed.of(group.role)
         return Dealer(
             len(group),
             self._config.batch,
             cost,
             lambda: group.all(shares_prompts)[0],
-            self._config.deepspeed.of(group.role).sequence_parallel_size,
+            deepspeed.sequence_parallel_size,
+            deepspeed.tensor_parallel_size,
         )
 
     def _reward_group(self, group: WorkerGroup[Any], model: RewardModelPlan) -> RewardRole:

@@ -64,7 +64,8 @@ class StepTracker(Protocol):
 class Share:
     """Which part of every step this process computes.
 
-    `rank` and `num_ranks` count groups of `ranks_per_sequence` processes that compute the same micro-batches together.
+    `rank` and `num_ranks` count groups of processes that compute the same micro-batches together. If
+    `ranks_per_sequence` of them share the tokens, a micro-batch has as many times the bound.
     """
 
     rank: int

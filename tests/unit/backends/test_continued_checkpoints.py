@@ -13,7 +13,13 @@ from tiny_training import OPTIM, Items, Layout, farthest, load_policy, make_engi
 from trained_folders import Trained
 
 from rlhf_cli.backends.training.checkpoint import verify
-from rlhf_cli.backends.training.checkpoint_layout import continuation_notice, read_layout
+from rlhf_cli.backends.training.checkpoint_layout import (
+    Shard,
+    StateLayout,
+    continuation_notice,
+    read_layout,
+    write_layout,
+)
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, seed_everything
 from rlhf_cli.backends.training.reshaping import layout_of
 from rlhf_cli.errors import UsageError
@@ -144,6 +150,18 @@ def test_a_line_names_ranks_and_stages_and_the_numbers_that_are_not_the_same_to_
     (line,) = notice(tmp_path, zero_stage=0, num_ranks=8)
     assert "with 8 ranks at ZeRO stage 0 " in line
     assert "sums are cut in another way and random numbers start from the seed, so" in line
+
+
+@pytest.mark.parametrize(
+    "given", [{"tensor_parallel_size": 1}, {"tensor_parallel_size": 4}, {"zero_stage": 3}], ids=str
+)
+def test_states_of_split_layers_go_on_in_the_same_layout_alone(tmp_path, given):
+    write_layout(StateLayout(2, 4, "AdamW", [], [], 2, {"weight": Shard([3, 4], 1)}), tmp_path, rank=0)
+    assert read_layout(tmp_path).shards == {"weight": Shard([3, 4], 1)}
+    place = {"zero_stage": 2, "num_ranks": 4, "tensor_parallel_size": 2}
+    assert continuation_notice(tmp_path, what="actor", **place) == []
+    with pytest.raises(UsageError, match="not cut anew; go on with 4 ranks at ZeRO stage 2 and tensor_parallel_size 2"):
+        continuation_notice(tmp_path, what="actor", **place | given)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(tiny_model_dir, tmp_path):

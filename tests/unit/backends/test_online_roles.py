@@ -89,6 +89,13 @@ def test_every_sample_of_a_step_is_trained_once_with_the_totals_of_the_whole_ste
         assert len({len(part.micro_batches) for part in parts}) == 1
 
 
+def test_ranks_that_split_layers_get_the_same_micro_batches_of_one_ranks_tokens():
+    sequences, batch = make_sequences(7), BatchConfig(train_max_tokens_per_gpu=20)
+    plan = Dealer(4, batch, quadratic_cost=0.01, ranks_per_layer=2).plan(sequences)
+    assert plan[0] == plan[1] != plan[2] == plan[3]
+    assert plan[::2] == Dealer(2, batch, quadratic_cost=0.01).plan(sequences)
+
+
 def test_prompts_go_to_the_engine_with_the_least_to_do():
     lengths = [5, 30, 7, 1, 12]  # expected tokens of each response; prompts of one token, two samples each
     requests = [

@@ -12,16 +12,19 @@ from reward_models import save_reward_model
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.backends.training.checkpoint_layout import StateLayout, write_layout
+from rlhf_cli.config.online import ROLES
 from rlhf_cli.errors import UsageError
 from rlhf_cli.runs.online.models import (
     OnlineModels,
     check_4_bits,
     check_shared_sequences,
+    check_split_layers,
     check_stages,
     find_models,
     idle_settings,
     layout_notices,
     role_names,
+    together,
     truncation_notice,
 )
 from rlhf_cli.runs.online.student import hosted_teacher, rows_config
@@ -199,6 +202,27 @@ def test_models_are_compiled_where_no_role_that_is_there_is_partitioned(given, f
         check_stages(config, ("actor", "critic", "ref", "reward"))
     if "zero_stage" not in given or given["zero_stage"] == 2:
         check_stages(config, ("actor",))
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"actor_num_gpus_per_node": 3}, "2 does not divide the 3 ranks of the model"),
+        ({"actor_num_gpus_per_node": 2}, "2 does not divide the 1 ranks of the model"),  # the critic's
+        ({"actor_num_gpus_per_node": 2, "critic_num_gpus_per_node": 2, "enable_ema": "true"}, "enable_ema keeps"),
+    ],
+    ids=str,
+)
+def test_every_trained_role_can_split_its_layers(tiny_model_dir, given, fault):
+    models = find("ppo", tiny_model_dir)
+    with pytest.raises(UsageError, match=fault):
+        check_split_layers(resolve("ppo", tensor_parallel_size=2, **given), models)
+
+
+def test_frozen_roles_split_nothing():
+    config = resolve("ppo", tensor_parallel_size=2)
+    assert [config.deepspeed.of(role).tensor_parallel_size for role in ROLES] == [2, 2, 1, 1, 1]
+    assert together(config, ("actor", "critic", "ref")) == ["2 ranks split the layers of actor + critic (experimental)"]
 
 
 def test_each_trained_role_goes_on_from_its_own_ranks_and_stage(tiny_model_dir, tmp_path):
