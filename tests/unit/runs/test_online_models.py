@@ -219,6 +219,19 @@ def test_every_trained_role_can_split_its_layers(tiny_model_dir, given, fault):
         check_split_layers(resolve("ppo", tensor_parallel_size=2, **given), models)
 
 
+def test_a_teacher_in_the_ranks_of_a_student_that_is_split_is_whole(tiny_model_dir):
+    split = {"tensor_parallel_size": "2", "actor_num_gpus_per_node": "2", "zero_stage": "3"}
+
+    def check(teacher_zero_stage: str) -> None:
+        models = {"pretrain": tiny_model_dir, "teacher_pretrain": tiny_model_dir}
+        config = resolve("gkd", **models, **split, teacher_zero_stage=teacher_zero_stage)
+        check_split_layers(config, find_models(config, ALGORITHMS["gkd"]))
+
+    check("2")
+    with pytest.raises(UsageError, match="partitions no teacher beside split layers; give --teacher_zero_stage 2"):
+        check("3")
+
+
 def test_frozen_roles_split_nothing():
     config = resolve("ppo", tensor_parallel_size=2)
     assert [config.deepspeed.of(role).tensor_parallel_size for role in ROLES] == [2, 2, 1, 1, 1]
