@@ -82,10 +82,11 @@ def test_a_student_of_half_the_width_reaches_its_teacher_on_sums(tmp_path):
     assert imitator < 0.7
 
 
-def test_a_continued_run_on_own_and_fixed_responses_ends_as_one_that_was_never_stopped(
-    tmp_path, tiny_model_dir, tiny_llama_dir
-):
-    rows = tmp_path / "rows.jsonl"
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory, tiny_model_dir, tiny_llama_dir) -> tuple[list[str], Path]:
+    """Return the words of a run on own and fixed responses, and its folder."""
+    folder = tmp_path_factory.mktemp("mixed")
+    rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "response": str(n + 1)}) + "\n" for n in range(40)))
     words = (
         f"gkd --pretrain {tiny_model_dir} --teacher_pretrain {tiny_llama_dir} --prompt_data {rows} --lmbda 0.5 "
@@ -94,19 +95,28 @@ def test_a_continued_run_on_own_and_fixed_responses_ends_as_one_that_was_never_s
         "--max_len 32 --max_new_tokens 6 --actor_learning_rate 1e-2 --lr_scheduler constant --teacher_zero_stage 3 "
         "--rollout_backend transformers --param_dtype fp32 --save_steps 3 --no_use_tensorboard"
     ).split()
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    run_rlhf(*words, "--output", whole)
-    assert sorted(path.name for path in (whole / "checkpoints").glob("step_*")) == ["step_000003", "step_000006"]
-    shutil.copytree(whole, stopped)
-    for part in (stopped / "checkpoints" / "step_000006", stopped / "model"):
-        shutil.rmtree(part)
-    run_rlhf(*words, "--output", stopped, "--load_checkpoint")
+    run_rlhf(*words, "--output", folder / "whole")
+    return words, folder / "whole"
+
+
+def test_a_run_learns_on_own_and_fixed_responses_and_measures_rewards(mixed):
+    _, whole = mixed
     found = metrics_of(whole)
-    assert metrics_of(stopped) == found
     own = [found[step]["own_responses"] for step in range(1, 7)]
     assert set(own[:3]) == set(own[3:]) == {0.0, 1.0}
     assert all(("accuracy" in found[step]) == bool(is_own) for step, is_own in enumerate(own, start=1))
     assert found[6]["forward_kl"] < found[1]["forward_kl"]
     assert {step for step, metrics in found.items() if "eval/accuracy" in metrics} == {0, 2, 4, 6}
+    assert sorted(path.name for path in (whole / "checkpoints").glob("step_*")) == ["step_000003", "step_000006"]
+
+
+@pytest.mark.slow
+def test_a_continued_run_on_own_and_fixed_responses_ends_as_one_that_was_never_stopped(mixed, tmp_path):
+    words, whole = mixed
+    stopped = shutil.copytree(whole, tmp_path / "stopped")
+    for part in (stopped / "checkpoints" / "step_000006", stopped / "model"):
+        shutil.rmtree(part)
+    run_rlhf(*words, "--output", stopped, "--load_checkpoint")
+    assert metrics_of(stopped) == metrics_of(whole)
     weights, others = (load_file(run / "model" / "model.safetensors") for run in (stopped, whole))
     assert all(torch.equal(weights[name], others[name]) for name in weights)

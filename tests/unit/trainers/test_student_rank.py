@@ -59,6 +59,7 @@ def make_student(config: GKDConfig, *, learning_rate: float = LEARNING_RATE) -> 
             max_new_tokens=config.rollout.max_new_tokens,
             policy=config.policy_settings,
             share_prompts=shares_prompts(config, teacher),
+            sleeps=config.placement.deepspeed_enable_sleep,
             teacher=hosted_teacher(config, teacher),
         )
     )
@@ -83,7 +84,7 @@ def responses() -> list[TokenSequence]:
         ({}, 1000),
         ({"zero_stage": "0", "share_prompts": "false"}, 12),
         ({"zero_stage": "3", "teacher_zero_stage": "0", "teacher_offload": "true"}, 20),
-        ({"zero_stage": "0", "teacher_zero_stage": "3"}, 20),
+        ({"zero_stage": "2", "teacher_zero_stage": "3", "deepspeed_enable_sleep": "true"}, 20),
     ],
 )
 def test_steps_on_responses_are_those_of_one_sequence_at_a_time_in_plain_pytorch(
