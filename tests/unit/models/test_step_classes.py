@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tiny_tokenizer
+from online_settings import resolve
 from transformers import AutoModelForTokenClassification, Qwen2Config, Qwen2ForTokenClassification
 
+from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.config.model import ModelConfig
@@ -20,7 +22,8 @@ from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_causal_lm, load_reward_model
 from rlhf_cli.models.policy import ValueModel
-from rlhf_cli.models.reward_model import find_process_reward_model, find_reward_model
+from rlhf_cli.models.reward_model import RewardModelPlan, find_process_reward_model, find_reward_model
+from rlhf_cli.runs.online.models import find_models
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 
 TOKENIZER = make_tiny_tokenizer()
@@ -128,3 +131,16 @@ def test_a_model_with_classes_is_no_language_model_though_tied_embeddings_would_
     tied = save(tmp_path / "tied", tie_word_embeddings=True)
     with pytest.raises(UsageError, match="is Qwen2ForTokenClassification, which gives scores: give a language model"):
         load_causal_lm(POLICY.model_copy(update={"pretrain": tied}))
+
+
+def test_a_micro_batch_must_hold_the_separator_behind_the_longest_sequence(folder, tiny_model_dir):
+    def found(room: int) -> RewardModelPlan | None:
+        lengths = {"max_len": "64", "max_new_tokens": "16", "train_max_tokens_per_gpu": str(room)}
+        config = resolve("grpo", pretrain=tiny_model_dir, prm_pretrain=folder, **lengths)
+        return find_models(config, ALGORITHMS["grpo"]).reward
+
+    with pytest.raises(UsageError, match="a sequence may have 65 tokens: raise train_max_tokens_per_gpu 64"):
+        found(64)
+    model = found(65)
+    assert model is not None
+    assert model.last_separator == tuple(TOKENIZER.encode("\n", add_special_tokens=False))
