@@ -3,7 +3,10 @@
 Imports nothing that trains: the process of an engine starts as early as it can.
 """
 
+from dataclasses import replace
+
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineSettings, RolloutEngine
+from rlhf_cli.backends.rollout.torchvision_folder import use_torchvision
 from rlhf_cli.config.plugins import is_target, load_target
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.models.weight_files import folder_of
@@ -16,6 +19,9 @@ def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Roll
     """Return the rollout engine of that name, in this process; a model of the Hub is fetched to this machine first."""
     model_path = str(folder_of(model_path))
     if backend == "vllm":
+        use_torchvision(model_path)
+    settings = fitted(settings, model_path)
+    if backend == "vllm":
         from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
 
         return VllmEngine(model_path, settings)
@@ -25,6 +31,16 @@ def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Roll
     from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(model_path, settings)
+
+
+def fitted(settings: EngineSettings, model_path: str) -> EngineSettings:
+    """Return the settings for this model, without pictures for a model of text."""
+    from transformers import AutoConfig
+
+    from rlhf_cli.models.vision.families.table import takes_pictures
+
+    architecture = AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code)
+    return settings if takes_pictures(architecture) else replace(settings, max_images_per_prompt=None)
 
 
 def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "EngineHost":

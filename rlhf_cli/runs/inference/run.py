@@ -23,6 +23,7 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
 from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.runs.inference.workers import Models, started_models
+from rlhf_cli.runs.pictured_roles import check_engine_pictures
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
@@ -96,6 +97,7 @@ def examinee(
     """
     sampling, backend = config.sampling, rollout_backend(config.sampling)
     model = find_inference_model(config.model)
+    check_engine_pictures(model.architecture, backend=backend)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
     data = load_prompts(

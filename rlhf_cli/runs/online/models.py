@@ -25,6 +25,7 @@ from rlhf_cli.models.reward_model import (
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
 from rlhf_cli.models.teacher import TeacherModel, find_teacher
 from rlhf_cli.models.tensor_parallel import check_tensor_parallel
+from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.shared_sequences import sharing, splitting
 from rlhf_cli.runs.trained_model import TrainedModel, trained_model
@@ -227,6 +228,20 @@ def check_adapters(config: OwnResponsesConfig, models: OnlineModels, *, backend:
     check_4_bits(config, models)
     if config.adapter.lora_push == "adapter":
         check_adapter_push(models.policy.plan, backend=backend, sync_backend=config.rollout.vllm_sync_backend)
+
+
+def check_pictures(config: OwnResponsesConfig, models: OnlineModels, *, backend: str) -> None:
+    """Raise UsageError if the engines or another model of the run do not take the policy's pictures."""
+    policy = models.policy.architecture
+    check_engine_pictures(policy, backend=backend, pushes_adapter=config.adapter.lora_push == "adapter")
+    flags = {
+        "critic": "--critic_pretrain",
+        "reward": "--reward_pretrain" if config.steps is None else "--prm_pretrain",
+        "teacher": "--teacher_pretrain",
+    }
+    for role, model in models.of_roles().items():
+        if role in flags:
+            check_role_pictures(policy, model.found.architecture, f"{flags[role]} {model.source.pretrain!r}")
 
 
 def check_4_bits(config: OwnResponsesConfig, models: OnlineModels) -> None:

@@ -46,6 +46,7 @@ from rlhf_cli.runs.online.identity import online_identity
 from rlhf_cli.runs.online.models import (
     OnlineModels,
     check_adapters,
+    check_pictures,
     check_ranks_together,
     check_stages,
     find_models,
@@ -61,6 +62,7 @@ from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
 from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.runs.online.student import StudentData, load_student_data
 from rlhf_cli.runs.online.surplus_file import load_surplus, save_surplus
+from rlhf_cli.runs.pictured_roles import server_notice
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
@@ -71,6 +73,7 @@ from rlhf_cli.runs.run_directory import (
     prepare_run_directory,
     run_directory,
 )
+from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import Tracker, check_tracking
@@ -219,6 +222,7 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
     models = find_models(config, algorithm)
     model = models.policy
     check_adapters(config, models, backend=backend)
+    check_pictures(config, models, backend=backend)
     check_router_loss(config.optim.aux_loss_coef, model.architecture)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
@@ -226,9 +230,7 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
     check_stages(config, roles)
     check_ranks_together(config, models)
     check_layout(config.placement, config.rollout, roles=roles)
-    longest, seed = config.rollout.max_new_tokens, config.batch.seed
-    data = load_prompts(config.prompts, model.tokenizer, max_new_tokens=longest, seed=seed, reward=config.reward)
-    eval_data = load_evaluation_prompts(config, model.tokenizer)
+    data, eval_data = _load_data(config, model)
     student = load_student_data(config, model) if isinstance(config, GKDConfig) else None
     all_data = [data] if eval_data is None else [data, eval_data]
     for trained in (model, models.critic or model):
@@ -251,6 +253,18 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
     check_rewards(config.reward, *(read.prompts for read in all_data))
     return run
+
+
+def _load_data(config: OwnResponsesConfig, model: TrainedModel) -> tuple[PromptData, PromptData | None]:
+    """Return the prompts to train on, and the held-out ones if there are any."""
+    data = load_prompts(
+        config.prompts,
+        model.tokenizer,
+        max_new_tokens=config.rollout.max_new_tokens,
+        seed=config.batch.seed,
+        reward=config.reward,
+    )
+    return data, load_evaluation_prompts(config, model.tokenizer)
 
 
 def _tracker(run: _OnlineRun, console: Console) -> Tracker:
@@ -292,7 +306,8 @@ def _notices(run: _OnlineRun) -> list[str]:
     idle = idle_settings(config, role_names(config, run.models))
     files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, contents_of_plugins(config))]
     layouts = layout_notices(run.resume, config, run.models) if run.resume else []
-    return [*idle, *truncation_notice(config.rollout), *files, *layouts]
+    texts = server_notice(config.reward, run.models.policy.architecture)
+    return [*idle, *truncation_notice(config.rollout), *texts, *files, *layouts]
 
 
 def _placement(run: _OnlineRun, where: OnlineCluster) -> str:

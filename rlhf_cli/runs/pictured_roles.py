@@ -1,0 +1,41 @@
+"""Whether the engines and the other models of a run take the pictures that its policy takes."""
+
+from transformers import PretrainedConfig
+
+from rlhf_cli.backends.rollout.torchvision_folder import lacks_torchvision
+from rlhf_cli.config.scoring import RemoteScoringConfig, RequestScoringConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.vision.families.table import takes_pictures
+
+
+def check_engine_pictures(architecture: PretrainedConfig, *, backend: str, pushes_adapter: bool = False) -> None:
+    """Raise UsageError if engines of this kind cannot have the model with its vision tower."""
+    if not takes_pictures(architecture):
+        return
+    kind = architecture.model_type
+    if pushes_adapter:
+        raise UsageError(f"--lora_push adapter: vLLM gets models of type {kind} whole; --lora_push merged pushes them")
+    if backend == "vllm" and lacks_torchvision(kind):
+        raise UsageError(
+            f"vLLM's models of type {kind} need torchvision, which is not installed (docs/howto/debugging.md): "
+            "`make setup` installs it; --rollout_backend transformers does without"
+        )
+
+
+def check_role_pictures(policy: PretrainedConfig, role: PretrainedConfig, what: str) -> None:
+    """Raise UsageError if a model that reads the policy's sequences takes their pictures in another way, or not at all.
+
+    Args:
+        what: the setting that names the model of the role.
+    """
+    if takes_pictures(policy) and role.model_type != policy.model_type:
+        raise UsageError(
+            f"{what} is of type {role.model_type}, which does not read the pictures of a {policy.model_type} model"
+        )
+
+
+def server_notice(reward: RequestScoringConfig, architecture: PretrainedConfig) -> list[str]:
+    """Return a line if reward servers judge the responses to prompts with pictures."""
+    if not isinstance(reward, RemoteScoringConfig) or not reward.remote_rm_url or not takes_pictures(architecture):
+        return []
+    return ["--remote_rm_url: reward servers get the text of prompts and responses, and no pictures"]

@@ -1,0 +1,39 @@
+"""torchvision in a folder of its own: which models need it, and which processes see it."""
+
+import importlib.util
+import json
+import os
+import sys
+
+import pytest
+
+from rlhf_cli.backends.rollout.torchvision_folder import lacks_torchvision, use_torchvision
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is not None, reason="this environment has a torchvision"
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    package = tmp_path / "packages" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    return package.parent
+
+
+def test_models_of_some_types_lack_it_unless_it_is_in_the_folder(tmp_path, folder):
+    assert lacks_torchvision("qwen2_5_vl", folder=tmp_path / "none")
+    assert not lacks_torchvision("qwen2_5_vl", folder=folder)
+    assert not lacks_torchvision("idefics3", folder=tmp_path / "none")
+    assert not lacks_torchvision("qwen2", folder=tmp_path / "none")
+
+
+@pytest.mark.parametrize(("model_type", "sees"), [("qwen2_5_vl", True), ("idefics3", False), ("qwen2", False)])
+def test_an_engine_and_its_children_see_it_if_their_model_needs_it(tmp_path, folder, monkeypatch, model_type, sees):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "before")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    use_torchvision(str(tmp_path), folder=folder)
+    assert (str(folder) in sys.path) is sees
+    assert os.environ["PYTHONPATH"] == (f"before{os.pathsep}{folder}" if sees else "before")

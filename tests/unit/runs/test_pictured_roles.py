@@ -1,0 +1,44 @@
+"""Engines and other models of a run that cannot have the policy's pictures are refused by name."""
+
+import pytest
+from scoring import config
+from transformers import Idefics3Config, Qwen2_5_VLConfig, Qwen2Config
+
+from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.engine_host import fitted
+from rlhf_cli.config.scoring import RemoteScoringConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures, server_notice
+
+TEXT, QWEN, IDEFICS = Qwen2Config(), Qwen2_5_VLConfig(), Idefics3Config()
+
+
+def test_a_judge_that_does_not_read_the_policys_pictures_is_refused():
+    check_role_pictures(QWEN, QWEN, "--teacher_pretrain 'm'")
+    check_role_pictures(TEXT, QWEN, "--teacher_pretrain 'm'")
+    for role in (TEXT, IDEFICS):
+        complaint = (
+            f"--teacher_pretrain 'm' is of type {role.model_type}, which does not read the pictures of a qwen2_5_vl"
+        )
+        with pytest.raises(UsageError, match=complaint):
+            check_role_pictures(QWEN, role, "--teacher_pretrain 'm'")
+
+
+def test_engines_get_vision_models_whole():
+    check_engine_pictures(IDEFICS, backend="vllm")
+    check_engine_pictures(TEXT, backend="vllm", pushes_adapter=True)
+    with pytest.raises(UsageError, match="--lora_push merged pushes them"):
+        check_engine_pictures(IDEFICS, backend="vllm", pushes_adapter=True)
+
+
+def test_a_line_reports_that_reward_servers_get_no_pictures():
+    servers = RemoteScoringConfig(remote_rm_url=["http://localhost:1"])
+    assert server_notice(servers, TEXT) == []
+    assert "no pictures" in server_notice(servers, QWEN)[0]
+    assert server_notice(config(reward_funcs=["exact"]), QWEN) == []
+
+
+@pytest.mark.parametrize(("architecture", "most"), [(TEXT, None), (IDEFICS, 3)])
+def test_an_engine_takes_pictures_if_its_model_does(tmp_path, architecture, most):
+    architecture.save_pretrained(tmp_path)
+    assert fitted(EngineSettings(max_model_len=9, max_images_per_prompt=3), str(tmp_path)).max_images_per_prompt == most
