@@ -42,6 +42,11 @@ class ModelConfig(ModelSource):
     """Use Liger's fused Triton kernels for norms, rotary embeddings and MLPs (CUDA, extra `liger`). By default if they
     are installed, know the type of the model, and --compile_model does not fuse the same operations."""
 
+    freeze_vision_tower: bool = False
+    """Leave the vision tower of a vision-language model as it is, and train the projector and the language part."""
+    freeze_projector: bool = False
+    """Leave the projector between vision tower and language part (the merger of Qwen-VL) as it is."""
+
     @model_validator(mode="after")
     def _inputs_of_layers_are_saved(self) -> "ModelConfig":
         if self.activation_offload and not self.gradient_checkpointing:
@@ -83,6 +88,9 @@ class LoraConfig(SettingsGroup):
     """Names of the linear layers that get an adapter (q_proj,v_proj); all-linear: every one but the head."""
     exclude_modules: list[str] = []
     """Names of layers that get none although target_modules names them: o_proj, or layers.0.mlp.up_proj."""
+    lora_vision_tower: bool = False
+    """Put adapters on the vision tower and the projector of a vision-language model too, not on its language part
+    alone."""
     load_in_4bit: bool = False
     """Keep the model under the adapter in 4 bits (NF4; NVIDIA GPU, extra `quant`, not with ZeRO-3)."""
 

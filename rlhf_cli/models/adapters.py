@@ -29,6 +29,9 @@ from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.loading import fill, num_parameters
 from rlhf_cli.models.saving import config_to_save, save_tokenizer
 from rlhf_cli.models.tensor_parallel import whole_shape
+from rlhf_cli.models.vision.adapting import language_targets
+from rlhf_cli.models.vision.families.table import takes_pictures
+from rlhf_cli.models.vision.freezing import freeze_parts
 from rlhf_cli.models.weight_files import SafetensorsFiles, fingerprint, fingerprint_of, folder_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -49,7 +52,14 @@ ACTIVE = "default"
 
 VARIANTS = ("use_rslora", "use_dora", "exclude_modules", "rank_pattern", "alpha_pattern")
 """Settings of an adapter that most adapters do not have."""
-OF_NEW_ADAPTERS = ("lora_alpha", "use_rslora", "use_dora", "target_modules", "exclude_modules")
+OF_NEW_ADAPTERS = (
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "target_modules",
+    "exclude_modules",
+    "lora_vision_tower",
+)
 """Settings that an adapter on disk has of its own."""
 
 
@@ -63,6 +73,7 @@ class AdapterPlan:
     weights: Path | None  # to start from
     in_4bit: bool
     seed: int
+    with_tower: bool = False  # a new adapter of a vision-language model is not on its language part alone
 
     def identity(self) -> dict[str, object]:
         """Return the settings that have to be equal for a checkpoint of it to be continued."""
@@ -72,6 +83,7 @@ class AdapterPlan:
             "lora_alpha": config.lora_alpha,
             "lora_dropout": config.lora_dropout,
             "target_modules": sorted_names(config.target_modules),
+            "lora_vision_tower": self.with_tower,
             "load_in_4bit": self.in_4bit,
             **{name: sorted_names(getattr(config, name)) or None for name in VARIANTS},
         }
@@ -116,7 +128,7 @@ def plan_adapter(model: ModelConfig, adapter: LoraConfig, *, seed: int) -> Adapt
     if folder is not None:
         require_same_base(folder, base, mark)
     weights = None if folder is None else folder / WEIGHTS_FILE
-    return AdapterPlan(base, mark, config, weights, in_4bit, seed)
+    return AdapterPlan(base, mark, config, weights, in_4bit, seed, adapter.lora_vision_tower)
 
 
 def require_language_model(model: ModelConfig, architecture: PretrainedConfig, plan: AdapterPlan | None) -> None:
@@ -201,9 +213,13 @@ def load_with_adapter(
     device: torch.device | None = None,
     partition: AbstractContextManager[None] | None = None,
 ) -> PreTrainedModel:
-    """Return the model by `load` (`load_causal_lm`, `load_value_backbone`), under the adapter if one is planned."""
+    """Return the model by `load` (`load_causal_lm`, `load_value_backbone`) as it is trained: under the adapter if one
+    is planned, else with the parts frozen that the settings name.
+    """
     if plan is None:
-        return load(model, device=device, partition=partition)
+        hf_model = load(model, device=device, partition=partition)
+        freeze_parts(hf_model, model)
+        return hf_model
     base = model.model_copy(update={"pretrain": plan.base})
     hf_model = load(base, device=device, partition=partition, in_4bit=plan.in_4bit)
     put_adapter(hf_model, plan)
@@ -220,6 +236,8 @@ def put_adapter(model: PreTrainedModel, plan: AdapterPlan) -> None:
 
     config = copy.deepcopy(plan.config)
     config.task_type = SCORES if _has_head(model) else "CAUSAL_LM"
+    if takes_pictures(model.config) and plan.weights is None and not plan.with_tower:
+        config.target_modules = language_targets(model, config.target_modules)
     _require_excluded_layers(model, config.exclude_modules)
     with torch.random.fork_rng():
         torch.manual_seed(plan.seed)  # the same weights however the model was loaded

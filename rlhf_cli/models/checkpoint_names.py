@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from rlhf_cli.models.weight_files import TensorSource
+from rlhf_cli.models.weight_files import RenamedTensors, TensorSource
 
 
 def as_in_checkpoint(
@@ -53,6 +53,16 @@ def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]
     """Return the buffers that checkpoints have beside the parameters, such as the routers' biases of DeepSeek-V3."""
     stored = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+
+
+def in_memory_names(stored: TensorSource, model: PreTrainedModel) -> RenamedTensors:
+    """Return the tensors of a checkpoint under the names that they have in the model, which joins none of them."""
+    own = {
+        in_file: name
+        for name, tensor in model.state_dict().items()
+        for in_file in shapes_in_checkpoint(model, name, tuple(tensor.shape), tensor.dtype)
+    }
+    return RenamedTensors(stored, lambda name: own.get(name, name))
 
 
 class CheckpointTensors:

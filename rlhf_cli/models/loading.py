@@ -25,7 +25,7 @@ from transformers import (
 
 from rlhf_cli.config.model import ModelConfig, ModelSource
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.classifiers import is_token_classifier, refuse_classifier
+from rlhf_cli.models.classifiers import is_token_classifier, refuse_classifier, refuse_several_labels
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.finding import FoundModel, find_model, naming_the_model
 from rlhf_cli.models.fused import fuse
@@ -72,10 +72,12 @@ def load_value_backbone(
 
     Its weights are normal with spread 1 / (hidden size + 1): normed hidden states then give values well under 1.
     """
+    found = find_model(config)
+    refuse_several_labels(found.architecture, f"pretrain {config.pretrain!r}")
     return _load(
         AutoModelForSequenceClassification,
         config,
-        find_model(config),
+        found,
         partition=partition,
         in_4bit=in_4bit,
         device=device,

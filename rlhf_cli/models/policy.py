@@ -61,6 +61,8 @@ class Decoder:
         if self._tower is not None:
             assert part.shards is None, "ranks do not share sequences of vision-language models"
             return self._tower.decoder_inputs(pack)
+        if pack.pictures is not None:
+            raise UsageError("a text model cannot read pictures: give a vision-language model")
         return {
             "input_ids": pack.input_ids_T[part.tokens][None],
             "position_ids": pack.position_ids_T[part.tokens][None],

@@ -4,6 +4,7 @@
 """
 
 import copy
+import shutil
 from pathlib import Path
 
 import torch
@@ -11,6 +12,11 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from rlhf_cli.models.classifiers import set_padding
 from rlhf_cli.models.folders import whole_folder
+from rlhf_cli.models.vision.tower import PROCESSING
+from rlhf_cli.models.weight_files import folder_of
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a vision-language model from which transformers makes its processor, besides its tokenizer."""
 
 
 def save_hf(
@@ -30,6 +36,7 @@ def save_hf(
         make_generation_valid(model, tokenizer)
         model.save_pretrained(written, state_dict=_without_tied_copies(model, state_dict))
         tokenizer.save_pretrained(written)
+        save_processor(model, written)
 
 
 def save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -52,11 +59,26 @@ def config_to_save(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def save_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write tokenizer, template and generation settings."""
+    """Write tokenizer, template and generation settings, and what a vision-language model has for pictures."""
     make_generation_valid(model, tokenizer)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    save_processor(model, folder)
+
+
+def save_processor(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the files by which a vision-language model cuts pictures from the model that it started from."""
+    processing = getattr(model, PROCESSING, None)
+    if processing is not None:
+        copy_processor_files(folder_of(processing.source), folder)
+
+
+def copy_processor_files(source: Path, folder: Path) -> None:
+    """Copy the processor's files that the source has."""
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _without_tied_copies(

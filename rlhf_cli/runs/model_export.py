@@ -20,10 +20,12 @@ from rlhf_cli.models.adapters import (
     read_config,
     require_same_base,
 )
-from rlhf_cli.models.checkpoint_names import CheckpointTensors
+from rlhf_cli.models.checkpoint_names import CheckpointTensors, in_memory_names
 from rlhf_cli.models.finding import ADAPTER_FILE, adapter_folder, resolve_model_path
 from rlhf_cli.models.merging import FoldedAdapter, verify_shards, write_shards
+from rlhf_cli.models.saving import PROCESSOR_FILES, copy_processor_files
 from rlhf_cli.models.tokenizers import TOKENIZER_FILES
+from rlhf_cli.models.vision.families.table import takes_pictures
 from rlhf_cli.models.weight_files import (
     RenamedTensors,
     SafetensorsFiles,
@@ -117,8 +119,12 @@ def configuration(parts: Parts, *, trust_remote_code: bool) -> object:
 def whole_weights(parts: Parts, config: Any, *, trust_remote_code: bool) -> TensorSource:
     """Return the tensors of the whole model. Raise UsageError if an adapter does not fit its base."""
     if parts.base is not None:
-        weights = adapter_weights(parts, config)
-        return FoldedAdapter(open_weights(parts.base), weights, read_config(parts.description))
+        weights, settings = adapter_weights(parts, config), read_config(parts.description)
+        if not takes_pictures(config):
+            return FoldedAdapter(open_weights(parts.base), weights, settings)
+        model = _without_weights(config, trust_remote_code=trust_remote_code)
+        base = in_memory_names(open_weights(parts.base), model)
+        return CheckpointTensors(FoldedAdapter(base, weights, settings), model)
     assert parts.engine is not None, "without a base it is a checkpoint"
     return _trained_weights(parts.engine, config, trust_remote_code=trust_remote_code)
 
@@ -204,12 +210,22 @@ def _adapter_file(folder: Path) -> Path:
 
 def _trained_weights(engine: Path, config: Any, *, trust_remote_code: bool) -> TensorSource:
     """Return the tensors of a saved engine under the names of files, which have tied weights once."""
+    model = _without_weights(config, trust_remote_code=trust_remote_code)
+    weights = EngineWeights(engine, config.dtype, tied=set(model.all_tied_weights_keys))
+    if takes_pictures(config) and {name for name, _ in model.named_parameters()} - set(weights.names()):
+        raise UsageError(
+            f"checkpoint {engine.parent} has no weights of the parts that its run leaves as they are "
+            "(--freeze_vision_tower, --freeze_projector): the model that the finished run saves has them"
+        )
+    return CheckpointTensors(weights, model)
+
+
+def _without_weights(config: Any, *, trust_remote_code: bool) -> Any:
+    """Return the model of a configuration on the device "meta"."""
     import torch
 
     with torch.device("meta"):
-        model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    weights = EngineWeights(engine, config.dtype, tied=set(model.all_tied_weights_keys))
-    return CheckpointTensors(weights, model)
+        return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def _describe(parts: Parts, config: Any, folder: Path, *, trust_remote_code: bool) -> None:
@@ -224,6 +240,8 @@ def _describe(parts: Parts, config: Any, folder: Path, *, trust_remote_code: boo
         tokenizer.save_pretrained(folder)
     if source := parts.file((GENERATION,)):
         shutil.copyfile(source / GENERATION, folder / GENERATION)
+    if source := parts.file(PROCESSOR_FILES):
+        copy_processor_files(source, folder)
     for code in parts.base.glob("*.py") if parts.base else ():
         shutil.copyfile(code, folder / code.name)
 

@@ -9,7 +9,15 @@ from rlhf_cli.models.adapters import VARIANTS, AdapterPlan
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.identity import configuration_fingerprint, template_fingerprint, tokenizer_fingerprint
 
-OF_AN_ADAPTER = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "load_in_4bit", *VARIANTS)
+OF_AN_ADAPTER = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "lora_vision_tower",
+    "load_in_4bit",
+    *VARIANTS,
+)
 NOT_OF_THE_OBJECTIVE = {"preset", "share_prompts"}
 """A preset only gives defaults, and shared prompts only save time."""
 

@@ -9,6 +9,7 @@ from rank_scenarios import SAVED, STAGES
 from safetensors.torch import load_file
 from started_ranks import results_of, start_ranks
 from tiny_training import CLOSE, LEARNING_RATE, farthest
+from tiny_vision import save_tiny_vision
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -17,7 +18,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 def results(tiny_model_dir, tiny_moe_dir, tmp_path_factory) -> dict[tuple[int, int], dict[str, Any]]:
     """The findings of each rank, by (rank, number of ranks)."""
     folder = tmp_path_factory.mktemp("ranks")
-    words = [tiny_model_dir, tiny_moe_dir, str(folder)]
+    vision = save_tiny_vision("qwen3_vl", folder / "vision")
+    words = [tiny_model_dir, tiny_moe_dir, str(vision), str(folder)]
     return results_of({n: start_ranks("rank_scenarios.py", n, words, folder) for n in (1, 2)}, folder)
 
 
@@ -35,6 +37,13 @@ def test_two_ranks_take_the_steps_of_one(results, name):
     assert farthest(results[0, 2][name]["weights"], results[1, 2][name]["weights"]) == 0
     assert results[0, 1][name]["sizes"][-1] == 1
     assert sorted(results[rank, 2][name]["sizes"][-1] for rank in (0, 1)) == [0, 1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_with_pictures_on_one_of_them_take_the_steps_of_one(results, stage):
+    for rank in (0, 1):
+        assert_equal_steps(results[0, 1][f"vision {stage}"], results[rank, 2][f"vision {stage}"])
+    assert_equal_steps(results[0, 1]["vision 0"], results[0, 2][f"vision {stage}"])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

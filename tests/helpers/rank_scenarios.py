@@ -14,6 +14,7 @@ from distill_training import distill_steps
 from preference_training import make_pairs, make_reference, prm_task, run_steps
 from tiny_training import OPTIM, Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 from torch import nn
+from vision_sequences import vision_sequences
 
 from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
 from rlhf_cli.backends.training import distributed
@@ -207,7 +208,16 @@ def decisions() -> list[Any]:
     return found
 
 
-def main(model: str, mixture: str, folder: Path) -> None:
+def vision_steps(folder: Path, stage: int) -> dict[str, Any]:
+    """Three steps of a vision-language model: with two ranks, one has pictures and the other text, or nothing."""
+    items = Items(vision_sequences(folder, [[(56, 84), (60, 60)], [], [(112, 56)], [], [(30, 90)]]))
+    hf_model, module = load_policy(str(folder), stage)
+    engine = make_engine(module, stage)
+    metrics = train(engine, items, [[0, 1], [2, 3], [4]], layout())
+    return {"metrics": metrics, "weights": weights_of(engine, hf_model)}
+
+
+def main(model: str, mixture: str, vision: str, folder: Path) -> None:
     distributed.join_process_group()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results: dict[str, Any] = {}
@@ -229,6 +239,7 @@ def main(model: str, mixture: str, folder: Path) -> None:
         results[f"distill {stage}"] = {"metrics": trained.metrics, "weights": trained.weights}
         trained = run_steps(model, prm_task(), stage, layout(max_tokens=60))
         results[f"prm {stage}"] = {"metrics": trained.metrics, "weights": trained.weights}
+    results |= {f"vision {stage}": vision_steps(Path(vision), stage) for stage in STAGES}
     results["critic"] = critic(model)
     results["inference"] = inference(model)
     results["reference columns"] = torch.from_numpy(reference_columns(model))
@@ -241,4 +252,4 @@ def main(model: str, mixture: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))

@@ -18,8 +18,23 @@ TOKENS = torch.tensor([[5, 6, 7, 8, 250, 3, 3, 9]])
 class Trained:
     """A tiny model after two steps, as a run leaves it: its folder, and a sealed checkpoint of it."""
 
-    def __init__(self, root, pretrain, *, stage=0, dtype="fp32", lora_rank=0, value=False, name="model", **lora):
-        config = ModelConfig(pretrain=str(pretrain), param_dtype=dtype)
+    def __init__(
+        self,
+        root,
+        pretrain,
+        *,
+        stage=0,
+        dtype="fp32",
+        lora_rank=0,
+        value=False,
+        name="model",
+        sequences=None,
+        **others,
+    ):
+        """`others` are settings of the model or of its adapter."""
+        of_model = {setting: value for setting, value in others.items() if setting in ModelConfig.model_fields}
+        lora = {setting: value for setting, value in others.items() if setting not in of_model}
+        config = ModelConfig(pretrain=str(pretrain), param_dtype=dtype, **of_model)
         tokenizer = load_tokenizer(config)
         adapter = LoraConfig(lora_rank=lora_rank, lora_alpha=8, **lora) if lora_rank else LoraConfig()
         plan = plan_adapter(config, adapter, seed=1)
@@ -34,7 +49,8 @@ class Trained:
             for packs in batches:
                 engine.train_step(packs, lambda model, batch: ((model(batch) - 1).square().mean(), {}))
         else:
-            train(engine, Items(make_sequences(6)), [range(6), range(6)], Layout())
+            items = Items(sequences or make_sequences(6))
+            train(engine, items, [range(len(items.sequences))] * 2, Layout())
         self.folder = root / "run" / "model"
         save_whole_model(engine, self.hf_model, tokenizer, self.folder)
         store = CheckpointStore(root / "run" / "checkpoints", max_num=3)

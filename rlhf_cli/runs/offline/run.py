@@ -40,6 +40,7 @@ from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.tensor_parallel import check_tensor_parallel
+from rlhf_cli.models.vision.freezing import check_trained_parts, frozen_parts_identity
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
@@ -115,6 +116,7 @@ def offline_model(config: OfflineConfig) -> TrainedModel:
     model = trained_model(config.model, config.adapter, seed=config.batch.seed)
     check_not_replaced(config.checkpoint, config.model.pretrain, model.base.pretrain)
     check_router_loss(config.optim.aux_loss_coef, model.architecture)
+    check_trained_parts(model.base, config.adapter, model.architecture, is_adapted=model.plan is not None)
     in_4bit = model.plan is not None and model.plan.in_4bit
     check_loadable(model.base, model.architecture, in_4bit=in_4bit, partitioned=config.deepspeed.zero_stage == 3)
     _, num_ranks = distributed_env.rank_and_world_size()
@@ -280,6 +282,7 @@ def checked_identity(config: OfflineConfig, task: OfflineTask, resume: Checkpoin
         "param_dtype": config.model.param_dtype,
         **model_identity("model", model.found, model.plan),
         **adapter_identity(model.plan),
+        **frozen_parts_identity(model.base),
         **tokenizer_identity(model.tokenizer),
         "number of training rows": len(data.lengths),
         "number of trained tokens": int(data.num_trained.sum()),

@@ -7,6 +7,7 @@ from rlhf_cli.config.commands.online import FilteringConfig, OwnResponsesConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data.prompts import PromptData
+from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.runs.online.models import OnlineModels
 from rlhf_cli.runs.run_identity import adapter_identity, model_identity, objective_identity, tokenizer_identity
 
@@ -77,6 +78,7 @@ def _roles(models: OnlineModels) -> dict[str, object]:
     roles = {
         **model_identity("policy", policy.found, policy.plan),
         **adapter_identity(policy.plan),
+        **frozen_parts_identity(policy.base),
         **model_identity("reward model", models.reward.found if models.reward else None),
         **model_identity("teacher", models.teacher.found if models.teacher else None),
     }

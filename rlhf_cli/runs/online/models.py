@@ -25,6 +25,7 @@ from rlhf_cli.models.reward_model import (
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
 from rlhf_cli.models.teacher import TeacherModel, find_teacher
 from rlhf_cli.models.tensor_parallel import check_tensor_parallel
+from rlhf_cli.models.vision.freezing import check_trained_parts
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 from rlhf_cli.runs.run_directory import check_not_replaced
 from rlhf_cli.runs.shared_sequences import sharing, splitting
@@ -61,6 +62,7 @@ def find_models(config: OwnResponsesConfig, algorithm: Algorithm) -> OnlineModel
     policy = trained_model(config.model, config.adapter, seed=config.batch.seed)
     require_language_model(config.model, policy.architecture, policy.plan)
     check_trainable(policy.architecture)
+    check_trained_parts(policy.base, config.adapter, policy.architecture, is_adapted=policy.plan is not None)
     if policy.plan is not None and config.reference_settings.ref_sync_steps:
         raise UsageError("ref_sync_steps moves a whole model; under an adapter the reference is the base, which stays")
     reward = None
@@ -104,6 +106,7 @@ def _critic(config: OwnResponsesConfig, policy: TrainedModel) -> TrainedModel:
     assert isinstance(config, CriticConfig)
     pretrain = config.critic.critic_pretrain
     if pretrain is None:
+        refuse_several_labels(policy.architecture, f"the critic by --pretrain {policy.source.pretrain!r}")
         return policy
     source = config.model.model_copy(update={"pretrain": pretrain, "tokenizer_chat_template": None})
     try:

@@ -26,6 +26,8 @@ class PictureProcessing(ABC):
     """
 
     has_axes = False
+    source = ""
+    """Folder or Hub name of the model."""
     sample_axis = 0
     input_names: tuple[str, ...] = ("pixel_values",)
 

@@ -1,6 +1,6 @@
 """The families of vision-language models that are trained on pictures, found by a model's configuration."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,7 +12,6 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.families.idefics3 import Idefics3Processing
 from rlhf_cli.models.vision.families.llava import LlavaProcessing
 from rlhf_cli.models.vision.families.processing import (
-    ImageProcessor,
     PictureProcessing,
     load_image_processor,
     refuse_bounds,
@@ -72,12 +71,15 @@ def find_processing(
     """Return how a model of a known family cuts pictures. `path` is its folder or Hub name."""
     kind = architecture.model_type
     processor = load_image_processor(path, trust_remote_code=trust_remote_code)
+    found: PictureProcessing
     if "qwen" in kind:
-        return QwenVLProcessing(processor, architecture, min_pixels=min_pixels, max_pixels=max_pixels)
-    refuse_bounds(kind, min_pixels, max_pixels)
-    make: Callable[[ImageProcessor, PretrainedConfig], PictureProcessing]
-    make = Idefics3Processing if kind == "idefics3" else LlavaProcessing
-    return make(processor, architecture)
+        found = QwenVLProcessing(processor, architecture, min_pixels=min_pixels, max_pixels=max_pixels)
+    else:
+        refuse_bounds(kind, min_pixels, max_pixels)
+        make = Idefics3Processing if kind == "idefics3" else LlavaProcessing
+        found = make(processor, architecture)
+    found.source = path
+    return found
 
 
 def find_family(
