@@ -27,10 +27,12 @@ import transformers
 
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.config.plugins import contents_of
+from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.reading.sources import Rows
 from rlhf_cli.data.store import StoredTable, TableWriter
 from rlhf_cli.environment import user_cache
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models import vision
 from rlhf_cli.models.identity import tokenizer_fingerprint
 
 FORMAT = 1
@@ -43,6 +45,8 @@ WRITING_SECONDS = 2 * 24 * 3600
 """Age of a temporary file that no living process still writes."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT_NAME = re.compile(r"\.?[a-z]+-[0-9a-f]{32}\.(arrow|lock)(?P<writing>\.[0-9a-f]{16})?")
+VISION_CODE = Path(vision.__file__).parent
+"""Modules that decide the tokens of a picture."""
 NOT_KEYED = {"dataset", "dataset_probs", "dataset_split", "eval_dataset", "eval_split", "max_samples", "data_cache"}
 """Settings that only select rows: the rows themselves are in the key, by content and order."""
 
@@ -57,7 +61,13 @@ def cache_folder(setting: str, num_rows: int) -> Path | None:
 
 
 def kept_path(
-    config: OfflineDataConfig, tokenizer: object, rows: Rows, *, kind: str, formats: list[str]
+    config: OfflineDataConfig,
+    tokenizer: object,
+    rows: Rows,
+    *,
+    kind: str,
+    formats: list[str],
+    reader: PictureReader | None = None,
 ) -> Path | None:
     """Return the path at which the items of these rows are kept, None if they are not kept.
 
@@ -78,27 +88,36 @@ def kept_path(
         if config.data_cache == "auto":
             return None
         raise UsageError(f"--data_cache {config.data_cache} cannot be written: {error.strerror or error}") from error
-    return folder / f"{kind}-{_key(config, tokenizer, rows, kind, formats)}.arrow"
+    return folder / f"{kind}-{_key(config, tokenizer, rows, [kind, formats], reader)}.arrow"
 
 
-def _key(config: OfflineDataConfig, tokenizer: Any, rows: Rows, kind: str, formats: list[str]) -> str:
+def _key(
+    config: OfflineDataConfig, tokenizer: Any, rows: Rows, forms: list[object], reader: PictureReader | None
+) -> str:
     settings = {name: value for name, value in config.model_dump(mode="json").items() if name not in NOT_KEYED}
     contents = [[table.checksum() for table in source.tables if table.checksum] for source in rows.sources]
     code = {source.format_code for source in rows.sources if source.format_code is not None}
     contents.append([contents_of(text) for text in sorted(code)])
-    versions = [FORMAT, pa.__version__, tokenizers.__version__, transformers.__version__, _code_checksum()]
+    versions = [
+        FORMAT,
+        pa.__version__,
+        tokenizers.__version__,
+        transformers.__version__,
+        _code_checksum(Path(__file__).parent),
+    ]
     tokens = [tokenizer_fingerprint(tokenizer), tokenizer.chat_template]
-    facts = json.dumps([kind, formats, settings, contents, versions, *tokens], sort_keys=True)
+    pictures = [] if reader is None else [reader.identity(rows), _code_checksum(VISION_CODE)]
+    facts = json.dumps([*forms, settings, contents, versions, *tokens, *pictures], sort_keys=True)
     digest = hashlib.blake2b(facts.encode(), digest_size=16)
     for order in (rows.source_N, rows.index_N):
         digest.update(order.tobytes())
     return digest.hexdigest()
 
 
-def _code_checksum() -> str:
-    """Return a checksum of the modules that make items from rows."""
+def _code_checksum(folder: Path) -> str:
+    """Return a checksum of the modules in a folder."""
     digest = hashlib.blake2b()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

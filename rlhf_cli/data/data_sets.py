@@ -7,7 +7,8 @@ from rlhf_cli.config.data import (
     PreferenceDataConfig,
     StepDataConfig,
 )
-from rlhf_cli.data.preparing import DataReport, Encoder
+from rlhf_cli.data.encoding import Encoder
+from rlhf_cli.data.preparing import DataReport
 from rlhf_cli.data.reading.sources import Rows, load_rows
 from rlhf_cli.data.store import StoredTable
 from rlhf_cli.errors import UsageError

@@ -18,14 +18,15 @@ from rlhf_cli.config.data import (
 )
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
+from rlhf_cli.data.encoding import Encoded, Encoder
 from rlhf_cli.data.formats.conversations import Conversation, Document, Labelled, Message, Preference
 from rlhf_cli.data.formats.preference import PairColumns, choose_labelled_format, choose_pair_format
 from rlhf_cli.data.packing.prefix_packing import Branch
+from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
+from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.preparing import (
     ORIGIN,
     DataReport,
-    Encoded,
-    Encoder,
     Origins,
     Preparation,
     Progress,
@@ -36,9 +37,11 @@ from rlhf_cli.data.preparing import (
     mask_of,
     no_progress,
 )
+from rlhf_cli.data.reading.columns import refuse
 from rlhf_cli.data.reading.sources import Row, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable
 from rlhf_cli.data.tokenizing.tokenizer import Tokens
+from rlhf_cli.models.vision.pictures import PlacedPicture
 
 NUMBERS = pa.list_(pa.int32())
 PAIR_SCHEMA = pa.schema(
@@ -75,32 +78,39 @@ class Pair:
     """A prompt, int32 [P] with P > 0, and two ways to go on, of which `chosen` is better by `margin` if that is known.
 
     The prompt is all that both sides begin with, up to the first trained token. Unless cut at max_len, a branch ends
-    with the end of its last turn.
+    with the end of its last turn. `pictures` stand in the prompt.
     """
 
     prompt_ids: np.ndarray
     chosen: Branch
     rejected: Branch
     margin: float | None
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledItem:
-    """A prompt, int32 [P] with P > 0, a response that begins with a trained token, and whether that is desirable."""
+    """A prompt, int32 [P] with P > 0, a response that begins with a trained token, and whether that is desirable.
+
+    `pictures` stand in the prompt.
+    """
 
     prompt_ids: np.ndarray
     response: Branch
     desirable: bool
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 def _pair_at(table: StoredTable, row: int) -> Pair:
     chosen, rejected = _stored_branch(table, "chosen", row), _stored_branch(table, "rejected", row)
-    return Pair(table.numbers("prompt_ids", row), chosen, rejected, table.value("margin", row))
+    prompt_ids, margin = table.numbers("prompt_ids", row), table.value("margin", row)
+    return Pair(prompt_ids, chosen, rejected, margin, pictures_at(table, row))
 
 
 def _response_at(table: StoredTable, row: int) -> LabelledItem:
     response = _stored_branch(table, "response", row)
-    return LabelledItem(table.numbers("prompt_ids", row), response, table.value("desirable", row))
+    prompt_ids, desirable = table.numbers("prompt_ids", row), table.value("desirable", row)
+    return LabelledItem(prompt_ids, response, desirable, pictures_at(table, row))
 
 
 def _stored_branch(table: StoredTable, name: str, row: int) -> Branch:
@@ -152,6 +162,7 @@ def load_pairs(
     split: str,
     seed: int,
     progress: Progress = no_progress,
+    reader: PictureReader | None = None,
 ) -> PairData:
     """Return the tokenised preference pairs of a data set in the order of its rows, and a report of the reading.
 
@@ -176,9 +187,11 @@ def load_pairs(
     def make(encoded: Encoded[Preference], report: DataReport) -> list[dict[str, object]]:
         return _pair(encoded, config, report)
 
-    encoder = with_tried_template(Encoder(config, tokenizer), config, report)
-    preparation = Preparation(PAIR_SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress)
-    kept_at = kept_path(config, tokenizer, rows, kind="pairs", formats=forms)
+    check_image_key(rows, reader)
+    encoder = with_tried_template(Encoder(config, tokenizer, reader), config, report)
+    schema = schema_with_pictures(PAIR_SCHEMA, has_pictures=reader is not None)
+    preparation = Preparation(schema, read, make, encoder, config.invalid_rows == "drop", progress)
+    kept_at = kept_path(config, tokenizer, rows, kind="pairs", formats=forms, reader=reader)
     table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return PairData(
         StoredItems(table, _pair_at),
@@ -200,6 +213,7 @@ def load_labelled(
     split: str,
     seed: int,
     progress: Progress = no_progress,
+    reader: PictureReader | None = None,
 ) -> LabelledData:
     """Return the tokenised labelled responses of a data set, in the order of its rows; a pair gives two.
 
@@ -219,9 +233,11 @@ def load_labelled(
     def make(encoded: Encoded[list[Labelled]], report: DataReport) -> list[dict[str, object]]:
         return _responses(encoded, config, report)
 
-    encoder = with_tried_template(Encoder(config, tokenizer), config, report)
-    preparation = Preparation(LABELLED_SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress)
-    kept_at = kept_path(config, tokenizer, rows, kind="responses", formats=forms)
+    check_image_key(rows, reader)
+    encoder = with_tried_template(Encoder(config, tokenizer, reader), config, report)
+    schema = schema_with_pictures(LABELLED_SCHEMA, has_pictures=reader is not None)
+    preparation = Preparation(schema, read, make, encoder, config.invalid_rows == "drop", progress)
+    kept_at = kept_path(config, tokenizer, rows, kind="responses", formats=forms, reader=reader)
     table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return LabelledData(
         StoredItems(table, _response_at),
@@ -250,6 +266,7 @@ def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataR
     num_prompt = _num_shared(chosen, rejected)
     if num_prompt == 0:
         raise encoded.row.error("the prompt has no tokens")
+    refuse(encoded.row, _fault_of_pictures(chosen, rejected, num_prompt))
     num_trained = chosen.num_trained + rejected.num_trained
     lengths = [len(side.ids) - num_prompt for side in (chosen, rejected)]
     count_cut(encoded.row, whole, kept, report)
@@ -259,6 +276,7 @@ def _pair(encoded: Encoded[Preference], config: OfflineDataConfig, report: DataR
     _count(report, "with a margin", encoded.read.margin is not None)
     item = {"prompt_ids": chosen.ids[:num_prompt], "prompt_length": num_prompt, "num_trained": num_trained}
     item |= _branch("chosen", chosen, num_prompt) | _branch("rejected", rejected, num_prompt)
+    item |= stored_pictures(chosen.pictures)
     return [item | {"margin": encoded.read.margin}]
 
 
@@ -279,7 +297,7 @@ def _responses(
         report.count_turns(response)
         _count(report, "desirable", labelled.desirable)
         item = {"prompt_ids": response.ids[:num_prompt], "prompt_length": num_prompt}
-        item |= _branch("response", response, num_prompt)
+        item |= _branch("response", response, num_prompt) | stored_pictures(response.pictures)
         items.append(item | {"num_trained": response.num_trained, "desirable": labelled.desirable})
     return items
 
@@ -292,7 +310,7 @@ def _answer(tokens: Tokens, prompt: tuple[Message, ...]) -> Tokens:
 
 def _ended(tokens: Tokens) -> Tokens:
     """Return the tokens up to the last trained one: a reward model reads its score there."""
-    return replace(tokens, ids=tokens.ids[: tokens.spans[-1][1]])
+    return tokens.cut(tokens.spans[-1][1])
 
 
 def _num_shared(chosen: Tokens, rejected: Tokens) -> int:
@@ -300,6 +318,17 @@ def _num_shared(chosen: Tokens, rejected: Tokens) -> int:
     limit = min(chosen.spans[0][0], rejected.spans[0][0])
     pairs = enumerate(zip(chosen.ids[:limit], rejected.ids[:limit], strict=True))
     return next((place for place, (a, b) in pairs if a != b), limit)
+
+
+def _fault_of_pictures(chosen: Tokens, rejected: Tokens, num_prompt: int) -> str | None:
+    """Return the fault if a picture is not part of the prompt that both sides begin with, None if there is none."""
+    digests = [[standing.picture.digest for standing in side.pictures] for side in (chosen, rejected)]
+    if digests[0] != digests[1]:
+        return "chosen and rejected have different pictures: both answer one prompt with its pictures"
+    behind = any(standing.stop > num_prompt for side in (chosen, rejected) for standing in side.pictures)
+    return (
+        "a picture stands behind the prompt of chosen and rejected: only their prompt may have some" if behind else None
+    )
 
 
 def _branch(name: str, tokens: Tokens, num_prompt: int) -> dict[str, object]:

@@ -10,24 +10,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.cache import KeptTableWriter, one_at_a_time, read_kept
+from rlhf_cli.data.encoding import Batch, Draft, Encoded, Encoder, Found
 from rlhf_cli.data.formats.conversations import Conversation, Document
-from rlhf_cli.data.reading.columns import refuse_half_characters, refuse_images
+from rlhf_cli.data.pictures.reading import BATCH_ROWS as PICTURE_BATCH_ROWS
+from rlhf_cli.data.pictures.storing import FILES, files_are_unchanged
+from rlhf_cli.data.reading.columns import refuse_images
 from rlhf_cli.data.reading.sources import ReadSource, Row, RowFault, Rows, batches
 from rlhf_cli.data.store import StoredTable, TableWriter
-from rlhf_cli.data.templates.kwargs import template_kwargs_of
-from rlhf_cli.data.templates.rendering import Pieces, Renderer
-from rlhf_cli.data.templates.text import TRIAL, TemplateFault
+from rlhf_cli.data.templates.rendering import Pieces
 from rlhf_cli.data.templates.turn_spans import Span
-from rlhf_cli.data.tokenizing.control_tokens import ControlTokens, controls_phrase, note_controls
-from rlhf_cli.data.tokenizing.tokenizer import Tokeniser, Tokens, note_largest, require_offsets
+from rlhf_cli.data.tokenizing.control_tokens import controls_phrase, note_controls
+from rlhf_cli.data.tokenizing.tokenizer import Tokens, note_largest
 from rlhf_cli.errors import UsageError
 
 BATCH_ROWS = 512
@@ -143,111 +143,6 @@ class Origins:
         return self.rows.sources[self.table.value("source", item)].where(self.table.value("index", item))
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded(Generic[T]):
-    """A row as read, and the tokens of its examples."""
-
-    row: Row
-    read: T
-    tokens: list[Tokens]
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A row as read, and the text of its examples, or the fault for which there is no text.
-
-    `controls` are the special tokens in the row's messages.
-    """
-
-    row: Row
-    read: Any
-    texts: list[Pieces]
-    fault: RowFault | None = None
-    controls: frozenset[str] = frozenset()
-
-
-Found = list[Tokens] | RowFault
-"""The tokens of a row's examples, or why one of them has none."""
-Batch = tuple[int, list[Draft], list[Found]]
-"""Number of rows up to the end of a batch, its rows as read, and their tokens."""
-
-
-class Encoder:
-    """Renders and tokenises rows as read, and checks that the trained tokens decode to the assistant's text."""
-
-    def __init__(self, config: OfflineDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        require_offsets(tokenizer)
-        self._renderer = Renderer(config, tokenizer)
-        self._tokeniser = Tokeniser(tokenizer)
-        self._controls = ControlTokens(tokenizer)
-
-    def tried_template(self) -> str:
-        """Return the end of a turn by the chat template, after a trial of it.
-
-        A vocabulary of digits or DNA has no tokens for the trial's English words: then tokens are checked on the
-        rows' own texts alone.
-
-        Raises UsageError if the template cannot be used.
-        """
-        try:
-            pieces = self._renderer.example(Conversation(TRIAL))
-            if all(self._tokeniser.writes(message.content) for message in TRIAL):
-                self._try_tokens(pieces)
-        except TemplateFault as fault:
-            raise UsageError(f"{fault}; give another one with --tokenizer_chat_template FILE") from fault
-        return " or ".join(self._renderer.template.ends_of_turn)
-
-    def _try_tokens(self, pieces: Pieces) -> None:
-        (tokens,) = self._tokeniser.examples([pieces])
-        if isinstance(tokens, TemplateFault):
-            raise tokens
-        self._tokeniser.check(tokens, pieces)
-
-    def rendered(self, row: Row, examples: list[Conversation | Document]) -> list[Pieces]:
-        """Return the text of a row's examples. Raise RowFault if there is none."""
-        try:
-            row_kwargs = template_kwargs_of(row)
-            found = [self._renderer.example(example, row_kwargs) for example in examples]
-        except TemplateFault as fault:
-            raise row.error(str(fault)) from fault
-        for rendered in (part for pieces in found for part in pieces.texts):
-            refuse_half_characters(row, rendered.text)
-        return found
-
-    def controls(self, examples: list[Conversation | Document]) -> frozenset[str]:
-        """Return the special tokens that the messages of a row write in their text."""
-        conversations = (example for example in examples if isinstance(example, Conversation))
-        return self._controls.within(message for conversation in conversations for message in conversation.messages)
-
-    def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
-        """Return the tokens of every row's examples; the first `num_checked` are decoded and compared with their text.
-
-        Raises:
-            UsageError: they differ. The template is at fault then, not the row, so no row is dropped for it.
-        """
-        tokenised = iter(self._tokeniser.examples([pieces for draft in drafts for pieces in draft.texts]))
-        found: list[Found] = []
-        for draft in drafts:
-            parts = [next(tokenised) for _ in draft.texts]
-            fault = next((part for part in parts if isinstance(part, TemplateFault)), None)
-            if draft.fault or fault:
-                found.append(draft.fault or draft.row.error(str(fault)))
-                continue
-            tokens = [part for part in parts if isinstance(part, Tokens)]
-            if num_checked > 0:
-                self._check(draft, tokens)
-                num_checked -= 1
-            found.append(tokens)
-        return found
-
-    def _check(self, draft: Draft, tokens: list[Tokens]) -> None:
-        try:
-            for part, pieces in zip(tokens, draft.texts, strict=True):
-                self._tokeniser.check(part, pieces)
-        except TemplateFault as fault:
-            raise UsageError(f"{draft.row.where}: {fault}") from fault
-
-
 @contextmanager
 def older_objects_uncollected() -> Iterator[None]:
     """Make Python's garbage collector ignore the objects that exist before the block.
@@ -286,11 +181,13 @@ class Preparation(Generic[T]):
             return self._fill(TableWriter(self.schema), rows, report).finish()
         with one_at_a_time(kept_at):
             kept = read_kept(kept_at, self.schema)
-            if kept is not None:
+            if kept is not None and files_are_unchanged(kept.table):
                 report.take(kept.counts)
                 return kept.table
             with KeptTableWriter(self.schema, kept_at) as writer:
                 self._fill(writer, rows, report)
+                if self.encoder.reader is not None and report.dropped_invalid:
+                    return writer.finish()  # a picture that is missing may be there next time
                 return writer.keep(report.counts())
 
     @older_objects_uncollected()
@@ -315,7 +212,7 @@ class Preparation(Generic[T]):
         num_rows = 0
         waiting: deque[Future[Batch]] = deque()
         with ThreadPoolExecutor(BATCHES_AT_ONCE) as executor:
-            for batch in batches(rows, BATCH_ROWS):
+            for batch in batches(rows, BATCH_ROWS if self.encoder.reader is None else PICTURE_BATCH_ROWS):
                 drafts = [self._draft(row) for row in batch]
                 num_checked = max(1, CHECKED_ROWS - num_rows)
                 num_rows += len(batch)
@@ -331,12 +228,14 @@ class Preparation(Generic[T]):
     def _draft(self, row: Row) -> Draft:
         """Return a row's text or its fault, which is raised later: batches before this one may have faults too."""
         try:
-            refuse_images(row)
-            read, examples = self.read(row)
+            if self.encoder.reader is None:
+                refuse_images(row)
+            read, found = self.read(row)
+            examples, pictures = self.encoder.placed(row, found)
             texts = self.mark(row, read, self.encoder.rendered(row, examples))
-            return Draft(row, read, texts, controls=self.encoder.controls(examples))
+            return Draft(row, read, texts, pictures, controls=self.encoder.controls(examples))
         except RowFault as fault:
-            return Draft(row, None, [], fault)
+            return Draft(row, None, [], [], fault)
 
     def _made(self, draft: Draft, tokens: Found, report: DataReport) -> list[dict[str, object]]:
         """Return the items of a row, none if the row is at fault and such rows are dropped."""
@@ -385,7 +284,7 @@ def count_cut(row: Row, whole: list[Tokens], kept: list[Tokens], report: DataRep
 
 def contents_digest(table: StoredTable) -> str:
     """Return a hash of the items of a table in their order, wherever their rows come from."""
-    return table.digest(name for name in table.names if name not in ORIGIN)
+    return table.digest(name for name in table.names if name not in ORIGIN and name != FILES)
 
 
 def no_progress(done: int, total: int) -> None:

@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from rlhf_cli.data.templates.turn_spans import num_shared
+from rlhf_cli.models.vision.pictures import PlacedPicture
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -26,11 +27,15 @@ COMMON_SHARE = 0.99
 
 
 class Piece(NamedTuple):
-    """Text of neighbouring tokens, which carry loss or do not; or no text, and the number of tokens left out."""
+    """Text of neighbouring tokens, which carry loss or do not; or no text, and the number of tokens left out.
+
+    `is_picture`: the text describes the picture that the tokens stand for.
+    """
 
     text: str
     is_trained: bool
     num_left_out: int = 0
+    is_picture: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,26 +75,45 @@ def spread(count: int, num_shown: int) -> list[int]:
 
 
 def part_of(
-    name: str, token_ids: Sequence[int], is_trained: Sequence[bool], decode: Decode, *, behind: Sequence[int] = ()
+    name: str,
+    token_ids: Sequence[int],
+    is_trained: Sequence[bool],
+    decode: Decode,
+    *,
+    behind: Sequence[int] = (),
+    pictures: Sequence[PlacedPicture] = (),
 ) -> PreviewPart:
     """Return a text with its trained pieces, shortened if it is long. It follows the tokens `behind` it in a sequence.
 
-    The tokens before a piece decide how its text is decoded: some tokenizers drop a space at the start of a text.
+    The tokens before a piece decide how its text is decoded: some tokenizers drop a space at the start of a text. The
+    `pictures` stand in the tokens of the text.
     """
     ids, first = [*behind, *token_ids], len(behind)
-    runs: list[tuple[int, int, bool]] = []
-    for trained, places in groupby(range(len(token_ids)), key=lambda place: bool(is_trained[place])):
+    kinds = [(bool(trained), 0) for trained in is_trained]
+    for number, placed in enumerate(pictures, start=1):
+        kinds[placed.start : placed.stop] = [(False, number)] * placed.length
+    runs: list[tuple[int, int, bool, int]] = []
+    for (trained, number), places in groupby(range(len(token_ids)), key=lambda place: kinds[place]):
         listed = list(places)
-        runs.append((first + listed[0], first + listed[-1] + 1, trained))
+        runs.append((first + listed[0], first + listed[-1] + 1, trained, number))
     pieces: list[Piece] = []
     hidden = runs[HEAD_RUNS:-TAIL_RUNS]
     for run in runs:
+        start, stop, trained, number = run
         if run in hidden:
             if run == hidden[0]:
                 pieces.append(Piece("", False, hidden[-1][1] - hidden[0][0]))
-            continue
-        pieces += _pieces(ids, *run, decode)
-    return PreviewPart(name, len(token_ids), sum(stop - start for start, stop, trained in runs if trained), pieces)
+        elif number:
+            pieces.append(_described(number, pictures[number - 1]))
+        else:
+            pieces += _pieces(ids, start, stop, trained, decode)
+    return PreviewPart(name, len(token_ids), sum(stop - start for start, stop, trained, _ in runs if trained), pieces)
+
+
+def _described(number: int, placed: PlacedPicture) -> Piece:
+    """Return a piece with the size of a picture and its tokens."""
+    size = f"{placed.picture.width} x {placed.picture.height} pixels"
+    return Piece(f"[picture {number}: {size}, {placed.length:,} tokens]", False, is_picture=True)
 
 
 def _pieces(ids: list[int], start: int, stop: int, trained: bool, decode: Decode) -> list[Piece]:

@@ -18,16 +18,22 @@ from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
 from rlhf_cli.config.scoring import ScoringConfig
 from rlhf_cli.data.formats.conversations import Conversation
 from rlhf_cli.data.formats.table import PromptFormat, choose_prompt_format
+from rlhf_cli.data.pictures.expanding import expanded
+from rlhf_cli.data.pictures.marks import TEXT_MARK
+from rlhf_cli.data.pictures.reading import BATCH_ROWS as PICTURE_BATCH_ROWS
+from rlhf_cli.data.pictures.reading import PictureReader, check_image_key, refuse_pictures
+from rlhf_cli.data.pictures.sources import SourcePicture
+from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.preparing import MAX_NOTED
-from rlhf_cli.data.reading.columns import Columns, described, is_dialogue, refuse_half_characters
+from rlhf_cli.data.reading.columns import Columns, described, is_dialogue, refuse_half_characters, refuse_images
 from rlhf_cli.data.reading.sources import ReadSource, Row, Rows, Source, batches, load_rows, read_sources
-from rlhf_cli.data.store import StoredItems, TableWriter
+from rlhf_cli.data.store import StoredItems, StoredTable, TableWriter
 from rlhf_cli.data.templates.kwargs import template_kwargs_of
 from rlhf_cli.data.templates.prompt_templates import PromptTemplate, load_prompt_template
 from rlhf_cli.data.templates.rendering import Renderer
 from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.tokenizing.control_tokens import ControlTokens, controls_phrase, note_controls
-from rlhf_cli.data.tokenizing.tokenizer import Tokeniser, note_largest
+from rlhf_cli.data.tokenizing.tokenizer import Tokeniser, Tokens, note_largest
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import PlacedPicture
 
@@ -53,8 +59,8 @@ class Prompt:
 
     `text` is the rendered text, template included; `label` the ground truth, None if the row has none; `source` the
     data set as named in the settings, and `index` the number of the row in it, from 0. `data_source` is the row's own
-    name of its source. `row` is JSON of the columns for reward files, None if there are none. `pictures` stand in
-    `prompt_ids`.
+    name of its source. `row` is JSON of the columns for reward files, None if there are none. `pictures` stand in the
+    tokens in order; in the text there is one placeholder for each.
     """
 
     prompt_ids: list[int]
@@ -65,6 +71,11 @@ class Prompt:
     data_source: str | None = None
     row: str | None = None
     pictures: tuple[PlacedPicture, ...] = ()
+
+
+def _prompt_at(table: StoredTable, row: int) -> Prompt:
+    cells = {name: table.value(name, row) for name in SCHEMA.names}
+    return Prompt(**cells, pictures=pictures_at(table, row))
 
 
 @dataclass
@@ -127,9 +138,10 @@ def load_prompts(
     max_new_tokens: int,
     seed: int,
     reward: ScoringConfig | None = None,
+    reader: PictureReader | None = None,
 ) -> PromptData:
     """Return the prompts of the settings' data sets, with a report of the reading, for the rewards that will judge
-    them.
+    them. `reader` reads their pictures; None for models of text.
 
     Prompts that leave no room for `max_new_tokens` within `max_len` are dropped and counted, or an error, by
     `overlong_prompts`.
@@ -148,27 +160,35 @@ def load_prompts(
     )
     judges = Judges.of(reward)
     formats = _formats(config, rows, judges)
-    steps = _steps(config, tokenizer, formats, judges)
+    check_image_key(rows, reader)
+    steps = _steps(config, tokenizer, formats, judges, reader)
     report = PromptReport(read_sources(rows, [formats[source.name].columns for source in rows.sources]), len(rows))
-    writer = TableWriter(SCHEMA)
+    writer = TableWriter(schema_with_pictures(SCHEMA, has_pictures=reader is not None))
     fingerprint = hashlib.blake2b(digest_size=16)
-    for whole in batches(rows, BATCH_ROWS):
+    for whole in batches(rows, BATCH_ROWS if reader is None else PICTURE_BATCH_ROWS):
         kept = _kept_prompts(whole, steps, config, report, room=room)
-        writer.append_columns({name: [getattr(prompt, name) for prompt in kept] for name in SCHEMA.names})
-        for prompt in kept:
+        cells = [_cells(prompt, tokens) for prompt, tokens in kept]
+        writer.append_columns({name: [cell[name] for cell in cells] for name in writer.schema.names})
+        for prompt, tokens in kept:
             judged_by = [one for one in (prompt.data_source, prompt.row) if one is not None]
-            fingerprint.update(json.dumps([prompt.text, prompt.label, *judged_by]).encode())
+            digests = [standing.picture.digest.hex() for standing in tokens.pictures]
+            fingerprint.update(json.dumps([prompt.text, prompt.label, *judged_by, *digests]).encode())
     if not report.prompts:
         raise UsageError(f"no prompt is left: {report.summary}")
     origins = _Origins({source.name: source for source in rows.sources}, formats, config.system_prompt)
     return PromptData(
-        StoredItems(writer.finish(), lambda table, row: Prompt(**table.row(row))),
+        StoredItems(writer.finish(), _prompt_at),
         report,
         fingerprint.hexdigest(),
         origins.row_of,
         origins.conversation_of,
         origins.where,
     )
+
+
+def _cells(prompt: Prompt, tokens: Tokens) -> dict[str, object]:
+    """Return the stored columns of a prompt."""
+    return {name: getattr(prompt, name) for name in SCHEMA.names} | stored_pictures(tokens.pictures)
 
 
 def _room(config: PromptConfig, max_new_tokens: int) -> int:
@@ -193,14 +213,18 @@ def _formats(config: PromptConfig, rows: Rows, judges: "Judges") -> dict[str, Pr
 
 
 def _steps(
-    config: PromptConfig, tokenizer: PreTrainedTokenizerBase, formats: dict[str, PromptFormat], judges: "Judges"
+    config: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    formats: dict[str, PromptFormat],
+    judges: "Judges",
+    reader: PictureReader | None,
 ) -> "_Steps":
     template = None
     if config.prompt_template is not None:
         template = load_prompt_template(config.prompt_template, system_prompt=config.system_prompt)
     plain = template is not None or not config.apply_chat_template
     renderer = template or Renderer(config, tokenizer)
-    return _Steps(formats, renderer, Tokeniser(tokenizer), ControlTokens(tokenizer), judges, plain=plain)
+    return _Steps(formats, renderer, Tokeniser(tokenizer), ControlTokens(tokenizer), judges, reader, plain=plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,19 +286,45 @@ class _Steps:
     tokeniser: Tokeniser
     controls: ControlTokens
     judges: "Judges"
+    reader: PictureReader | None
     plain: bool
 
-    def prompts(self, batch: list[Row], report: PromptReport) -> list[Prompt]:
-        conversations = [self.formats[row.source.name].read_prompt(row) for row in batch]
-        texts = [self._text(row, conversation) for row, conversation in zip(batch, conversations, strict=True)]
-        for row, conversation in zip(batch, conversations, strict=True):
+    def prompts(self, batch: list[Row], report: PromptReport) -> list[tuple[Prompt, Tokens]]:
+        """Return the prompt of each row, and its tokens with their pictures."""
+        read = [self._read(row) for row in batch]
+        texts = [self._text(row, conversation) for row, (conversation, _) in zip(batch, read, strict=True)]
+        for row, (conversation, _) in zip(batch, read, strict=True):
             note_controls(report, self.controls.within(conversation.messages), row)
         labels = [self.formats[row.source.name].read_label(row) for row in batch]
-        ids = self.tokeniser.prompts(texts, plain=self.plain)
+        listed = self.tokeniser.prompts(texts, plain=self.plain)
+        found = [self._tokens(row, ids, one[1]) for row, ids, one in zip(batch, listed, read, strict=True)]
         return [
-            Prompt(prompt_ids, text, label, row.source.name, row.index, self.judges.source_of(row), self._kept(row))
-            for prompt_ids, text, label, row in zip(ids, texts, labels, batch, strict=True)
+            (self._prompt(row, tokens, text, label), tokens)
+            for row, tokens, text, label in zip(batch, found, texts, labels, strict=True)
         ]
+
+    def _prompt(self, row: Row, tokens: Tokens, text: str, label: str | None) -> Prompt:
+        source = self.judges.source_of(row)
+        return Prompt(tokens.ids, text, label, row.source.name, row.index, source, self._kept(row))
+
+    def _read(self, row: Row) -> tuple[Conversation, tuple[SourcePicture, ...]]:
+        """Return the messages of a row with their pictures, and the pictures read."""
+        if self.reader is None:
+            refuse_images(row)
+        conversation = self.formats[row.source.name].read_prompt(row)
+        if self.reader is None:
+            refuse_pictures(row, [conversation])
+            return conversation, ()
+        conversation = self.reader.placed(row, conversation)
+        return conversation, self.reader.pictures(row, [conversation])[0]
+
+    def _tokens(self, row: Row, ids: list[int], pictures: tuple[SourcePicture, ...]) -> Tokens:
+        """Return the tokens with the runs of pictures."""
+        tokens = Tokens(ids, [])
+        try:
+            return tokens if self.reader is None else expanded(tokens, pictures, self.reader.family)
+        except TemplateFault as fault:
+            raise row.error(str(fault)) from fault
 
     def _kept(self, row: Row) -> str | None:
         """Return the columns of the row for a reward file, with its prompt as messages if the row has messages."""
@@ -282,9 +332,10 @@ class _Steps:
             return None
         form = self.formats[row.source.name]
         messages = form.read_prompt(row).messages
-        listed = [{"role": message.role, "content": message.content} for message in messages]
+        listed = [{"role": message.role, "content": TEXT_MARK.join(message.pieces)} for message in messages]
         prompt = listed if is_dialogue(row.get(form.prompt_column)) else messages[-1].content
-        return json.dumps({"prompt": prompt, "columns": row}, default=str)
+        columns = row if self.reader is None else self.reader.without_pictures(row)
+        return json.dumps({"prompt": prompt, "columns": columns}, default=str)
 
     def _text(self, row: Row, conversation: Conversation) -> str:
         try:
@@ -297,15 +348,15 @@ class _Steps:
 
 def _kept_prompts(
     whole: list[Row], steps: _Steps, config: PromptConfig, report: PromptReport, *, room: int
-) -> list[Prompt]:
+) -> list[tuple[Prompt, Tokens]]:
     """Return the prompts of a batch of rows that are wanted and fit, and count them and the others."""
     batch = [row for row in whole if _is_wanted(row, config.pass_rate_range)]
     report.dropped_by_pass_rate += len(whole) - len(batch)
     read = zip(batch, steps.prompts(batch, report), strict=True)
-    kept = [prompt for row, prompt in read if _fits(row, prompt, room, config, report)]
+    kept = [found for row, found in read if _fits(row, found[0], room, config, report)]
     report.prompts += len(kept)
-    report.labelled += sum(prompt.label is not None for prompt in kept)
-    report.longest = max([report.longest, *(len(prompt.prompt_ids) for prompt in kept)])
+    report.labelled += sum(prompt.label is not None for prompt, _ in kept)
+    report.longest = max([report.longest, *(len(prompt.prompt_ids) for prompt, _ in kept)])
     return kept
 
 

@@ -13,14 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.config.data import DataConfig, known_format
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
+from rlhf_cli.data.encoding import Encoded, Encoder
 from rlhf_cli.data.formats.conversations import Conversation, Document
 from rlhf_cli.data.formats.table import choose_format
 from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
+from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.preparing import (
     ORIGIN,
     DataReport,
-    Encoded,
-    Encoder,
     Origins,
     Preparation,
     Progress,
@@ -48,7 +49,7 @@ SCHEMA = pa.schema(
 
 def _sequence_at(table: StoredTable, row: int) -> TokenSequence:
     token_ids = table.numbers("token_ids", row)
-    return TokenSequence(token_ids, mask_of(table.numbers("spans", row), token_ids.size))
+    return TokenSequence(token_ids, mask_of(table.numbers("spans", row), token_ids.size), pictures_at(table, row))
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def load_sft_sequences(
     split: str,
     seed: int,
     progress: Progress = no_progress,
+    reader: PictureReader | None = None,
 ) -> SequenceData:
     """Return the tokenised sequences of a data set in the order of its rows, and a report of the reading.
 
@@ -88,9 +90,10 @@ def load_sft_sequences(
     wanted = Columns(config.input_key, config.output_key)
     data_format = known_format(config.data_format)
     formats = {source.name: choose_format(source, wanted, data_format=data_format) for source in rows.sources}
+    check_image_key(rows, reader)
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
     report = DataReport("sequences", read_sources(rows, forms), rows=len(rows))
-    encoder = Encoder(config, tokenizer)
+    encoder = Encoder(config, tokenizer, reader)
     if any(form.name != "text" for form in formats.values()):
         encoder = with_tried_template(encoder, config, report)
 
@@ -100,8 +103,9 @@ def load_sft_sequences(
     def make(encoded: Encoded[None], report: DataReport) -> list[dict[str, object]]:
         return _sequence(encoded, config, report)
 
-    preparation = Preparation(SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress)
-    kept_at = kept_path(config, tokenizer, rows, kind="sequences", formats=forms)
+    schema = schema_with_pictures(SCHEMA, has_pictures=reader is not None)
+    preparation = Preparation(schema, read, make, encoder, config.invalid_rows == "drop", progress)
+    kept_at = kept_path(config, tokenizer, rows, kind="sequences", formats=forms, reader=reader)
     table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     sequences = StoredItems(table, _sequence_at)
     return SequenceData(
@@ -126,5 +130,6 @@ def _sequence(encoded: Encoded[None], config: DataConfig, report: DataReport) ->
     report.tokens += len(sequence.ids)
     report.trained_tokens += sequence.num_trained
     report.count_turns(sequence)
+    pictures = stored_pictures(sequence.pictures)
     item = {"token_ids": sequence.ids, "spans": flat(sequence.spans), "length": len(sequence.ids)}
-    return [item | {"num_trained": sequence.num_trained}]
+    return [item | pictures | {"num_trained": sequence.num_trained}]

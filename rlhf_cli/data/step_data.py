@@ -16,13 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.config.data import StepDataConfig, known_format
 from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
+from rlhf_cli.data.encoding import Encoded, Encoder
 from rlhf_cli.data.formats.conversations import Conversation, Document, Message, Solution
 from rlhf_cli.data.formats.steps import StepColumns, choose_step_format
 from rlhf_cli.data.preparing import (
     ORIGIN,
     DataReport,
-    Encoded,
-    Encoder,
     Origins,
     Preparation,
     Progress,
@@ -120,7 +119,7 @@ def load_steps(
         made = (_item(encoded.row, solution, tokens, config, report) for solution, tokens in pairs)
         return [item for item in made if item is not None]
 
-    encoder = with_tried_template(Encoder(config, tokenizer), config, report)
+    encoder = with_tried_template(Encoder(config, tokenizer, None), config, report)
     preparation = Preparation(STEP_SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress, mark)
     kept_at = kept_path(config, tokenizer, rows, kind="steps", formats=forms)
     table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)

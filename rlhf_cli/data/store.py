@@ -78,7 +78,9 @@ class StoredTable:
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def digest(self, names: Iterable[str]) -> str:
-        """Return a hash of columns of numbers, truths or lists of numbers: of their values, however they are stored."""
+        """Return a hash of columns of numbers, truths, or lists of numbers or digests: of their values, however they
+        are stored.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for name in names:
             lengths, values = hashlib.blake2b(), hashlib.blake2b()
@@ -87,7 +89,10 @@ class StoredTable:
                 if pa.types.is_list(column.type):
                     lengths.update(column.value_lengths().to_numpy().tobytes())
                     column = column.flatten()
-                values.update(column.to_numpy(zero_copy_only=False).tobytes())
+                is_digests = pa.types.is_fixed_size_binary(column.type)
+                values.update(
+                    b"".join(column.to_pylist()) if is_digests else column.to_numpy(zero_copy_only=False).tobytes()
+                )
             digest.update(f"{name} {lengths.hexdigest()} {values.hexdigest()} ".encode())
         return digest.hexdigest()
 
@@ -95,6 +100,12 @@ class StoredTable:
         """Return a cell as a Python value."""
         batch, position = self._find(row)
         return batch.column(name)[position].as_py()
+
+    def fields(self, name: str, row: int, names: tuple[str, ...]) -> list[tuple[Any, ...]]:
+        """Return some fields of each object in a cell of a list of objects."""
+        batch, position = self._find(row)
+        cell = batch.column(name)[position].values
+        return list(zip(*(cell.field(field).to_pylist() for field in names), strict=True))
 
     def row(self, row: int) -> dict[str, Any]:
         """Return a whole row as Python values."""

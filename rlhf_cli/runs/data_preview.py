@@ -15,7 +15,10 @@ from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
 from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
+from rlhf_cli.config.model import ModelSource
+from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.preference_data import LabelledData, LabelledItem, Pair, PairData, load_labelled, load_pairs
 from rlhf_cli.data.preparing import COUNTED
 from rlhf_cli.data.preview import Decode, PreviewPart, ShownExample, part_of, spread
@@ -25,8 +28,12 @@ from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.data.step_data import StepItem, load_steps
 from rlhf_cli.data.tokenizing.control_tokens import ControlReport
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.adapters import base_of, read_config
+from rlhf_cli.models.finding import adapter_folder, find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
+from rlhf_cli.models.vision.pictures import PlacedPicture
 from rlhf_cli.options import build_config
+from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.trainers.offline.kto import LabelledItems, partners_of
 from rlhf_cli.trainers.offline.pairs import PairItems
@@ -41,6 +48,8 @@ DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
     "ppo": PromptConfig,
 }
 """The data settings of each command."""
+WITHOUT_PICTURES = ("prm", "distill")
+"""Commands that read text alone."""
 PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", "dataset_split": "prompt_split"}
 """What prompts are called in the settings of online commands."""
 
@@ -93,8 +102,9 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     command = config.show.for_
     settings: Any = settings_of(command, config.data)
     tokenizer = load_tokenizer(config.model)
+    reader = _picture_reader(config, tokenizer)
     if command == "ppo":
-        return [_prompts(config, settings, tokenizer)]
+        return [_prompts(config, settings, tokenizer, reader)]
     named = {"Training data": (settings.dataset, settings.dataset_split)}
     if settings.eval_dataset is not None:
         named["Evaluation data"] = (settings.eval_dataset, settings.eval_split)
@@ -102,11 +112,31 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     with rows_bar(shown=True) as progress:
         for title, (dataset, split) in named.items():
             reading = OFFLINE[command]
+            with_pictures = {"reader": reader} if reader is not None else {}
             data = reading.load(
-                settings, tokenizer, dataset=dataset, split=split, seed=config.show.seed, progress=progress
+                settings,
+                tokenizer,
+                dataset=dataset,
+                split=split,
+                seed=config.show.seed,
+                progress=progress,
+                **with_pictures,
             )
             previews.append(_offline(title, reading, data, config, tokenizer))
     return previews
+
+
+def _picture_reader(config: DataCommandConfig, tokenizer: object) -> PictureReader | None:
+    """Return the reader of pictures if model and command take some. Raise UsageError for settings that are not read."""
+    if config.show.for_ in WITHOUT_PICTURES:
+        given = config.pictures.changed(*PicturesConfig.model_fields)
+        if given is not None:
+            raise UsageError(f"--{given}: rlhf {config.show.for_} has no such setting")
+        return None
+    adapter = adapter_folder(config.model.pretrain)
+    base = config.model.pretrain if adapter is None else base_of(adapter, read_config(adapter))
+    found = find_model(ModelSource(pretrain=base, trust_remote_code=config.model.trust_remote_code))
+    return picture_reader(config.pictures, config.model, found, tokenizer)
 
 
 def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
@@ -180,9 +210,11 @@ def _offline(title: str, reading: DataReading, data: Any, config: DataCommandCon
     )
 
 
-def _prompts(config: DataCommandConfig, settings: PromptConfig, tokenizer: object) -> Preview:
-    decode = decoder(tokenizer)
-    data = load_prompts(settings, tokenizer, max_new_tokens=config.data.max_new_tokens, seed=config.show.seed)
+def _prompts(
+    config: DataCommandConfig, settings: PromptConfig, tokenizer: Any, reader: PictureReader | None
+) -> Preview:
+    decode, longest = decoder(tokenizer), config.data.max_new_tokens
+    data = load_prompts(settings, tokenizer, max_new_tokens=longest, seed=config.show.seed, reader=reader)
     report = data.report
     shown = [(place, data.prompts[place]) for place in spread(len(data.prompts), config.show.num_rows)]
     room = config.data.max_len - config.data.max_new_tokens
@@ -235,12 +267,13 @@ def special_tokens_of(tokenizer: Any) -> list[str]:
 
 
 def _parts_of_sequence(sequence: TokenSequence, decode: Decode) -> list[PreviewPart]:
-    return [part_of("sequence", sequence.token_ids.tolist(), sequence.loss_mask.tolist(), decode)]
+    ids, mask = sequence.token_ids.tolist(), sequence.loss_mask.tolist()
+    return [part_of("sequence", ids, mask, decode, pictures=sequence.pictures)]
 
 
 def _parts_of_pair(pair: Pair, decode: Decode) -> list[PreviewPart]:
     return [
-        _untrained("prompt", pair.prompt_ids.tolist(), decode),
+        _untrained("prompt", pair.prompt_ids.tolist(), decode, pair.pictures),
         _branch("chosen", pair.prompt_ids, pair.chosen, decode),
         _branch("rejected", pair.prompt_ids, pair.rejected, decode),
     ]
@@ -248,7 +281,7 @@ def _parts_of_pair(pair: Pair, decode: Decode) -> list[PreviewPart]:
 
 def _parts_of_labelled(item: LabelledItem, decode: Decode) -> list[PreviewPart]:
     name = "desirable response" if item.desirable else "undesirable response"
-    prompt = _untrained("prompt", item.prompt_ids.tolist(), decode)
+    prompt = _untrained("prompt", item.prompt_ids.tolist(), decode, item.pictures)
     return [prompt, _branch(name, item.prompt_ids, item.response, decode)]
 
 
@@ -269,11 +302,13 @@ def _label_name(label: float) -> str:
 
 
 def _parts_of_prompt(prompt: Prompt, decode: Decode) -> list[PreviewPart]:
-    return [_untrained("prompt", prompt.prompt_ids, decode)]
+    return [_untrained("prompt", prompt.prompt_ids, decode, prompt.pictures)]
 
 
-def _untrained(name: str, token_ids: Sequence[int], decode: Decode) -> PreviewPart:
-    return part_of(name, token_ids, [False] * len(token_ids), decode)
+def _untrained(
+    name: str, token_ids: Sequence[int], decode: Decode, pictures: Sequence[PlacedPicture] = ()
+) -> PreviewPart:
+    return part_of(name, token_ids, [False] * len(token_ids), decode, pictures=pictures)
 
 
 def _branch(name: str, prompt_ids: Any, branch: Any, decode: Decode) -> PreviewPart:

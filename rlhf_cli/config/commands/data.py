@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
 from rlhf_cli.config.model import TokenizerSource
+from rlhf_cli.config.pictures import PicturesConfig
 
 
 class DataCommandConfig(BaseModel):
@@ -17,3 +18,4 @@ class DataCommandConfig(BaseModel):
     show: ShowConfig
     model: TokenizerSource
     data: ShownDataConfig
+    pictures: PicturesConfig = PicturesConfig()

@@ -5,6 +5,7 @@ from typing import Any
 
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.preference import PairLossConfig, ReferenceConfig
 from rlhf_cli.config.presets import defaults_of_pair_loss
 from rlhf_cli.config.train import SingleOptimConfig
@@ -14,6 +15,7 @@ class DPOConfig(OfflineConfig):
     """Settings of `rlhf dpo`."""
 
     data: PreferenceDataConfig
+    pictures: PicturesConfig = PicturesConfig()
     preference: PairLossConfig = PairLossConfig()
     reference: ReferenceConfig = ReferenceConfig()
     optim: SingleOptimConfig = SingleOptimConfig(learning_rate=5e-7)

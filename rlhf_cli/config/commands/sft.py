@@ -2,6 +2,7 @@
 
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import DataConfig
+from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.train import OfflineBatchConfig
 
 
@@ -9,4 +10,5 @@ class SFTConfig(OfflineConfig):
     """Settings of `rlhf sft`."""
 
     data: DataConfig
+    pictures: PicturesConfig = PicturesConfig()
     batch: OfflineBatchConfig = OfflineBatchConfig(max_epochs=2)

@@ -1,7 +1,4 @@
-"""The records between formats and tokenising, and what every conversation must satisfy.
-
-Images are not represented.
-"""
+"""The records between formats and tokenising, and what every conversation must satisfy."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -16,6 +13,10 @@ NEXT_ROLES: dict[Role | None, tuple[Role, ...]] = {
     "tool": ("tool", "assistant", "user"),
 }
 """Which roles may follow which; None is the start."""
+
+
+MARK = "\ufffc"
+"""Unicode's object replacement character: stands for a picture in the content of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class Message:
     its call.
 
     `reasoning` is the assistant's thought, if the row has it apart from the content. `weight` is the row's value for
-    the share of the turn in the loss, None without a value; it makes no other message.
+    the share of the turn in the loss, None without a value; it makes no other message. `pictures` are the pictures of
+    the message as the row has them, one for each `MARK` in the content (`pictures/marks`).
     """
 
     role: Role
@@ -43,6 +45,12 @@ class Message:
     name: str | None = None
     reasoning: str = ""
     weight: object = field(default=None, compare=False)
+    pictures: tuple[object, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """The texts between the pictures; all of the content without pictures."""
+        return tuple(self.content.split(MARK)) if self.pictures else (self.content,)
 
     def with_reasoning_in_text(self) -> "Message":
         """Return the message with its reasoning before the content, in the tags of reasoning models."""
@@ -60,6 +68,11 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def pictures(self) -> tuple[object, ...]:
+        """The pictures of all messages."""
+        return tuple(picture for message in self.messages for picture in message.pictures)
 
     def with_system_prompt(self, content: str | None) -> "Conversation":
         """Return the conversation with this system message first, unless it has one or `content` is None."""

@@ -1,6 +1,6 @@
 """Table of row formats: how the columns of a row become a conversation, and which format a data set has.
 
-Preference pairs and unpaired labels are read in `preference`, labelled steps in `steps`; images have no format.
+Preference pairs and unpaired labels are read in `preference`, labelled steps in `steps`.
 """
 
 import json
@@ -32,7 +32,6 @@ from rlhf_cli.data.reading.columns import (
     prompt_reader,
     refuse,
     refuse_half_characters,
-    refuse_images,
     response_turn,
     text_of,
     truth,
@@ -100,7 +99,6 @@ def choose_prompt_format(
     read = prompt_reader(prompt, joined=wanted.input_key is None)
 
     def read_prompt(row: Row) -> Conversation:
-        refuse_images(row)
         refuse(row, _fault_of_prompt_cell(row, prompt, data_format))
         text = row.get(prompt)
         messages = with_system(without_answer(text), row) if is_transcript(text) else read(row)

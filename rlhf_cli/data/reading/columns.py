@@ -10,6 +10,7 @@ from typing import TypeGuard
 
 from rlhf_cli.data.formats.conversations import Message, Role
 from rlhf_cli.data.formats.tools import tool_calls_of
+from rlhf_cli.data.pictures.marks import IMAGE_COLUMNS, content_of_parts
 from rlhf_cli.data.reading.sources import COLUMN_ROWS, Row, Source
 from rlhf_cli.errors import UsageError
 
@@ -24,8 +25,8 @@ BESIDE_PROMPT = (*CONTEXT_COLUMNS, "history")
 
 EMPTY: tuple[object, ...] = (None, "", [], {})
 """Values of an empty cell; 0 is a value."""
-IMAGE_COLUMNS = ("image", "images", "video", "videos")
-"""What belongs to the text of a row and is no text."""
+VIDEO_COLUMNS = ("video", "videos")
+"""What belongs to the text of a row and is never read."""
 
 ROLES: dict[str, Role] = {
     "system": "system",
@@ -184,14 +185,14 @@ def _message(row: Row, number: int, entry: object, keys: tuple[str, str]) -> Mes
     role = ROLES.get(str(entry[role_key]).lower())
     if role is None:
         raise row.error(f"message {number} has the unknown role {entry[role_key]!r}; known: {', '.join(ROLES)}")
-    content = _parts_text(row, number, entry.get(text_key))
+    content, pictures = _content(row, number, role, entry.get(text_key))
     calls = tool_calls_of(row, number, role, entry.get("tool_calls"))
     if content is None and not calls:
         raise row.error(f"message {number} from {role} has null content")
     named = {key: str(entry[key]) for key in ("tool_call_id", "name") if role == "tool" and entry.get(key)}
     reasoning = _reasoning(row, number, role, entry)
     weight = 0 if entry.get("train") is False else entry.get("weight")  # Axolotl's spelling, and OpenAI's
-    return Message(role, content or "", calls, reasoning=reasoning, weight=weight, **named)
+    return Message(role, content or "", calls, reasoning=reasoning, weight=weight, pictures=pictures, **named)
 
 
 def _reasoning(row: Row, number: int, role: Role, entry: dict[str, object]) -> str:
@@ -209,12 +210,12 @@ def _reasoning(row: Row, number: int, role: Role, entry: dict[str, object]) -> s
     return reasoning if reasoning.strip() else ""
 
 
-def _parts_text(row: Row, number: int, content: object) -> str | None:
-    """Return the text of a message, whose content may be OpenAI's list of parts."""
+def _content(row: Row, number: int, role: Role, content: object) -> tuple[str | None, tuple[object, ...]]:
+    """Return the text of a message and its pictures; the content may be OpenAI's list of parts."""
     if content is None or isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(part["text"] for part in content)
+        return content, ()
+    if isinstance(content, list):
+        return content_of_parts(row, number, role, content)
     raise row.error(f"message {number} has content that is not text: {content!r:.60}")
 
 
@@ -251,9 +252,16 @@ def refuse_images(row: Row) -> None:
     """Raise UsageError that names the row if it comes with images: its text would refer to pictures that the model
     never sees.
     """
-    for column in IMAGE_COLUMNS:
+    for column in (*IMAGE_COLUMNS, *VIDEO_COLUMNS):
         if row.get(column):
-            raise row.error(f"column {column!r} is not empty, but only models of text are trained here")
+            raise row.error(f"column {column!r} is not empty, but only text is read for this model or command")
+
+
+def refuse_videos(row: Row) -> None:
+    """Raise UsageError that names the row if it comes with a video."""
+    for column in VIDEO_COLUMNS:
+        if row.get(column):
+            raise row.error(f"column {column!r} is not empty, but no videos are read, only images")
 
 
 def refuse_half_characters(row: Row, text: str) -> None:

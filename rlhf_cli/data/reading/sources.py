@@ -68,6 +68,11 @@ class Row(dict[str, Any]):
         """File and line, for messages."""
         return self.source.where(self.index)
 
+    @property
+    def file(self) -> str:
+        """The file, or the data set of the Hub, that the row is from."""
+        return self.source.file(self.index)
+
     def error(self, message: str) -> RowFault:
         """Return the error to raise about this row: it names file and line."""
         return RowFault(f"{self.where}: {message}")
@@ -98,6 +103,10 @@ class Source:
         table, position = self._find(index)
         row = Row(table.read(position), self, index)
         return row if self.format_code is None else _made_by(self.format_code, row)
+
+    def file(self, index: int) -> str:
+        """Return the file of a row."""
+        return self._find(index)[0].path
 
     def where(self, index: int) -> str:
         """Return the file and line of a row, for messages."""
@@ -310,10 +319,27 @@ def _table_of(loaded: Any, path: str) -> Table:
     if len(loaded) == 0:
         raise UsageError(f"{path} is empty: it has no rows")
 
+    loaded = _with_encoded_pictures(loaded)
+
     def read(index: int) -> dict[str, object]:
         return row_of_numbered(loaded[index])
 
     return Table(path, len(loaded), read, lambda index: f"row {index + 1}", lambda: str(loaded._fingerprint))
+
+
+def _with_encoded_pictures(loaded: Any) -> Any:
+    """Return the data set with the bytes or paths of its pictures, which it would decode for every row that is read."""
+    import datasets
+
+    def encoded(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(decode=False)
+        if isinstance(feature, datasets.List | datasets.LargeList):
+            return type(feature)(encoded(feature.feature))
+        return {name: encoded(entry) for name, entry in feature.items()} if isinstance(feature, dict) else feature
+
+    wanted = datasets.Features({name: encoded(feature) for name, feature in loaded.features.items()})
+    return loaded if wanted == loaded.features else loaded.cast(wanted)
 
 
 @dataclass(frozen=True, slots=True)

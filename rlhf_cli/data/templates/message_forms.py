@@ -12,7 +12,8 @@ from rlhf_cli.data.reading.columns import REASONING_KEYS
 class MessageForm:
     """One form: call arguments as JSON text or as an object, the text beside calls, and the key of a thought.
 
-    With `as_parts` the content is a list of parts, which templates of vision models read alone.
+    With `as_parts` the content is a list of parts, which templates of vision models read alone; the content of a
+    message with pictures always is.
     """
 
     arguments_as_text: bool
@@ -30,14 +31,22 @@ class MessageForm:
         if message.tool_calls:
             entry["content"] = message.content or self.no_content
             entry["tool_calls"] = [self._call(call) for call in message.tool_calls]
-        if self.as_parts:
-            entry["content"] = [{"type": "text", "text": message.content}]
+        if self.as_parts or message.pictures:
+            entry["content"] = _parts(message)
         return entry
 
     def _call(self, call: ToolCall) -> dict[str, object]:
         text = json.dumps(call.arguments, ensure_ascii=False)
         function = {"name": call.name, "arguments": text if self.arguments_as_text else call.arguments}
         return {"type": "function", "function": function, **({"id": call.id} if call.id is not None else {})}
+
+
+def _parts(message: Message) -> list[dict[str, str]]:
+    """Return the texts of a message and its pictures, in order."""
+    if not message.pictures:
+        return [{"type": "text", "text": message.content}]
+    first, *others = ([{"type": "text", "text": piece}] if piece else [] for piece in message.pieces)
+    return first + [part for other in others for part in ({"type": "image"}, *other)]
 
 
 MESSAGE_FORMS = tuple(itertools.starmap(MessageForm, itertools.product((False, True), (None, ""))))

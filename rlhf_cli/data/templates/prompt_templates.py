@@ -37,6 +37,8 @@ class PromptTemplate:
         if [message.role for message in conversation.messages] != ["user"] or conversation.tools:
             roles = ", ".join(message.role for message in conversation.messages)
             raise TemplateFault(f"prompt_template takes one question and no tools, not messages of {roles}")
+        if conversation.pictures:
+            raise TemplateFault("prompt_template takes the place of the chat template, which pictures need")
         try:
             return self.template.render(prompt=conversation.messages[0].content, system_prompt=self.system_prompt)
         except jinja2.TemplateError as error:

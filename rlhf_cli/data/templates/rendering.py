@@ -107,5 +107,7 @@ def _whole(text: str) -> Rendered:
 
 def _refuse_tools(conversation: Conversation) -> None:
     """Raise TemplateFault if only a chat template could render the conversation."""
+    if conversation.pictures:
+        raise TemplateFault("pictures need a chat template")
     if conversation.tools or any(message.tool_calls for message in conversation.messages):
         raise TemplateFault("tools and tool calls need a chat template")

@@ -60,12 +60,11 @@ class TurnSearch:
 
     def _behind_previous(self) -> Span | None:
         """Find the words behind the end of the context, for templates that alter earlier turns."""
-        if self.previous is None or not self.previous.content:
-            return None
-        place = self.context.rfind(self.previous.content)
+        last_text = self.previous.pieces[-1] if self.previous is not None else ""
+        place = self.context.rfind(last_text) if last_text else -1
         if place < 0:
             return None
-        end_of_context = self.context[place + len(self.previous.content) :]
+        end_of_context = self.context[place + len(last_text) :]
         return self._words_from(self.floor + num_shared(end_of_context, self.text[self.floor :]))
 
     def _calls(self) -> Span | None:

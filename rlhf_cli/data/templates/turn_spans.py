@@ -148,8 +148,9 @@ def place_after(messages: Sequence[Message], text: str, floor: int) -> int:
     """Return the end of the words of user and tool since the last assistant's turn in the text, from `floor` on."""
     since = itertools.takewhile(lambda message: message.role != "assistant", reversed(messages))
     for message in reversed(list(since)):
-        if message.role != "system" and message.content.strip():
-            floor = max(floor, _end_of(text, message.content, floor))
+        for piece in message.pieces if message.role != "system" else ():
+            if piece.strip():
+                floor = max(floor, _end_of(text, piece, floor))
     return floor
 
 
@@ -166,17 +167,22 @@ def left_out(messages: Sequence[Message], text: str, spans: Sequence[Span]) -> M
                 place = stop
                 begin, stop = next(following)
             continue
-        if not message.content.strip():
-            continue
-        if message.role == "system":
-            if _end_of(text, message.content, 0) < 0:
-                return message
-            continue
-        end = _end_of(text, message.content, place, begin)
+        bounds = (0, None) if message.role == "system" else (place, begin)
+        end = _end_of_pieces(text, message, *bounds)
         if end < 0:
             return message
-        place = end
+        place = place if message.role == "system" else end
     return None
+
+
+def _end_of_pieces(text: str, message: Message, place: int, stop: int | None) -> int:
+    """Return the end of the texts of a message, which come in order from `place` on; -1 if one is missing."""
+    for piece in message.pieces:
+        if piece.strip():
+            place = _end_of(text, piece, place, stop)
+            if place < 0:
+                return -1
+    return place
 
 
 def num_shared(first: Sequence[object], second: Sequence[object]) -> int:

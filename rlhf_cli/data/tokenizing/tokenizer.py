@@ -12,6 +12,7 @@ from typing import Protocol
 from tokenizers import Encoding
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from rlhf_cli.data.pictures.sources import StandingPicture
 from rlhf_cli.data.reading.sources import Row
 from rlhf_cli.data.templates.chat_template import Rendered
 from rlhf_cli.data.templates.rendering import Pieces
@@ -58,7 +59,7 @@ class Tokens:
 
     `merged` is true if white space at the start of an assistant's text is in one token with the end of the template's
     text before it: that token carries no loss. `num_unthought` counts turns without the thought they had, `num_inlined`
-    turns whose reasoning was put into the content.
+    turns whose reasoning was put into the content. `pictures` are in order; no token of their runs carries loss.
     """
 
     ids: list[int]
@@ -66,6 +67,7 @@ class Tokens:
     merged: bool = False
     num_unthought: int = 0
     num_inlined: int = 0
+    pictures: tuple[StandingPicture, ...] = ()
 
     @property
     def num_trained(self) -> int:
@@ -73,13 +75,22 @@ class Tokens:
         return sum(stop - start for start, stop in self.spans)
 
     def cut(self, max_len: int) -> "Tokens":
-        """Return the first `max_len` tokens; nothing replaces the lost ones, so no end of sequence is faked."""
-        spans = [(start, min(stop, max_len)) for start, stop in self.spans if start < max_len]
-        return replace(self, ids=self.ids[:max_len], spans=spans)
+        """Return the first `max_len` tokens; nothing replaces the lost ones, so no end of sequence is faked.
+
+        A picture of which not all tokens are kept is left out whole.
+        """
+        stop = next((picture.start for picture in self.pictures if picture.start < max_len < picture.stop), max_len)
+        pictures = tuple(picture for picture in self.pictures if picture.stop <= stop)
+        spans = [(start, min(end, stop)) for start, end in self.spans if start < stop]
+        return replace(self, ids=self.ids[:stop], spans=spans, pictures=pictures)
 
     def all_trained(self) -> "Tokens":
-        """Return the same ids, all but the first with loss, if any had loss."""
-        return replace(self, spans=[(1, len(self.ids))] if self.spans else [], merged=False)
+        """Return the same ids, all but the first and pictures with loss, if any had loss."""
+        if not self.spans:
+            return replace(self, merged=False)
+        bounds = [1, *(bound for p in self.pictures for bound in (max(p.start, 1), p.stop)), len(self.ids)]
+        spans = [(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if start < stop]
+        return replace(self, spans=spans, merged=False)
 
 
 def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -12,6 +12,7 @@ from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.runs.offline.frozen_reference import check_reference, labelled_reference, reference_identity
 from rlhf_cli.runs.offline.run import OfflineTask, load_items, offline_model
+from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import objective_identity
 from rlhf_cli.trainers.offline.kto import KTOObjective, LabelledItems, partners_of
 
@@ -24,9 +25,10 @@ def kto_task(config: KTOConfig) -> OfflineTask:
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
     check_reference(config.reference, model, config.deepspeed, is_needed=True)
+    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
 
     def load(**source: Any) -> LabelledItems:
-        labelled = load_labelled(data, model.tokenizer, seed=config.batch.seed, **source)
+        labelled = load_labelled(data, model.tokenizer, seed=config.batch.seed, reader=reader, **source)
         return LabelledItems(labelled, partners_of(labelled), {})
 
     items = load_items(data, model, load)

@@ -3,10 +3,12 @@
 from typing import Any, Protocol
 
 from rlhf_cli.config.data import PreferenceDataConfig
+from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OfflineBatchConfig
 from rlhf_cli.data.preference_data import load_pairs
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.runs.offline.run import Items, load_items
+from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers.offline.pairs import PairItems, margins
 from rlhf_cli.trainers.offline.rm import MARGIN
@@ -17,6 +19,8 @@ class PairConfig(Protocol):
 
     @property
     def data(self) -> PreferenceDataConfig: ...
+    @property
+    def pictures(self) -> PicturesConfig: ...
     @property
     def batch(self) -> OfflineBatchConfig: ...
     @property
@@ -35,9 +39,10 @@ def load_pair_items(
     """
     share = share_prompts and can_share_prompts(model.attention, config.deepspeed)
     data, seed = config.data, config.batch.seed
+    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
 
     def load(**source: Any) -> PairItems:
-        pairs = load_pairs(data, model.tokenizer, seed=seed, **source)
+        pairs = load_pairs(data, model.tokenizer, seed=seed, reader=reader, **source)
         return PairItems(pairs, share, read_ends, {MARGIN: margins(pairs)} if with_margin else {})
 
     items = load_items(data, model, load)

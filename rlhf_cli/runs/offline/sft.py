@@ -4,11 +4,13 @@ from typing import Any
 
 from rlhf_cli.config.commands.sft import SFTConfig
 from rlhf_cli.config.data import DataConfig
+from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.runs.offline.run import Items, OfflineTask, load_items, offline_model
+from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers.offline.sft import SequenceItems, sft_objective
 
@@ -17,7 +19,8 @@ def sft_task(config: SFTConfig) -> OfflineTask:
     """Read the data and return the task of these settings. Raise UsageError if settings, model or data do not fit."""
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
-    items = load_sequence_items(config.data, model, seed=config.batch.seed)
+    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
+    items = load_sequence_items(config.data, model, seed=config.batch.seed, reader=reader)
     return OfflineTask(
         command="sft",
         objective=sft_objective,
@@ -29,10 +32,12 @@ def sft_task(config: SFTConfig) -> OfflineTask:
     )
 
 
-def load_sequence_items(data: DataConfig, model: TrainedModel, *, seed: int) -> Items[SequenceItems]:
-    """Return the examples as tokens. Raise UsageError as `load_items`."""
+def load_sequence_items(
+    data: DataConfig, model: TrainedModel, *, seed: int, reader: PictureReader | None = None
+) -> Items[SequenceItems]:
+    """Return the examples as tokens, with pictures if there is a reader of them. Raise UsageError as `load_items`."""
 
     def load(**source: Any) -> SequenceItems:
-        return SequenceItems(load_sft_sequences(data, model.tokenizer, seed=seed, **source))
+        return SequenceItems(load_sft_sequences(data, model.tokenizer, seed=seed, reader=reader, **source))
 
     return load_items(data, model, load)

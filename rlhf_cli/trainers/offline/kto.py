@@ -10,8 +10,9 @@ from torch import nn
 from rlhf_cli.algorithms.aggregation import Metrics, StepTotals, sequence_mean
 from rlhf_cli.algorithms.kto import UNPAIRED_LOSSES, UnpairedSettings, kl_baseline, kto_metrics
 from rlhf_cli.data.packing.packs import Pack
-from rlhf_cli.data.packing.prefix_packing import Tree, pack_trees
-from rlhf_cli.data.preference_data import LabelledData
+from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
+from rlhf_cli.data.preference_data import LabelledData, LabelledItem
+from rlhf_cli.models.vision.pictures import Picture
 from rlhf_cli.trainers.offline.dpo import Infer, InferringEngine
 from rlhf_cli.trainers.offline.pairs import Gather, sequence_logprobs
 
@@ -79,22 +80,32 @@ class LabelledItems:
         pairs = zip(items, others, strict=True)
         chosen = np.array(indices, dtype=np.int64)
         return LabelledBatch(
-            pack=pack_trees([Tree(item.prompt_ids, (item.response,)) for item in items], share_prompts=False),
-            mismatched=pack_trees([Tree(item.prompt_ids, (o.response,)) for item, o in pairs], share_prompts=False),
+            pack=pack_trees([_tree(item, item.response) for item in items], share_prompts=False),
+            mismatched=pack_trees([_tree(item, other.response) for item, other in pairs], share_prompts=False),
             desirable_P=torch.tensor([item.desirable for item in items], dtype=torch.bool),
             columns={name: torch.from_numpy(column[chosen]) for name, column in self.columns.items()},
         )
 
 
+def _tree(item: LabelledItem, response: Branch) -> Tree:
+    """Return the prompt of an item with a response."""
+    return Tree(item.prompt_ids, (response,), item.pictures)
+
+
 def partners_of(data: LabelledData) -> np.ndarray:
     """Return for each item the number of another item whose response is put under its prompt, int64 [N]."""
     num_items = len(data.items)
-    prompts = [hash(data.items[number].prompt_ids.tobytes()) for number in range(num_items)]
+    prompts = [hash(_contents(item)) for item in data.items]
     partners = np.zeros(num_items, dtype=np.int64)
     for number in range(num_items):
         tried = [(number + num_items // 2 + further) % num_items for further in range(min(TRIED_PARTNERS, num_items))]
         partners[number] = next((other for other in tried if prompts[other] != prompts[number]), tried[-1])
     return partners
+
+
+def _contents(item: LabelledItem) -> tuple[bytes, tuple[Picture, ...]]:
+    """Return the tokens and pictures of a prompt: the same question about another picture is another prompt."""
+    return item.prompt_ids.tobytes(), tuple(placed.picture for placed in item.pictures)
 
 
 def matched_logprobs(model: nn.Module, batch: LabelledBatch) -> torch.Tensor:

@@ -72,7 +72,7 @@ class PairItems:
 
 def tree_of(pair: Pair) -> Tree:
     """Return a pair as a prompt with two continuations, the chosen one first."""
-    return Tree(pair.prompt_ids, (pair.chosen, pair.rejected))
+    return Tree(pair.prompt_ids, (pair.chosen, pair.rejected), pair.pictures)
 
 
 def sequence_logprobs(model: nn.Module, pack: Pack) -> torch.Tensor:

@@ -287,8 +287,12 @@ BAD_ROWS = {
         said(("user", "Q"), ("assistant", "A"), ("tool", "T")),
         "the conversation ends with tool, expected an assistant turn",
     ),
-    "image": (
-        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, OPENAI[1]]},
+    "sound": (
+        {"messages": [{"role": "user", "content": [{"type": "audio", "url": "x"}]}, OPENAI[1]]},
+        "message 1 has a part of type 'audio': parts are text or image",
+    ),
+    "part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}, OPENAI[1]]},
         "message 1 has content that is not text",
     ),
     "two users": (

@@ -1,0 +1,159 @@
+"""Rows as read to text and tokens, with the check that the trained tokens decode to the assistant's text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.config.data import OfflineDataConfig
+from rlhf_cli.data.formats.conversations import Conversation, Document
+from rlhf_cli.data.pictures.expanding import expanded
+from rlhf_cli.data.pictures.reading import PictureReader, refuse_pictures
+from rlhf_cli.data.pictures.sources import SourcePicture
+from rlhf_cli.data.reading.columns import refuse_half_characters
+from rlhf_cli.data.reading.sources import Row, RowFault
+from rlhf_cli.data.templates.kwargs import template_kwargs_of
+from rlhf_cli.data.templates.rendering import Pieces, Renderer
+from rlhf_cli.data.templates.text import TRIAL, TemplateFault
+from rlhf_cli.data.tokenizing.control_tokens import ControlTokens
+from rlhf_cli.data.tokenizing.tokenizer import Tokeniser, Tokens, require_offsets
+from rlhf_cli.errors import UsageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded(Generic[T]):
+    """A row as read, and the tokens of its examples."""
+
+    row: Row
+    read: T
+    tokens: list[Tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A row as read, and the text of its examples, or the fault for which there is no text.
+
+    `pictures` are the pictures of each example, `controls` the special tokens in the row's messages.
+    """
+
+    row: Row
+    read: Any
+    texts: list[Pieces]
+    pictures: list[tuple[SourcePicture, ...]]
+    fault: RowFault | None = None
+    controls: frozenset[str] = frozenset()
+
+
+Found = list[Tokens] | RowFault
+"""The tokens of a row's examples, or why one of them has none."""
+Batch = tuple[int, list[Draft], list[Found]]
+"""Number of rows up to the end of a batch, its rows as read, and their tokens."""
+
+
+class Encoder:
+    """Renders and tokenises rows as read, and checks that the trained tokens decode to the assistant's text.
+
+    `reader` reads the pictures of rows; None for models of text.
+    """
+
+    def __init__(
+        self, config: OfflineDataConfig, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None
+    ) -> None:
+        require_offsets(tokenizer)
+        self.reader = reader
+        self._renderer = Renderer(config, tokenizer)
+        self._tokeniser = Tokeniser(tokenizer)
+        self._controls = ControlTokens(tokenizer)
+
+    def tried_template(self) -> str:
+        """Return the end of a turn by the chat template, after a trial of it.
+
+        A vocabulary of digits or DNA has no tokens for the trial's English words: then tokens are checked on the
+        rows' own texts alone.
+
+        Raises UsageError if the template cannot be used.
+        """
+        try:
+            pieces = self._renderer.example(Conversation(TRIAL))
+            if all(self._tokeniser.writes(message.content) for message in TRIAL):
+                self._try_tokens(pieces)
+        except TemplateFault as fault:
+            raise UsageError(f"{fault}; give another one with --tokenizer_chat_template FILE") from fault
+        return " or ".join(self._renderer.template.ends_of_turn)
+
+    def _try_tokens(self, pieces: Pieces) -> None:
+        (tokens,) = self._tokeniser.examples([pieces])
+        if isinstance(tokens, TemplateFault):
+            raise tokens
+        self._tokeniser.check(tokens, pieces)
+
+    def placed(
+        self, row: Row, examples: Sequence[Conversation | Document]
+    ) -> tuple[list[Conversation | Document], list[tuple[SourcePicture, ...]]]:
+        """Return a row's examples with their pictures at the marks, and the pictures. Raise RowFault for a fault."""
+        if self.reader is None:
+            refuse_pictures(row, examples)
+            return list(examples), [()] * len(examples)
+        found = [self.reader.example(row, example) for example in examples]
+        return found, self.reader.pictures(row, found)
+
+    def rendered(self, row: Row, examples: list[Conversation | Document]) -> list[Pieces]:
+        """Return the text of a row's examples. Raise RowFault if there is none."""
+        try:
+            row_kwargs = template_kwargs_of(row)
+            found = [self._renderer.example(example, row_kwargs) for example in examples]
+        except TemplateFault as fault:
+            raise row.error(str(fault)) from fault
+        for rendered in (part for pieces in found for part in pieces.texts):
+            refuse_half_characters(row, rendered.text)
+        return found
+
+    def controls(self, examples: list[Conversation | Document]) -> frozenset[str]:
+        """Return the special tokens that the messages of a row write in their text."""
+        conversations = (example for example in examples if isinstance(example, Conversation))
+        return self._controls.within(message for conversation in conversations for message in conversation.messages)
+
+    def tokens(self, drafts: list[Draft], *, num_checked: int) -> list[Found]:
+        """Return the tokens of every row's examples; the first `num_checked` are decoded and compared with their text.
+
+        Raises:
+            UsageError: they differ. The template is at fault then, not the row, so no row is dropped for it.
+        """
+        tokenised = iter(self._tokeniser.examples([pieces for draft in drafts for pieces in draft.texts]))
+        found: list[Found] = []
+        for draft in drafts:
+            parts = [next(tokenised) for _ in draft.texts]
+            try:
+                tokens = self._sound(draft, parts, is_checked=num_checked > 0)
+            except RowFault as fault:
+                found.append(fault)
+                continue
+            num_checked -= 1
+            found.append(tokens)
+        return found
+
+    def _sound(self, draft: Draft, parts: list[Tokens | TemplateFault], *, is_checked: bool) -> list[Tokens]:
+        """Return the tokens of a row's examples, with the runs of their pictures. Raise RowFault for a fault."""
+        fault = draft.fault or next((part for part in parts if isinstance(part, TemplateFault)), None)
+        if fault is not None:
+            raise fault if isinstance(fault, RowFault) else draft.row.error(str(fault))
+        tokens = [part for part in parts if isinstance(part, Tokens)]
+        if is_checked:
+            self._check(draft, tokens)
+        if self.reader is None:
+            return tokens
+        try:
+            pairs = zip(tokens, draft.pictures, strict=True)
+            return [expanded(part, pictures, self.reader.family) for part, pictures in pairs]
+        except TemplateFault as fault:
+            raise draft.row.error(str(fault)) from fault
+
+    def _check(self, draft: Draft, tokens: list[Tokens]) -> None:
+        try:
+            for part, pieces in zip(tokens, draft.texts, strict=True):
+                self._tokeniser.check(part, pieces)
+        except TemplateFault as fault:
+            raise UsageError(f"{draft.row.where}: {fault}") from fault

@@ -1,0 +1,44 @@
+"""From one placeholder for each picture to the run of tokens that stands for it."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from rlhf_cli.data.pictures.sources import SourcePicture, StandingPicture
+from rlhf_cli.data.templates.text import TemplateFault
+from rlhf_cli.data.tokenizing.tokenizer import Tokens
+from rlhf_cli.models.vision.family import VisionFamily
+
+
+def expanded(tokens: Tokens, pictures: Sequence[SourcePicture], family: VisionFamily) -> Tokens:
+    """Return the tokens with each picture's run in place of its placeholder.
+
+    Raises:
+        TemplateFault: placeholders and pictures differ in number, or a placeholder is to be learned.
+    """
+    found = tokens.ids.count(family.image_token)
+    if found != len(pictures):
+        raise TemplateFault(
+            f"{len(pictures):,} pictures have {found:,} placeholders {family.placeholder} in the text that the chat "
+            "template makes: it needs a place for each picture"
+        )
+    if not pictures:
+        return tokens
+    places = [place for place, token in enumerate(tokens.ids) if token == family.image_token]
+    if any(start <= place < stop for start, stop in tokens.spans for place in places):
+        raise TemplateFault("a picture stands in text that is to be learned")
+    growth = [0, *accumulate(len(picture.run.token_ids) - 1 for picture in pictures)]
+
+    def moved(bound: int) -> int:
+        return bound + growth[bisect_left(places, bound)]
+
+    starts = [moved(place) for place in places]
+    ids = list(tokens.ids)
+    for place, picture in reversed(list(zip(places, pictures, strict=True))):
+        ids[place : place + 1] = picture.run.token_ids
+    standing = tuple(
+        StandingPicture(picture, start, family.image_token) for picture, start in zip(pictures, starts, strict=True)
+    )
+    spans = [(moved(start), moved(stop)) for start, stop in tokens.spans]
+    return replace(tokens, ids=ids, spans=spans, pictures=standing)

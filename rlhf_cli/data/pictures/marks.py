@@ -1,0 +1,145 @@
+"""Places of pictures in messages: one character stands for each picture until the chat template writes its own.
+
+A cell is a picture as a row has it: a path, bytes, a URL of data, or an object with bytes and path.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rlhf_cli.data.formats.conversations import MARK, Conversation, Message, Role
+from rlhf_cli.data.reading.sources import Row
+
+TEXT_MARK = "<image>"
+"""The mark in the texts of EasyR1's, verl's and LLaVA's rows."""
+EITHER = re.compile(f"({MARK}|{TEXT_MARK})")
+IMAGE_COLUMNS = ("images", "image")
+EMPTY: tuple[object, ...] = (None, "", b"", [], {})
+CELL_KEYS = ("image", "path", "url", "base64")
+"""Keys of a picture inside a part of type image, in Qwen's and transformers' messages."""
+
+Content = tuple[str, tuple[object, ...]]
+"""Text with marks, and a cell for each mark; None for a picture that the row's column has."""
+
+
+def content_of_parts(row: Row, number: int, role: Role, parts: Sequence[object]) -> Content:
+    """Return the content of message `number`, which is OpenAI's list of parts. Raise RowFault for other parts."""
+    texts: list[str] = []
+    cells: list[object] = []
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        if isinstance(part, dict) and kind in ("image", "image_url"):
+            texts.append(MARK)
+            cells.append(_cell_of_part(part))
+        elif isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif isinstance(part, dict) and isinstance(kind, str) and kind != "text":
+            raise row.error(f"message {number} has a part of type {kind!r}: parts are text or image")
+        else:
+            raise row.error(f"message {number} has content that is not text: {list(parts)!r:.60}")
+    if cells and role == "assistant":
+        raise row.error(f"message {number} from assistant has a picture, and models write text alone")
+    text = "".join(texts)
+    if cells and text.count(MARK) != len(cells):
+        raise _own_mark(row, number)
+    return text, tuple(cells)
+
+
+def _cell_of_part(part: dict[str, object]) -> object:
+    """Return the picture that a part holds; None if the row's column holds it."""
+    given = part.get("image_url")
+    if isinstance(given, dict):
+        given = given.get("url")
+    held = [given, *(part.get(key) for key in CELL_KEYS)]
+    return next((cell for cell in held if not is_empty(cell)), None)
+
+
+def is_empty(cell: object) -> bool:
+    """Return whether a cell holds no picture."""
+    if isinstance(cell, dict):
+        return cell.get("bytes") is None and not cell.get("path")
+    return cell in EMPTY
+
+
+def _own_mark(row: Row, number: int) -> Exception:
+    return row.error(f"message {number} has the character U+FFFC in its text, which stands for a picture here")
+
+
+def cells_of(row: Row, image_key: str | None) -> tuple[str | None, list[object]]:
+    """Return the column of a row's pictures, None without one, and the cells in it.
+
+    Raises:
+        RowFault: both columns have pictures, and the settings name none.
+    """
+    names = [name for name in ((image_key,) if image_key else IMAGE_COLUMNS) if name in row]
+    filled = [name for name in names if _listed(row.get(name))]
+    if len(filled) > 1:
+        raise row.error(f"{' and '.join(filled)} both have pictures: choose one with --image_key")
+    name = next(iter(filled or names), None)
+    return name, _listed(row.get(name)) if name else []
+
+
+def _listed(value: object) -> list[object]:
+    return [cell for cell in (value if isinstance(value, list) else [value]) if not is_empty(cell)]
+
+
+def placed(row: Row, conversation: Conversation, image_key: str | None) -> Conversation:
+    """Return the conversation with a cell at every mark.
+
+    Marks in text count in rows that have a column of pictures. Pictures without any mark come before the text of the
+    first user, as TRL has them.
+
+    Raises:
+        RowFault: marks and pictures differ in number, or the assistant's text has a mark.
+    """
+    column, cells = cells_of(row, image_key)
+    messages = conversation.messages
+    if column is not None:
+        messages = tuple(_with_marks(row, number, m, bool(cells)) for number, m in enumerate(messages, start=1))
+    free = sum(cell is None for message in messages for cell in message.pictures)
+    if cells and not any(message.pictures for message in messages):
+        messages, free = _before_first_user(row, messages, len(cells)), len(cells)
+    if free != len(cells):
+        where = f"column {column!r}" if column else "no column of images"
+        raise row.error(f"{free:,} marks of pictures in the messages, but {len(cells):,} pictures in {where}")
+    if not any(message.pictures for message in messages):
+        return conversation
+    for number, message in enumerate(messages, start=1):
+        if message.content.count(MARK) != len(message.pictures):
+            raise _own_mark(row, number)
+    left = iter(cells)
+    return replace(conversation, messages=tuple(_filled(message, left) for message in messages))
+
+
+def _with_marks(row: Row, number: int, message: Message, has_pictures: bool) -> Message:
+    """Return the message with the one character in place of marks in text."""
+    if TEXT_MARK not in message.content:
+        return message
+    if message.role == "assistant":
+        if has_pictures:
+            raise row.error(f"message {number} from assistant has the mark {TEXT_MARK}, and models write text alone")
+        return message
+    own = iter(message.pictures)
+    marks = EITHER.findall(message.content)
+    if marks.count(MARK) != len(message.pictures):
+        raise _own_mark(row, number)
+    cells = tuple(next(own) if mark == MARK else None for mark in marks)
+    return replace(message, content=message.content.replace(TEXT_MARK, MARK), pictures=cells)
+
+
+def _before_first_user(row: Row, messages: tuple[Message, ...], count: int) -> tuple[Message, ...]:
+    first = next((place for place, message in enumerate(messages) if message.role == "user"), None)
+    if first is None:
+        raise row.error("the row has pictures, and no message of a user to put them into")
+    user = messages[first]
+    if MARK in user.content:
+        raise _own_mark(row, first + 1)
+    user = replace(user, content=MARK * count + user.content, pictures=(None,) * count)
+    return (*messages[:first], user, *messages[first + 1 :])
+
+
+def _filled(message: Message, left: Iterator[object]) -> Message:
+    if not message.pictures:
+        return message
+    cells = tuple(next(left) if cell is None else cell for cell in message.pictures)
+    return replace(message, pictures=cells)

@@ -1,0 +1,112 @@
+"""From the cells of a row to pictures with tokens: read, checked, measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.data.formats.conversations import Conversation, Document
+from rlhf_cli.data.pictures.decoding import PictureFault, size_of
+from rlhf_cli.data.pictures.marks import cells_of, placed
+from rlhf_cli.data.pictures.sources import SourcePicture, digest_of, encoded_cell
+from rlhf_cli.data.reading.columns import refuse_images, refuse_videos
+from rlhf_cli.data.reading.sources import Row, Rows
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.vision.family import VisionFamily
+
+BATCH_ROWS = 64
+"""Rows with pictures that are read at a time: their encoded pictures are in memory."""
+
+
+@dataclass(frozen=True)
+class PictureReader:
+    """Reads the pictures of rows for a family of models.
+
+    Rows of models of text have no reader; `refuse_pictures` refuses their pictures.
+    """
+
+    family: VisionFamily
+    settings: PicturesConfig
+
+    def identity(self, rows: Rows) -> list[object]:
+        """Return all that decides the pictures of these rows besides their contents, as JSON."""
+        folders = {str(self._folder(table.path)) for source in rows.sources for table in source.tables}
+        return [self.settings.model_dump(mode="json"), repr(self.family), sorted(folders)]
+
+    def example(self, row: Row, example: Conversation | Document) -> Conversation | Document:
+        """Return the example with its pictures placed. Raise RowFault for pictures beside plain text too."""
+        if isinstance(example, Conversation):
+            return self.placed(row, example)
+        refuse_videos(row)
+        column, cells = cells_of(row, self.settings.image_key)
+        if cells:
+            raise row.error(f"column {column!r} has pictures, and plain text has no place for them")
+        return example
+
+    def placed(self, row: Row, conversation: Conversation) -> Conversation:
+        """Return the conversation with a cell at every mark. Raise RowFault if marks and pictures do not fit."""
+        refuse_videos(row)
+        conversation = placed(row, conversation, self.settings.image_key)
+        placeholder = self.family.placeholder
+        for number, message in enumerate(conversation.messages, start=1):
+            if any(placeholder in text for text in (*message.pieces, message.reasoning)):
+                raise row.error(f"message {number} has {placeholder} in its text, which stands for a picture")
+        return conversation
+
+    def without_pictures(self, row: Row) -> dict[str, object]:
+        """Return the columns of a row but its pictures, which JSON does not take."""
+        column, _ = cells_of(row, self.settings.image_key)
+        return {name: value for name, value in row.items() if name != column}
+
+    def pictures(self, row: Row, examples: Sequence[Conversation | Document]) -> list[tuple[SourcePicture, ...]]:
+        """Return the pictures of each example of a row, in order. Raise RowFault for one that cannot be used."""
+        found: dict[int, SourcePicture] = {}
+        read: list[tuple[SourcePicture, ...]] = []
+        for example in examples:
+            cells = example.pictures if isinstance(example, Conversation) else ()
+            if len(cells) > (most := self.settings.max_images_per_prompt):
+                raise row.error(f"{len(cells):,} pictures are more than max_images_per_prompt {most:,}")
+            for number, cell in enumerate(cells, start=1):
+                if id(cell) not in found:
+                    found[id(cell)] = self._read(row, number, cell)
+            read.append(tuple(found[id(cell)] for cell in cells))
+        return read
+
+    def _read(self, row: Row, number: int, cell: object) -> SourcePicture:
+        try:
+            encoded = encoded_cell(cell, self._folder(row.file))
+            contents = encoded.read()
+            height, width = self.family.final_size(*size_of(contents))
+        except OSError as error:
+            raise row.error(f"picture {number} cannot be read: {error.strerror or error}") from error
+        except PictureFault as error:
+            raise row.error(f"picture {number}{_named(cell)} {error}") from error
+        except UsageError as error:
+            raise row.error(f"picture {number}{_named(cell)}: {error}") from error
+        return SourcePicture(encoded, digest_of(contents, height, width), height, width, self.family.run(height, width))
+
+    def _folder(self, file: str) -> Path:
+        """Return the folder in which paths of pictures begin, for the rows of a file."""
+        given = self.settings.image_dir
+        return (Path(given).expanduser() if given is not None else Path(file).parent).absolute()
+
+
+def _named(cell: object) -> str:
+    """Return the name of a picture for messages, as part of a sentence."""
+    path = cell.get("path") if isinstance(cell, dict) else cell
+    return f" ({path:.80})" if isinstance(path, str) else ""
+
+
+def refuse_pictures(row: Row, examples: Sequence[Conversation | Document]) -> None:
+    """Raise RowFault if a row has pictures, which are not read for a model of text."""
+    refuse_images(row)
+    if any(example.pictures for example in examples if isinstance(example, Conversation)):
+        raise row.error("its messages have pictures, but only text is read for this model or command")
+
+
+def check_image_key(rows: Rows, reader: PictureReader | None) -> None:
+    """Raise UsageError if no data set has the column of pictures that the settings name."""
+    key = None if reader is None else reader.settings.image_key
+    if key is not None and not any(key in source.columns() for source in rows.sources):
+        names = ", ".join(source.name for source in rows.sources)
+        raise UsageError(f"{names}: no column {key!r} (--image_key)")

@@ -1,0 +1,143 @@
+"""Pictures as data sets have them, and their way to pixels: read when a model or an engine needs them."""
+
+import base64
+import binascii
+import hashlib
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from rlhf_cli.data.pictures.decoding import PictureFault, pixels_of
+from rlhf_cli.errors import RunError
+from rlhf_cli.models.vision.family import PictureRun
+from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The size in bytes and the time of change of a file: other values mean that it was replaced."""
+
+    size: int
+    changed: int
+
+    @classmethod
+    def of(cls, path: str) -> "Stamp":
+        """Return the stamp of a file. Raise OSError if there is none."""
+        found = Path(path).stat()
+        return cls(found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPicture:
+    """An encoded picture: a file with its stamp, or bytes."""
+
+    path: str | None = None
+    stamp: Stamp | None = None
+    contents: bytes | None = field(default=None, repr=False)
+
+    def read(self) -> bytes:
+        """Return the bytes. Raise OSError if the file is not there."""
+        return self.contents if self.contents is not None else Path(self.path or "").read_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePicture:
+    """A picture of a row: encoded, in its final size, and the tokens that stand for it."""
+
+    encoded: EncodedPicture
+    digest: bytes
+    height: int
+    width: int
+    run: PictureRun
+
+
+@dataclass(frozen=True, slots=True)
+class StandingPicture:
+    """A picture of a row whose run of tokens begins at `start` in a sequence; `token` as in `PlacedPicture`."""
+
+    picture: SourcePicture
+    start: int
+    token: int
+
+    @property
+    def stop(self) -> int:
+        """The position behind the run."""
+        return self.start + len(self.picture.run.token_ids)
+
+    def placed(self) -> PlacedPicture:
+        """Return the record that sequences have."""
+        source = self.picture
+        return placed_picture(
+            source.encoded,
+            source.digest,
+            size=(source.height, source.width),
+            place=(self.start, len(source.run.token_ids)),
+            token=self.token,
+            grid=source.run.grid,
+        )
+
+
+def placed_picture(
+    encoded: EncodedPicture,
+    digest: bytes,
+    *,
+    size: tuple[int, int],
+    place: tuple[int, int],
+    token: int,
+    grid: tuple[int, int] | None,
+) -> PlacedPicture:
+    """Return a picture in a sequence whose pixels are read when they are asked for."""
+    read = partial(read_pixels, encoded, digest, size)
+    return PlacedPicture(Picture(digest.hex(), *size, read), *place, token, grid)
+
+
+def digest_of(contents: bytes, height: int, width: int) -> bytes:
+    """Return a hash of the contents and the final size."""
+    return hashlib.blake2b(contents + f" {height} {width}".encode(), digest_size=16).digest()
+
+
+def read_pixels(encoded: EncodedPicture, digest: bytes, size: tuple[int, int]) -> np.ndarray:
+    """Return the pixels in the final size, uint8 [height, width, 3]. Raise RunError if the file is another one now."""
+    try:
+        contents = encoded.read()
+    except OSError as error:
+        raise RunError(f"picture {encoded.path} cannot be read any more: {error.strerror or error}") from error
+    if digest_of(contents, *size) != digest:
+        raise RunError(f"picture {encoded.path} was changed since the data were read: start again")
+    return pixels_of(contents, *size)
+
+
+def encoded_cell(cell: object, folder: Path) -> EncodedPicture:
+    """Return the picture in a cell; relative paths begin in `folder`. Raise PictureFault if it is not there."""
+    if isinstance(cell, dict) and cell.get("bytes") is not None:
+        cell = cell["bytes"]
+    elif isinstance(cell, dict):
+        cell = cell.get("path") or cell.get("url")
+    if isinstance(cell, bytes):
+        return EncodedPicture(contents=cell)
+    if not isinstance(cell, str):
+        raise PictureFault(f"is neither a path nor bytes but a {type(cell).__name__}")
+    if cell.startswith("data:"):
+        return EncodedPicture(contents=_of_data_url(cell))
+    if cell.startswith(("http://", "https://")):
+        raise PictureFault("is on the web: nothing is downloaded for a row, save it as a file")
+    return _of_file(folder / cell.removeprefix("file://"))
+
+
+def _of_file(path: Path) -> EncodedPicture:
+    if not path.is_file():
+        raise PictureFault(f"is not there: no file {str(path)!r} (--image_dir names the folder of pictures)")
+    return EncodedPicture(str(path), Stamp.of(str(path)))
+
+
+def _of_data_url(url: str) -> bytes:
+    """Return the bytes of 'data:image/png;base64,...'."""
+    head, _, text = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("not base64")
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PictureFault(f"is no base64 text behind {head[:40]!r}: {error}") from error

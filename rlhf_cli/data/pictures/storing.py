@@ -1,0 +1,89 @@
+"""Pictures of stored items: columns beside the tokens, which tables of models of text do not have."""
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from rlhf_cli.data.pictures.sources import EncodedPicture, Stamp, StandingPicture, placed_picture
+from rlhf_cli.data.store import StoredTable
+from rlhf_cli.models.vision.pictures import PlacedPicture
+
+PLACES, DIGESTS, FILES = "picture_places", "picture_digests", "picture_files"
+COLUMNS = {
+    PLACES: pa.list_(pa.int32()),
+    DIGESTS: pa.list_(pa.binary(16)),
+    FILES: pa.list_(
+        pa.struct({"path": pa.string(), "size": pa.int64(), "changed": pa.int64(), "contents": pa.large_binary()})
+    ),
+}
+NUMBERS = 7
+"""Numbers of a picture in `PLACES`: start, length, token, height, width, and rows and columns of the grid, -1 without
+one."""
+
+
+def schema_with_pictures(schema: pa.Schema, *, has_pictures: bool) -> pa.Schema:
+    """Return the schema, with the columns of pictures if the model takes them."""
+    return pa.schema([*schema, *pa.schema(COLUMNS)]) if has_pictures else schema
+
+
+def stored_pictures(pictures: Sequence[StandingPicture]) -> dict[str, object]:
+    """Return the cells of an item's pictures."""
+    return {
+        PLACES: [number for standing in pictures for number in _numbers(standing)],
+        DIGESTS: [standing.picture.digest for standing in pictures],
+        FILES: [_file(standing.picture.encoded) for standing in pictures],
+    }
+
+
+def _numbers(standing: StandingPicture) -> tuple[int, ...]:
+    source = standing.picture
+    length = len(source.run.token_ids)
+    return (standing.start, length, standing.token, source.height, source.width, *(source.run.grid or (-1, -1)))
+
+
+def _file(encoded: EncodedPicture) -> dict[str, object]:
+    stamp = encoded.stamp
+    stamped = {} if stamp is None else {"size": stamp.size, "changed": stamp.changed}
+    return {"path": encoded.path, "contents": encoded.contents, **stamped}
+
+
+def pictures_at(table: StoredTable, row: int) -> tuple[PlacedPicture, ...]:
+    """Return the pictures of an item, none if the table is of a model of text."""
+    if PLACES not in table.names:
+        return ()
+    places = table.numbers(PLACES, row).reshape(-1, NUMBERS).tolist()
+    if not places:
+        return ()
+    stored = zip(places, table.value(DIGESTS, row), table.value(FILES, row), strict=True)
+    return tuple(_picture(numbers, digest, file) for numbers, digest, file in stored)
+
+
+def _picture(numbers: list[int], digest: bytes, file: dict[str, object]) -> PlacedPicture:
+    start, length, token, height, width, *grid = numbers
+    return placed_picture(
+        EncodedPicture(path=file["path"], contents=file["contents"]),  # type: ignore[arg-type]
+        digest,
+        size=(height, width),
+        place=(start, length),
+        token=token,
+        grid=None if grid[0] < 0 else (grid[0], grid[1]),
+    )
+
+
+def files_are_unchanged(table: StoredTable) -> bool:
+    """Return whether the files of all pictures are the ones that the table was made from."""
+    if FILES not in table.names:
+        return True
+    found: dict[str, Stamp] = {}
+    for row in range(len(table)):
+        for path, size, changed in table.fields(FILES, row, ("path", "size", "changed")):
+            if path is not None:
+                found[path] = Stamp(size, changed)
+    return all(_is(path, stamp) for path, stamp in found.items())
+
+
+def _is(path: str, stamp: Stamp) -> bool:
+    try:
+        return Stamp.of(path) == stamp
+    except OSError:
+        return False

@@ -1,0 +1,32 @@
+"""The reader of pictures for the model that a command names."""
+
+from rlhf_cli.config.model import TokenizerSource
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.data.pictures.reading import PictureReader
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.finding import FoundModel
+from rlhf_cli.models.vision.families.table import find_family
+
+
+def picture_reader(
+    pictures: PicturesConfig, source: TokenizerSource, found: FoundModel, tokenizer: object
+) -> PictureReader | None:
+    """Return the reader of pictures for a model, None for a model of text.
+
+    Raises:
+        UsageError: as `find_family`, or settings of pictures are given for a model of text.
+    """
+    family = find_family(
+        found.path,
+        found.architecture,
+        tokenizer,
+        min_pixels=pictures.min_pixels,
+        max_pixels=pictures.max_pixels,
+        trust_remote_code=source.trust_remote_code,
+    )
+    if family is not None:
+        return PictureReader(family, pictures)
+    given = pictures.changed(*PicturesConfig.model_fields)
+    if given is not None:
+        raise UsageError(f"{given} is about pictures, and pretrain {source.pretrain!r} is a model of text")
+    return None

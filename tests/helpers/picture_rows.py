@@ -1,0 +1,101 @@
+"""Rows with pictures in files, a family of models that counts squares of 28 pixels, and data read with it."""
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tiny_vision import TINY_FAMILIES, random_picture, tiny_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.config.data import DataConfig, PreferenceDataConfig, PromptConfig
+from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.data.pictures.reading import PictureReader
+from rlhf_cli.data.preference_data import PairData, load_pairs
+from rlhf_cli.data.prompts import PromptData, load_prompts
+from rlhf_cli.data.sft_data import SequenceData, load_sft_sequences
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.vision.family import PictureRun
+
+SQUARE = 28
+
+
+@dataclass(frozen=True)
+class SquareFamily:
+    """A family whose pictures have a token for each square of 28 pixels, 16 at most."""
+
+    image_token: int
+    placeholder: str
+
+    def final_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the next multiples of 28, up to four by four."""
+        if max(height, width) > 200 * min(height, width):
+            raise UsageError(f"a picture of {width} x {height} pixels: one side is more than 200 times the other")
+        rows, columns = (min(-(-side // SQUARE), 4) for side in (height, width))
+        return rows * SQUARE, columns * SQUARE
+
+    def run(self, height: int, width: int) -> PictureRun:
+        """Return one placeholder for each square."""
+        grid = (height // SQUARE, width // SQUARE)
+        return PictureRun((self.image_token,) * (grid[0] * grid[1]), grid)
+
+    def tower_inputs(self, pictures: Any) -> Any:
+        raise AssertionError("data ask for no inputs of a tower")
+
+
+def square_family(kind: str = "qwen2_5_vl") -> tuple[PreTrainedTokenizerBase, SquareFamily]:
+    """Return the tokenizer of a tiny family of `tiny_vision`, and a family of squares with its placeholder."""
+    tokenizer = tiny_tokenizer(TINY_FAMILIES[kind])
+    placeholder = TINY_FAMILIES[kind].placeholder
+    return tokenizer, SquareFamily(tokenizer.convert_tokens_to_ids(placeholder), placeholder)
+
+
+def encoded(height: int = 28, width: int = 28, *, seed: int = 0, form: str = "PNG") -> bytes:
+    """Return a random picture as a file."""
+    file = io.BytesIO()
+    Image.fromarray(random_picture(height, width, seed=seed)).save(file, form)
+    return file.getvalue()
+
+
+def write_rows(folder: Path, *rows: dict[str, Any]) -> Path:
+    """Write rows as JSON lines; `folder` has a.png, of two squares, and b.jpg, of one."""
+    (folder / "a.png").write_bytes(encoded(28, 56))
+    (folder / "b.jpg").write_bytes(encoded(28, 28, seed=1, form="JPEG"))
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def reader_of(family: Any, **settings: Any) -> PictureReader:
+    """Return a reader of pictures with these settings."""
+    return PictureReader(family, PicturesConfig(**settings))
+
+
+def sequences_of(
+    path: Path, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None, **settings: Any
+) -> SequenceData:
+    """Return the sequences of a file as rlhf sft reads it."""
+    config = DataConfig(dataset=str(path), **settings)
+    return load_sft_sequences(config, tokenizer, dataset=str(path), split="train", seed=0, reader=reader)
+
+
+def pairs_of(path: Path, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None, **settings: Any) -> PairData:
+    """Return the pairs of a file as rlhf dpo reads it."""
+    config = PreferenceDataConfig(dataset=str(path), **settings)
+    return load_pairs(config, tokenizer, dataset=str(path), split="train", seed=0, reader=reader)
+
+
+def prompts_of(
+    path: Path, tokenizer: PreTrainedTokenizerBase, reader: PictureReader | None, **settings: Any
+) -> PromptData:
+    """Return the prompts of a file as rlhf grpo reads it."""
+    config = PromptConfig(prompt_data=str(path), **settings)
+    return load_prompts(config, tokenizer, max_new_tokens=16, seed=0, reader=reader)
+
+
+def pixels_of_file(path: Path) -> np.ndarray:
+    """Return the pixels of a file in RGB."""
+    return np.array(Image.open(path).convert("RGB"))
