@@ -16,7 +16,7 @@ class PicturesConfig(SettingsGroup):
     """Smaller pictures are enlarged to this height times width; the model's own bound if not given."""
     max_pixels: int | None = Field(None, gt=0)
     """Larger pictures are shrunk to this height times width; the model's own bound if not given."""
-    max_images_per_prompt: int = Field(8, gt=0)
+    max_images_per_prompt: int = Field(8, ge=0)
     """Pictures that a row has at most."""
 
     @model_validator(mode="after")

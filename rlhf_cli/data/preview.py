@@ -29,13 +29,12 @@ COMMON_SHARE = 0.99
 class Piece(NamedTuple):
     """Text of neighbouring tokens, which carry loss or do not; or no text, and the number of tokens left out.
 
-    `is_picture`: the text describes the picture that the tokens stand for.
+    The text of a picture's tokens describes the picture.
     """
 
     text: str
     is_trained: bool
     num_left_out: int = 0
-    is_picture: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def part_of(
 def _described(number: int, placed: PlacedPicture) -> Piece:
     """Return a piece with the size of a picture and its tokens."""
     size = f"{placed.picture.width} x {placed.picture.height} pixels"
-    return Piece(f"[picture {number}: {size}, {placed.length:,} tokens]", False, is_picture=True)
+    return Piece(f"[picture {number}: {size}, {placed.length:,} tokens]", False)
 
 
 def _pieces(ids: list[int], start: int, stop: int, trained: bool, decode: Decode) -> list[Piece]:

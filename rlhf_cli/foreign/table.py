@@ -185,7 +185,7 @@ PENALTY = (
     "and rlhf eval have the setting, and --reward_funcs repetition_penalty punishes repetition while training"
 )
 
-NO_IMAGES = "images are not there yet"
+NO_IMAGES = "this command reads no images"
 NO_ASYNC = "training beside generation is not there yet"
 SHARED = "actor and critic share --lr_scheduler, --lr_warmup_ratio, --min_lr_ratio, --max_norm and --l2"
 SHARED_WORDS = (
@@ -208,7 +208,7 @@ OPENRLHF = {
     "max_ckpt_mem": Foreign(1, _only(1e8, instead="give --max_ckpt_num")),
     "use_ms": Foreign(0, _refused("models and data come from folders or the Hugging Face Hub")),
     "image_key": Foreign(1, _refused(NO_IMAGES)),
-    "freeze_visual_encoder": Foreign(0, _refused(NO_IMAGES)),
+    "freeze_visual_encoder": Foreign(0, _as({"freeze_vision_tower": []})),
     "async_queue_size": Foreign(1, _refused(NO_ASYNC)),
     "partial_rollout": Foreign(0, _refused(NO_ASYNC)),
     "vllm_generate_batch_size": Foreign(1, _refused("--dynamic_oversample asks for more prompts than are trained on")),

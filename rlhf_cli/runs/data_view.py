@@ -17,7 +17,6 @@ MAX_FILES = 4
 MARKS = "[[", "]]"
 """Around trained tokens without colours and underlines."""
 TRAINED, LEFT_OUT, SPECIAL, FAINT, HEADING = "green underline", "yellow", "bold", "dim", "bold cyan"
-PICTURE = "magenta"
 KEPT_CONTROLS = "\n\t"
 
 
@@ -105,8 +104,7 @@ class _Page:
             if piece.num_left_out:
                 text.append(f" ... {piece.num_left_out:,} tokens ... ", LEFT_OUT)
             else:
-                style = PICTURE if piece.is_picture else TRAINED if piece.is_trained else ""
-                text.append(visible(piece.text), style)
+                text.append(visible(piece.text), TRAINED if piece.is_trained else "")
         text.append(closing if is_open else "")
         text.highlight_words(self._special_tokens, SPECIAL)
         return text

@@ -27,6 +27,6 @@ def picture_reader(
     if family is not None:
         return PictureReader(family, pictures)
     given = pictures.changed(*PicturesConfig.model_fields)
-    if given is not None:
+    if given is not None and pictures.max_images_per_prompt > 0:  # 0 is OpenRLHF's word for text alone
         raise UsageError(f"{given} is about pictures, and pretrain {source.pretrain!r} is a model of text")
     return None

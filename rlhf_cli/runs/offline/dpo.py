@@ -12,6 +12,7 @@ from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.runs.offline.frozen_reference import check_reference, pair_reference, reference_identity
 from rlhf_cli.runs.offline.pair_items import load_pair_items
 from rlhf_cli.runs.offline.run import OfflineTask, offline_model
+from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import objective_identity
 from rlhf_cli.trainers.offline.dpo import DPOObjective
 
@@ -22,7 +23,10 @@ def dpo_task(config: DPOConfig) -> OfflineTask:
     model = offline_model(config)
     require_language_model(config.model, model.architecture, model.plan)
     check_reference(config.reference, model, config.deepspeed, is_needed=objective.needs_reference)
-    items, summary = load_pair_items(config, model, share_prompts=config.preference.share_prompts, read_ends=False)
+    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
+    items, summary = load_pair_items(
+        config, model, share_prompts=config.preference.share_prompts, read_ends=False, reader=reader
+    )
     return OfflineTask(
         command="dpo",
         objective=objective,

@@ -3,12 +3,11 @@
 from typing import Any, Protocol
 
 from rlhf_cli.config.data import PreferenceDataConfig
-from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OfflineBatchConfig
+from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.preference_data import load_pairs
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.runs.offline.run import Items, load_items
-from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers.offline.pairs import PairItems, margins
 from rlhf_cli.trainers.offline.rm import MARGIN
@@ -20,26 +19,29 @@ class PairConfig(Protocol):
     @property
     def data(self) -> PreferenceDataConfig: ...
     @property
-    def pictures(self) -> PicturesConfig: ...
-    @property
     def batch(self) -> OfflineBatchConfig: ...
     @property
     def deepspeed(self) -> DeepSpeedConfig: ...
 
 
 def load_pair_items(
-    config: PairConfig, model: TrainedModel, *, share_prompts: bool, read_ends: bool, with_margin: bool = False
+    config: PairConfig,
+    model: TrainedModel,
+    *,
+    share_prompts: bool,
+    read_ends: bool,
+    with_margin: bool = False,
+    reader: PictureReader | None = None,
 ) -> tuple[Items, str]:
     """Return the training and evaluation pairs, and a line about the training pairs for the terminal.
 
-    Prompts are shared if the settings ask for it and the attention kernel can.
+    Prompts are shared if the settings ask for it and the attention kernel can. `reader` reads their pictures.
 
     Raises:
         UsageError: a margin is asked for and missing.
     """
     share = share_prompts and can_share_prompts(model.attention, config.deepspeed)
     data, seed = config.data, config.batch.seed
-    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
 
     def load(**source: Any) -> PairItems:
         pairs = load_pairs(data, model.tokenizer, seed=seed, reader=reader, **source)

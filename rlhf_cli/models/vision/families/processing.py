@@ -35,6 +35,10 @@ class PictureProcessing(ABC):
         self._processor = processor
         self._architecture = architecture
 
+    def __repr__(self) -> str:
+        """Return the class with both configurations."""
+        return f"{type(self).__name__} {self._processor!r} {self._architecture!r}"
+
     def final_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the size in which trainer and engine get a picture. UsageError for one of very unequal sides."""
         if max(height, width) > MOST_STRETCHED * min(height, width):

@@ -122,6 +122,10 @@ class TokenisedFamily:
         self._tokenizer = tokenizer
         self._run = lru_cache(maxsize=4096)(self._new_run)
 
+    def __repr__(self) -> str:
+        """Return all that decides the sizes and tokens of pictures: kept data are keyed by it."""
+        return f"{self.image_token} {self.processing!r}"
+
     def final_size(self, height: int, width: int) -> tuple[int, int]:
         return self.processing.final_size(height, width)
 

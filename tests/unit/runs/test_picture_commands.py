@@ -1,0 +1,95 @@
+"""Commands that read rows with pictures: their items have them, rlhf data shows them, models of text refuse them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from picture_rows import write_rows
+from rich.console import Console
+from tiny_vision import save_tiny_vision
+
+from rlhf_cli.config.commands.data import DataCommandConfig
+from rlhf_cli.config.commands.dpo import DPOConfig
+from rlhf_cli.config.commands.kto import KTOConfig
+from rlhf_cli.config.commands.sft import SFTConfig
+from rlhf_cli.errors import UsageError
+from rlhf_cli.options import build_config
+from rlhf_cli.runs.data_preview import inspect_data
+from rlhf_cli.runs.data_view import show
+from rlhf_cli.runs.offline.dpo import dpo_task
+from rlhf_cli.runs.offline.kto import kto_task
+from rlhf_cli.runs.offline.sft import sft_task
+
+ASKED = {"prompt": "<image>How many?", "images": ["a.png"]}
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "sft": [ASKED | {"response": "two"}, {"prompt": "2+2?", "response": "4"}],
+    "dpo": [ASKED | {"chosen": "two", "rejected": "ten"}, {"prompt": "2+2?", "chosen": "4", "rejected": "5"}],
+    "kto": [
+        ASKED | {"response": "two", "label": True},
+        ASKED | {"images": ["other.png"], "response": "ten", "label": False},
+    ],
+}
+TASKS: dict[str, tuple[Any, Any]] = {
+    "sft": (SFTConfig, sft_task),
+    "dpo": (DPOConfig, dpo_task),
+    "kto": (KTOConfig, kto_task),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("idefics3")
+    save_tiny_vision("idefics3", folder / "model")
+    for name, rows in ROWS.items():
+        write_rows(folder, *rows).rename(folder / f"{name}.jsonl")
+    (folder / "other.png").write_bytes((folder / "b.jpg").read_bytes())
+    return folder
+
+
+def task_of(command: str, folder: Path, **settings: Any) -> Any:
+    config_class, make_task = TASKS[command]
+    given = {
+        "pretrain": str(folder / "model"),
+        "dataset": str(folder / f"{command}.jsonl"),
+        "output": str(folder / "run"),
+        "param_dtype": "fp32",
+        **settings,
+    }
+    return make_task(build_config(config_class, given))
+
+
+@pytest.mark.parametrize(("command", "num_pictures"), [("sft", 1), ("dpo", 1), ("kto", 2)])
+def test_packs_of_the_command_have_the_pictures_of_their_rows(command: str, num_pictures: int, folder: Path) -> None:
+    items = task_of(command, folder).items.data
+    made = items.collate([0, 1])
+    pack = made if command == "sft" else made.pack
+    assert len(pack.pictures.pictures) == num_pictures
+    if command == "kto":  # the same question about another picture is another prompt
+        assert items.partners.tolist() == [1, 0]
+
+
+def test_data_shows_the_size_and_the_tokens_of_a_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"for": "dpo", "dataset": str(folder / "dpo.jsonl"), "pretrain": str(folder / "model")}
+    previews = inspect_data(build_config(DataCommandConfig, given))
+    show(previews, Console(), command="dpo")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "[picture 1: 56 x 28 pixels, 7 tokens]How many?" in shown
+    assert "<image>" not in shown
+
+
+def test_settings_of_pictures_are_refused_where_nothing_reads_them(
+    folder: Path, tmp_path: Path, tiny_model_dir: Any
+) -> None:
+    plain = tmp_path / "sft.jsonl"
+    plain.write_text(json.dumps(ROWS["sft"][1]) + "\n")
+    with pytest.raises(UsageError, match=r"max_pixels is about pictures, and pretrain .* is a model of text"):
+        task_of("sft", folder, pretrain=str(tiny_model_dir), dataset=str(plain), max_pixels=1000)
+    assert len(task_of("sft", folder, pretrain=str(tiny_model_dir), dataset=str(plain)).items.data.lengths) == 1
+    with pytest.raises(UsageError, match="--image_key: rlhf prm has no such setting"):
+        inspect_data(
+            build_config(
+                DataCommandConfig,
+                {"for": "prm", "dataset": str(plain), "pretrain": str(folder / "model"), "image_key": "image"},
+            )
+        )
