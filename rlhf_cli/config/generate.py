@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.model import ModelSource
+from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.rollout import DecodingConfig, EngineConfig
 from rlhf_cli.config.scoring import RemoteScoringConfig
 from rlhf_cli.config.vllm_args import HIGHEST_TEMPERATURE, require_sampled
@@ -112,6 +113,8 @@ class InferenceConfig(Protocol):
     def model(self) -> ModelSource: ...
     @property
     def prompts(self) -> PromptConfig: ...
+    @property
+    def pictures(self) -> PicturesConfig: ...
     @property
     def sampling(self) -> SamplingConfig: ...
     @property

@@ -25,6 +25,8 @@ DECIDED: dict[str, str] = {
     "enable_prefix_caching": "give --enable_prefix_caching or --no_enable_prefix_caching",
     "enable_chunked_prefill": "it is vLLM's choice on a GPU, and on a CPU it ends the engine",
     **dict.fromkeys(("enable_lora", "max_lora_rank"), _ADAPTER),
+    "limit_mm_per_prompt": "give --max_images_per_prompt",
+    "skip_mm_profiling": "it is decided by the device",
     "enable_sleep_mode": "give --vllm_enable_sleep",
     "gpu_memory_utilization": "give --vllm_gpu_memory_utilization",
     "tensor_parallel_size": "give --vllm_tensor_parallel_size",

@@ -5,6 +5,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.evaluation import EvalOutputConfig, EvalRewardConfig, EvaluatedModelConfig, StatisticsConfig
 from rlhf_cli.config.generate import RewardPlacementConfig, SamplingConfig
+from rlhf_cli.config.pictures import PicturesConfig
 
 
 class EvalConfig(BaseModel):
@@ -14,6 +15,7 @@ class EvalConfig(BaseModel):
 
     model: EvaluatedModelConfig
     prompts: PromptConfig
+    pictures: PicturesConfig = PicturesConfig()
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     reward: EvalRewardConfig
     statistics: StatisticsConfig = StatisticsConfig()

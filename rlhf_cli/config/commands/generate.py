@@ -10,6 +10,7 @@ from rlhf_cli.config.generate import (
     SamplingConfig,
     SelectConfig,
 )
+from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.scoring import RemoteScoringConfig
 
 
@@ -20,6 +21,7 @@ class GenerateConfig(BaseModel):
 
     model: InferenceModelConfig
     prompts: PromptConfig
+    pictures: PicturesConfig = PicturesConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RemoteScoringConfig = RemoteScoringConfig()
     placement: RewardPlacementConfig = RewardPlacementConfig()

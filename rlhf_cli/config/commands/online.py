@@ -18,6 +18,7 @@ from rlhf_cli.config.online import (
     OnlineBatchConfig,
     OnlineDeepSpeedConfig,
 )
+from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.placement import ActorPlacementConfig, CriticPlacementConfig, PlacementConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.presets import defaults_of_loss, defaults_of_teacher
@@ -45,6 +46,11 @@ class OwnResponsesConfig(BaseModel):
     deepspeed: ActorDeepSpeedConfig = ActorDeepSpeedConfig()
     checkpoint: OnlineCheckpointConfig
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def picture_settings(self) -> PicturesConfig | None:
+        """The settings of pictures in prompts; None if the command takes text alone."""
+        return None
 
     @property
     def policy_settings(self) -> PolicyConfig:
@@ -110,6 +116,7 @@ class OwnResponsesConfig(BaseModel):
 class OnlineConfig(OwnResponsesConfig):
     """Settings of an online command without a critic."""
 
+    pictures: PicturesConfig = PicturesConfig()
     reward: OnlineRewardConfig = OnlineRewardConfig()
     teacher: TeacherConfig = TeacherConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -121,6 +128,11 @@ class OnlineConfig(OwnResponsesConfig):
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
         return defaults_of_loss(given) | defaults_of_teacher(given)
+
+    @property
+    def picture_settings(self) -> PicturesConfig:
+        """The settings of pictures in prompts."""
+        return self.pictures
 
     @property
     def policy_settings(self) -> PolicyConfig:

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.models.classifiers import refuse_classifier
 from rlhf_cli.models.finding import FoundModel, find_model
+from rlhf_cli.models.saving import PROCESSOR_FILES
 from rlhf_cli.models.tokenizers import TOKENIZER_FILES, load_tokenizer, read_tokenizer
 from rlhf_cli.runs.model_export import Parts, configuration, find_parts, read_back, whole_weights, write_whole
 
@@ -59,7 +60,8 @@ def find_inference_model(source: ModelSource) -> InferenceModel:
     else:
         architecture = configuration(parts, trust_remote_code=source.trust_remote_code)
         described = parts.file(TOKENIZER_FILES) or parts.description
-        whole = FoundModel(source.pretrain, architecture)
+        processor = parts.file(PROCESSOR_FILES)
+        whole = FoundModel(str(processor) if processor else source.pretrain, architecture)
         found = InferenceModel(source, whole, read_tokenizer(str(described), source), parts)
         whole_weights(parts, architecture, trust_remote_code=source.trust_remote_code)  # what does not fit is found now
     refuse_classifier(found.architecture, f"--pretrain {source.pretrain!r}")

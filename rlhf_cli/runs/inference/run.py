@@ -23,7 +23,8 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
 from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.runs.inference.workers import Models, started_models
-from rlhf_cli.runs.pictured_roles import check_engine_pictures
+from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
+from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
@@ -106,28 +107,33 @@ def examinee(
         max_new_tokens=sampling.max_new_tokens,
         seed=config.out.seed,
         reward=config.reward,
+        reader=picture_reader(config.pictures, config.model, model.found, model.tokenizer),
     )
     check_token_ids(data.report, model.tokenizer, model.architecture, pretrain=config.model.pretrain)
+    process_model = None
+    if prm_pretrain is not None:
+        process_model = find_process_reward_model(prm_pretrain, _as_policy(config), model.tokenizer)
+        check_role_pictures(model.architecture, process_model.found.architecture, f"--prm_pretrain {prm_pretrain!r}")
     return ModelUnderTest(
         config,
         backend,
         model,
         data,
-        _reward_model(config, model.tokenizer),
+        _reward_model(config, model),
         Chunks(len(data.prompts), sampling.rollout_batch_size, sampling.n_samples_per_prompt),
         first_step,
         cells or {},
-        None if prm_pretrain is None else find_process_reward_model(prm_pretrain, _as_policy(config), model.tokenizer),
+        process_model,
     )
 
 
-def _reward_model(config: InferenceConfig, tokenizer: object) -> RewardModelPlan | None:
-    if config.reward.reward_pretrain is None:
+def _reward_model(config: InferenceConfig, model: InferenceModel) -> RewardModelPlan | None:
+    name, normalize = config.reward.reward_pretrain, config.reward.normalize_reward
+    if name is None:
         return None
-    reward = config.reward
-    return find_reward_model(
-        config.reward.reward_pretrain, _as_policy(config), tokenizer, normalize=reward.normalize_reward
-    )
+    found = find_reward_model(name, _as_policy(config), model.tokenizer, normalize=normalize)
+    check_role_pictures(model.architecture, found.found.architecture, f"--reward_pretrain {name!r}")
+    return found
 
 
 def _as_policy(config: InferenceConfig) -> ModelConfig:

@@ -142,6 +142,7 @@ def _start_engines(places: _Places, ranks: WorkerGroup["RewardRank"] | None) -> 
         num_threads=places.threads(ENGINE),
         vllm_args=sampling.engine_arguments,
         max_lora_rank=places.max_lora_rank,
+        max_images_per_prompt=config.pictures.max_images_per_prompt,
     )
 
     def start(number: int) -> tuple[object, object]:

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.models.folders import whole_folder
@@ -17,7 +18,9 @@ from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.online.evaluation import Best, EvaluationState, EvaluationTask, Evaluator
 
 
-def load_evaluation_prompts(config: OwnResponsesConfig, tokenizer: object) -> PromptData | None:
+def load_evaluation_prompts(
+    config: OwnResponsesConfig, tokenizer: object, reader: PictureReader | None
+) -> PromptData | None:
     """Return the held-out prompts, rendered as the training prompts; None if no data set is given."""
     evaluation = config.evaluation
     if evaluation.eval_dataset is None:
@@ -35,6 +38,7 @@ def load_evaluation_prompts(config: OwnResponsesConfig, tokenizer: object) -> Pr
         max_new_tokens=config.rollout.max_new_tokens,
         seed=config.batch.seed,
         reward=config.reward,
+        reader=reader,
     )
 
 

@@ -63,6 +63,7 @@ from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.runs.online.student import StudentData, load_student_data
 from rlhf_cli.runs.online.surplus_file import load_surplus, save_surplus
 from rlhf_cli.runs.pictured_roles import server_notice
+from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
@@ -257,14 +258,17 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
 
 def _load_data(config: OwnResponsesConfig, model: TrainedModel) -> tuple[PromptData, PromptData | None]:
     """Return the prompts to train on, and the held-out ones if there are any."""
+    pictures = config.picture_settings
+    reader = picture_reader(pictures, model.base, model.found, model.tokenizer) if pictures else None
     data = load_prompts(
         config.prompts,
         model.tokenizer,
         max_new_tokens=config.rollout.max_new_tokens,
         seed=config.batch.seed,
         reward=config.reward,
+        reader=reader,
     )
-    return data, load_evaluation_prompts(config, model.tokenizer)
+    return data, load_evaluation_prompts(config, model.tokenizer, reader)
 
 
 def _tracker(run: _OnlineRun, console: Console) -> Tracker:

@@ -302,7 +302,7 @@ class OnlineRoles:
         return source
 
     def _start_engine(self, number: int) -> tuple[object, object]:
-        config, rollout = self._config, self._config.rollout
+        config, rollout, pictures = self._config, self._config.rollout, self._config.picture_settings
         settings = EngineSettings(
             max_model_len=config.prompts.max_len,
             dtype=config.model.param_dtype,
@@ -317,6 +317,7 @@ class OnlineRoles:
             num_threads=self._threads(ENGINE),
             vllm_args=rollout.engine_arguments,
             max_lora_rank=None if self._adapter is None else vllm_rank(self._adapter),
+            max_images_per_prompt=pictures.max_images_per_prompt if pictures else None,
         )
         seat = self._where.layout.of(ENGINE)[number]
         return start_engine(
