@@ -6,7 +6,7 @@ from rlhf_cli.config.base import SettingsGroup
 
 
 class ArchitectureConfig(SettingsGroup):
-    """Architecture (Qwen2)"""
+    """Architecture (Qwen2, or the decoder of Idefics3)"""
 
     hidden_size: int = Field(256, gt=0)
     """Width of the residual stream."""
@@ -36,6 +36,42 @@ class ArchitectureConfig(SettingsGroup):
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}"
+            )
+        return self
+
+
+class VisionTowerConfig(SettingsGroup):
+    """Vision tower (Idefics3)"""
+
+    image_size: int = Field(0, ge=0)
+    """Longest side of pictures in pixels: the model is an Idefics3 with a Llama decoder then; 0 for a text model."""
+    patch_size: int = Field(14, gt=0)
+    """Side of the squares in pixels that pictures are cut into."""
+    scale_factor: int = Field(2, gt=0)
+    """Neighbouring patches in each direction that become one token."""
+    vision_hidden_size: int = Field(96, gt=0)
+    """Width of the tower's residual stream; its MLPs are twice as wide."""
+    vision_num_hidden_layers: int = Field(2, gt=0)
+    """Layers of the tower."""
+    vision_num_attention_heads: int = Field(3, gt=0)
+    """Heads of the tower."""
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Tokens of a picture."""
+        return (self.image_size // self.patch_size // self.scale_factor) ** 2
+
+    @model_validator(mode="after")
+    def _parts_divide(self) -> "VisionTowerConfig":
+        if self.image_size % (self.patch_size * self.scale_factor):
+            raise ValueError(
+                f"image_size {self.image_size} must be a multiple of patch_size {self.patch_size} times scale_factor "
+                f"{self.scale_factor}"
+            )
+        if self.vision_hidden_size % self.vision_num_attention_heads:
+            raise ValueError(
+                f"vision_hidden_size {self.vision_hidden_size} must be a multiple of vision_num_attention_heads "
+                f"{self.vision_num_attention_heads}"
             )
         return self
 

@@ -8,9 +8,20 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import (
+    GenerationConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
 
-from rlhf_cli.config.scratch import ArchitectureConfig
+from rlhf_cli.config.scratch import ArchitectureConfig, VisionTowerConfig
 from rlhf_cli.models.folders import whole_folder
 
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -22,9 +33,22 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+"""The tokens that the processor of Idefics3 writes for a picture, and the end of a turn, which it asks for."""
+CHATML_WITH_IMAGES = CHATML.replace(
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>' + '\n' }}",
+)
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer with ChatML template, trained on the texts; any text can be encoded."""
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, takes_images: bool = False) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer with ChatML template, trained on the texts; any text can be encoded.
+
+    With `takes_images` it has the tokens of Idefics3 for pictures, and the template writes a placeholder for each.
+    """
     # transformers reads the tokenizer of a Qwen2 folder with Qwen2's own rules, so it is trained with them
     rules = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
@@ -36,7 +60,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     roles = ["system", "user", "assistant"]  # so that the words of the template are single tokens
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, START_OF_TURN, END_OF_TURN],
+        special_tokens=[END_OF_TEXT, START_OF_TURN, END_OF_TURN, *(IMAGE_TOKENS if takes_images else ())],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -46,7 +70,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
         eos_token=END_OF_TURN,
         pad_token=END_OF_TEXT,
         additional_special_tokens=[START_OF_TURN],
-        chat_template=CHATML,
+        chat_template=CHATML_WITH_IMAGES if takes_images else CHATML,
         clean_up_tokenization_spaces=False,
     )
 
@@ -83,8 +107,50 @@ def new_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerFa
     return model.to(torch.bfloat16)
 
 
-def save_new_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    """Write model and tokenizer as a Hugging Face folder, whole or not at all."""
+def new_vision_model(
+    architecture: ArchitectureConfig, tower: VisionTowerConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
+) -> Idefics3ForConditionalGeneration:
+    """Return an Idefics3 model with random weights from the seed, in bfloat16."""
+    torch.manual_seed(seed)
+    text = {
+        "model_type": "llama",
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **architecture.model_dump(),
+    }
+    vision = {
+        "image_size": tower.image_size,
+        "patch_size": tower.patch_size,
+        "hidden_size": tower.vision_hidden_size,
+        "intermediate_size": 2 * tower.vision_hidden_size,
+        "num_hidden_layers": tower.vision_num_hidden_layers,
+        "num_attention_heads": tower.vision_num_attention_heads,
+        "initializer_range": architecture.initializer_range,
+    }
+    config = Idefics3Config(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[0]),
+        scale_factor=tower.scale_factor,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=architecture.tie_word_embeddings,
+    )
+    model = Idefics3ForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model.to(torch.bfloat16)
+
+
+def new_processor(tower: VisionTowerConfig, tokenizer: PreTrainedTokenizerFast) -> Idefics3Processor:
+    """Return what turns pictures and text into the inputs of such a model; a picture is never cut into several."""
+    edge = {"longest_edge": tower.image_size}
+    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    return Idefics3Processor(images, tokenizer, tower.num_image_tokens, chat_template=tokenizer.chat_template)
+
+
+def save_new_model(model: PreTrainedModel, reader: PreTrainedTokenizerFast | Idefics3Processor, path: Path) -> None:
+    """Write a model and its tokenizer or processor as a Hugging Face folder, whole or not at all."""
     with whole_folder(path) as written:
         model.save_pretrained(written)
-        tokenizer.save_pretrained(written)
+        reader.save_pretrained(written)

@@ -5,7 +5,14 @@ from pathlib import Path
 from rlhf_cli.backends.process.output_lock import new_output
 from rlhf_cli.config.commands.scratch import ScratchConfig
 from rlhf_cli.data.reading.sources import load_rows
-from rlhf_cli.models.scratch import new_model, save_new_model, texts_in, train_tokenizer
+from rlhf_cli.models.scratch import (
+    new_model,
+    new_processor,
+    new_vision_model,
+    save_new_model,
+    texts_in,
+    train_tokenizer,
+)
 
 
 def run_scratch(config: ScratchConfig) -> str:
@@ -19,7 +26,12 @@ def run_scratch(config: ScratchConfig) -> str:
 def _write_model(config: ScratchConfig, path: Path) -> str:
     rows = load_rows(config.new.dataset, split=config.new.dataset_split, probs=None, seed=config.new.seed)
     texts = (text for row in rows for text in texts_in(row))
-    tokenizer = train_tokenizer(texts, vocab_size=config.new.vocab_size)
-    model = new_model(config.architecture, tokenizer, seed=config.new.seed)
-    save_new_model(model, tokenizer, path)
+    takes_images = config.tower.image_size > 0
+    tokenizer = train_tokenizer(texts, vocab_size=config.new.vocab_size, takes_images=takes_images)
+    if takes_images:
+        model = new_vision_model(config.architecture, config.tower, tokenizer, seed=config.new.seed)
+        save_new_model(model, new_processor(config.tower, tokenizer), path)
+    else:
+        model = new_model(config.architecture, tokenizer, seed=config.new.seed)
+        save_new_model(model, tokenizer, path)
     return f"{model.num_parameters() / 1e6:.1f}M parameters, {len(tokenizer)} tokens"

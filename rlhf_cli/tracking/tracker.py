@@ -35,6 +35,7 @@ from rlhf_cli.tracking.sinks import (
 from rlhf_cli.tracking.summary import Summary, summarise
 from rlhf_cli.tracking.terminal.live_view import LiveView
 from rlhf_cli.tracking.terminal.progress import Pace, PlainView, View
+from rlhf_cli.tracking.thumbnails import Thumbnails
 
 SECONDS_BETWEEN_MEMORY_READINGS = 2.0
 LOGS = "logs"  # folder in the run directory
@@ -79,6 +80,7 @@ class Tracker:
         self._metrics = MetricsFile(output, resume_step=resume_step)
         self._samples = SamplesFile(output, resume_step=resume_step)
         self._eval_samples: SamplesFile | None = None  # of runs that evaluate
+        self._thumbnails = Thumbnails(output)
         self._sinks: list[MetricSink] = [self._metrics]
         self._wandb: WandbSink | None = None
         self._add_sinks(config, saved or {})
@@ -162,14 +164,17 @@ class Tracker:
         self._last_log = time.perf_counter()
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Record the samples of a step: prompt, response, reward, label and whatever else the rows hold."""
-        self._samples.log(step, rows)
+        """Record the samples of a step: prompt, response, reward, label and whatever else the rows hold.
+
+        `images` of a row are its pictures: small copies of those of the first rows are kept.
+        """
+        self._samples.log(step, self._thumbnails.rows(rows))
 
     def evaluation_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Record responses of an evaluation after a step, as `samples` does, in a file of their own."""
         if self._eval_samples is None:
             self._eval_samples = SamplesFile(self._output, resume_step=self._resume_step, name=EVAL_SAMPLES_FILE)
-        self._eval_samples.log(step, rows)
+        self._eval_samples.log(step, self._thumbnails.rows(rows))
 
     def message(self, text: str) -> None:
         """Show a line that stays on the terminal."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from site_hooks import undocumented
 
-from rlhf_cli.runs.quickstart import Walkthrough
+from rlhf_cli.runs.walkthroughs import SumsWalkthrough
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -76,7 +76,7 @@ def test_other_algorithms_teach_the_same_model(folder, tmp_path, words):
     algorithm, *flags = words.split()
     for part in ("data", "sft"):
         (tmp_path / part).symlink_to(folder / part)
-    walk = Walkthrough(tmp_path, SEED, algorithm)
+    walk = SumsWalkthrough(tmp_path, SEED, algorithm)
     practice = walk.practice() + flags
     practice[practice.index("--max_iterations") + 1] = "12"  # without a critic, half as many do
     evaluation = walk.evaluation()
@@ -90,11 +90,11 @@ def test_other_algorithms_teach_the_same_model(folder, tmp_path, words):
 @pytest.mark.slow
 @pytest.mark.usefixtures("output")
 def test_the_model_that_imitated_reaches_the_one_that_practised_by_its_log_probs_alone(folder, tmp_path):
-    practice = Walkthrough(folder, SEED, "reinforce++").practice()
+    practice = SumsWalkthrough(folder, SEED, "reinforce++").practice()
     del practice[practice.index("--reward_funcs") : practice.index("--reward_funcs") + 2]
     practice[practice.index("--output") + 1] = str(tmp_path / "distilled")
     rlhf(*practice, "--teacher_pretrain", str(folder / "practice"))
-    evaluation = Walkthrough(folder, SEED).evaluation()
+    evaluation = SumsWalkthrough(folder, SEED).evaluation()
     evaluation[evaluation.index("--pretrain") + 1] = f"{folder / 'practice'},{tmp_path / 'distilled'}"
     evaluation[evaluation.index("--output") + 1] = str(tmp_path / "eval")
     rlhf(*evaluation)

@@ -77,6 +77,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 # Valid values of settings whose type alone does not give one.
 SAMPLES = {
+    "image_size": "56",
     "advantage_estimator": "math:hypot",
     "best_metric_key": "eval/reward",
     "input_template": "User: {}",

@@ -12,8 +12,10 @@ class QuickstartGroup(SettingsGroup):
 
     output: str = "quickstart"
     """Folder for the data, the models and the runs."""
-    algorithm: Literal["ppo", "reinforce++", "grpo", "rloo", "remax"] = "ppo"
-    """Command to practise with; its own settings stay as they are by default."""
+    images: bool = False
+    """Teach a tiny vision-language model to answer questions about pictures, instead of a language model to add."""
+    algorithm: Literal["ppo", "reinforce++", "grpo", "rloo", "remax"] | None = None
+    """Command to practise with; its own settings stay as they are by default. Without it ppo, with --images grpo."""
     seed: int = 42
     """Seed of data, model and training."""
     overwrite: bool = False

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict
 
-from rlhf_cli.config.scratch import ArchitectureConfig, ScratchConfigGroup
+from rlhf_cli.config.scratch import ArchitectureConfig, ScratchConfigGroup, VisionTowerConfig
 
 
 class ScratchConfig(BaseModel):
@@ -12,3 +12,4 @@ class ScratchConfig(BaseModel):
 
     new: ScratchConfigGroup
     architecture: ArchitectureConfig = ArchitectureConfig()
+    tower: VisionTowerConfig = VisionTowerConfig()

@@ -6,7 +6,8 @@ Reads only; how it looks is report.py and charts.py.
 import json
 import math
 import re
-from dataclasses import dataclass
+from base64 import b64encode
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,26 @@ import yaml
 
 from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, RUN_FILE, SAMPLES_FILE, SETTINGS_FILE, read_metrics
 from rlhf_cli.tracking.summary import Summary, summarise
+from rlhf_cli.tracking.thumbnails import IMAGES
 
 MAX_SAMPLE_STEPS = 40
 MAX_SAMPLES_PER_STEP = 16
 MAX_TEXT = 12_000  # characters of one prompt or response
+THUMBNAIL = re.compile(rf"{IMAGES}/[\w-]+\.png", re.ASCII)  # nothing outside the run's own folder
 STEP = re.compile(rb'\{"step": (\d+)')
 
 
 @dataclass(frozen=True)
 class ReportRollouts:
-    """A selection of samples.jsonl or eval_samples.jsonl that a page can hold; `file` is its name."""
+    """A selection of samples.jsonl or eval_samples.jsonl that a page can hold; `file` is its name.
+
+    `images` are the pictures that the rows name, as addresses that hold the data themselves.
+    """
 
     rows: list[dict[str, Any]]
     num_all: int
     file: str
+    images: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,19 @@ def read_rollouts(path: Path) -> ReportRollouts:
         for start in (start for step in chosen for start in positions[step][:MAX_SAMPLES_PER_STEP]):
             lines.seek(start)
             rows.append({name: shorten(value, path.name) for name, value in json.loads(lines.readline()).items()})
-    return ReportRollouts(rows, sum(len(starts) for starts in positions.values()), path.name)
+    num_all = sum(len(starts) for starts in positions.values())
+    return ReportRollouts(rows, num_all, path.name, images_of(rows, path.parent))
+
+
+def images_of(rows: list[dict[str, Any]], folder: Path) -> dict[str, str]:
+    """Return the small pictures of a run that its samples name and that are there."""
+    names = [name for row in rows for name in row.get(IMAGES) or ()]
+    ours = {name for name in names if isinstance(name, str) and THUMBNAIL.fullmatch(name)}
+    return {
+        name: f"data:image/png;base64,{b64encode((folder / name).read_bytes()).decode()}"
+        for name in sorted(ours)
+        if (folder / name).is_file()
+    }
 
 
 def spread(items: list[int], limit: int) -> list[int]:

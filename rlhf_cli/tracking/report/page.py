@@ -265,6 +265,7 @@ def browser(heading: str, rollouts: ReportRollouts, *, unit: str) -> str:
         return ""
     steps = sorted({row["step"] for row in rollouts.rows})
     options = "".join(f'<option value="{step}">{step}</option>' for step in steps)
+    images = f'<script type="application/json" class="images">{script_json(rollouts.images)}</script>'
     note = f"{len(rollouts.rows):,} of {rollouts.num_all:,}; all are in {rollouts.file}"
     return (
         f'<h3 class="part">{escape(heading)}</h3><div class="rollouts" data-unit="{escape(unit)}"><div class="tools">'
@@ -275,7 +276,8 @@ def browser(heading: str, rollouts: ReportRollouts, *, unit: str) -> str:
         f'<input name="high" type="number" step="any" placeholder="to" style="width:74px"></label>'
         f'<input name="text" type="search" placeholder="Search prompts and responses">'
         f'<span class="count small faint"></span></div><div class="panes"><div class="list"></div>'
-        f'<div class="detail"></div></div><script type="application/json">{script_json(rollouts.rows)}</script></div>'
+        f'<div class="detail"></div></div><script type="application/json">{script_json(rollouts.rows)}</script>'
+        f"{images if rollouts.images else ''}</div>"
         f'<p class="small faint">{note}</p>'
     )
 

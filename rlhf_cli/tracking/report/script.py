@@ -66,7 +66,7 @@ for (const chart of document.querySelectorAll("svg.chart")) {
 }
 
 // ---- rollouts
-const SHOWN = ["step", "prompt", "response", "label", "reward", "verdict", "value"];
+const SHOWN = ["step", "prompt", "response", "label", "reward", "verdict", "value", "images"];
 const TEXTS = {prompt: "Prompt", response: "Response", label: "Ground truth"};
 const TONES = {correct: "good", wrong: "bad", invalid: "bad", failed: "warn"};
 const hasReward = row => typeof row.reward === "number";
@@ -96,6 +96,18 @@ function metaLine(row, unit) {
   return meta;
 }
 
+function pictures(row, images) {
+  const line = make("div", "pictures");
+  for (const name of row.images || []) {
+    if (!images[name]) continue;
+    const picture = make("img");
+    picture.src = images[name];
+    picture.alt = "picture of the prompt";
+    line.append(picture);
+  }
+  return line;
+}
+
 function listItem(row) {
   const item = make("button", "item");
   const line = String(row.response ?? "").trim().split("\\n").join(" ").slice(0, 200);
@@ -120,6 +132,7 @@ const ORDERS = {
 
 for (const browser of document.querySelectorAll(".rollouts")) {
   const rows = JSON.parse(browser.querySelector("script").textContent);
+  const images = JSON.parse(browser.querySelector("script.images")?.textContent ?? "{}");
   const list = browser.querySelector(".list"), detail = browser.querySelector(".detail");
   const controls = Object.fromEntries([...browser.querySelectorAll("[name]")].map(node => [node.name, node]));
   let shown = [], chosen = 0;
@@ -130,7 +143,7 @@ for (const browser of document.querySelectorAll(".rollouts")) {
     const row = shown[index];
     if (!row) return detail.replaceChildren(make("div", "none", "No response fits."));
     list.children[index].classList.add("on");
-    detail.replaceChildren(metaLine(row, browser.dataset.unit));
+    detail.replaceChildren(metaLine(row, browser.dataset.unit), pictures(row, images));
     for (const [name, heading] of Object.entries(TEXTS))
       if (row[name] !== null && row[name] !== undefined)
         detail.append(make("h4", "", heading), make("pre", "", String(row[name])));

@@ -1,10 +1,20 @@
 """Small models from nothing: they load as any other model, and read numbers digit by digit."""
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from PIL import Image
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from rlhf_cli.config.scratch import ArchitectureConfig
-from rlhf_cli.models.scratch import new_model, save_new_model, texts_in, train_tokenizer
+from rlhf_cli.config.scratch import ArchitectureConfig, VisionTowerConfig
+from rlhf_cli.models.scratch import (
+    new_model,
+    new_processor,
+    new_vision_model,
+    save_new_model,
+    texts_in,
+    train_tokenizer,
+)
 
 SMALL = ArchitectureConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
@@ -69,3 +79,32 @@ def test_all_files_are_as_readable_as_the_folder(folder):
     modes = {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()}
     assert set(modes.values()) == {folder.stat().st_mode & 0o666}
     assert "model.safetensors" in modes
+
+
+def test_a_model_for_pictures_loads_and_sees_them(tmp_path):
+    tower = VisionTowerConfig(image_size=56, vision_hidden_size=48)
+    tokenizer = train_tokenizer(TEXTS, vocab_size=400, takes_images=True)
+    model = new_vision_model(SMALL, tower, tokenizer, seed=1)
+    save_new_model(model, new_processor(tower, tokenizer), tmp_path / "model")
+    processor = AutoProcessor.from_pretrained(tmp_path / "model")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    parts = [{"type": "image"}, {"type": "text", "text": "How many apples?"}]
+    text = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+    assert text == "<|im_start|>user\n<image>How many apples?<|im_end|>\n<|im_start|>assistant\n"
+    red, blue = (Image.new("RGB", (56, 56), colour) for colour in ("red", "blue"))
+    inputs = [processor(text=text, images=[[image]], return_tensors="pt") for image in (red, blue)]
+    assert (inputs[0]["input_ids"] == loaded.config.image_token_id).sum() == tower.num_image_tokens == 4
+    logits = [loaded(**one).logits for one in inputs]
+    assert not torch.equal(logits[0], logits[1])
+
+
+def test_a_template_for_pictures_takes_plain_text_too():
+    plain, with_images = (train_tokenizer(TEXTS, vocab_size=400, takes_images=takes) for takes in (False, True))
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    assert plain.apply_chat_template(chat, tokenize=False) == with_images.apply_chat_template(chat, tokenize=False)
+
+
+@pytest.mark.parametrize("given", [{"image_size": 50}, {"image_size": 56, "vision_hidden_size": 50}])
+def test_towers_whose_parts_do_not_divide_are_refused(given):
+    with pytest.raises(ValidationError, match="must be a multiple of"):
+        VisionTowerConfig(**given)

@@ -6,12 +6,16 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from rlhf_cli.models.vision.pictures import picture_of_pixels
 from rlhf_cli.tracking.report.charts import Series, binned, line_chart, nice_ticks, smoothed, stacked_bars, tick_label
 from rlhf_cli.tracking.report.data import read_rollouts, read_settings
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, MetricsFile, SamplesFile
+from rlhf_cli.tracking.thumbnails import WITH_IMAGES, Thumbnails
 
 ATTACK = "</script ><script>alert(1)</script><img src=x onerror=alert(2)><!--<script "
 
@@ -272,3 +276,25 @@ def test_tick_labels_have_the_decimals_their_distance_needs():
     assert tick_label(3.0, 1.0) == "3"
     assert tick_label(2e-6, 1e-6) == "2e-6"
     assert tick_label(74_000.0, 2000.0) == "74.0k"
+
+
+def test_pictures_of_the_first_samples_are_in_the_page(tmp_path):
+    red = picture_of_pixels("red", np.full((600, 300, 3), (220, 40, 40), np.uint8))
+    rows = [{"prompt": "p", "response": str(number), "images": (red,)} for number in range(WITH_IMAGES + 1)]
+    kept = Thumbnails(tmp_path).rows(rows)
+    assert [row.get("images") for row in kept] == [["images/red.png"]] * WITH_IMAGES + [None]
+    with Image.open(tmp_path / "images" / "red.png") as image:
+        assert image.size == (128, 256)
+    make_run(tmp_path, samples=False)
+    outside = {"prompt": "q", "response": "", "images": ["../secret.png", "/etc/passwd", 7, "images/gone.png"]}
+    SamplesFile(tmp_path, resume_step=None).log(1, [*kept, outside])
+    found = read_rollouts(tmp_path / "samples.jsonl").images
+    assert list(found) == ["images/red.png"]
+    page = write_report(tmp_path, stages=[tmp_path]).read_text()
+    assert page.count(found["images/red.png"]) == 1
+
+
+def test_samples_without_pictures_stay_as_they_are(tmp_path):
+    rows = [{"prompt": "p", "response": "r"}]
+    assert Thumbnails(tmp_path).rows(rows) == rows
+    assert not (tmp_path / "images").exists()

@@ -1,0 +1,78 @@
+"""Questions about pictures of squares, to try vision-language models: small, verifiable, split without overlap."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+SIDE, CELL, SQUARE = 56, 14, 11
+"""Pixels of a picture, of a cell of its grid, and of the square that stands in a cell."""
+MOST_SQUARES = 4
+COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40)}
+COUNTS = tuple(str(number) for number in range(1, MOST_SQUARES + 1))
+QUESTIONS = {"colour": "Which colour do the squares have?", "count": "How many squares are there?"}
+ANSWERS = {"colour": tuple(COLOURS), "count": COUNTS}
+"""The answers of each kind; there are four, so that a guess is right one time in four."""
+NUM_HELD_OUT, NUM_TRAIN = 400, 2_000
+
+
+@dataclass(frozen=True)
+class Squares:
+    """A picture of squares of one colour on white, as pixels uint8 [SIDE, SIDE, 3], and what it shows."""
+
+    pixels: np.ndarray
+    answers: dict[str, str]
+
+
+def write_questions(folder: Path, *, seed: int) -> None:
+    """Write train.jsonl, held_out_colour.jsonl and held_out_count.jsonl, and their pictures in images/.
+
+    Rows have the columns `images`, `prompt`, `answer` and `demonstration`. No two rows have the same picture.
+    `answer` is right; `demonstration` is written by somebody who did not look: an answer of the right kind, by chance.
+    """
+    rng = random.Random(seed)
+    pictures = _different_pictures(rng)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for kind in QUESTIONS:
+        _write(folder / f"held_out_{kind}.jsonl", [kind] * (NUM_HELD_OUT // 2), pictures, rng)
+    _write(folder / "train.jsonl", list(QUESTIONS) * (NUM_TRAIN // 2), pictures, rng)
+
+
+def _write(path: Path, kinds: list[str], pictures: Iterator[Squares], rng: random.Random) -> None:
+    rows = []
+    for number, (kind, squares) in enumerate(zip(kinds, pictures, strict=False)):
+        image = f"images/{path.stem}_{number:04}.png"
+        Image.fromarray(squares.pixels).save(path.parent / image)
+        rows.append(
+            {
+                "images": [image],
+                "prompt": f"<image>{QUESTIONS[kind]}",
+                "answer": squares.answers[kind],
+                "demonstration": rng.choice(ANSWERS[kind]),
+            }
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _different_pictures(rng: random.Random) -> Iterator[Squares]:
+    seen: set[bytes] = set()
+    while True:
+        squares = _squares(rng)
+        if squares.pixels.tobytes() not in seen:
+            seen.add(squares.pixels.tobytes())
+            yield squares
+
+
+def _squares(rng: random.Random) -> Squares:
+    cells = list(itertools.product(range(0, SIDE, CELL), repeat=2))
+    count, colour = rng.choice(COUNTS), rng.choice(list(COLOURS))
+    pixels = np.full((SIDE, SIDE, 3), 255, dtype=np.uint8)
+    for row, column in rng.sample(cells, int(count)):
+        top, left = row + rng.randint(0, CELL - SQUARE), column + rng.randint(0, CELL - SQUARE)
+        pixels[top : top + SQUARE, left : left + SQUARE] = COLOURS[colour]
+    return Squares(pixels, {"colour": colour, "count": count})

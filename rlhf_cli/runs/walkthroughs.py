@@ -1,0 +1,164 @@
+"""The data of a quickstart and the commands that it runs, as one would type them."""
+
+import shlex
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from rlhf_cli.data.arithmetic import write_problems
+from rlhf_cli.data.squares import write_questions
+
+CRITIC = "--critic_learning_rate 5e-4"
+
+
+@dataclass(frozen=True)
+class Walkthrough(ABC):
+    """The places of the parts of a quickstart, and the commands that make them.
+
+    `held_out` are the data sets to evaluate on, by the word for them in the table.
+    """
+
+    root: Path
+    seed: int
+    algorithm: str
+    held_out: ClassVar[dict[str, str]]
+
+    @property
+    @abstractmethod
+    def introduction(self) -> str:
+        """A few words about the data."""
+
+    @abstractmethod
+    def write_data(self) -> None:
+        """Write the data sets."""
+
+    @abstractmethod
+    def scratch(self) -> list[str]:
+        """Return the command that makes the untrained model."""
+
+    @abstractmethod
+    def sft(self) -> list[str]:
+        """Return the command that imitates the demonstrations, their flaws included."""
+
+    @abstractmethod
+    def practice(self) -> list[str]:
+        """Return the command that practises with a verifier."""
+
+    @abstractmethod
+    def evaluation(self) -> list[str]:
+        """Return the command in which both models answer the held-out data."""
+
+    def _at(self, *parts: str) -> str:
+        """Return paths as a shell takes them, separated by commas."""
+        return shlex.quote(",".join(str(self.root / part) for part in parts))
+
+
+@dataclass(frozen=True)
+class SumsWalkthrough(Walkthrough):
+    """Addition: imitation copies demonstrations that round, practice unlearns it."""
+
+    algorithm: str = "ppo"
+    held_out: ClassVar[dict[str, str]] = {"accuracy": "data/held_out.jsonl"}
+
+    @property
+    def introduction(self) -> str:
+        return (
+            f"[bold]Problems[/] such as 27+58= in {self.root / 'data'}; held-out ones are never seen.\n"
+            "The demonstrations in it round most of the larger sums: imitation copies that, practice unlearns it."
+        )
+
+    def write_data(self) -> None:
+        write_problems(self.root / "data", seed=self.seed)
+
+    def scratch(self) -> list[str]:
+        shape = "--hidden_size 128 --intermediate_size 384 --num_hidden_layers 4 --num_attention_heads 4"
+        size = "--num_key_value_heads 2 --max_position_embeddings 64 --initializer_range 0.08 --vocab_size 300"
+        data = self._at("data/train.jsonl")
+        words = f"scratch --dataset {data} {shape} {size} --seed {self.seed} --output {self._at('untrained')}"
+        return shlex.split(words)
+
+    def sft(self) -> list[str]:
+        words = (
+            f"sft --pretrain {self._at('untrained')} --dataset {self._at('data/train.jsonl')} "
+            f"--output_key demonstration --max_len 64 "
+            f"--param_dtype fp32 --train_batch_size 64 --max_epochs 16 --learning_rate 2e-3 --l2 0.1 "
+            f"--eval_dataset {self._at('data/validation.jsonl')} --eval_steps 50 --stop_eval_loss 0.15 "
+            f"--seed {self.seed} --output {self._at('sft')} --logging_steps 50"
+        )
+        return shlex.split(words)
+
+    def practice(self) -> list[str]:
+        words = (
+            f"{self.algorithm} --pretrain {self._at('sft')} --prompt_data {self._at('data/train.jsonl')} "
+            f"--label_key answer "
+            f"--reward_funcs exact --param_dtype fp32 --max_len 64 --max_new_tokens 8 --rollout_batch_size 256 "
+            f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 16 --actor_learning_rate 3e-4 "
+            f"{CRITIC if self.algorithm == 'ppo' else ''} --lr_warmup_ratio 0.05 --enforce_eager "
+            f"--seed {self.seed} --output {self._at('practice')} --logging_steps 2"
+        )
+        return shlex.split(words)
+
+    def evaluation(self) -> list[str]:
+        words = (
+            f"eval --pretrain {self._at('sft', 'practice')} --prompt_data {self._at(*self.held_out.values())} "
+            f"--label_key answer --reward_funcs exact --max_len 64 --max_new_tokens 8 "
+            f"--rollout_backend transformers --output {self._at('eval')}"
+        )
+        return shlex.split(words)
+
+
+@dataclass(frozen=True)
+class PicturesWalkthrough(Walkthrough):
+    """Questions about pictures: imitation learns the form of answers from guesses, practice learns to look."""
+
+    algorithm: str = "grpo"
+    held_out: ClassVar[dict[str, str]] = {
+        "colours": "data/held_out_colour.jsonl",
+        "counts": "data/held_out_count.jsonl",
+    }
+
+    @property
+    def introduction(self) -> str:
+        return (
+            f"[bold]Questions about pictures[/] of squares in {self.root / 'data'}; held-out ones are never seen.\n"
+            "The demonstrations in it are guesses, right one time in four: imitation learns how answers are written, "
+            "practice learns to look."
+        )
+
+    def write_data(self) -> None:
+        write_questions(self.root / "data", seed=self.seed)
+
+    def scratch(self) -> list[str]:
+        shape = "--hidden_size 64 --intermediate_size 128 --num_hidden_layers 2 --num_attention_heads 2"
+        size = "--num_key_value_heads 2 --max_position_embeddings 128 --initializer_range 0.08 --vocab_size 320"
+        tower = "--image_size 56 --patch_size 14 --vision_hidden_size 96 --vision_num_attention_heads 3"
+        data = self._at("data/train.jsonl")
+        words = f"scratch --dataset {data} {shape} {size} {tower} --seed {self.seed} --output {self._at('untrained')}"
+        return shlex.split(words)
+
+    def sft(self) -> list[str]:
+        words = (
+            f"sft --pretrain {self._at('untrained')} --dataset {self._at('data/train.jsonl')} "
+            f"--output_key demonstration --max_len 64 --param_dtype fp32 --train_batch_size 64 --max_epochs 2 "
+            f"--learning_rate 2e-3 --seed {self.seed} --output {self._at('sft')} --logging_steps 10"
+        )
+        return shlex.split(words)
+
+    def practice(self) -> list[str]:
+        words = (
+            f"{self.algorithm} --pretrain {self._at('sft')} --prompt_data {self._at('data/train.jsonl')} "
+            f"--label_key answer --reward_funcs exact --param_dtype fp32 --max_len 64 --max_new_tokens 4 "
+            f"--rollout_batch_size 256 --n_samples_per_prompt 8 --train_batch_size 128 --max_iterations 60 "
+            f"--num_episodes 8 --actor_learning_rate 3e-4 --entropy_loss_coef 0.02 --enforce_eager "
+            f"--seed {self.seed} --output {self._at('practice')} --logging_steps 2"
+        )
+        return shlex.split(words)
+
+    def evaluation(self) -> list[str]:
+        words = (
+            f"eval --pretrain {self._at('sft', 'practice')} --prompt_data {self._at(*self.held_out.values())} "
+            f"--label_key answer --reward_funcs exact --max_len 64 --max_new_tokens 4 "
+            f"--rollout_backend transformers --output {self._at('eval')}"
+        )
+        return shlex.split(words)
