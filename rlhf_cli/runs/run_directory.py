@@ -25,6 +25,7 @@ OF_A_RUN = (
     "metrics.jsonl",
     "samples.jsonl",
     "eval_samples.jsonl",
+    "sample_images",
     REPORT,
     BEST,
     EMA,

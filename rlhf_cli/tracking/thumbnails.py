@@ -7,8 +7,10 @@ from PIL import Image
 
 from rlhf_cli.models.vision.pictures import Picture
 
+FOLDER = "sample_images"
+"""The folder of a run with the copies."""
 IMAGES = "images"
-"""The folder of a run with the copies, and the entry of a sample that names its own."""
+"""The entry of a sample that names its own."""
 LONGEST_SIDE = 256
 """Pixels of a copy; larger pictures are made smaller."""
 WITH_IMAGES = 16
@@ -16,7 +18,7 @@ WITH_IMAGES = 16
 
 
 class Thumbnails:
-    """The folder `images/` of a run. A picture that many samples have is there once."""
+    """The folder `sample_images/` of a run. A picture that many samples have is there once."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -35,9 +37,9 @@ class Thumbnails:
         return {name: value for name, value in sample.items() if name != IMAGES} | paths
 
     def _path(self, picture: Picture) -> str:
-        path = f"{IMAGES}/{picture.digest}.png"
+        path = f"{FOLDER}/{picture.digest}.png"
         if not (self._output / path).exists():
-            (self._output / IMAGES).mkdir(exist_ok=True)
+            (self._output / FOLDER).mkdir(exist_ok=True)
             image = Image.fromarray(picture.pixels)
             image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
             image.save(self._output / path)

@@ -15,12 +15,12 @@ import yaml
 
 from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, RUN_FILE, SAMPLES_FILE, SETTINGS_FILE, read_metrics
 from rlhf_cli.tracking.summary import Summary, summarise
-from rlhf_cli.tracking.thumbnails import IMAGES
+from rlhf_cli.tracking.thumbnails import FOLDER, IMAGES
 
 MAX_SAMPLE_STEPS = 40
 MAX_SAMPLES_PER_STEP = 16
 MAX_TEXT = 12_000  # characters of one prompt or response
-THUMBNAIL = re.compile(rf"{IMAGES}/[\w-]+\.png", re.ASCII)  # nothing outside the run's own folder
+THUMBNAIL = re.compile(rf"{FOLDER}/[\w-]+\.png", re.ASCII)  # nothing outside the run's own folder
 STEP = re.compile(rb'\{"step": (\d+)')
 
 

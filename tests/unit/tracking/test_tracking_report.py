@@ -282,19 +282,19 @@ def test_pictures_of_the_first_samples_are_in_the_page(tmp_path):
     red = picture_of_pixels("red", np.full((600, 300, 3), (220, 40, 40), np.uint8))
     rows = [{"prompt": "p", "response": str(number), "images": (red,)} for number in range(WITH_IMAGES + 1)]
     kept = Thumbnails(tmp_path).rows(rows)
-    assert [row.get("images") for row in kept] == [["images/red.png"]] * WITH_IMAGES + [None]
-    with Image.open(tmp_path / "images" / "red.png") as image:
+    assert [row.get("images") for row in kept] == [["sample_images/red.png"]] * WITH_IMAGES + [None]
+    with Image.open(tmp_path / "sample_images" / "red.png") as image:
         assert image.size == (128, 256)
     make_run(tmp_path, samples=False)
-    outside = {"prompt": "q", "response": "", "images": ["../secret.png", "/etc/passwd", 7, "images/gone.png"]}
+    outside = {"prompt": "q", "response": "", "images": ["../secret.png", "/etc/passwd", 7, "sample_images/gone.png"]}
     SamplesFile(tmp_path, resume_step=None).log(1, [*kept, outside])
     found = read_rollouts(tmp_path / "samples.jsonl").images
-    assert list(found) == ["images/red.png"]
+    assert list(found) == ["sample_images/red.png"]
     page = write_report(tmp_path, stages=[tmp_path]).read_text()
-    assert page.count(found["images/red.png"]) == 1
+    assert page.count(found["sample_images/red.png"]) == 1
 
 
 def test_samples_without_pictures_stay_as_they_are(tmp_path):
     rows = [{"prompt": "p", "response": "r"}]
     assert Thumbnails(tmp_path).rows(rows) == rows
-    assert not (tmp_path / "images").exists()
+    assert not (tmp_path / "sample_images").exists()
