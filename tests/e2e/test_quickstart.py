@@ -121,3 +121,18 @@ def test_the_model_that_imitated_reaches_the_one_that_practised_by_its_distribut
     course = [json.loads(line) for line in (tmp_path / "distilled" / "metrics.jsonl").open()]
     assert course[-1]["forward_kl"] < course[0]["forward_kl"] / 4
     assert course[-1]["accuracy"] > course[0]["accuracy"] + 0.2
+
+
+@pytest.mark.slow
+def test_grpo_teaches_a_model_to_look_that_learned_from_guesses(tmp_path):
+    rlhf("quickstart", "--images", "--output", str(tmp_path / "pictures"), "--seed", str(SEED))
+    results = json.loads((tmp_path / "pictures" / "eval" / "eval.json").read_text())["results"]
+    found = {
+        (Path(result["pretrain"]).name, Path(result["source"]).stem): result["figures"]["accuracy"]["value"]
+        for result in results
+    }
+    assert found["sft", "held_out_colour"] < 0.45
+    assert found["sft", "held_out_count"] < 0.45
+    assert found["practice", "held_out_colour"] >= 0.9
+    assert found["practice", "held_out_count"] >= 0.6
+    assert "data:image/png;base64," in (tmp_path / "pictures" / "report.html").read_text()
