@@ -109,10 +109,10 @@ def test_the_model_that_imitated_reaches_the_one_that_practised_by_its_log_probs
 def test_the_model_that_imitated_reaches_the_one_that_practised_by_its_distributions_over_own_responses(
     folder, tmp_path
 ):
-    practice = Walkthrough(folder, SEED, "gkd").practice()
+    practice = SumsWalkthrough(folder, SEED, "gkd").practice()
     practice[practice.index("--output") + 1] = str(tmp_path / "distilled")
     rlhf(*practice, "--teacher_pretrain", str(folder / "practice"), "--lmbda", "1")
-    evaluation = Walkthrough(folder, SEED).evaluation()
+    evaluation = SumsWalkthrough(folder, SEED).evaluation()
     evaluation[evaluation.index("--pretrain") + 1] = f"{folder / 'practice'},{tmp_path / 'distilled'}"
     evaluation[evaluation.index("--output") + 1] = str(tmp_path / "eval")
     rlhf(*evaluation)

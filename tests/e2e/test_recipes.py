@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from picture_rows import encoded
+from tiny_vision import save_tiny_vision
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli.tracking.sinks import read_metrics
@@ -57,6 +61,26 @@ def test_a_recipe_trains(script, own, roles, model, problems, tmp_path):
     assert metrics["grad_norm"] >= 0
     assert metrics["weight_version"] == 1
     assert (output / "model" / "model.safetensors").is_file()
+
+
+def test_the_geometry_recipe_trains_on_pictures(tmp_path):
+    save_tiny_vision("qwen2_5_vl", tmp_path / "model")
+    pictures = [{"bytes": encoded(56, 84, seed=number), "path": None} for number in range(4)]
+    columns = {
+        "images": [[picture] for picture in pictures],
+        "problem": ["<image>Find x."] * 4,
+        "answer": ["3", "\\frac{1}{2}", "90", "8"],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "geometry.parquet")
+    sizes = {"MIN_PIXELS": "784", "MAX_PIXELS": "6272", "TRAIN_BATCH_SIZE": "12"}
+    output = tmp_path / "run"
+    words = (str(SCRIPTS / "geo3k_grpo.sh"), str(tmp_path / "model"), str(tmp_path / "geometry.parquet"), str(output))
+    run(*words, **SMALL | sizes)
+    metrics = read_metrics(output)[1]
+    assert metrics["weight_version"] == 1
+    assert metrics["kl"] == pytest.approx(0, abs=1e-4)  # the reference sees the same pictures
+    assert len(list((output / "sample_images").glob("*.png"))) == 4
+    assert (output / "model" / "preprocessor_config.json").is_file()
 
 
 @pytest.fixture(scope="module")

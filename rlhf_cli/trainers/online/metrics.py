@@ -94,7 +94,7 @@ def length_metrics(generations: Sequence[Generation]) -> dict[str, float]:
 def sample_rows(
     requests: Sequence[ScoreRequest], generations: Sequence[Generation], scores: Sequence[Score]
 ) -> list[dict[str, object]]:
-    """Return the rows for samples.jsonl."""
+    """Return the rows for samples.jsonl; `images` are the pictures of a prompt, if it has any."""
     return [
         {
             "prompt": request.prompt,
@@ -106,6 +106,7 @@ def sample_rows(
             "length": len(generation.token_ids),
             "finish_reason": generation.finish_reason,
             **({"data_source": request.source} if request.source is not None else {}),
+            **({"images": request.pictures} if request.pictures else {}),
             **{f"reward/{name}": value for name, value in score.parts.items()},
             **score.metrics,
         }
