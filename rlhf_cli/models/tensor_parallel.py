@@ -87,6 +87,13 @@ def _check_others(settings: DeepSpeedConfig, optim: OptimConfig, name: str) -> N
             f"{name}: --optim adamw_bf16 rounds at random, so that weights which each rank has whole would come apart; "
             "give --zero_stage 3"
         )
+    if optim.optim == "adamw_8bit" and settings.zero_stage < 3:
+        raise UsageError(
+            f"{name}: --optim adamw_8bit scales blocks that hold parts of split layers beside weights that each rank "
+            "has whole, which would come apart; give --zero_stage 3"
+        )
+    if settings.zpg > 1:
+        raise UsageError(f"{name}: --zpg gathers weights from the ranks beside each other, which have different parts")
     if optim.optim == "muon":
         raise UsageError(f"{name}: --optim muon needs whole matrices, of which each rank has a part")
 

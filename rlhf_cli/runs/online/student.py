@@ -27,10 +27,14 @@ class StudentData:
     identity: dict[str, object]
 
 
-def load_student_data(config: GKDConfig, model: TrainedModel) -> StudentData:
-    """Return own and fixed responses as the settings mix them. Raise UsageError if rows cannot be used."""
+def load_student_data(config: GKDConfig, model: TrainedModel, *, num_prompts: int) -> StudentData:
+    """Return own and fixed responses as the settings mix them, equally many in each iteration.
+
+    Raises:
+        UsageError: rows cannot be used.
+    """
     distillation, rollout = config.distillation, config.rollout
-    size = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    size = min(rollout.rollout_batch_size, num_prompts) * rollout.n_samples_per_prompt
     identity = objective_identity(distillation, besides=PLACE)
     if distillation.lmbda == 1.0:
         return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)

@@ -55,6 +55,8 @@ def test_dense_models_are_split_at_stages_1_to_3(kind, stage) -> None:
         ({"sequence_parallel_size": 2}, "splits layers, --sequence_parallel_size splits sequences: give one of them"),
         ({"optim": "muon"}, "--optim muon needs whole matrices"),
         ({"optim": "adamw_bf16"}, "--optim adamw_bf16 rounds at random, .*; give --zero_stage 3"),
+        ({"optim": "adamw_8bit"}, "--optim adamw_8bit scales blocks .*; give --zero_stage 3"),
+        ({"zpg": 2, "zero_stage": 3}, "--zpg gathers weights from the ranks beside each other"),
         ({"adapted": True}, "splits whole layers, not adapters: drop --lora_rank"),
         ({"compile_model": True}, "compile_model does not go with --tensor_parallel_size 2"),
     ],
@@ -65,8 +67,9 @@ def test_settings_that_split_layers_do_not_go_with_are_refused(given, fault) -> 
         check(**given)
 
 
-def test_adamw_bf16_goes_with_stage_3_where_no_rank_has_a_copy_of_another_ones_weights() -> None:
-    check(optim="adamw_bf16", zero_stage=3)
+@pytest.mark.parametrize("optim", ["adamw_bf16", "adamw_8bit"])
+def test_optimizers_in_few_bits_go_with_stage_3_where_no_rank_has_a_copy_of_another_ones_weights(optim) -> None:
+    check(optim=optim, zero_stage=3)
 
 
 @pytest.mark.parametrize(
