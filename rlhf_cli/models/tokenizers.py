@@ -37,9 +37,20 @@ def read_tokenizer(path: str, config: TokenizerSource) -> PreTrainedTokenizerBas
         raise UsageError(
             f"pretrain {path!r}: the tokenizer has no vocabulary: a file such as tokenizer.json is missing"
         )
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = _processor_template(Path(path))
     if config.tokenizer_chat_template is not None:
         tokenizer.chat_template = _chat_template(config.tokenizer_chat_template)
     return tokenizer
+
+
+def _processor_template(folder: Path) -> str | None:
+    """Return the template that older vision-language models keep for their processor alone; None without one."""
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        return None
+    template: str | None = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+    return template
 
 
 def _tokenizer_path(pretrain: str) -> str:

@@ -174,11 +174,14 @@ class RequestBatch:
 
 
 def eos_token_ids(model_path: str | Path) -> list[int]:
-    """Return the token ids that end a response: from the model's generation config, else of its config; sorted."""
+    """Return the token ids that end a response, sorted: from the model's generation config, else from its config or
+    the part of it about text.
+    """
     for name in ("generation_config.json", "config.json"):
         file = Path(model_path) / name
         if file.exists():
-            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            named = json.loads(file.read_text(encoding="utf-8"))
+            found = named.get("eos_token_id", (named.get("text_config") or {}).get("eos_token_id"))
             if found is not None:
                 return sorted({found} if isinstance(found, int) else set(found))
     raise UsageError(

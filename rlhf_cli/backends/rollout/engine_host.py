@@ -34,13 +34,17 @@ def make_engine(backend: str, model_path: str, settings: EngineSettings) -> Roll
 
 
 def fitted(settings: EngineSettings, model_path: str) -> EngineSettings:
-    """Return the settings for this model, without pictures for a model of text."""
+    """Return the settings for this model: without pictures for a model of text, with one at least for others.
+
+    vLLM makes the processor of a vision-language model, and keeps its tower for pushes, if pictures are allowed.
+    """
     from transformers import AutoConfig
 
     from rlhf_cli.models.vision.families.table import takes_pictures
 
     architecture = AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code)
-    return settings if takes_pictures(architecture) else replace(settings, max_images_per_prompt=None)
+    most = max(settings.max_images_per_prompt or 1, 1) if takes_pictures(architecture) else None
+    return replace(settings, max_images_per_prompt=most)
 
 
 def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "EngineHost":

@@ -15,8 +15,10 @@ TEXT_MARK = "<image>"
 EITHER = re.compile(f"({MARK}|{TEXT_MARK})")
 IMAGE_COLUMNS = ("images", "image")
 EMPTY: tuple[object, ...] = (None, "", b"", [], {})
-CELL_KEYS = ("image", "path", "url", "base64")
-"""Keys of a picture inside a part of type image, in Qwen's and transformers' messages."""
+CELL_KEYS = ("image", "path", "url")
+"""Keys of a picture inside a part of type image, in Qwen's and transformers' messages, or inside a cell."""
+BASE64 = "base64"
+"""Key of a picture in base64 without the head of a data: URL, in transformers' messages."""
 
 Content = tuple[str, tuple[object, ...]]
 """Text with marks, and a cell for each mark; None for a picture that the row's column has."""
@@ -50,14 +52,14 @@ def _cell_of_part(part: dict[str, object]) -> object:
     given = part.get("image_url")
     if isinstance(given, dict):
         given = given.get("url")
-    held = [given, *(part.get(key) for key in CELL_KEYS)]
+    held = [given, *(part.get(key) for key in CELL_KEYS), {BASE64: part.get(BASE64)}]
     return next((cell for cell in held if not is_empty(cell)), None)
 
 
 def is_empty(cell: object) -> bool:
     """Return whether a cell holds no picture."""
     if isinstance(cell, dict):
-        return cell.get("bytes") is None and not cell.get("path")
+        return cell.get("bytes") is None and not any(cell.get(key) for key in (*CELL_KEYS, BASE64))
     return cell in EMPTY
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from rlhf_cli.data.pictures.decoding import PictureFault, pixels_of
+from rlhf_cli.data.pictures.marks import BASE64, CELL_KEYS
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.vision.family import PictureRun
 from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
@@ -114,7 +115,9 @@ def encoded_cell(cell: object, folder: Path) -> EncodedPicture:
     if isinstance(cell, dict) and cell.get("bytes") is not None:
         cell = cell["bytes"]
     elif isinstance(cell, dict):
-        cell = cell.get("path") or cell.get("url")
+        if cell.get(BASE64):
+            return EncodedPicture(contents=_of_base64(str(cell[BASE64])))
+        cell = next((cell[key] for key in CELL_KEYS if cell.get(key)), None)
     if isinstance(cell, bytes):
         return EncodedPicture(contents=cell)
     if not isinstance(cell, str):
@@ -135,9 +138,13 @@ def _of_file(path: Path) -> EncodedPicture:
 def _of_data_url(url: str) -> bytes:
     """Return the bytes of 'data:image/png;base64,...'."""
     head, _, text = url.partition(",")
+    if not head.endswith(";base64"):
+        raise PictureFault(f"is no base64 text: its address begins with {head[:40]!r}")
+    return _of_base64(text)
+
+
+def _of_base64(text: str) -> bytes:
     try:
-        if not head.endswith(";base64"):
-            raise ValueError("not base64")
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise PictureFault(f"is no base64 text behind {head[:40]!r}: {error}") from error
+        raise PictureFault(f"is no base64 text: {error}") from error

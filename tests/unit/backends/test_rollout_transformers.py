@@ -216,6 +216,8 @@ def test_end_tokens_come_from_the_generation_config_then_from_the_config(tiny_mo
     (path / "generation_config.json").write_text("{}")
     (path / "config.json").write_text('{"eos_token_id": 7}')
     assert eos_token_ids(path) == [7]
+    (path / "config.json").write_text('{"text_config": {"eos_token_id": 5}}')
+    assert eos_token_ids(path) == [5]
     (path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="names an eos_token_id"):
         eos_token_ids(path)

@@ -1,5 +1,6 @@
 """Pictures of rows: where they stand in messages and tokens, and what of a row is refused."""
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,19 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
             ]
         },
         f"?{B}",
+    ),
+    "addresses in cells": (
+        {"images": [{"url": "a.png"}, {"image": "b.jpg", "path": None}], "prompt": "Which?", "answer": "red"},
+        f"{A}{B}Which?",
+    ),
+    "base64 in parts": (
+        {
+            "messages": [
+                user([{"type": "image", "base64": base64.b64encode(encoded(28, 56)).decode()}]),
+                assistant("red"),
+            ]
+        },
+        A,
     ),
     "no picture": ({"images": [], "prompt": "How many?", "answer": "red"}, "How many?"),
     "null": ({"images": None, "prompt": "How many?", "answer": "red"}, "How many?"),

@@ -1,4 +1,6 @@
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from transformers import (
     Qwen2Config,
 )
 
+from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.models.vision.families.table import TokenisedFamily, find_family
 
 SIZES = [(56, 56), (80, 120), (120, 50), (30, 97), (224, 57), (111, 223), (9, 500), (1, 60), (60, 1)]
@@ -129,6 +133,8 @@ def test_a_text_model_has_no_family_and_other_vision_models_are_refused() -> Non
 def test_pictures_and_bounds_that_leave_no_size_are_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="one side is more than 200 times the other"):
         family_in(folders["llava"]).final_size(1, 201)
+    with pytest.raises(UsageError, match="a picture of 6000 x 30 pixels: one side is more than 200 times"):
+        family_in(folders["qwen3_vl"]).final_size(30, 6000)  # 200 times before it is rounded to patches
     with pytest.raises(UsageError, match="--max_pixels: models of type idefics3"):
         family_in(folders["idefics3"], max_pixels=1000)
     with pytest.raises(UsageError, match="no picture has between 20000 and 12544 pixels"):
@@ -142,3 +148,14 @@ def test_a_folder_without_an_image_processor_is_refused(folders: dict[str, Path]
     config.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="the image processor cannot be loaded"):
         find_family(str(tmp_path), config, AutoTokenizer.from_pretrained(folders["qwen3_vl"]))
+
+
+def test_the_template_that_a_folder_keeps_for_its_processor_alone_is_the_tokenizers(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["llava"], tmp_path / "older")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    assert load_tokenizer(ModelConfig(pretrain=str(folder))).chat_template is None
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_tokenizer(ModelConfig(pretrain=str(folder))).chat_template == template

@@ -38,7 +38,11 @@ def test_a_line_reports_that_reward_servers_get_no_pictures():
     assert server_notice(config(reward_funcs=["exact"]), QWEN) == []
 
 
-@pytest.mark.parametrize(("architecture", "most"), [(TEXT, None), (IDEFICS, 3)])
-def test_an_engine_takes_pictures_if_its_model_does(tmp_path, architecture, most):
+@pytest.mark.parametrize(
+    ("architecture", "given", "most"),
+    [(TEXT, 3, None), (TEXT, None, None), (IDEFICS, 3, 3), (IDEFICS, None, 1), (IDEFICS, 0, 1)],
+)
+def test_an_engine_takes_pictures_if_its_model_does(tmp_path, architecture, given, most):
     architecture.save_pretrained(tmp_path)
-    assert fitted(EngineSettings(max_model_len=9, max_images_per_prompt=3), str(tmp_path)).max_images_per_prompt == most
+    settings = EngineSettings(max_model_len=9, max_images_per_prompt=given)
+    assert fitted(settings, str(tmp_path)).max_images_per_prompt == most

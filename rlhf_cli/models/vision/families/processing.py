@@ -41,11 +41,14 @@ class PictureProcessing(ABC):
 
     def final_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the size in which trainer and engine get a picture. UsageError for one of very unequal sides."""
-        if max(height, width) > MOST_STRETCHED * min(height, width):
+        sizes = [(height, width)]
+        if not _is_stretched(height, width):
+            sizes.append(self._own_size(height, width))  # rounding may stretch it a little more
+        if _is_stretched(*sizes[-1]):
             raise UsageError(
                 f"a picture of {width} x {height} pixels: one side is more than {MOST_STRETCHED} times the other"
             )
-        return self._own_size(height, width)
+        return sizes[-1]
 
     @abstractmethod
     def _own_size(self, height: int, width: int) -> tuple[int, int]:
@@ -74,6 +77,10 @@ class PictureProcessing(ABC):
     def blank(self) -> np.ndarray:
         """Return a small picture for packs that have none. White, as Idefics3 leaves out pictures of zeros."""
         return np.full((*self.final_size(1, 1), 3), WHITE, dtype=np.uint8)
+
+
+def _is_stretched(height: int, width: int) -> bool:
+    return max(height, width) > MOST_STRETCHED * min(height, width)
 
 
 def load_image_processor(path: str, *, trust_remote_code: bool) -> ImageProcessor:
