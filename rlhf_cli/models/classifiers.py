@@ -8,7 +8,6 @@ import copy
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.vision.families.table import takes_pictures
 
 CLASSIFIER = "ForSequenceClassification"
 """End of the class names of models with a score for a whole sequence."""
@@ -26,11 +25,7 @@ def is_classifier(config: PretrainedConfig) -> bool:
 
 
 def refuse_several_labels(config: PretrainedConfig, what: str) -> None:
-    """Raise UsageError naming a model that cannot have the head of a reward model: a classifier with another one, or
-    a vision-language model. Text models without such a head get one.
-    """
-    if takes_pictures(config):
-        raise UsageError(f"{what} is a vision-language model ({config.model_type}): scores come from text models alone")
+    """Raise UsageError naming a classifier whose head is no reward model's; models without such a head get one."""
     if is_classifier(config) and config.num_labels != 1:
         raise UsageError(f"{what} has {config.num_labels} labels, and a reward model has one")
 

@@ -33,6 +33,7 @@ from rlhf_cli.models.requirements import check_loadable, needs_fused_kernels, pa
 from rlhf_cli.models.tensor_parallel import whole_shape
 from rlhf_cli.models.vision.families.processing import PictureProcessing
 from rlhf_cli.models.vision.families.table import find_processing, takes_pictures
+from rlhf_cli.models.vision.scoring import scoring_class
 from rlhf_cli.models.vision.tower import PROCESSING
 
 
@@ -60,6 +61,11 @@ def language_model_class(architecture: PretrainedConfig) -> type[AutoModelForCau
     return AutoModelForImageTextToText if takes_pictures(architecture) else AutoModelForCausalLM
 
 
+def sequence_classifier_class(architecture: PretrainedConfig) -> Any:
+    """Return the class that loads a model of this configuration with a head for scores, with its tower if any."""
+    return scoring_class(architecture) if takes_pictures(architecture) else AutoModelForSequenceClassification
+
+
 def load_value_backbone(
     config: ModelConfig,
     *,
@@ -75,7 +81,7 @@ def load_value_backbone(
     found = find_model(config)
     refuse_several_labels(found.architecture, f"pretrain {config.pretrain!r}")
     return _load(
-        AutoModelForSequenceClassification,
+        sequence_classifier_class(found.architecture),
         config,
         found,
         partition=partition,
@@ -98,7 +104,7 @@ def load_reward_model(
     found = find_model(config)
     has_classes = is_token_classifier(found.architecture)
     return _load(
-        AutoModelForTokenClassification if has_classes else AutoModelForSequenceClassification,
+        AutoModelForTokenClassification if has_classes else sequence_classifier_class(found.architecture),
         config,
         found,
         partition=partition,
@@ -214,7 +220,7 @@ def _complete_weights(model: PreTrainedModel, path: str, report: dict[str, Any],
     missing = set(report["missing_keys"]) - set(model.all_tied_weights_keys)
     if "score.weight" in missing and not has_score_head:
         missing.remove("score.weight")
-        fill(model.score.weight, _value_head(model.config.hidden_size))
+        fill(model.score.weight, _value_head(model.config.get_text_config().hidden_size))
     wrong = sorted(missing) + sorted(str(key) for key in report["mismatched_keys"])
     if wrong:
         raise UsageError(

@@ -48,7 +48,7 @@ DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
     "ppo": PromptConfig,
 }
 """The data settings of each command."""
-WITHOUT_PICTURES = ("rm", "prm", "distill")
+WITHOUT_PICTURES = ("prm", "distill")
 """Commands that read text alone."""
 PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", "dataset_split": "prompt_split"}
 """What prompts are called in the settings of online commands."""

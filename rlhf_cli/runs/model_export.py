@@ -255,9 +255,7 @@ def _set_dtype(folder: Path, source: TensorSource, dtype: object) -> None:
 
 def _auto_class(config: Any) -> Any:
     """Return the class of transformers for this configuration: of models with a scalar head, or of language models."""
-    from transformers import AutoModelForSequenceClassification
-
-    from rlhf_cli.models.loading import language_model_class
+    from rlhf_cli.models.loading import language_model_class, sequence_classifier_class
 
     has_head = (config.architectures or [""])[0].endswith("ForSequenceClassification")
-    return AutoModelForSequenceClassification if has_head else language_model_class(config)
+    return sequence_classifier_class(config) if has_head else language_model_class(config)

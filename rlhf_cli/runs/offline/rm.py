@@ -6,6 +6,7 @@ from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.runs.offline.pair_items import load_pair_items
 from rlhf_cli.runs.offline.run import OfflineTask, offline_model
+from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import objective_identity
 from rlhf_cli.trainers.offline.rm import RewardObjective, finish_reward_metrics
 
@@ -15,8 +16,9 @@ def rm_task(config: RMConfig) -> OfflineTask:
     loss = config.reward
     model = offline_model(config)
     refuse_several_labels(model.architecture, f"--pretrain {model.base.pretrain!r}")
+    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
     items, summary = load_pair_items(
-        config, model, share_prompts=loss.share_prompts, read_ends=True, with_margin=loss.margin_loss
+        config, model, share_prompts=loss.share_prompts, read_ends=True, with_margin=loss.margin_loss, reader=reader
     )
     if padding_token(model.tokenizer, model.architecture) is None:
         summary += "; no token is free for padding: transformers will score one sequence at a time"

@@ -19,11 +19,13 @@ from transformers import (
     LlamaConfig,
     PaliGemmaConfig,
     Qwen2Config,
+    Qwen2VLImageProcessorPil,
 )
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.tokenizers import load_tokenizer
+from rlhf_cli.models.vision.families.qwen_vl import QwenVLProcessing
 from rlhf_cli.models.vision.families.table import TokenisedFamily, find_family
 
 SIZES = [(56, 56), (80, 120), (120, 50), (30, 97), (224, 57), (111, 223), (9, 500), (1, 60), (60, 1)]
@@ -133,8 +135,15 @@ def test_a_text_model_has_no_family_and_other_vision_models_are_refused() -> Non
 def test_pictures_and_bounds_that_leave_no_size_are_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="one side is more than 200 times the other"):
         family_in(folders["llava"]).final_size(1, 201)
+    bounds = {"shortest_edge": 28 * 28, "longest_edge": 10**7}
+    large = QwenVLProcessing(
+        Qwen2VLImageProcessorPil(size=bounds),
+        AutoConfig.from_pretrained(folders["qwen2_5_vl"]),
+        min_pixels=None,
+        max_pixels=None,
+    )
     with pytest.raises(UsageError, match="a picture of 6000 x 30 pixels: one side is more than 200 times"):
-        family_in(folders["qwen3_vl"]).final_size(30, 6000)  # 200 times before it is rounded to patches
+        large.final_size(30, 6000)  # 200 times before it is rounded to patches
     with pytest.raises(UsageError, match="--max_pixels: models of type idefics3"):
         family_in(folders["idefics3"], max_pixels=1000)
     with pytest.raises(UsageError, match="no picture has between 20000 and 12544 pixels"):

@@ -16,7 +16,7 @@ from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
-from rlhf_cli.models.loading import load_causal_lm, load_value_backbone
+from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel, hidden_matrices
 from rlhf_cli.models.vision.freezing import check_trained_parts, tower_parameters
 from rlhf_cli.models.weight_files import open_weights
@@ -169,11 +169,6 @@ def test_parts_that_a_model_has_not_are_refused(folders: dict[str, Path], tiny_m
     with pytest.raises(UsageError, match="freeze_projector: an adapter leaves all weights"):
         check_trained_parts(frozen, LoraConfig(lora_rank=2), vision, is_adapted=True)
     check_trained_parts(frozen, LoraConfig(), vision, is_adapted=False)
-
-
-def test_a_vision_language_model_gives_no_scores(folders: dict[str, Path]) -> None:
-    with pytest.raises(UsageError, match=r"is a vision-language model \(llava\): scores come from text models alone"):
-        load_value_backbone(ModelConfig(pretrain=str(folders["llava"]), param_dtype="fp32"))
 
 
 def test_a_text_model_refuses_packs_with_pictures(folders: dict[str, Path], tiny_model_dir: str) -> None:

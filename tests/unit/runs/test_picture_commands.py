@@ -12,6 +12,7 @@ from tiny_vision import save_tiny_vision
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.commands.dpo import DPOConfig
 from rlhf_cli.config.commands.kto import KTOConfig
+from rlhf_cli.config.commands.rm import RMConfig
 from rlhf_cli.config.commands.sft import SFTConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
@@ -19,6 +20,7 @@ from rlhf_cli.runs.data_preview import inspect_data
 from rlhf_cli.runs.data_view import show
 from rlhf_cli.runs.offline.dpo import dpo_task
 from rlhf_cli.runs.offline.kto import kto_task
+from rlhf_cli.runs.offline.rm import rm_task
 from rlhf_cli.runs.offline.sft import sft_task
 
 ASKED = {"prompt": "<image>How many?", "images": ["a.png"]}
@@ -30,10 +32,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         ASKED | {"images": ["other.png"], "response": "ten", "label": False},
     ],
 }
+ROWS["rm"] = ROWS["dpo"]
 TASKS: dict[str, tuple[Any, Any]] = {
     "sft": (SFTConfig, sft_task),
     "dpo": (DPOConfig, dpo_task),
     "kto": (KTOConfig, kto_task),
+    "rm": (RMConfig, rm_task),
 }
 
 
@@ -59,7 +63,7 @@ def task_of(command: str, folder: Path, **settings: Any) -> Any:
     return make_task(build_config(config_class, given))
 
 
-@pytest.mark.parametrize(("command", "num_pictures"), [("sft", 1), ("dpo", 1), ("kto", 2)])
+@pytest.mark.parametrize(("command", "num_pictures"), [("sft", 1), ("dpo", 1), ("rm", 1), ("kto", 2)])
 def test_packs_of_the_command_have_the_pictures_of_their_rows(command: str, num_pictures: int, folder: Path) -> None:
     items = task_of(command, folder).items.data
     made = items.collate([0, 1])

@@ -179,15 +179,18 @@ def test_a_run_gives_the_same_numbers_again_and_other_ones_with_another_seed(
     assert first[1] != other[1]
 
 
-def test_grpo_on_pictures_trains_the_tower_that_engines_answer_with_and_gives_the_same_numbers_again(tmp_path):
+@pytest.mark.parametrize("command", ["grpo", "ppo"])
+def test_training_on_pictures_moves_the_tower_that_engines_answer_with_and_gives_the_same_numbers_again(
+    command, tmp_path
+):
     folder = save_tiny_vision("idefics3", tmp_path / "model")
     prompts = [
         Prompt(one.token_ids[~one.loss_mask].tolist(), f"{i}: ", None, "data.jsonl", i, pictures=one.pictures)
         for i, one in enumerate(vision_sequences(folder, [[(56, 84)], [], [(60, 60), (112, 56)], [(30, 90)]]))
     ]
     small = {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "train_batch_size": 8, "max_new_tokens": 4}
-    config = resolve("grpo", pretrain=str(folder), param_dtype="fp32", init_kl_coef=0.1, **small)
-    first, second = (train(config, "grpo", tmp_path, prompts) for _ in range(2))
+    config = resolve(command, pretrain=str(folder), param_dtype="fp32", init_kl_coef=0.1, **small)
+    first, second = (train(config, command, tmp_path, prompts) for _ in range(2))
     assert first[:2] == second[:2]
     assert all(weight.equal(second[2][name]) for name, weight in first[2].items())
     assert max(metrics["rollout_diff_max"] for _, metrics in first[0]) < 1e-6
