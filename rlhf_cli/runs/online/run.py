@@ -232,8 +232,8 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
     check_ranks_together(config, models)
     check_layout(config.placement, config.rollout, roles=roles)
     data, eval_data = _load_data(config, model)
-    is_student = isinstance(config, GKDConfig)
-    student = load_student_data(config, model, num_prompts=len(data.prompts)) if is_student else None
+    num_prompts = len(data.prompts)
+    student = load_student_data(config, model, num_prompts=num_prompts) if isinstance(config, GKDConfig) else None
     all_data = [data] if eval_data is None else [data, eval_data]
     for trained in (model, models.critic or model):
         for read in all_data:

@@ -8,7 +8,6 @@ from rlhf_cli.config.data import DataConfig, TextConfig
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.models.teacher import TeacherModel
-from rlhf_cli.runs.offline.sft import load_sequence_items
 from rlhf_cli.runs.run_identity import objective_identity
 from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
@@ -38,6 +37,8 @@ def load_student_data(config: GKDConfig, model: TrainedModel, *, num_prompts: in
     identity = objective_identity(distillation, besides=PLACE)
     if distillation.lmbda == 1.0:
         return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)
+    from rlhf_cli.runs.offline.sft import load_sequence_items  # imports DeepSpeed, which other drivers do not need
+
     data = load_sequence_items(rows_config(config), model, seed=config.batch.seed).data.data
     return StudentData(
         Mixture(distillation.lmbda, data.sequences, size, config.batch.seed),

@@ -3,8 +3,10 @@
 import json
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -22,6 +24,7 @@ from rlhf_cli.data.reading.sources import load_rows
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.vision.pictures import picture_of_pixels
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.report.script import SCRIPT
 from rlhf_cli.trainers.online.metrics import sample_rows
@@ -213,6 +216,7 @@ def test_a_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path):
 
 def test_the_report_reads_columns_that_rows_of_samples_have():
     asked = ScoreRequest("pr", "p", "r", "l", num_tokens=1, truncated=False, group="0", sample=0, group_size=1)
+    asked = replace(asked, pictures=(picture_of_pixels("red", np.zeros((2, 2, 3), np.uint8)),))
     (row,) = sample_rows([asked], [Generation([1], [0.0], "stop", 0)], [Score(1.0, "correct")])
     assert set(re.findall(r"\brow\.(\w+)\b(?!\()", SCRIPT)) <= {"step", *row}
 
