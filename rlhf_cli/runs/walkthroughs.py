@@ -16,13 +16,14 @@ CRITIC = "--critic_learning_rate 5e-4"
 class Walkthrough(ABC):
     """The places of the parts of a quickstart, and the commands that make them.
 
-    `held_out` are the data sets to evaluate on, by the word for them in the table.
+    `held_out` are the data sets to evaluate on, by the word for them in the table; `max_new_tokens` bounds an answer.
     """
 
     root: Path
     seed: int
     algorithm: str
     held_out: ClassVar[dict[str, str]]
+    max_new_tokens: ClassVar[int]
 
     @property
     @abstractmethod
@@ -45,9 +46,14 @@ class Walkthrough(ABC):
     def practice(self) -> list[str]:
         """Return the command that practises with a verifier."""
 
-    @abstractmethod
     def evaluation(self) -> list[str]:
         """Return the command in which both models answer the held-out data."""
+        words = (
+            f"eval --pretrain {self._at('sft', 'practice')} --prompt_data {self._at(*self.held_out.values())} "
+            f"--label_key answer --reward_funcs exact --max_len 64 --max_new_tokens {self.max_new_tokens} "
+            f"--rollout_backend transformers --output {self._at('eval')}"
+        )
+        return shlex.split(words)
 
     def _at(self, *parts: str) -> str:
         """Return paths as a shell takes them, separated by commas."""
@@ -59,6 +65,7 @@ class SumsWalkthrough(Walkthrough):
     """Addition: imitation copies demonstrations that round, practice unlearns it."""
 
     algorithm: str = "ppo"
+    max_new_tokens: ClassVar[int] = 8
     held_out: ClassVar[dict[str, str]] = {"accuracy": "data/held_out.jsonl"}
 
     @property
@@ -91,19 +98,11 @@ class SumsWalkthrough(Walkthrough):
     def practice(self) -> list[str]:
         words = (
             f"{self.algorithm} --pretrain {self._at('sft')} --prompt_data {self._at('data/train.jsonl')} "
-            f"--label_key answer "
-            f"--reward_funcs exact --param_dtype fp32 --max_len 64 --max_new_tokens 8 --rollout_batch_size 256 "
+            f"--label_key answer --reward_funcs exact --param_dtype fp32 --max_len 64 "
+            f"--max_new_tokens {self.max_new_tokens} --rollout_batch_size 256 "
             f"--n_samples_per_prompt 4 --train_batch_size 256 --max_iterations 16 --actor_learning_rate 3e-4 "
             f"{CRITIC if self.algorithm == 'ppo' else ''} --lr_warmup_ratio 0.05 --enforce_eager "
             f"--seed {self.seed} --output {self._at('practice')} --logging_steps 2"
-        )
-        return shlex.split(words)
-
-    def evaluation(self) -> list[str]:
-        words = (
-            f"eval --pretrain {self._at('sft', 'practice')} --prompt_data {self._at(*self.held_out.values())} "
-            f"--label_key answer --reward_funcs exact --max_len 64 --max_new_tokens 8 "
-            f"--rollout_backend transformers --output {self._at('eval')}"
         )
         return shlex.split(words)
 
@@ -113,6 +112,7 @@ class PicturesWalkthrough(Walkthrough):
     """Questions about pictures: imitation learns the form of answers from guesses, practice learns to look."""
 
     algorithm: str = "grpo"
+    max_new_tokens: ClassVar[int] = 4
     held_out: ClassVar[dict[str, str]] = {
         "colours": "data/held_out_colour.jsonl",
         "counts": "data/held_out_count.jsonl",
@@ -148,17 +148,10 @@ class PicturesWalkthrough(Walkthrough):
     def practice(self) -> list[str]:
         words = (
             f"{self.algorithm} --pretrain {self._at('sft')} --prompt_data {self._at('data/train.jsonl')} "
-            f"--label_key answer --reward_funcs exact --param_dtype fp32 --max_len 64 --max_new_tokens 4 "
-            f"--rollout_batch_size 256 --n_samples_per_prompt 8 --train_batch_size 128 --max_iterations 60 "
+            f"--label_key answer --reward_funcs exact --param_dtype fp32 --max_len 64 "
+            f"--max_new_tokens {self.max_new_tokens} --rollout_batch_size 256 --n_samples_per_prompt 8 "
+            f"--train_batch_size 128 --max_iterations 60 "
             f"--num_episodes 8 --actor_learning_rate 3e-4 --entropy_loss_coef 0.02 --enforce_eager "
             f"--seed {self.seed} --output {self._at('practice')} --logging_steps 2"
-        )
-        return shlex.split(words)
-
-    def evaluation(self) -> list[str]:
-        words = (
-            f"eval --pretrain {self._at('sft', 'practice')} --prompt_data {self._at(*self.held_out.values())} "
-            f"--label_key answer --reward_funcs exact --max_len 64 --max_new_tokens 4 "
-            f"--rollout_backend transformers --output {self._at('eval')}"
         )
         return shlex.split(words)
