@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Geometry from pictures: GRPO on a vision-language model with rewards for the right answer and for the form of the
-# response, in the sizes in which EasyR1 trains Qwen2.5-VL-7B on Geometry3K.
+# response, in the sizes in which EasyR1 trains Qwen2.5-VL-7B on Geometry3K. As there, a template puts the form of the
+# response behind each question.
 #
 #   examples/scripts/geo3k_grpo.sh MODEL PROMPTS [OUTPUT]
 #
@@ -18,7 +19,7 @@ OUTPUT=${3:-runs/geo3k_grpo}
 GPUS=${GPUS:-8}
 
 rlhf grpo --pretrain "$MODEL" --prompt_data "$DATA" --output "$OUTPUT" --load_checkpoint \
-  --system_prompt "Look at the picture and think before you answer: <think> your thoughts </think><answer> the answer </answer>" \
+  --format_prompt "$(dirname "$0")/../templates/think_boxed.jinja" \
   --reward_funcs math,format --reward_weights 0.9,0.1 \
   --min_pixels "${MIN_PIXELS:-262144}" --max_pixels "${MAX_PIXELS:-4194304}" \
   --rollout_batch_size "${PROMPTS_PER_ITERATION:-512}" --n_samples_per_prompt "${SAMPLES:-5}" \

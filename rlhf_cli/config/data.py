@@ -73,8 +73,6 @@ class RowsConfig(SettingsGroup):
     """Split to read if the name gives none."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """Treatment of rows longer than max_len; the number of them is always reported."""
-    invalid_rows: Literal["error", "drop"] = "error"
-    """Treatment of rows that cannot be used; the number of dropped ones is always reported."""
     data_cache: str = "auto"
     """Folder with tokenised data for next runs; auto is ~/.cache/rlhf-cli/data for larger sets, off is none."""
 
@@ -86,6 +84,8 @@ class OfflineDataConfig(TextConfig, RowsConfig):
     """Training data: file, folder or Hub name[:config], with @split if needed; several separated by commas."""
     eval_dataset: str | None = None
     """Data to evaluate on."""
+    invalid_rows: Literal["error", "drop"] = "error"
+    """Treatment of rows that cannot be used; the number of dropped ones is always reported."""
     eval_split: str = "train"
     """Split of the evaluation data to read if the name gives none."""
     max_samples: int = Field(100_000_000, gt=0)
@@ -217,6 +217,10 @@ class PromptConfig(TextConfig):
     """Use only prompts whose column pass_rate (of `rlhf eval --write_pass_rate`) is in this range, ends included."""
     prompt_template: str | None = None
     """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (for base models)."""
+    format_prompt: str | None = None
+    """Jinja file that makes the text of the last message of {{ content }}, before the chat template, as EasyR1."""
+    invalid_rows: Literal["error", "drop"] = "error"
+    """Treatment of rows that cannot be used; the number of dropped ones is always reported."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """Treatment of prompts that leave no room for max_new_tokens; the number is always reported."""
     max_samples: int = Field(100_000_000, gt=0)
@@ -228,6 +232,9 @@ class PromptConfig(TextConfig):
             raise ValueError("prompt_template and input_template both make the text of a prompt: give one of them")
         if self.prompt_template is not None and self.chat_template_kwargs != "{}":
             raise ValueError("prompt_template takes the place of the chat template: drop chat_template_kwargs")
+        if self.format_prompt is not None and (self.prompt_template is not None or not self.apply_chat_template):
+            other = "prompt_template" if self.prompt_template is not None else "no_apply_chat_template"
+            raise ValueError(f"format_prompt makes the text of a message for the chat template: drop {other}")
         return self
 
     @model_validator(mode="after")

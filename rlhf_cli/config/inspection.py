@@ -63,6 +63,8 @@ class ShownDataConfig(SidesConfig, MarkedStepsConfig):
     """Train on the last labelled step of each solution alone (prm)."""
     prompt_template: str | None = None
     """Jinja file that makes a prompt of {{ prompt }} in place of the chat template, or r1_zero (ppo)."""
+    format_prompt: str | None = None
+    """Jinja file that makes the text of the last message of {{ content }}, before the chat template (ppo)."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """Treatment of prompts that leave no room for max_new_tokens (ppo)."""
     pass_rate_range: tuple[float, float] | None = None

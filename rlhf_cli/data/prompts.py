@@ -6,37 +6,44 @@ Prompts lie in a temporary file that is mapped into memory, in the order of the 
 import collections.abc
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import PromptConfig, known_format
-from rlhf_cli.config.plugins import called_name
-from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
 from rlhf_cli.config.scoring import ScoringConfig
 from rlhf_cli.data.formats.conversations import Conversation
 from rlhf_cli.data.formats.table import PromptFormat, choose_prompt_format
+from rlhf_cli.data.judges import Judges
 from rlhf_cli.data.pictures.expanding import expanded
 from rlhf_cli.data.pictures.marks import TEXT_MARK
 from rlhf_cli.data.pictures.reading import BATCH_ROWS as PICTURE_BATCH_ROWS
 from rlhf_cli.data.pictures.reading import PictureReader, check_image_key, refuse_pictures
 from rlhf_cli.data.pictures.sources import SourcePicture
 from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
-from rlhf_cli.data.preparing import MAX_NOTED
+from rlhf_cli.data.prompt_report import PromptReport
 from rlhf_cli.data.reading.columns import Columns, described, is_dialogue, refuse_half_characters, refuse_images
-from rlhf_cli.data.reading.sources import ReadSource, Row, Rows, Source, batches, load_rows, read_sources
+from rlhf_cli.data.reading.sources import Row, RowFault, Rows, Source, batches, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable, TableWriter
 from rlhf_cli.data.templates.kwargs import template_kwargs_of
-from rlhf_cli.data.templates.prompt_templates import PromptTemplate, load_prompt_template
+from rlhf_cli.data.templates.prompt_templates import (
+    FormatPrompt,
+    PromptTemplate,
+    load_format_prompt,
+    load_prompt_template,
+)
 from rlhf_cli.data.templates.rendering import Renderer
 from rlhf_cli.data.templates.text import TemplateFault
-from rlhf_cli.data.tokenizing.control_tokens import ControlTokens, controls_phrase, note_controls
+from rlhf_cli.data.tokenizing.control_tokens import ControlTokens, note_controls
 from rlhf_cli.data.tokenizing.tokenizer import Tokeniser, Tokens, note_largest
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import PlacedPicture
 
+A = TypeVar("A")
+B = TypeVar("B")
 BATCH_ROWS = 512
 PASS_RATE = "pass_rate"
 """Column with the share of a model's responses to a prompt that were right."""
@@ -76,43 +83,6 @@ class Prompt:
 def _prompt_at(table: StoredTable, row: int) -> Prompt:
     cells = {name: table.value(name, row) for name in SCHEMA.names}
     return Prompt(**cells, pictures=pictures_at(table, row))
-
-
-@dataclass
-class PromptReport:
-    """How prompts were read.
-
-    `lengths` counts all prompts by their tokens; `noted` names the first ones that were dropped, and why.
-    """
-
-    sources: list[ReadSource] = field(default_factory=list)
-    rows: int = 0
-    prompts: int = 0
-    labelled: int = 0
-    dropped_by_pass_rate: int = 0
-    dropped_overlong: int = 0
-    longest: int = 0
-    """Tokens of the longest prompt that was kept."""
-    largest_token: int = -1
-    """The largest token id, and the first row that has it."""
-    largest_token_at: str = ""
-    control_rows: int = 0
-    """Prompts with special tokens in their messages, the prompts of each token, and the first row."""
-    control_tokens: dict[str, int] = field(default_factory=dict)
-    control_at: str = ""
-    lengths: dict[int, int] = field(default_factory=dict)
-    noted: list[str] = field(default_factory=list)
-
-    @property
-    def summary(self) -> str:
-        """The report in one line."""
-        dropped = f", {self.dropped_by_pass_rate:,} left out by their pass rate" if self.dropped_by_pass_rate else ""
-        dropped += f", {self.dropped_overlong:,} dropped as too long" if self.dropped_overlong else ""
-        dropped += f", {controls_phrase(self)}" if self.control_rows else ""
-        return (
-            f"{'; '.join(map(str, self.sources))}, {self.rows:,} rows gave {self.prompts:,} prompts of at most "
-            f"{self.longest:,} tokens, {self.labelled:,} with ground truth{dropped}"
-        )
 
 
 @dataclass(frozen=True)
@@ -175,7 +145,7 @@ def load_prompts(
             fingerprint.update(json.dumps([prompt.text, prompt.label, *judged_by, *digests]).encode())
     if not report.prompts:
         raise UsageError(f"no prompt is left: {report.summary}")
-    origins = _Origins({source.name: source for source in rows.sources}, formats, config.system_prompt)
+    origins = _Origins({source.name: source for source in rows.sources}, formats, steps.wording, config.system_prompt)
     return PromptData(
         StoredItems(writer.finish(), _prompt_at),
         report,
@@ -202,7 +172,7 @@ def _room(config: PromptConfig, max_new_tokens: int) -> int:
     return room
 
 
-def _formats(config: PromptConfig, rows: Rows, judges: "Judges") -> dict[str, PromptFormat]:
+def _formats(config: PromptConfig, rows: Rows, judges: Judges) -> dict[str, PromptFormat]:
     """Return the format of each source by its name."""
     wanted = Columns(config.input_key, label_key=config.label_key)
     data_format = known_format(config.data_format)
@@ -216,15 +186,19 @@ def _steps(
     config: PromptConfig,
     tokenizer: PreTrainedTokenizerBase,
     formats: dict[str, PromptFormat],
-    judges: "Judges",
+    judges: Judges,
     reader: PictureReader | None,
 ) -> "_Steps":
     template = None
     if config.prompt_template is not None:
-        template = load_prompt_template(config.prompt_template, system_prompt=config.system_prompt)
+        mark = None if reader is None else reader.family.mark
+        template = load_prompt_template(config.prompt_template, system_prompt=config.system_prompt, picture_mark=mark)
     plain = template is not None or not config.apply_chat_template
     renderer = template or Renderer(config, tokenizer)
-    return _Steps(formats, renderer, Tokeniser(tokenizer), ControlTokens(tokenizer), judges, reader, plain=plain)
+    wording = load_format_prompt(config.format_prompt) if config.format_prompt is not None else None
+    return _Steps(
+        formats, wording, renderer, Tokeniser(tokenizer), ControlTokens(tokenizer), judges, reader, plain=plain
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +207,7 @@ class _Origins:
 
     sources: dict[str, Source]
     formats: dict[str, PromptFormat]
+    wording: FormatPrompt | None
     system_prompt: str | None
 
     def row_of(self, prompt: Prompt) -> Row:
@@ -240,6 +215,8 @@ class _Origins:
 
     def conversation_of(self, prompt: Prompt) -> Conversation:
         conversation = self.formats[prompt.source].read_prompt(self.row_of(prompt))
+        if self.wording is not None:
+            conversation = self.wording.applied(conversation)
         return conversation.with_system_prompt(self.system_prompt)
 
     def where(self, prompt: Prompt) -> str:
@@ -247,61 +224,51 @@ class _Origins:
 
 
 @dataclass(frozen=True, slots=True)
-class Judges:
-    """The needs of a run's rewards: `names` are verifiers of all rows, `key` is the column of `by_row`."""
+class _Draft:
+    """A row as read: the text and label of its prompt, its pictures, and the special tokens in its messages."""
 
-    names: tuple[str, ...]
-    key: str
-    own_sources: dict[str, str] | None
-    keeps_rows: bool
-
-    @classmethod
-    def of(cls, reward: ScoringConfig | None) -> "Judges":
-        """Return the judges of these settings."""
-        if reward is None:
-            return cls((), DATA_SOURCE, None, keeps_rows=False)
-        verifiers = [call for call in reward.rewards if call.row.kind == "verifier" and not call.row.by_row]
-        names = tuple(call.target or call.name for call in verifiers)
-        own = reward.own_sources if reward.is_by_row else None
-        return cls(names, reward.reward_key or DATA_SOURCE, own, keeps_rows=reward.reward_func is not None)
-
-    def source_of(self, row: Row) -> str | None:
-        """Return the row's own name of its source."""
-        value = row.get(self.key)
-        return value if isinstance(value, str) else None
-
-    def verifiers(self, row: Row) -> list[str]:
-        """Return the names of the verifiers that read the row's label."""
-        source = self.source_of(row)
-        named = verifier_of(source, self.own_sources) if source and self.own_sources is not None else None
-        return [*self.names, *([called_name(named)] if named else [])]
+    row: Row
+    text: str
+    label: str | None
+    pictures: tuple[SourcePicture, ...]
+    controls: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What happens to a row: its source's format, then rendering, then the tokenizer."""
+    """What happens to a row: its source's format, `wording` for its text, then rendering, then the tokenizer."""
 
     formats: dict[str, PromptFormat]
+    wording: FormatPrompt | None
     renderer: Renderer | PromptTemplate
     tokeniser: Tokeniser
     controls: ControlTokens
-    judges: "Judges"
+    judges: Judges
     reader: PictureReader | None
     plain: bool
 
-    def prompts(self, batch: list[Row], report: PromptReport) -> list[tuple[Prompt, Tokens]]:
-        """Return the prompt of each row, and its tokens with their pictures."""
-        read = [self._read(row) for row in batch]
-        texts = [self._text(row, conversation) for row, (conversation, _) in zip(batch, read, strict=True)]
-        for row, (conversation, _) in zip(batch, read, strict=True):
-            note_controls(report, self.controls.within(conversation.messages), row)
-        labels = [self.formats[row.source.name].read_label(row) for row in batch]
-        listed = self.tokeniser.prompts(texts, plain=self.plain)
-        found = [self._tokens(row, ids, one[1]) for row, ids, one in zip(batch, listed, read, strict=True)]
-        return [
-            (self._prompt(row, tokens, text, label), tokens)
-            for row, tokens, text, label in zip(batch, found, texts, labels, strict=True)
-        ]
+    def draft(self, row: Row) -> _Draft:
+        """Return a row as read, with the text of its prompt. Raise RowFault for a fault."""
+        conversation, pictures = self._read(row)
+        try:
+            worded = conversation if self.wording is None else self.wording.applied(conversation)
+            text = self.renderer.prompt(worded, template_kwargs_of(row))
+        except TemplateFault as fault:
+            raise row.error(str(fault)) from fault
+        refuse_half_characters(row, text)
+        label = self.formats[row.source.name].read_label(row)
+        return _Draft(row, text, label, pictures, self.controls.within(conversation.messages))
+
+    def tokens(self, drafts: list[_Draft]) -> list[list[int]]:
+        """Return the tokens of each prompt, with one placeholder for each picture."""
+        return self.tokeniser.prompts([draft.text for draft in drafts], plain=self.plain)
+
+    def made(self, draft: _Draft, ids: list[int]) -> tuple[Prompt, Tokens]:
+        """Return the prompt of a row, and its tokens with the runs of pictures. Raise RowFault for a fault."""
+        tokens = self._tokens(draft.row, ids, draft.pictures)
+        if not tokens.ids:
+            raise draft.row.error("the prompt has no tokens")
+        return self._prompt(draft.row, tokens, draft.text, draft.label), tokens
 
     def _prompt(self, row: Row, tokens: Tokens, text: str, label: str | None) -> Prompt:
         source = self.judges.source_of(row)
@@ -337,27 +304,46 @@ class _Steps:
         columns = row if self.reader is None else self.reader.without_pictures(row)
         return json.dumps({"prompt": prompt, "columns": columns}, default=str)
 
-    def _text(self, row: Row, conversation: Conversation) -> str:
-        try:
-            text = self.renderer.prompt(conversation, template_kwargs_of(row))
-        except TemplateFault as fault:
-            raise row.error(str(fault)) from fault
-        refuse_half_characters(row, text)
-        return text
-
 
 def _kept_prompts(
     whole: list[Row], steps: _Steps, config: PromptConfig, report: PromptReport, *, room: int
 ) -> list[tuple[Prompt, Tokens]]:
     """Return the prompts of a batch of rows that are wanted and fit, and count them and the others."""
-    batch = [row for row in whole if _is_wanted(row, config.pass_rate_range)]
-    report.dropped_by_pass_rate += len(whole) - len(batch)
-    read = zip(batch, steps.prompts(batch, report), strict=True)
-    kept = [found for row, found in read if _fits(row, found[0], room, config, report)]
+    sound = _Sound(report, drops=config.invalid_rows == "drop")
+    wanted = sound.results(lambda row: (row, _is_wanted(row, config.pass_rate_range)), whole)
+    batch = [row for row, is_wanted in wanted if is_wanted]
+    report.dropped_by_pass_rate += len(wanted) - len(batch)
+    drafts = sound.results(steps.draft, batch)
+    listed = zip(drafts, steps.tokens(drafts), strict=True)
+    made = sound.results(lambda one: (one[0], *steps.made(*one)), listed)
+    for draft, prompt, _ in made:
+        note_largest(report, prompt.prompt_ids, draft.row)
+        note_controls(report, draft.controls, draft.row)
+    kept = [(prompt, tokens) for draft, prompt, tokens in made if _fits(draft.row, prompt, room, config, report)]
     report.prompts += len(kept)
     report.labelled += sum(prompt.label is not None for prompt, _ in kept)
     report.longest = max([report.longest, *(len(prompt.prompt_ids) for prompt, _ in kept)])
     return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Sound:
+    """Goes on without the rows that have a fault, and counts them, if the settings drop such rows."""
+
+    report: PromptReport
+    drops: bool
+
+    def results(self, step: Callable[[A], B], items: Iterable[A]) -> list[B]:
+        """Return what a step makes of each item, without items for which it raises RowFault."""
+        found = []
+        for item in items:
+            try:
+                found.append(step(item))
+            except RowFault as fault:
+                if not self.drops:
+                    raise RowFault(f"{fault}; --invalid_rows drop leaves such rows out") from fault
+                self.report.note("dropped_invalid", str(fault))
+        return found
 
 
 def _is_wanted(row: Row, limits: tuple[float, float] | None) -> bool:
@@ -372,15 +358,10 @@ def _is_wanted(row: Row, limits: tuple[float, float] | None) -> bool:
 
 def _fits(row: Row, prompt: Prompt, room: int, config: PromptConfig, report: PromptReport) -> bool:
     length = len(prompt.prompt_ids)
-    if length == 0:
-        raise row.error("the prompt has no tokens")
-    note_largest(report, prompt.prompt_ids, row)
     if length > room and config.overlong_prompts == "error":
         raise row.error(f"the prompt's {length} tokens leave no room for max_new_tokens in max_len {config.max_len}")
     report.lengths[length] = report.lengths.get(length, 0) + 1
     if length <= room:
         return True
-    report.dropped_overlong += 1
-    if len(report.noted) < MAX_NOTED:
-        report.noted.append(f"{row.where}: {length:,} tokens")
+    report.note("dropped_overlong", f"{row.where}: {length:,} tokens")
     return False

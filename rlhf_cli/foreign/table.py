@@ -282,6 +282,9 @@ SLIME = {
 }
 """Words of slime about on-policy distillation."""
 
+EASYR1 = {"data.format_prompt": Foreign(1, _renamed("format_prompt"))}
+"""Words of EasyR1 about prompts."""
+
 SHARED_ELSEWHERE = "several ranks for one sequence are in the training commands alone; drop it"
 SPLIT_ELSEWHERE = "several ranks for one layer are in the training commands alone; drop it"
 SPLIT_LAYERS = {
@@ -408,6 +411,7 @@ TABLE: dict[str, Foreign] = {
     **TRL,
     **LLAMA_FACTORY,
     **SLIME,
+    **EASYR1,
     "agent_func_path": Foreign(1, _refused("episodes of several turns are not there yet")),
     "async_train": Foreign(0, _refused(NO_ASYNC)),
     "pretrain_data": Foreign(1, _refused("a second loss on pre-training data is not there")),

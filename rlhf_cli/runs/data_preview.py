@@ -48,6 +48,8 @@ DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
     "ppo": PromptConfig,
 }
 """The data settings of each command."""
+DROPPED_PROMPTS = ("dropped_invalid", "dropped_overlong")
+"""Counters of prompts that are left out for a fault or their length."""
 WITHOUT_PICTURES = ("prm", "distill")
 """Commands that read text alone."""
 PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", "dataset_split": "prompt_split"}
@@ -221,7 +223,7 @@ def _prompts(
     counts = [
         Happened("with ground truth", report.labelled, []),
         Happened("left out by their pass rate", report.dropped_by_pass_rate, []),
-        Happened(COUNTED["dropped_overlong"], report.dropped_overlong, report.noted),
+        *(Happened(COUNTED[name], getattr(report, name), report.noted.get(name, [])) for name in DROPPED_PROMPTS),
         _controls(report),
     ]
     return Preview(

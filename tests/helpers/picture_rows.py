@@ -29,6 +29,7 @@ class SquareFamily:
 
     image_token: int
     placeholder: str
+    mark: str
 
     def final_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the next multiples of 28, up to four by four."""
@@ -49,8 +50,8 @@ class SquareFamily:
 def square_family(kind: str = "qwen2_5_vl") -> tuple[PreTrainedTokenizerBase, SquareFamily]:
     """Return the tokenizer of a tiny family of `tiny_vision`, and a family of squares with its placeholder."""
     tokenizer = tiny_tokenizer(TINY_FAMILIES[kind])
-    placeholder = TINY_FAMILIES[kind].placeholder
-    return tokenizer, SquareFamily(tokenizer.convert_tokens_to_ids(placeholder), placeholder)
+    placeholder, mark = TINY_FAMILIES[kind].placeholder, TINY_FAMILIES[kind].marks
+    return tokenizer, SquareFamily(tokenizer.convert_tokens_to_ids(placeholder), placeholder, mark)
 
 
 def encoded(height: int = 28, width: int = 28, *, seed: int = 0, form: str = "PNG") -> bytes:

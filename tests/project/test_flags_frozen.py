@@ -40,6 +40,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "prm_aggregation": {"prm_pretrain": "m", "n_samples_per_prompt": "9", "temperature": "1"},
     "prm_weight": {"prm_pretrain": "m"},
     "prompt_template": {"lmbda": "1"},
+    "format_prompt": {"lmbda": "1"},
     "prm_pretrain": {"n_samples_per_prompt": "9", "temperature": "1"},
     "eval_max_samples": EVALUATED,
     "eval_n_samples_per_prompt": {**EVALUATED, "eval_temperature": "0.7"},

@@ -31,9 +31,10 @@ class GKDConfig(OwnResponsesConfig):
         given = self.rows.changed(*type(self.rows).model_fields)
         if given and self.distillation.lmbda == 1.0:
             raise ValueError(f"{given} is about responses of the data, which have no share at lmbda 1")
-        if self.distillation.lmbda < 1.0 and self.prompts.prompt_template is not None:
+        given = self.prompts.changed("prompt_template", "format_prompt")
+        if self.distillation.lmbda < 1.0 and given:
             raise ValueError(
-                "prompt_template makes prompts alone, and lmbda below 1 reads responses of the data too: give a chat "
+                f"{given} makes prompts alone, and lmbda below 1 reads responses of the data too: give a chat "
                 "template or input_template, or --lmbda 1"
             )
         return self

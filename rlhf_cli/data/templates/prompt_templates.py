@@ -1,13 +1,13 @@
-"""Templates that make the whole text of a prompt from a question, for base models that know no chat template."""
+"""Templates around a question: of the whole prompt, for base models without a chat template, or of its text alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rlhf_cli.data.formats.conversations import Conversation
+from rlhf_cli.data.formats.conversations import MARK, Conversation, Message
 from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.errors import UsageError
 
@@ -25,10 +25,14 @@ _MARK, _MARK_OF_SYSTEM = "7f3a-question", "7f3a-system"  # words that no templat
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A Jinja template that knows `prompt`, the question's text, and `system_prompt`, which may be None."""
+    """A Jinja template that knows `prompt`, the question's text, and `system_prompt`, which may be None.
+
+    `picture_mark` is the text of a picture in a prompt of the model; None for models of text.
+    """
 
     template: jinja2.Template
     system_prompt: str | None
+    picture_mark: str | None = None
 
     def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, object] | None = None) -> str:
         """Return the text that generation starts from. Raise TemplateFault for more than one question."""
@@ -37,15 +41,41 @@ class PromptTemplate:
         if [message.role for message in conversation.messages] != ["user"] or conversation.tools:
             roles = ", ".join(message.role for message in conversation.messages)
             raise TemplateFault(f"prompt_template takes one question and no tools, not messages of {roles}")
-        if conversation.pictures:
-            raise TemplateFault("prompt_template takes the place of the chat template, which pictures need")
-        try:
-            return self.template.render(prompt=conversation.messages[0].content, system_prompt=self.system_prompt)
-        except jinja2.TemplateError as error:
-            raise TemplateFault(f"prompt_template cannot be rendered: {error}") from error
+        (question,) = conversation.messages
+        text = _rendered(
+            self.template, question, "prompt_template", prompt=question.content, system_prompt=self.system_prompt
+        )
+        return text if self.picture_mark is None or not question.pictures else text.replace(MARK, self.picture_mark)
 
 
-def load_prompt_template(name: str, *, system_prompt: str | None) -> PromptTemplate:
+@dataclass(frozen=True)
+class FormatPrompt:
+    """A Jinja template that makes the text of a question of its own `content`; the chat template renders it later."""
+
+    template: jinja2.Template
+
+    def applied(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with another text of its last message. Raise TemplateFault if there is none."""
+        *before, question = conversation.messages
+        text = _rendered(self.template, question, "format_prompt", content=question.content)
+        return replace(conversation, messages=(*before, replace(question, content=text)))
+
+
+def _rendered(template: jinja2.Template, question: Message, setting: str, **variables: str | None) -> str:
+    """Return the text of a template around a question, in which every picture of the question has its one mark."""
+    try:
+        text = template.render(variables)
+    except jinja2.TemplateError as error:
+        raise TemplateFault(f"{setting} cannot be rendered: {error}") from error
+    if question.pictures and text.count(MARK) != len(question.pictures):
+        raise TemplateFault(
+            f"{setting} has {text.count(MARK):,} marks for the {len(question.pictures):,} pictures of the question: it "
+            "has to take over the whole question once"
+        )
+    return text
+
+
+def load_prompt_template(name: str, *, system_prompt: str | None, picture_mark: str | None = None) -> PromptTemplate:
     """Return the built-in template of that name, or the template in a file.
 
     Raises:
@@ -57,13 +87,30 @@ def load_prompt_template(name: str, *, system_prompt: str | None) -> PromptTempl
             f"--prompt_template {name}: there is no such file, nor a built-in one; {', '.join(BUILT_IN)} is"
         )
     text = BUILT_IN.get(name) or path.read_text(encoding="utf-8")
+    system = None if system_prompt is None else _MARK_OF_SYSTEM
+    template = _parsed(f"--prompt_template {name}", text, {"prompt": _MARK, "system_prompt": system})
+    return PromptTemplate(template, system_prompt, picture_mark)
+
+
+def load_format_prompt(name: str) -> FormatPrompt:
+    """Return the template in a file. Raise UsageError if there is none, or if it drops the question."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UsageError(f"--format_prompt {name}: there is no such file")
+    return FormatPrompt(
+        _parsed(f"--format_prompt {name}", path.read_text(encoding="utf-8").strip(), {"content": _MARK})
+    )
+
+
+def _parsed(setting: str, text: str, variables: Mapping[str, str | None]) -> jinja2.Template:
+    """Return the template of a text. Raise UsageError if it is none, or drops a variable that has a value."""
     environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
     try:
-        template = PromptTemplate(environment.from_string(text), system_prompt)
-        shown = template.template.render(prompt=_MARK, system_prompt=_MARK_OF_SYSTEM)
+        template = environment.from_string(text)
+        shown = template.render(variables)
     except jinja2.TemplateError as error:
-        raise UsageError(f"--prompt_template {name}: {error}") from error
-    for mark, variable in ((_MARK, "prompt"), (_MARK_OF_SYSTEM, "system_prompt")):
-        if mark not in shown and (variable == "prompt" or system_prompt is not None):
-            raise UsageError(f"--prompt_template {name} says nothing of {{{{ {variable} }}}}: it would be lost")
+        raise UsageError(f"{setting}: {error}") from error
+    for variable, value in variables.items():
+        if value is not None and value not in shown:
+            raise UsageError(f"{setting} says nothing of {{{{ {variable} }}}}: it would be lost")
     return template

@@ -22,11 +22,13 @@ class PictureRun:
 class VisionFamily(Protocol):
     """How models of one family take pictures. Made from a model's folder, without its weights.
 
-    `image_token` is the id of the placeholder, once a picture in a rendered prompt; `placeholder` is its text.
+    `image_token` is the id of the placeholder, once a picture in a rendered prompt; `placeholder` is its text. `mark`
+    is the text of a picture for prompts without a chat template: the placeholder with the tokens that frame it.
     """
 
     image_token: int
     placeholder: str
+    mark: str
 
     def final_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the size in which trainer and engine get a picture: within the bounds of pixels, as the model cuts it.

@@ -51,7 +51,7 @@ def rows_config(config: GKDConfig) -> DataConfig:
     """Return where the fixed responses are: rows of their own, or the rows that prompts come from."""
     prompts, rows = config.prompts, config.rows
     common = {name: getattr(prompts, name) for name in TextConfig.model_fields}
-    own = {name: getattr(rows, name) for name in type(rows).model_fields}
+    own = {name: getattr(rows, name) for name in type(rows).model_fields} | {"invalid_rows": prompts.invalid_rows}
     if rows.dataset is None:
         data_format = "prompt_response" if prompts.data_format == "prompt" else prompts.data_format
         own |= {

@@ -198,6 +198,60 @@ def test_templates_that_would_lose_something_are_refused(tmp_path, text, setting
         load(tmp_path, make_tokenizer(None), {"prompt": "What?"}, prompt_template=str(file), **settings)
 
 
+def test_a_format_prompt_makes_the_last_message_for_the_chat_template(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ content | trim }} Think first.\n\n")
+    rows = [
+        {"prompt": "What? \n"},
+        {"prompt": [{"role": r, "content": c} for r, c in (("user", "Hi"), ("assistant", "Yes"), ("user", "Why?"))]},
+    ]
+    data = load(tmp_path, make_tokenizer(CHATML), *rows, format_prompt=str(file))
+    first, second = (prompt.text for prompt in data.prompts)
+    assert first == "<|im_start|>user\nWhat? Think first.<|im_end|>\n<|im_start|>assistant\n"
+    assert "<|im_start|>user\nHi<|im_end|>" in second
+    assert "<|im_start|>user\nWhy? Think first.<|im_end|>" in second
+    assert data.conversation_of(data.prompts[0]).messages == (Message("user", "What? Think first."),)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ("Think first.", {}, r"--format_prompt .* says nothing of \{\{ content \}\}"),
+        ("{{ prompt }}", {}, "'prompt' is undefined"),
+        (None, {}, "--format_prompt .* there is no such file"),
+        ("{{ content }}", {"prompt_template": "r1_zero"}, "for the chat template: drop prompt_template"),
+        ("{{ content }}", {"apply_chat_template": False}, "for the chat template: drop no_apply_chat_template"),
+    ],
+)
+def test_format_prompts_that_could_not_be_used_are_refused(tmp_path, text, settings, message):
+    file = tmp_path / "mine.jinja"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises((UsageError, ValidationError), match=message):
+        load(tmp_path, make_tokenizer(CHATML), {"prompt": "What?"}, format_prompt=str(file), **settings)
+
+
+def test_rows_that_are_no_prompts_are_refused_by_line_or_dropped_counted_and_named(tmp_path):
+    rows = [
+        {"prompt": "What?", "answer": "1"},
+        {"prompt": None},
+        {"prompt": "a \ud800"},
+        {"prompt": "Why?", "chat_template_kwargs": {"messages": 1}},
+        {"prompt": "How?", "answer": "2"},
+    ]
+    with pytest.raises(UsageError, match=r"line 2: .*; --invalid_rows drop leaves such rows out"):
+        load(tmp_path, make_tokenizer(CHATML), *rows)
+    data = load(tmp_path, make_tokenizer(CHATML), *rows, invalid_rows="drop")
+    assert [(prompt.label, prompt.index) for prompt in data.prompts] == [("1", 0), ("2", 4)]
+    assert [prompt.text.split("\n")[1] for prompt in data.prompts] == ["What?<|im_end|>", "How?<|im_end|>"]
+    assert (data.report.prompts, data.report.dropped_invalid) == (2, 3)
+    assert [note.split(": ")[0][-6:] for note in data.report.noted["dropped_invalid"]] == ["line 2", "line 3", "line 4"]
+    assert "5 rows gave 2 prompts" in data.report.summary
+    assert "3 dropped as invalid" in data.report.summary
+    with pytest.raises(UsageError, match=r"no prompt is left: .*1 dropped as invalid"):
+        load(tmp_path, make_tokenizer(CHATML), {"prompt": "a \ud800"}, invalid_rows="drop")
+
+
 def test_a_template_refuses_more_than_a_question(tmp_path):
     row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "What?"}]}
     with pytest.raises(

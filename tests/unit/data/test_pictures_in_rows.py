@@ -250,6 +250,35 @@ def test_prompts_are_as_long_as_with_their_pictures(tmp_path: Path) -> None:
     assert (len(data.prompts), data.report.dropped_overlong) == (1, 1)
 
 
+def test_prompts_with_broken_pictures_are_dropped_and_counted(tmp_path: Path) -> None:
+    row = {"images": ["a.png"], "prompt": "<image>?"}
+    path = write_rows(tmp_path, row, row | {"images": ["c.png"]}, row | {"images": []}, row | {"images": ["b.jpg"]})
+    with pytest.raises(UsageError, match=r"line 2: picture 1 \(c\.png\) is not there"):
+        prompts_of(path, TOKENIZER, READER)
+    data = prompts_of(path, TOKENIZER, READER, invalid_rows="drop")
+    assert [prompt.index for prompt in data.prompts] == [0, 3]
+    assert [prompt.pictures[0].picture.width for prompt in data.prompts] == [56, 28]
+    assert data.report.dropped_invalid == 2
+
+
+@pytest.mark.parametrize("setting", ["prompt_template", "format_prompt"])
+def test_pictures_keep_their_places_under_templates_of_prompts(setting: str, tmp_path: Path) -> None:
+    row = {"images": ["a.png", "b.jpg"], "prompt": "<image>or <image>? "}
+    template = tmp_path / "mine.jinja"
+    name = {"prompt_template": "prompt", "format_prompt": "content"}[setting]
+    template.write_text(f"Look. {{{{ {name} | trim }}}} Think first.")
+    (prompt,) = prompts_of(write_rows(tmp_path, row), TOKENIZER, READER, **{setting: str(template)}).prompts
+    question = f"Look. {A}or {B}? Think first."
+    turn = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(prompt.prompt_ids) == (question if setting == "prompt_template" else turn)
+    for placed in prompt.pictures:
+        assert set(prompt.prompt_ids[placed.start : placed.stop]) == {FAMILY.image_token}
+    assert [placed.length for placed in prompt.pictures] == [2, 1]
+    template.write_text(f"{{{{ {name} }}}} again: {{{{ {name} }}}}")
+    with pytest.raises(UsageError, match=f"line 1: {setting} has 4 marks for the 2 pictures of the question"):
+        prompts_of(write_rows(tmp_path, row), TOKENIZER, READER, **{setting: str(template)})
+
+
 def test_with_every_token_trained_pictures_are_not(tmp_path: Path) -> None:
     data = sequences_of(write_rows(tmp_path, ROWS["two marks"][0]), TOKENIZER, READER, pretrain_mode=True)
     sequence = data.sequences[0]

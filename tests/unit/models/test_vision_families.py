@@ -58,6 +58,11 @@ def test_runs_are_what_the_models_processor_writes(folders: dict[str, Path], kin
         assert made["input_ids"][0].tolist() == [*expanded, *family._tokenizer("\nb")["input_ids"]], (height, width)
 
 
+def test_the_mark_of_a_picture_is_what_the_chat_template_writes(folders: dict[str, Path]) -> None:
+    for kind, tiny in TINY_FAMILIES.items():
+        assert family_in(folders[kind]).mark == tiny.marks
+
+
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "idefics3", "idefics3 split", "llava"])
 def test_a_run_has_a_placeholder_for_each_feature_of_the_tower(folders: dict[str, Path], kind: str) -> None:
     family, model = family_in(folders[kind]), AutoModelForImageTextToText.from_pretrained(folders[kind])

@@ -13,7 +13,8 @@ from transformers import PretrainedConfig
 from rlhf_cli.algorithms.answer_statistics import wilson_interval
 from rlhf_cli.config.commands.eval import EvalConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
-from rlhf_cli.data.prompts import Prompt, PromptData, PromptReport
+from rlhf_cli.data.prompt_report import PromptReport
+from rlhf_cli.data.prompts import Prompt, PromptData
 from rlhf_cli.data.reading.sources import Row, Source
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import FoundModel

@@ -12,7 +12,8 @@ from rlhf_cli.backends.training.checkpoint import differences
 from rlhf_cli.config.commands.generate import GenerateConfig
 from rlhf_cli.config.generate import AnswersOutputConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
-from rlhf_cli.data.prompts import Prompt, PromptData, PromptReport
+from rlhf_cli.data.prompt_report import PromptReport
+from rlhf_cli.data.prompts import Prompt, PromptData
 from rlhf_cli.data.reading.sources import Row, Source
 from rlhf_cli.data.rollouts import Generation, SamplingParams, sampling_params
 from rlhf_cli.errors import RunError, UsageError

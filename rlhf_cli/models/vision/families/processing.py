@@ -58,6 +58,11 @@ class PictureProcessing(ABC):
     def marks(self, height: int, width: int, placeholder: str) -> str:
         """Return the text that stands for a picture of this final size, with a placeholder for each feature."""
 
+    @property
+    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens of a prompt before and behind a placeholder; none if `marks` has them."""
+        return (), ()
+
     def grid(self, height: int, width: int) -> tuple[int, int] | None:
         """Return the rows and columns of features where the model counts positions in three axes."""
         return None

@@ -48,6 +48,11 @@ class QwenVLProcessing(PictureProcessing):
             f"{self._least} and {self._most} pixels; lower --min_pixels or raise --max_pixels"
         )
 
+    @property
+    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        architecture = self._architecture
+        return (architecture.vision_start_token_id,), (architecture.vision_end_token_id,)
+
     def grid(self, height: int, width: int) -> tuple[int, int]:
         return height // self._step, width // self._step
 

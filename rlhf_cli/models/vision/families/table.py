@@ -119,6 +119,8 @@ class TokenisedFamily:
         self.processing = processing
         self.image_token = image_token
         self.placeholder = str(tokenizer.convert_ids_to_tokens(image_token))
+        before, behind = processing.frame
+        self.mark = "".join(map(str, tokenizer.convert_ids_to_tokens([*before, image_token, *behind])))
         self._tokenizer = tokenizer
         self._run = lru_cache(maxsize=4096)(self._new_run)
 

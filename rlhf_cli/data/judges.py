@@ -1,0 +1,39 @@
+"""What the rewards of a run read of a row besides its prompt."""
+
+from dataclasses import dataclass
+
+from rlhf_cli.config.plugins import called_name
+from rlhf_cli.config.row_rewards import DATA_SOURCE, verifier_of
+from rlhf_cli.config.scoring import ScoringConfig
+from rlhf_cli.data.reading.sources import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Judges:
+    """The needs of a run's rewards: `names` are verifiers of all rows, `key` is the column of `by_row`."""
+
+    names: tuple[str, ...]
+    key: str
+    own_sources: dict[str, str] | None
+    keeps_rows: bool
+
+    @classmethod
+    def of(cls, reward: ScoringConfig | None) -> "Judges":
+        """Return the judges of these settings."""
+        if reward is None:
+            return cls((), DATA_SOURCE, None, keeps_rows=False)
+        verifiers = [call for call in reward.rewards if call.row.kind == "verifier" and not call.row.by_row]
+        names = tuple(call.target or call.name for call in verifiers)
+        own = reward.own_sources if reward.is_by_row else None
+        return cls(names, reward.reward_key or DATA_SOURCE, own, keeps_rows=reward.reward_func is not None)
+
+    def source_of(self, row: Row) -> str | None:
+        """Return the row's own name of its source."""
+        value = row.get(self.key)
+        return value if isinstance(value, str) else None
+
+    def verifiers(self, row: Row) -> list[str]:
+        """Return the names of the verifiers that read the row's label."""
+        source = self.source_of(row)
+        named = verifier_of(source, self.own_sources) if source and self.own_sources is not None else None
+        return [*self.names, *([called_name(named)] if named else [])]
