@@ -1,11 +1,16 @@
 """Whether the engines and the other models of a run take the pictures that its policy takes."""
 
+from importlib.util import find_spec
+
 from transformers import PretrainedConfig
 
 from rlhf_cli.backends.rollout.torchvision_folder import lacks_torchvision
 from rlhf_cli.config.scoring import RemoteScoringConfig, RequestScoringConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.families.table import takes_pictures
+
+NEEDS_NUM2WORDS = ("smolvlm",)
+"""Types whose processors of transformers, which vLLM calls, import num2words for the lengths of videos."""
 
 
 def check_engine_pictures(architecture: PretrainedConfig, *, backend: str, pushes_adapter: bool = False) -> None:
@@ -19,6 +24,11 @@ def check_engine_pictures(architecture: PretrainedConfig, *, backend: str, pushe
         raise UsageError(
             f"vLLM's models of type {kind} need torchvision, which is not installed (docs/howto/debugging.md): "
             "`make setup` installs it; --rollout_backend transformers does without"
+        )
+    if backend == "vllm" and kind in NEEDS_NUM2WORDS and find_spec("num2words") is None:
+        raise UsageError(
+            f"vLLM's models of type {kind} need num2words, which is not installed: `pip install num2words`, or "
+            "--rollout_backend transformers"
         )
 
 

@@ -27,6 +27,9 @@ from transformers import (
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+    SmolVLMImageProcessorPil,
 )
 
 HIDDEN = 64
@@ -179,15 +182,22 @@ def _qwen3_vl(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 
 
 def _idefics3(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    config = Idefics3Config(
-        text_config=_text(tokenizer, model_type="llama"),
-        vision_config=_tower(),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        scale_factor=2,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=False,
-    )
-    return Idefics3ForConditionalGeneration(config)
+    return Idefics3ForConditionalGeneration(Idefics3Config(**_idefics3_settings(tokenizer)))
+
+
+def _smolvlm(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    return SmolVLMForConditionalGeneration(SmolVLMConfig(**_idefics3_settings(tokenizer)))
+
+
+def _idefics3_settings(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {
+        "text_config": _text(tokenizer, model_type="llama"),
+        "vision_config": _tower(),
+        "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
+        "scale_factor": 2,
+        "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": False,
+    }
 
 
 def _llava(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -208,14 +218,22 @@ def _save_qwen_processor(tokenizer: PreTrainedTokenizerFast, folder: Path, split
     Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, size=QWEN_BOUNDS).save_pretrained(folder)
 
 
+def _squares(splits: bool) -> dict[str, Any]:
+    return {
+        "size": {"longest_edge": 4 * SIDE if splits else SIDE},
+        "max_image_size": {"longest_edge": SIDE},
+        "do_image_splitting": splits,
+    }
+
+
+def _save_smolvlm_processor(tokenizer: PreTrainedTokenizerFast, folder: Path, splits: bool) -> None:
+    """Save the image processor alone: the whole one wants torchvision and num2words, for videos."""
+    SmolVLMImageProcessorPil(**_squares(splits)).save_pretrained(folder)
+
+
 def _save_idefics3_processor(tokenizer: PreTrainedTokenizerFast, folder: Path, splits: bool) -> None:
-    image_processor = Idefics3ImageProcessorPil(
-        size={"longest_edge": 4 * SIDE if splits else SIDE},
-        max_image_size={"longest_edge": SIDE},
-        do_image_splitting=splits,
-    )
     Idefics3Processor(
-        image_processor=image_processor,
+        image_processor=Idefics3ImageProcessorPil(**_squares(splits)),
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,
         image_seq_len=(SIDE // PATCH // 2) ** 2,
@@ -251,6 +269,14 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         (*IDEFICS_TOKENS, *ROW_COLUMN_TOKENS),
         {"image_token": "<image>"},
     ),
+    "smolvlm": TinyFamily(
+        "<image>",
+        "<image>",
+        _smolvlm,
+        _save_smolvlm_processor,
+        (*IDEFICS_TOKENS, *ROW_COLUMN_TOKENS),
+        {"image_token": "<image>"},
+    ),
     "llava": TinyFamily("<image>", "<image>", _llava, _save_llava_processor, ("<image>",), {"image_token": "<image>"}),
 }
-"""The four families by the `model_type` of their configuration."""
+"""The families by the `model_type` of their configuration."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(sys.prefix) / "torchvision"
 """Where `make setup` puts the package."""
-NEEDS_TORCHVISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava")
+NEEDS_TORCHVISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "smolvlm")
 """Types whose models in vLLM, or whose processors, import torchvision."""
 
 

@@ -296,7 +296,8 @@ def _no_end(rest: str) -> TemplateFault:
     if not rest.strip():
         return TemplateFault(
             "the chat template writes no end of turn after the assistant's last text, so the model would never learn "
-            "to stop: use a template that ends every turn with a special token (--tokenizer_chat_template FILE)"
+            "to stop: use a template that ends every turn with a special token (--tokenizer_chat_template FILE); "
+            "examples/templates/llava_1_5.jinja is one for LLaVA-1.5"
         )
     return TemplateFault(
         f"the chat template writes no end-of-turn token after the assistant's text ({rest[:30]!r} is no "

@@ -21,6 +21,7 @@ from transformers import (
     Qwen2Config,
     Qwen2VLImageProcessorPil,
 )
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.errors import UsageError
@@ -30,12 +31,15 @@ from rlhf_cli.models.vision.families.table import TokenisedFamily, find_family
 
 SIZES = [(56, 56), (80, 120), (120, 50), (30, 97), (224, 57), (111, 223), (9, 500), (1, 60), (60, 1)]
 
+SPLITTING = ("idefics3", "smolvlm")
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("vision")
     made = {kind: save_tiny_vision(kind, root / kind) for kind in TINY_FAMILIES}
-    return made | {"idefics3 split": save_tiny_vision("idefics3", root / "split", splits=True)}
+    split = {f"{kind} split": save_tiny_vision(kind, root / f"{kind}-split", splits=True) for kind in SPLITTING}
+    return made | split
 
 
 def family_in(folder: Path, **bounds: Any) -> TokenisedFamily:
@@ -58,12 +62,25 @@ def test_runs_are_what_the_models_processor_writes(folders: dict[str, Path], kin
         assert made["input_ids"][0].tolist() == [*expanded, *family._tokenizer("\nb")["input_ids"]], (height, width)
 
 
+@pytest.mark.parametrize("kind", ["smolvlm", "smolvlm split"])
+def test_runs_of_smolvlm_are_what_its_processor_writes_which_needs_packages_for_videos(
+    folders: dict[str, Path], kind: str
+) -> None:
+    family = family_in(folders[kind])
+    processor: Any = AutoImageProcessor.from_pretrained(folders[kind])
+    for size in (family.final_size(*size) for size in SIZES):
+        found = processor([[random_picture(*size)]], input_data_format="channels_last", return_row_col_info=True)
+        (rows,), (columns,) = found["rows"][0], found["cols"][0]
+        text = get_image_prompt_string(rows, columns, 4, "<fake_token_around_image>", "<image>", "<global-img>")
+        assert list(family.run(*size).token_ids) == family._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def test_the_mark_of_a_picture_is_what_the_chat_template_writes(folders: dict[str, Path]) -> None:
     for kind, tiny in TINY_FAMILIES.items():
         assert family_in(folders[kind]).mark == tiny.marks
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "idefics3", "idefics3 split", "llava"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "idefics3", "idefics3 split", "smolvlm split", "llava"])
 def test_a_run_has_a_placeholder_for_each_feature_of_the_tower(folders: dict[str, Path], kind: str) -> None:
     family, model = family_in(folders[kind]), AutoModelForImageTextToText.from_pretrained(folders[kind])
     sizes = [family.final_size(*size) for size in SIZES]
@@ -112,7 +129,7 @@ def test_the_final_size_is_final(folders: dict[str, Path], kind: str) -> None:
         assert family.final_size(*size) == size
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "idefics3", "idefics3 split", "llava"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "idefics3", "idefics3 split", "smolvlm split", "llava"])
 def test_inputs_of_pictures_together_are_the_inputs_of_each_end_to_end(folders: dict[str, Path], kind: str) -> None:
     family, model = family_in(folders[kind]), AutoModelForImageTextToText.from_pretrained(folders[kind])
 

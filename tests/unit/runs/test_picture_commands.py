@@ -8,6 +8,7 @@ import pytest
 from picture_rows import write_rows
 from rich.console import Console
 from tiny_vision import save_tiny_vision
+from transformers import AutoTokenizer
 
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.commands.dpo import DPOConfig
@@ -23,6 +24,7 @@ from rlhf_cli.runs.offline.kto import kto_task
 from rlhf_cli.runs.offline.rm import rm_task
 from rlhf_cli.runs.offline.sft import sft_task
 
+LLAVA_TEMPLATE = Path(__file__).parents[3] / "examples/templates/llava_1_5.jinja"
 ASKED = {"prompt": "<image>How many?", "images": ["a.png"]}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "sft": [ASKED | {"response": "two"}, {"prompt": "2+2?", "response": "4"}],
@@ -61,6 +63,26 @@ def task_of(command: str, folder: Path, **settings: Any) -> Any:
         **settings,
     }
     return make_task(build_config(config_class, given))
+
+
+def test_llava_learns_to_stop_by_the_template_of_the_examples(tmp_path: Path) -> None:
+    model = save_tiny_vision("llava", tmp_path / "model")
+    bare = tmp_path / "bare.jinja"
+    bare.write_text(
+        "{% for m in messages %}{{ m.role.upper() }}: {% for part in m.content %}"
+        "{{ '<image>\n' if part.type == 'image' else part.text }}{% endfor %} {% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    )
+    write_rows(tmp_path, *ROWS["sft"]).rename(tmp_path / "sft.jsonl")
+    with pytest.raises(UsageError, match=r"no end of turn .* examples/templates/llava_1_5\.jinja is one for LLaVA"):
+        task_of("sft", tmp_path, tokenizer_chat_template=str(bare))
+    found = task_of("sft", tmp_path, tokenizer_chat_template=str(LLAVA_TEMPLATE)).items.data.data.sequences
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    image = "<image>" * 16
+    expected = [(f"USER: {image}\nHow many? ASSISTANT:", " two<|im_end|>"), ("USER: 2+2? ASSISTANT:", " 4<|im_end|>")]
+    for sequence, (asked, learned) in zip(found, expected, strict=True):
+        assert tokenizer.decode(sequence.token_ids[~sequence.loss_mask]) == asked
+        assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == learned
 
 
 @pytest.mark.parametrize(("command", "num_pictures"), [("sft", 1), ("dpo", 1), ("rm", 1), ("kto", 2)])

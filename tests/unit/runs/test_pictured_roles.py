@@ -1,8 +1,10 @@
 """Engines and other models of a run that cannot have the policy's pictures are refused by name."""
 
+from importlib.util import find_spec
+
 import pytest
 from scoring import config
-from transformers import Idefics3Config, Qwen2_5_VLConfig, Qwen2Config
+from transformers import Idefics3Config, Qwen2_5_VLConfig, Qwen2Config, SmolVLMConfig
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_host import fitted
@@ -29,6 +31,13 @@ def test_engines_get_vision_models_whole():
     check_engine_pictures(TEXT, backend="vllm", pushes_adapter=True)
     with pytest.raises(UsageError, match="--lora_push merged pushes them"):
         check_engine_pictures(IDEFICS, backend="vllm", pushes_adapter=True)
+
+
+@pytest.mark.skipif(find_spec("num2words") is not None, reason="num2words is installed")
+def test_vllms_smolvlm_is_refused_without_the_packages_that_its_processor_needs():
+    with pytest.raises(UsageError, match=r"models of type smolvlm need (torchvision|num2words), which is not inst"):
+        check_engine_pictures(SmolVLMConfig(), backend="vllm")
+    check_engine_pictures(SmolVLMConfig(), backend="transformers")
 
 
 def test_a_line_reports_that_reward_servers_get_no_pictures():

@@ -1,4 +1,4 @@
-"""Idefics3: a picture is one square, and with splitting also rows and columns of squares, each with a mark."""
+"""Idefics3 and SmolVLM2: a picture is one square; if it is split, also rows and columns of squares, with marks."""
 
 import math
 
@@ -14,7 +14,7 @@ LARGEST_SIDE = 4096
 
 
 class Idefics3Processing(PictureProcessing):
-    """Pictures of Idefics3, whose longest side becomes a length of the image processor."""
+    """Pictures of Idefics3 and SmolVLM2, whose longest side becomes a length of the image processor."""
 
     sample_axis = 1  # behind a batch of one sample
     input_names = ("pixel_values", "pixel_attention_mask")

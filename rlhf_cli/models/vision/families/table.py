@@ -37,6 +37,7 @@ FAMILIES = {
     "qwen2_5_vl": QWEN2_PARTS,
     "qwen3_vl": FamilyParts("model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list")),
     "idefics3": FamilyParts("model.vision_model", ("model.connector",)),
+    "smolvlm": FamilyParts("model.vision_model", ("model.connector",)),
     "llava": FamilyParts("model.vision_tower", ("model.multi_modal_projector",)),
 }
 """The families by the `model_type` of their configuration."""
@@ -76,7 +77,7 @@ def find_processing(
         found = QwenVLProcessing(processor, architecture, min_pixels=min_pixels, max_pixels=max_pixels)
     else:
         refuse_bounds(kind, min_pixels, max_pixels)
-        make = Idefics3Processing if kind == "idefics3" else LlavaProcessing
+        make = LlavaProcessing if kind == "llava" else Idefics3Processing
         found = make(processor, architecture)
     found.source = path
     return found
