@@ -1,6 +1,6 @@
 """All rollout engines as the loop sees them: requests spread over them, weights pushed, a dead one started again.
 
-Leaves out the engines themselves (rollout_vllm, rollout_transformers) and how weights travel (weight_transfer).
+Leaves out the engines themselves (`vllm_engine`, `transformers_engine`) and how weights travel (`weight_sync/`).
 """
 
 import importlib.util

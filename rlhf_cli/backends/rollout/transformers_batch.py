@@ -1,7 +1,7 @@
 """One batch of requests on a transformers model, from prefill to the last token.
 
 Each distinct prompt is prefilled once and its samples share the result; rows that ended leave the batch.
-Leaves out how requests are cut into batches (rollout_transformers).
+Leaves out how requests are cut into batches (`transformers_engine`).
 """
 
 from collections.abc import Callable

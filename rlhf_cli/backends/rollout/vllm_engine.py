@@ -1,7 +1,7 @@
 """A rollout engine on vLLM's AsyncLLM: token in, token out, reproducible, with weight pushes and sleep.
 
 Leaves out Ray and placement: the class is plain, so that an actor can wrap it and evaluation can use it in-process.
-How it starts is in `rollout_vllm_start`.
+Its start is in `vllm_start`, the form of its prompts in `vllm_prompts`.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from rlhf_cli.backends.rollout.engine import (
 )
 from rlhf_cli.backends.rollout.processes import end_processes, process_tree
 from rlhf_cli.backends.rollout.stop_strings import stop_strings
-from rlhf_cli.backends.rollout.vllm_prompts import engine_prompt
+from rlhf_cli.backends.rollout.vllm_prompts import engine_prompt, rendered_prompts
 from rlhf_cli.backends.rollout.vllm_start import cpu_probe, engine_environment, started
 from rlhf_cli.backends.weight_sync.adapter_push import read_adapter, written_adapter
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -124,13 +124,14 @@ class VllmEngine:
             batch.close()
 
     async def _generate(self, batch: RequestBatch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        rendered = await rendered_prompts(self._llm.renderer, requests)
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         names = [f"r{self._num_requests + index}" for index in range(len(requests))]
         self._num_requests += len(requests)
         queues: list[RequestOutputCollector] = []
         try:
             for name, request in zip(names, requests, strict=True):
-                prompt = await engine_prompt(self._llm.renderer, request)
+                prompt = engine_prompt(self._llm.input_processor, request, rendered)
                 params = _vllm_sampling(request, sampling, self._eos)
                 queues.append(await self._llm.add_request(name, prompt, params, lora_request=self._adapter))
             await self._llm.resume_generation()

@@ -1,6 +1,6 @@
-"""Prompts in the form in which vLLM's engine takes them."""
+"""Prompts in the form in which vLLM's engine takes them: each distinct one with pictures is made once a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.data.rollouts import GenerationRequest
@@ -9,26 +9,49 @@ from rlhf_cli.models.vision.pictures import Picture, unexpanded
 
 if TYPE_CHECKING:
     from vllm.renderers import BaseRenderer
+    from vllm.v1.engine.input_processor import InputProcessor
+
+Rendered = Mapping[object, Any]
+"""vLLM's form of the prompts with pictures, by `GenerationRequest.prompt`."""
 
 
-async def engine_prompt(renderer: "BaseRenderer", request: GenerationRequest) -> Any:
-    """Return the prompt of a request for vLLM.
+async def rendered_prompts(renderer: "BaseRenderer", requests: Sequence[GenerationRequest]) -> Rendered:
+    """Return vLLM's form of each distinct prompt with pictures.
 
     Raises:
         RunError: vLLM makes other tokens of the pictures than the prompt has. The engine has not seen it yet.
     """
-    if not request.pictures:
-        return {"type": "token", "prompt_token_ids": request.prompt_ids}
+    distinct = {request.prompt: request for request in requests if request.pictures}
+    if not distinct:
+        return {}
+    # Without the cache that mirrors the engine's: it is filled when requests are added, in their order.
+    made = await renderer.render_cmpl_async([_unrendered(one) for one in distinct.values()], skip_mm_cache=True)
+    for prompt, request in zip(made, distinct.values(), strict=True):
+        check_expansion(prompt["prompt_token_ids"], request)
+    return dict(zip(distinct, made, strict=True))
+
+
+def _unrendered(request: GenerationRequest) -> Any:
     pictures = [placed.picture for placed in request.pictures]
-    prompt = {
+    return {
         "prompt_token_ids": unexpanded(request.prompt_ids, request.pictures),
         "multi_modal_data": {"image": [_image(picture) for picture in pictures]},
-        # The digest is of the contents, so vLLM need not hash the pixels of each sample again.
+        # The digest is of the contents, so vLLM need not hash the pixels again.
         "multi_modal_uuids": {"image": [picture.digest for picture in pictures]},
     }
-    (rendered,) = await renderer.render_cmpl_async([prompt])
-    check_expansion(rendered["prompt_token_ids"], request)
-    return rendered
+
+
+def engine_prompt(processor: "InputProcessor", request: GenerationRequest, rendered: Rendered) -> Any:
+    """Return the prompt of a request that is added next.
+
+    The engine keeps a picture under its digest: only the first request of a batch that has the picture sends it.
+    """
+    if not request.pictures:
+        return {"type": "token", "prompt_token_ids": request.prompt_ids}
+    prompt = rendered[request.prompt]
+    inputs = {modality: list(items) for modality, items in prompt["mm_kwargs"].items()}
+    processor.inject_into_mm_cache(prompt["mm_hashes"], inputs)  # in place: what the engine has becomes None
+    return {**prompt, "mm_kwargs": inputs}
 
 
 def _image(picture: Picture) -> object:

@@ -1,6 +1,6 @@
 """The start of vLLM's AsyncLLM: environment variables, arguments, the size of a CPU's cache, and reasons of failures.
 
-The engine that runs then is in `rollout_vllm`.
+The engine that runs then is in `vllm_engine`.
 """
 
 import json
