@@ -26,6 +26,7 @@ DECIDED: dict[str, str] = {
     "enable_chunked_prefill": "it is vLLM's choice on a GPU, and on a CPU it ends the engine",
     **dict.fromkeys(("enable_lora", "max_lora_rank"), _ADAPTER),
     "limit_mm_per_prompt": "give --max_images_per_prompt",
+    "mm_processor_kwargs": "engines get the trainer's pixels; give --min_pixels or --max_pixels",
     "skip_mm_profiling": "it is decided by the device",
     "enable_sleep_mode": "give --vllm_enable_sleep",
     "gpu_memory_utilization": "give --vllm_gpu_memory_utilization",

@@ -30,7 +30,8 @@ class EngineSettings:
     every rounding, is the same in every process. `max_num_seqs` bounds the sequences of a step where vLLM does not know
     the card: on a CPU, and with transformers. `vllm_args` are further engine arguments of vLLM, which win
     over all others. With `max_lora_rank`, one of vLLM's values, pushes are of adapters alone and the model stays.
-    `max_images_per_prompt` bounds the pictures of a prompt; None for models without a vision tower.
+    `max_images_per_prompt` bounds the pictures of a prompt; None for models without a vision tower. `min_pixels` and
+    `max_pixels` are the trainer's bounds of a picture; both None if they are the bounds of the model's processor.
     """
 
     max_model_len: int
@@ -49,6 +50,8 @@ class EngineSettings:
     vllm_args: Mapping[str, object] = field(default_factory=dict)
     max_lora_rank: int | None = None
     max_images_per_prompt: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,16 @@ Imports nothing that trains: the process of an engine starts as early as it can.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineSettings, RolloutEngine
 from rlhf_cli.backends.rollout.torchvision_folder import use_torchvision
 from rlhf_cli.config.plugins import is_target, load_target
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.models.weight_files import folder_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 HOST_ENGINE = "rlhf_cli.backends.rollout.engine_host:host_engine"
 """`host_engine` by name: only the process of an engine imports it."""
@@ -43,8 +47,29 @@ def fitted(settings: EngineSettings, model_path: str) -> EngineSettings:
     from rlhf_cli.models.vision.families.table import takes_pictures
 
     architecture = AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code)
-    most = max(settings.max_images_per_prompt or 1, 1) if takes_pictures(architecture) else None
-    return replace(settings, max_images_per_prompt=most)
+    if not takes_pictures(architecture):
+        return replace(settings, max_images_per_prompt=None)
+    least, most = _pixel_bounds(settings, model_path, architecture)
+    count = max(settings.max_images_per_prompt or 1, 1)
+    return replace(settings, max_images_per_prompt=count, min_pixels=least, max_pixels=most)
+
+
+def _pixel_bounds(
+    settings: EngineSettings, model_path: str, architecture: "PretrainedConfig"
+) -> tuple[int | None, int | None]:
+    """Return the trainer's bounds of a picture: the settings, within the bounds of the model's processor."""
+    from rlhf_cli.models.vision.families.table import find_processing
+
+    if settings.min_pixels is None and settings.max_pixels is None:
+        return None, None
+    processing = find_processing(
+        model_path,
+        architecture,
+        min_pixels=settings.min_pixels,
+        max_pixels=settings.max_pixels,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return processing.pixel_bounds or (None, None)
 
 
 def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "EngineHost":

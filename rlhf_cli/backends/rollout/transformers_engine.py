@@ -1,7 +1,7 @@
 """A rollout engine on plain transformers, for machines without vLLM: the verbs of `VllmEngine`.
 
-Requests are cut into batches that run one after the other (`transformers_batch`). Leaves out refilling a batch as rows end,
-tensor parallelism and weight pushes other than through shared memory.
+Requests are cut into batches that run one after the other (`transformers_batch`). Leaves out refilling a batch as rows
+end, tensor parallelism and weight pushes other than through shared memory.
 """
 
 import asyncio

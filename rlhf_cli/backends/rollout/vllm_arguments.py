@@ -61,12 +61,17 @@ def _adapter_arguments(settings: EngineSettings) -> dict[str, object]:
 def _picture_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, object]:
     """Return the engine arguments for models with a vision tower.
 
-    On a CPU, whose cache has a fixed size, vLLM need not run the tower on the largest picture to measure memory.
+    vLLM reserves memory for pictures of the most pixels. On a CPU, whose cache has a fixed size, it need not run the
+    tower on such a picture to measure. Pictures come in their final size, which these bounds do not change.
     """
     if settings.max_images_per_prompt is None:
         return {}
     limits = {"image": settings.max_images_per_prompt, "video": 0}
-    return {"limit_mm_per_prompt": limits, "skip_mm_profiling": on_cpu}
+    arguments: dict[str, object] = {"limit_mm_per_prompt": limits, "skip_mm_profiling": on_cpu}
+    if settings.max_pixels is not None:
+        size = {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels}
+        arguments["mm_processor_kwargs"] = {"images_kwargs": {"size": size}}
+    return arguments
 
 
 def is_eager(settings: EngineSettings, *, on_cpu: bool) -> bool:

@@ -143,6 +143,8 @@ def _start_engines(places: _Places, ranks: WorkerGroup["RewardRank"] | None) -> 
         vllm_args=sampling.engine_arguments,
         max_lora_rank=places.max_lora_rank,
         max_images_per_prompt=config.pictures.max_images_per_prompt,
+        min_pixels=config.pictures.min_pixels,
+        max_pixels=config.pictures.max_pixels,
     )
 
     def start(number: int) -> tuple[object, object]:

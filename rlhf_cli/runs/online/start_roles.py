@@ -318,6 +318,8 @@ class OnlineRoles:
             vllm_args=rollout.engine_arguments,
             max_lora_rank=None if self._adapter is None else vllm_rank(self._adapter),
             max_images_per_prompt=pictures.max_images_per_prompt if pictures else None,
+            min_pixels=pictures.min_pixels if pictures else None,
+            max_pixels=pictures.max_pixels if pictures else None,
         )
         seat = self._where.layout.of(ENGINE)[number]
         return start_engine(

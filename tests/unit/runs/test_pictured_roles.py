@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 from scoring import config
+from tiny_vision import save_tiny_vision
 from transformers import Idefics3Config, Qwen2_5_VLConfig, Qwen2Config, SmolVLMConfig
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
@@ -55,3 +56,19 @@ def test_an_engine_takes_pictures_if_its_model_does(tmp_path, architecture, give
     architecture.save_pretrained(tmp_path)
     settings = EngineSettings(max_model_len=9, max_images_per_prompt=given)
     assert fitted(settings, str(tmp_path)).max_images_per_prompt == most
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"),
+    [
+        ((None, None), (None, None)),
+        ((None, 5 * 28 * 28), (28 * 28, 5 * 28 * 28)),
+        ((2 * 28 * 28, None), (2 * 28 * 28, 16 * 28 * 28)),
+        ((1, 10**6), (28 * 28, 16 * 28 * 28)),
+    ],
+)
+def test_an_engine_has_the_trainers_bounds_of_pixels_which_are_within_the_processors(tmp_path, given, bounds):
+    least, most = given
+    settings = EngineSettings(max_model_len=9, min_pixels=least, max_pixels=most)
+    found = fitted(settings, str(save_tiny_vision("qwen2_5_vl", tmp_path)))
+    assert (found.min_pixels, found.max_pixels) == bounds

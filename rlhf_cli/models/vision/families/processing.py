@@ -63,6 +63,11 @@ class PictureProcessing(ABC):
         """The tokens of a prompt before and behind a placeholder; none if `marks` has them."""
         return (), ()
 
+    @property
+    def pixel_bounds(self) -> tuple[int, int] | None:
+        """Return the least and most pixels of a picture if the model keeps a picture's size within bounds."""
+        return None
+
     def grid(self, height: int, width: int) -> tuple[int, int] | None:
         """Return the rows and columns of features where the model counts positions in three axes."""
         return None

@@ -53,6 +53,10 @@ class QwenVLProcessing(PictureProcessing):
         architecture = self._architecture
         return (architecture.vision_start_token_id,), (architecture.vision_end_token_id,)
 
+    @property
+    def pixel_bounds(self) -> tuple[int, int]:
+        return self._least, self._most
+
     def grid(self, height: int, width: int) -> tuple[int, int]:
         return height // self._step, width // self._step
 
