@@ -2,10 +2,12 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
+from rlhf_cli.backends.rollout.engine_host import make_engine
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [20] * 9, [3]]
@@ -41,13 +43,11 @@ def make_engine_model(path: Path) -> str:
 
 
 class Engine:
-    """An engine with its verbs waited for, all in one event loop."""
+    """A vLLM engine as the process of an engine makes it, with its verbs waited for, all in one event loop."""
 
     def __init__(self, path: str, settings: EngineSettings):
-        from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
-
         self.runner = asyncio.Runner()
-        self.engine = VllmEngine(path, settings)
+        self.engine: Any = make_engine("vllm", path, settings)
 
     def __getattr__(self, name):
         return lambda *args: self.runner.run(getattr(self.engine, name)(*args))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_vision import random_picture
 from vision_sequences import MIXED, tiny_family, vision_sequences
 
@@ -34,6 +35,13 @@ def pictured_requests(folder: Path, samples: int = 2) -> list[GenerationRequest]
     pixels = random_picture(placed.picture.height, placed.picture.width, seed=99)
     other = (replace(placed, picture=picture_of_pixels("other", pixels)),)
     return [*requests, *(replace(request, pictures=other) for request in requests[:samples])]
+
+
+def name_tower_as_on_the_hub(folder: Path) -> None:
+    """Rename the tensors of LLaVA's tower, which transformers 5 names otherwise in folders of a new model."""
+    file = folder / "model.safetensors"
+    weights = {name.replace("vision_tower.", "vision_tower.vision_model."): w for name, w in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def trainer_of(folder: Path) -> PolicyModel:

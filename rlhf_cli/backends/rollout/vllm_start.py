@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from rlhf_cli.backends.rollout.vllm_arguments import engine_arguments, is_eager,
 from rlhf_cli.environment import SPIN_COUNT
 from rlhf_cli.errors import RunError, UsageError, first_line
 from rlhf_cli.models.dtypes import DTYPES
+from rlhf_cli.models.weight_files import open_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -83,6 +85,7 @@ def started(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> Any:
     """Return the running engine; raise RunError with vLLM's first sentence if it does not start."""
     if on_cpu:
         _check_head_size(model_path, settings)
+    check_tower_names(model_path, settings)
     try:
         return _start(model_path, settings, on_cpu=on_cpu)
     except Exception as error:
@@ -112,11 +115,29 @@ def _check_head_size(model_path: str, settings: EngineSettings) -> None:
         )
 
 
-def _text_config(model_path: str, settings: EngineSettings) -> "PretrainedConfig":
+def check_tower_names(model_path: str, settings: EngineSettings) -> None:
+    """Raise UsageError if the tower of a LLaVA has the names that transformers 5 gives a model that it makes anew.
+
+    vLLM knows the names of older files alone, which transformers keeps when it loads and saves a model.
+    """
+    if settings.max_images_per_prompt is None or _config(model_path, settings).model_type != "llava":
+        return
+    names = [name for name in open_weights(Path(model_path)).names() if "vision_tower." in name]
+    if names and not any("vision_tower.vision_model." in name for name in names):
+        raise UsageError(
+            f"{model_path} has {names[0]}, a name that vLLM does not load: it knows vision_tower.vision_model.* alone. "
+            "Rename the weights (docs/howto/vision-models.md), or give --rollout_backend transformers"
+        )
+
+
+def _config(model_path: str, settings: EngineSettings) -> "PretrainedConfig":
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code)
-    return config.get_text_config()
+    return AutoConfig.from_pretrained(model_path, trust_remote_code=settings.trust_remote_code)
+
+
+def _text_config(model_path: str, settings: EngineSettings) -> "PretrainedConfig":
+    return _config(model_path, settings).get_text_config()
 
 
 def _start(model_path: str, settings: EngineSettings, *, on_cpu: bool) -> "AsyncLLM":
