@@ -18,7 +18,15 @@ from tiny_vision import save_tiny_vision
 from vision_sequences import vision_sequences
 
 from rlhf_cli.algorithms.table import ALGORITHMS
-from rlhf_cli.backends.roles.groups import ActorRole, CriticRole, Dealer, FrozenRole, ReferenceRole, TrainedRole
+from rlhf_cli.backends.roles.groups import (
+    ActorRole,
+    BaseReference,
+    CriticRole,
+    Dealer,
+    FrozenRole,
+    ReferenceRole,
+    TrainedRole,
+)
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, SampledRank
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.rollout.engine import EngineSettings
@@ -28,6 +36,7 @@ from rlhf_cli.backends.weight_sync.transfer import WeightSender
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.models.adapters import plan_adapter
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
@@ -114,7 +123,16 @@ def role_settings(config: OnlineConfig, learning_rate: float) -> RoleSettings:
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         policy=config.policy,
+        adapter=plan_adapter(config.model, config.adapter, seed=1) if config.adapter.lora_rank else None,
     )
+
+
+def reference_of(settings: RoleSettings, policy: TrainedRole, dealer: Dealer) -> ReferenceRole | BaseReference:
+    """Return the model that the run begins with: under an adapter the actor's own, else a copy."""
+    if settings.adapter is not None:
+        return BaseReference(policy)
+    reference = OneRank(ReferenceRank(settings))
+    return ReferenceRole(FrozenRole(reference, dealer, takes_turns=False), actor=policy, alpha=0.0)  # type: ignore[arg-type]
 
 
 def train(
@@ -129,11 +147,10 @@ def train(
     actor = ActorRank(settings)
     engine, tracker = OneEngine(config.model.pretrain, actor, folder), FakeTracker()
     policy = trained(actor)
-    reference = OneRank(ReferenceRank(settings))
     roles = Roles(
         ActorRole(policy),
         CriticRole(trained(CriticRank(settings))) if algorithm.critic else None,
-        ReferenceRole(FrozenRole(reference, dealer, takes_turns=False), actor=policy, alpha=0.0),  # type: ignore[arg-type]
+        reference_of(settings, policy, dealer),
         None,
         engine,
         Scorer([], fails=lambda index: False),
@@ -179,17 +196,28 @@ def test_a_run_gives_the_same_numbers_again_and_other_ones_with_another_seed(
     assert first[1] != other[1]
 
 
+def pictured_config(command: str, folder: Path, **given: Any) -> OnlineConfig:
+    small = {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "train_batch_size": 8, "max_new_tokens": 4}
+    config: OnlineConfig = resolve(
+        command, pretrain=str(folder), param_dtype="fp32", init_kl_coef=0.1, **small, **given
+    )
+    return config
+
+
+def pictured_prompts(folder: Path) -> list[Prompt]:
+    """Return prompts with one, no, two and one pictures."""
+    return [
+        Prompt(one.token_ids[~one.loss_mask].tolist(), f"{i}: ", None, "data.jsonl", i, pictures=one.pictures)
+        for i, one in enumerate(vision_sequences(folder, [[(56, 84)], [], [(60, 60), (112, 56)], [(30, 90)]]))
+    ]
+
+
 @pytest.mark.parametrize("command", ["grpo", "ppo"])
 def test_training_on_pictures_moves_the_tower_that_engines_answer_with_and_gives_the_same_numbers_again(
     command, tmp_path
 ):
     folder = save_tiny_vision("idefics3", tmp_path / "model")
-    prompts = [
-        Prompt(one.token_ids[~one.loss_mask].tolist(), f"{i}: ", None, "data.jsonl", i, pictures=one.pictures)
-        for i, one in enumerate(vision_sequences(folder, [[(56, 84)], [], [(60, 60), (112, 56)], [(30, 90)]]))
-    ]
-    small = {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "train_batch_size": 8, "max_new_tokens": 4}
-    config = resolve(command, pretrain=str(folder), param_dtype="fp32", init_kl_coef=0.1, **small)
+    config, prompts = pictured_config(command, folder), pictured_prompts(folder)
     first, second = (train(config, command, tmp_path, prompts) for _ in range(2))
     assert first[:2] == second[:2]
     assert all(weight.equal(second[2][name]) for name, weight in first[2].items())
@@ -197,3 +225,17 @@ def test_training_on_pictures_moves_the_tower_that_engines_answer_with_and_gives
     before = load_file(folder / "model.safetensors")
     moved = {name for name, weight in first[2].items() if not weight.equal(before[name])}
     assert {name.split(".")[1] for name in moved} >= {"vision_model", "connector", "text_model"}
+
+
+@pytest.mark.parametrize("with_tower", [False, True])
+def test_adapters_of_a_vision_model_are_pushed_merged_and_move_the_parts_that_have_them(with_tower, tmp_path):
+    folder = save_tiny_vision("qwen2_5_vl", tmp_path / "model")
+    config = pictured_config("grpo", folder, lora_rank=4, lora_vision_tower=str(with_tower).lower())
+    (_, first), (_, second) = (run := train(config, "grpo", tmp_path, pictured_prompts(folder)))[0]
+    assert first["kl"] == 0  # a new adapter changes nothing
+    assert second["kl"] > 1e-6
+    assert max(first["rollout_diff_max"], second["rollout_diff_max"]) < 1e-5
+    before = load_file(folder / "model.safetensors")
+    assert run[2].keys() == before.keys()
+    moved = {name.split(".")[0] for name, weight in run[2].items() if not weight.equal(before[name])}
+    assert moved == ({"model", "visual"} if with_tower else {"model"})
