@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
-from remote_calls import recorded
+from remote_calls import FakeCall, FakeRay, recorded
 
 from rlhf_cli.backends.rollout import engine_group
 from rlhf_cli.backends.rollout.engine import Arrivals
@@ -18,37 +18,6 @@ from rlhf_cli.errors import ProcessDied
 REQUESTS = [GenerationRequest([number], seed=number) for number in range(6)]
 VERSION = 4
 HAS_DIED = RayActorError()
-
-
-class FakeCall:
-    """A call; what collects responses is done when it is waited for, all else at once."""
-
-    def __init__(self, do, *, waits):
-        self._do = do
-        self.result = None if waits else do()
-        self._waits = waits
-
-    def get(self):
-        if self._waits:
-            self.result, self._waits = self._do(), False
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
-
-
-class FakeRay:
-    """The functions of Ray for such calls."""
-
-    def get(self, call, timeout=None):
-        if isinstance(call, list):
-            return [self.get(one) for one in call]
-        return call.get()
-
-    def wait(self, calls, num_returns, timeout):
-        return calls[:1], calls[1:]
-
-    def kill(self, worker):
-        worker.alive = False
 
 
 class FakeWorker:
