@@ -1,10 +1,13 @@
 """Every online command in this process, on real engines and tiny models: equal settings give equal runs, bit for bit.
 
+With pictures also a run that goes on from its checkpoint.
+
 Leaves out Ray: the ranks and the rollout engine are called in this process. Everything else is as in a run.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from rlhf_cli.backends.roles.groups import (
     ReferenceRole,
     TrainedRole,
 )
-from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, SampledRank
+from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, ReferenceRank, SampledRank, TrainedRank
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
@@ -40,7 +43,7 @@ from rlhf_cli.models.adapters import plan_adapter
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
-from rlhf_cli.trainers.online.state import first_state
+from rlhf_cli.trainers.online.state import LoopState, first_state
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -136,20 +139,38 @@ def reference_of(settings: RoleSettings, policy: TrainedRole, dealer: Dealer) ->
 
 
 def train(
-    config: OnlineConfig, row: str, folder: Path, prompts: Sequence[Prompt] = PROMPTS
+    config: OnlineConfig,
+    row: str,
+    folder: Path,
+    prompts: Sequence[Prompt] = PROMPTS,
+    checkpoint: Path | None = None,
 ) -> tuple[list[Any], list[Any], dict[str, torch.Tensor]]:
-    """(metrics and samples of each iteration, the weights that came out)."""
+    """(metrics and samples of each iteration, the weights that came out).
+
+    The first iteration is saved in the folder `checkpoint`; if that is there already, the run goes on from it.
+    """
     algorithm, settings, dealer = ALGORITHMS[row], role_settings(config, 1e-2), Dealer(1, config.batch, 0.0)
 
     def trained(role: Any) -> TrainedRole:
         return TrainedRole(OneRank(role), dealer, takes_turns=False)  # type: ignore[arg-type]
 
     actor = ActorRank(settings)
+    critic = CriticRank(settings) if algorithm.critic else None
     engine, tracker = OneEngine(config.model.pretrain, actor, folder), FakeTracker()
+    state = first_state(config.policy)
+    roles_by_name = {"actor": actor.role} | ({"critic": critic.role} if critic else {})
+    if goes_on := checkpoint is not None and checkpoint.exists():
+        state = restored(checkpoint, roles_by_name)
+        engine.receive_weights(state.iteration)
+
+    def save(state: LoopState) -> None:
+        if checkpoint is not None and not goes_on and state.iteration == 1:
+            write_checkpoint(checkpoint, roles_by_name, state)
+
     policy = trained(actor)
     roles = Roles(
         ActorRole(policy),
-        CriticRole(trained(CriticRank(settings))) if algorithm.critic else None,
+        CriticRole(trained(critic)) if critic else None,
         reference_of(settings, policy, dealer),
         None,
         engine,
@@ -160,13 +181,26 @@ def train(
         online_settings(config, row),
         prompts=prompts,
         decode=lambda token_ids: "".join(map(chr, token_ids)),
-        state=first_state(config.policy),
+        state=state,
         total_iterations=ITERATIONS,
-        save_steps=-1,
-        hooks=OnlineHooks(tracker, lambda state: None, lambda: False),
+        save_steps=1,
+        hooks=OnlineHooks(tracker, save, lambda: False),
     )
     engine.end()
     return tracker.logged, tracker.rows, {name: weight.clone() for name, weight in actor.engine_weights()}
+
+
+def write_checkpoint(folder: Path, roles: Mapping[str, TrainedRank], state: LoopState) -> None:
+    for name, role in roles.items():
+        (folder / name).mkdir(parents=True)
+        role.save(folder / name)
+    (folder / "state.json").write_text(json.dumps(state.plain()))
+
+
+def restored(folder: Path, roles: Mapping[str, TrainedRank]) -> LoopState:
+    for name, role in roles.items():
+        role.load(folder / name)
+    return LoopState(**json.loads((folder / "state.json").read_text()))
 
 
 @pytest.mark.parametrize(
@@ -213,14 +247,18 @@ def pictured_prompts(folder: Path) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("command", ["grpo", "ppo"])
-def test_training_on_pictures_moves_the_tower_that_engines_answer_with_and_gives_the_same_numbers_again(
+def test_training_on_pictures_moves_the_tower_that_engines_answer_with_repeats_and_goes_on_as_if_never_stopped(
     command, tmp_path
 ):
     folder = save_tiny_vision("idefics3", tmp_path / "model")
-    config, prompts = pictured_config(command, folder), pictured_prompts(folder)
-    first, second = (train(config, command, tmp_path, prompts) for _ in range(2))
+    config, prompts, checkpoint = pictured_config(command, folder), pictured_prompts(folder), tmp_path / "checkpoint"
+    first, second = train(config, command, tmp_path, prompts), train(config, command, tmp_path, prompts, checkpoint)
     assert first[:2] == second[:2]
     assert all(weight.equal(second[2][name]) for name, weight in first[2].items())
+    logged, rows, weights = train(config, command, tmp_path, prompts, checkpoint)
+    assert logged == first[0][1:]
+    assert rows == first[1][1:]
+    assert all(weight.equal(weights[name]) for name, weight in first[2].items())
     assert max(metrics["rollout_diff_max"] for _, metrics in first[0]) < 1e-6
     before = load_file(folder / "model.safetensors")
     moved = {name for name, weight in first[2].items() if not weight.equal(before[name])}
