@@ -5,6 +5,7 @@ Which variants there are, and on which data, is the business of the scripts; whi
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -88,8 +89,11 @@ def run_rlhf(setting: Setting, name: str, *, command: str, flags: list[str]) -> 
     return Result(times, tokens, losses, peak)
 
 
-def run_trl(setting: Setting, name: str, *, trainer: str, dtype: str, **own: Any) -> Result:
-    """One run of a trainer of trl_run.py, with `own` beside the settings that both programs share."""
+def run_trl(setting: Setting, name: str, *, trainer: str, dtype: str, torchvision: bool = False, **own: Any) -> Result:
+    """One run of a trainer of trl_run.py, with `own` beside the settings that both programs share.
+
+    `torchvision`: it is there, as processors of some vision-language models need it.
+    """
     settings = {
         "max_steps": setting.steps,
         "per_device_train_batch_size": setting.trl_micro_batch,
@@ -111,7 +115,7 @@ def run_trl(setting: Setting, name: str, *, trainer: str, dtype: str, **own: Any
         "dtype": dtype,
         "settings": settings,
     }
-    environment = trl_environment(setting.folder)
+    environment = trl_environment(setting.folder, torchvision=torchvision)
     return run_script(setting, f"{trainer} {name}", script="trl_run.py", spec=spec, environment=environment)
 
 
@@ -143,9 +147,10 @@ def empty_cache(folder: Path) -> dict[str, str]:
     return {"XDG_CACHE_HOME": str(cache), "HF_DATASETS_CACHE": str(cache / "datasets")}
 
 
-def trl_environment(folder: Path) -> dict[str, str]:
-    """Environment in which TRL is found."""
-    return {"PYTHONPATH": str(folder / "trl"), "TRL_EXPERIMENTAL_SILENCE": "1"}
+def trl_environment(folder: Path, *, torchvision: bool = False) -> dict[str, str]:
+    """Environment in which TRL is found, and the torchvision of `make setup` if asked for."""
+    found = [folder / "trl", *([Path(sys.prefix) / "torchvision"] if torchvision else [])]
+    return {"PYTHONPATH": os.pathsep.join(map(str, found)), "TRL_EXPERIMENTAL_SILENCE": "1"}
 
 
 def install_trl(folder: Path) -> None:

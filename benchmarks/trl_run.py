@@ -2,7 +2,8 @@
 
     python trl_run.py SPEC.json
 
-The rows arrive tokenised, so that both programs train the same tokens; they are taken in their order. Prints nothing:
+The rows arrive tokenised, so that both programs train the same tokens, or with pictures as the text of these tokens;
+they are taken in their order. Prints nothing:
 the result (seconds, trained units, and loss or reward of every step) is written to the file that the specification
 names.
 """
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image, List
 from grpo_reward import trl_reward
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoProcessor,
     AutoTokenizer,
     Trainer,
     TrainerCallback,
@@ -99,11 +102,26 @@ class Kind:
 
 LM = AutoModelForCausalLM.from_pretrained
 SCORED = AutoModelForSequenceClassification.from_pretrained
+PICTURED = AutoModelForImageTextToText.from_pretrained
+
+
+def pictured_and_counting(path: str, **options: Any) -> Any:
+    """Load a vision-language model of which SFTTrainer divides by the tokens of the step.
+
+    transformers' class of Qwen2.5-VL takes no such count, so TRL would train the mean of the micro-batches' means.
+    """
+    model = PICTURED(path, **options)
+    model.accepts_loss_kwargs = True
+    return model
+
+
 KINDS = {
     "sft": Kind(TokenisedSFT, SFTConfig, LM, lambda row: sum(label != -100 for label in row["labels"])),
     "dpo": Kind(TokenisedDPO, DPOConfig, LM, lambda row: len(row["chosen_ids"]) + len(row["rejected_ids"])),
     "kto": Kind(TokenisedKTO, KTOConfig, LM, lambda row: len(row["completion_ids"])),
     "rm": Kind(TokenisedReward, RewardConfig, SCORED, lambda row: row["trained"]),
+    "vision_sft": Kind(TokenisedSFT, SFTConfig, pictured_and_counting, lambda row: row["trained"]),
+    "vision_dpo": Kind(TokenisedDPO, DPOConfig, PICTURED, lambda row: row["trained"]),
     "grpo": Kind(SampledGRPO, GRPOConfig, LM, lambda row: row["responses"], "reward", {"reward_funcs": trl_reward}),
 }
 
@@ -126,6 +144,12 @@ class StepClock(TrainerCallback):
         self._since = now
 
 
+def read_rows(path: str) -> Dataset:
+    """The rows, which name the files of their pictures if they have any."""
+    rows = Dataset.from_json(path)
+    return rows.cast_column("images", List(Image())) if "images" in rows.column_names else rows
+
+
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     kind = KINDS[spec["trainer"]]
@@ -140,16 +164,18 @@ def main() -> None:
         train_sampling_strategy="sequential",
         **spec["settings"],
     )
+    reader = AutoProcessor if kind.model in (PICTURED, pictured_and_counting) else AutoTokenizer
     clock = StepClock()
     trainer = kind.trainer(
         kind.model(spec["model"], dtype=getattr(torch, spec["dtype"])),
         args=settings,
-        train_dataset=Dataset.from_json(spec["rows"]),
-        processing_class=AutoTokenizer.from_pretrained(spec["model"]),
+        train_dataset=read_rows(spec["rows"]),
+        processing_class=reader.from_pretrained(spec["model"]),
         callbacks=[clock],
         **kind.arguments,
     )
-    trained = [kind.trained(row) for row in trainer.train_dataset]
+    counted = [name for name in trainer.train_dataset.column_names if name != "images"]  # else all are decoded
+    trained = [kind.trained(row) for row in trainer.train_dataset.select_columns(counted)]
     trainer.train()
     size = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
     size //= getattr(settings, "num_generations", 1)  # of GRPO's batch, which counts responses and not rows

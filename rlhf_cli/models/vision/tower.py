@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rlhf_cli.models.packs import PackLike
 from rlhf_cli.models.vision.families.processing import PictureProcessing
 from rlhf_cli.models.vision.families.table import FAMILIES
+from rlhf_cli.models.vision.patch_products import use_patch_products
 from rlhf_cli.models.vision.pictures import PackPictures, Picture, picture_of_pixels
 
 PROCESSING = "picture_processing"
@@ -55,6 +56,7 @@ class VisionTower:
         self._body = model.base_model
         self._embed = model.get_input_embeddings()
         self._modules = tower_modules(model)
+        use_patch_products(self._modules[0])
         self._processing = processing
         self._inputs = RecentInputs(lambda picture: processing.inputs_of(picture.pixels), KEPT_BYTES)
         self._blank = picture_of_pixels("blank", processing.blank())
