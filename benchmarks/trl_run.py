@@ -89,7 +89,8 @@ class SampledGRPO(EarlierRates, GRPOTrainer):
 class Kind:
     """A trainer, its model, and how much of a row of its data set counts as trained: tokens, or responses to it.
 
-    `course` is the metric that it logs for every step and that judges it; `arguments` are for the trainer alone.
+    `course` is the metric that it logs for every step and that judges it; `arguments` are for the trainer alone;
+    `reader` makes tokens, and the tower's inputs of pictures.
     """
 
     trainer: Callable[..., Any]
@@ -98,11 +99,12 @@ class Kind:
     trained: Callable[[dict[str, Any]], int]
     course: str = "loss"
     arguments: dict[str, Any] = field(default_factory=dict)
+    reader: Callable[..., Any] = AutoTokenizer.from_pretrained
 
 
 LM = AutoModelForCausalLM.from_pretrained
 SCORED = AutoModelForSequenceClassification.from_pretrained
-PICTURED = AutoModelForImageTextToText.from_pretrained
+PICTURED, PROCESSOR = AutoModelForImageTextToText.from_pretrained, AutoProcessor.from_pretrained
 
 
 def pictured_and_counting(path: str, **options: Any) -> Any:
@@ -120,8 +122,8 @@ KINDS = {
     "dpo": Kind(TokenisedDPO, DPOConfig, LM, lambda row: len(row["chosen_ids"]) + len(row["rejected_ids"])),
     "kto": Kind(TokenisedKTO, KTOConfig, LM, lambda row: len(row["completion_ids"])),
     "rm": Kind(TokenisedReward, RewardConfig, SCORED, lambda row: row["trained"]),
-    "vision_sft": Kind(TokenisedSFT, SFTConfig, pictured_and_counting, lambda row: row["trained"]),
-    "vision_dpo": Kind(TokenisedDPO, DPOConfig, PICTURED, lambda row: row["trained"]),
+    "vision_sft": Kind(TokenisedSFT, SFTConfig, pictured_and_counting, lambda row: row["trained"], reader=PROCESSOR),
+    "vision_dpo": Kind(TokenisedDPO, DPOConfig, PICTURED, lambda row: row["trained"], reader=PROCESSOR),
     "grpo": Kind(SampledGRPO, GRPOConfig, LM, lambda row: row["responses"], "reward", {"reward_funcs": trl_reward}),
 }
 
@@ -164,13 +166,12 @@ def main() -> None:
         train_sampling_strategy="sequential",
         **spec["settings"],
     )
-    reader = AutoProcessor if kind.model in (PICTURED, pictured_and_counting) else AutoTokenizer
     clock = StepClock()
     trainer = kind.trainer(
         kind.model(spec["model"], dtype=getattr(torch, spec["dtype"])),
         args=settings,
         train_dataset=read_rows(spec["rows"]),
-        processing_class=reader.from_pretrained(spec["model"]),
+        processing_class=kind.reader(spec["model"]),
         callbacks=[clock],
         **kind.arguments,
     )

@@ -4,10 +4,13 @@
 
 Everything is as in sft_vs_trl.py, with a Qwen2.5-VL of 14M parameters instead: a process for each run, the same tokens
 in the same order from the same weights with the same batch size, optimizer and schedule. A row has 0 to 2 pictures of
-any size and a word problem. TRL gets the text of the tokens that `rlhf` trains, as prompt and completion, and expands
-and resizes pictures by the model's processor when it takes a batch, as it does for all vision models; it neither packs
-them nor leaves out padding. Its processor needs torchvision, whose resizing differs a little from Pillow's: so the
-losses do.
+any size and a word problem.
+
+TRL gets the text of the tokens that `rlhf` trains, as prompt and completion. It makes tokens of it, reads and resizes
+the pictures by the model's processor when it takes a batch, as it does for all vision-language models, and pads. (In
+rows of messages it would also train what the template writes behind the end of a turn.) Its processor needs torchvision,
+which resizes a little differently from Pillow: a few values of pixels are off by one, and losses are not equal to the
+last digit. How trl_run.py makes SFTTrainer count the tokens of a step is described there.
 
 Trained tokens are the responses' tokens, of both sides of a pair.
 """
