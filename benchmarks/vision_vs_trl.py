@@ -8,9 +8,9 @@ any size and a word problem.
 
 TRL gets the text of the tokens that `rlhf` trains, as prompt and completion. It makes tokens of it, reads and resizes
 the pictures by the model's processor when it takes a batch, as it does for all vision-language models, and pads. (In
-rows of messages it would also train what the template writes behind the end of a turn.) Its processor needs torchvision,
+rows of messages it would also train the template's text behind the end of a turn.) Its processor needs torchvision,
 which resizes a little differently from Pillow: a few values of pixels are off by one, and losses are not equal to the
-last digit. How trl_run.py makes SFTTrainer count the tokens of a step is described there.
+last digit. Why SFTTrainer gets a model that counts tokens is described in trl_run.py.
 
 Trained tokens are the responses' tokens, of both sides of a pair.
 """

@@ -27,7 +27,7 @@ def cuts_patches(layer: nn.Conv2d | nn.Conv3d) -> bool:
 
 
 def patch_product(layer: nn.Conv2d | nn.Conv3d, pixels: torch.Tensor) -> torch.Tensor:
-    """Return the layer's output [N, D, *grid] for pixels [N, C, *sizes]; pixels behind the last whole window are not read."""
+    """Return the layer's output [N, D, *grid] for pixels [N, C, *sizes]; those behind the last window are not read."""
     num_axes = len(layer.kernel_size)
     for axis, size in enumerate(layer.kernel_size, start=2):
         pixels = pixels.unfold(axis, size, size)
