@@ -1,5 +1,7 @@
 """The reader of pictures for the model that a command names."""
 
+from pathlib import Path
+
 from rlhf_cli.config.model import TokenizerSource
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.data.pictures.reading import PictureReader
@@ -14,7 +16,8 @@ def picture_reader(
     """Return the reader of pictures for a model, None for a model of text.
 
     Raises:
-        UsageError: as `find_family`, or settings of pictures are given for a model of text.
+        UsageError: as `find_family`, there is no folder `image_dir`, or settings of pictures are given for a model of
+            text.
     """
     family = find_family(
         found.path,
@@ -25,8 +28,14 @@ def picture_reader(
         trust_remote_code=source.trust_remote_code,
     )
     if family is not None:
+        _require_folder(pictures.image_dir)
         return PictureReader(family, pictures)
     given = pictures.changed(*PicturesConfig.model_fields)
     if given is not None and pictures.max_images_per_prompt > 0:  # 0 is OpenRLHF's word for text alone
         raise UsageError(f"{given} is about pictures, and pretrain {source.pretrain!r} is a model of text")
     return None
+
+
+def _require_folder(image_dir: str | None) -> None:
+    if image_dir is not None and not Path(image_dir).expanduser().is_dir():
+        raise UsageError(f"image_dir {image_dir!r}: there is no such folder")

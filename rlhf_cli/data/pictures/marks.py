@@ -73,12 +73,16 @@ def cells_of(row: Row, image_key: str | None) -> tuple[str | None, list[object]]
     Raises:
         RowFault: both columns have pictures, and the settings name none.
     """
-    names = [name for name in ((image_key,) if image_key else IMAGE_COLUMNS) if name in row]
+    names = [name for name in _names(image_key) if name in row]
     filled = [name for name in names if _listed(row.get(name))]
     if len(filled) > 1:
         raise row.error(f"{' and '.join(filled)} both have pictures: choose one with --image_key")
     name = next(iter(filled or names), None)
     return name, _listed(row.get(name)) if name else []
+
+
+def _names(image_key: str | None) -> tuple[str, ...]:
+    return (image_key,) if image_key else IMAGE_COLUMNS
 
 
 def _listed(value: object) -> list[object]:
@@ -92,18 +96,20 @@ def placed(row: Row, conversation: Conversation, image_key: str | None) -> Conve
     first user, as TRL has them.
 
     Raises:
-        RowFault: marks and pictures differ in number, or the assistant's text has a mark.
+        RowFault: marks and pictures differ in number, the assistant's text has a mark, or a user's text has one and no
+            row of the source has a column of pictures.
     """
     column, cells = cells_of(row, image_key)
     messages = conversation.messages
-    if column is not None:
+    if column is None:
+        _refuse_marks_without_column(row, messages, image_key)
+    else:
         messages = tuple(_with_marks(row, number, m, bool(cells)) for number, m in enumerate(messages, start=1))
     free = sum(cell is None for message in messages for cell in message.pictures)
     if cells and not any(message.pictures for message in messages):
         messages, free = _before_first_user(row, messages, len(cells)), len(cells)
     if free != len(cells):
-        where = f"column {column!r}" if column else "no column of images"
-        raise row.error(f"{free:,} marks of pictures in the messages, but {len(cells):,} pictures in {where}")
+        raise _unequal(row, column, marks=free, pictures=len(cells))
     if not any(message.pictures for message in messages):
         return conversation
     for number, message in enumerate(messages, start=1):
@@ -111,6 +117,23 @@ def placed(row: Row, conversation: Conversation, image_key: str | None) -> Conve
             raise _own_mark(row, number)
     left = iter(cells)
     return replace(conversation, messages=tuple(_filled(message, left) for message in messages))
+
+
+def _unequal(row: Row, column: str | None, *, marks: int, pictures: int) -> Exception:
+    found = [f"{count:,} {word}{'' if count == 1 else 's'}" for count, word in ((marks, "mark"), (pictures, "picture"))]
+    where = f"column {column!r}" if column else "no column of images"
+    return row.error(f"{found[0]} in the messages, but {found[1]} in {where}")
+
+
+def _refuse_marks_without_column(row: Row, messages: tuple[Message, ...], image_key: str | None) -> None:
+    marked = [n for n, m in enumerate(messages, start=1) if m.role != "assistant" and TEXT_MARK in m.content]
+    if marked and not any(message.pictures for message in messages):
+        names, columns = _names(image_key), row.source.columns()
+        if not any(name in columns for name in names):
+            raise row.error(
+                f"message {marked[0]} has the mark {TEXT_MARK}, and there is no column {' or '.join(names)}: "
+                f"--image_key names the column of pictures; columns present: {', '.join(columns)}"
+            )
 
 
 def _with_marks(row: Row, number: int, message: Message, has_pictures: bool) -> Message:

@@ -109,4 +109,5 @@ def check_image_key(rows: Rows, reader: PictureReader | None) -> None:
     key = None if reader is None else reader.settings.image_key
     if key is not None and not any(key in source.columns() for source in rows.sources):
         names = ", ".join(source.name for source in rows.sources)
-        raise UsageError(f"{names}: no column {key!r} (--image_key)")
+        present = ", ".join(dict.fromkeys(column for source in rows.sources for column in source.columns()))
+        raise UsageError(f"{names}: no column {key!r} (--image_key); columns present: {present}")

@@ -121,7 +121,7 @@ def encoded_cell(cell: object, folder: Path) -> EncodedPicture:
     if isinstance(cell, bytes):
         return EncodedPicture(contents=cell)
     if not isinstance(cell, str):
-        raise PictureFault(f"is neither a path nor bytes but a {type(cell).__name__}")
+        raise PictureFault(f"is neither a path nor bytes: {cell!r:.40}")
     if cell.startswith("data:"):
         return EncodedPicture(contents=_of_data_url(cell))
     if cell.startswith(("http://", "https://")):

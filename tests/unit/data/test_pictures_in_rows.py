@@ -96,7 +96,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no picture": ({"images": [], "prompt": "How many?", "answer": "red"}, "How many?"),
     "null": ({"images": None, "prompt": "How many?", "answer": "red"}, "How many?"),
-    "no column": ({"prompt": "How to write <image>?", "answer": "red"}, "How to write <image>?"),
+    "no column": ({"prompt": "How many?", "answer": "red"}, "How many?"),
 }
 
 
@@ -115,8 +115,9 @@ def test_every_picture_stands_at_its_mark_in_its_own_tokens(name: str, tmp_path:
 
 
 def test_rows_with_and_without_pictures_keep_their_order_and_pixels(tmp_path: Path) -> None:
-    rows = [ROWS["no column"][0], ROWS["two marks"][0], ROWS["null"][0]]
+    rows = [{"prompt": "How to write <image>?", "answer": "red"}, ROWS["two marks"][0], ROWS["null"][0]]
     data = sequences_of(write_rows(tmp_path, *rows), TOKENIZER, READER)
+    assert texts(data)[0] == turn("How to write <image>?")
     assert [len(sequence.pictures) for sequence in data.sequences] == [0, 2, 0]
     for placed, name in zip(data.sequences[1].pictures, ("a.png", "b.jpg"), strict=True):
         np.testing.assert_array_equal(placed.picture.pixels, pixels_of_file(tmp_path / name))
@@ -176,10 +177,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "missing": (ASKED | {"images": ["c.png"]}, r"picture 1 \(c\.png\) is not there: no file '.*c\.png' \(--image_dir"),
     "web": (ASKED | {"images": ["https://x.org/a.png"]}, "picture 1 .* is on the web: nothing is downloaded"),
     "no base64": (ASKED | {"images": ["data:image/png;base64,??"]}, "picture 1 .* is no base64 text"),
-    "number": (ASKED | {"images": [7]}, "picture 1 is neither a path nor bytes but a int"),
+    "number": (ASKED | {"images": [7]}, "picture 1 is neither a path nor bytes: 7;"),
     "text file": (ASKED | {"images": ["rows.jsonl"]}, "is no picture in a format that is read"),
-    "too few": (ASKED | {"images": []}, "1 marks of pictures in the messages, but 0 pictures in column 'images'"),
-    "too many": (ASKED | {"images": ["a.png", "b.jpg"]}, "1 marks of pictures in the messages, but 2 pictures"),
+    "too few": (ASKED | {"images": []}, "1 mark in the messages, but 0 pictures in column 'images'"),
+    "too many": (ASKED | {"images": ["a.png", "b.jpg"]}, "1 mark in the messages, but 2 pictures"),
     "two columns": (ASKED | {"image": "b.jpg"}, "images and image both have pictures: choose one with --image_key"),
     "own placeholder": (
         ASKED | {"prompt": "<image>What is <|image_pad|>?"},
@@ -214,6 +215,16 @@ def test_rows_whose_pictures_cannot_be_used_are_refused_by_file_and_line_or_drop
     assert f"{path} line 2: " in str(caught.value)
     dropped = sequences_of(path, TOKENIZER, READER, invalid_rows="drop")
     assert (len(dropped.sequences), dropped.report.dropped_invalid) == (1, 1)
+
+
+def test_marks_without_any_column_of_pictures_are_refused_with_the_columns_that_there_are(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, {"photo": "a.png", "prompt": "<image>How many?", "answer": "red"})
+    with pytest.raises(UsageError, match=r"line 1: message 1 has the mark <image>, .* columns present: photo, prompt"):
+        sequences_of(path, TOKENIZER, READER)
+    with path.open("a") as rows:
+        rows.write('{"prompt": "How to write <image>?", "answer": "red"}\n')
+    named = sequences_of(path, TOKENIZER, reader_of(FAMILY, image_key="photo"))
+    assert [len(sequence.pictures) for sequence in named.sequences] == [1, 0]
 
 
 def test_pictures_for_a_model_of_text_are_refused(tmp_path: Path) -> None:
@@ -303,7 +314,9 @@ def test_paths_begin_in_the_named_folder_and_pictures_come_from_the_named_column
     path.write_text('{"photo": "a.png", "prompt": "<image>How many?", "answer": "red"}\n')
     reader = reader_of(FAMILY, image_dir=str(tmp_path / "pictures"), image_key="photo")
     assert texts(sequences_of(path, TOKENIZER, reader)) == [turn(f"{A}How many?")]
-    with pytest.raises(UsageError, match=r"rows\.jsonl: no column 'foto' \(--image_key\)"):
+    with pytest.raises(
+        UsageError, match=r"rows\.jsonl: no column 'foto' \(--image_key\); columns present: photo, prompt"
+    ):
         sequences_of(path, TOKENIZER, reader_of(FAMILY, image_key="foto"))
 
 

@@ -65,6 +65,11 @@ def task_of(command: str, folder: Path, **settings: Any) -> Any:
     return make_task(build_config(config_class, given))
 
 
+def test_a_folder_of_pictures_that_is_not_there_is_refused_before_any_row_is_read(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"image_dir 'nowhere': there is no such folder"):
+        task_of("sft", folder, image_dir="nowhere")
+
+
 def test_llava_learns_to_stop_by_the_template_of_the_examples(tmp_path: Path) -> None:
     model = save_tiny_vision("llava", tmp_path / "model")
     bare = tmp_path / "bare.jinja"
