@@ -32,7 +32,7 @@ from rlhf_cli.models.fused import fuse
 from rlhf_cli.models.requirements import check_loadable, needs_fused_kernels, packed_attention
 from rlhf_cli.models.tensor_parallel import whole_shape
 from rlhf_cli.models.vision.families.processing import PictureProcessing
-from rlhf_cli.models.vision.families.table import find_processing, takes_pictures
+from rlhf_cli.models.vision.families.table import find_processing, names_of_parts, takes_pictures
 from rlhf_cli.models.vision.scoring import scoring_class
 from rlhf_cli.models.vision.tower import PROCESSING
 
@@ -114,14 +114,22 @@ def load_reward_model(
     )
 
 
-def _quantised(config: ModelConfig) -> dict[str, object]:
+def in_run_type(architecture: PretrainedConfig) -> list[str]:
+    """Return the modules of a model in 4 bits that stay as they are: heads, and all that pictures pass through.
+
+    A tower is a small part of the memory, and an error in it is an error in every token of a picture.
+    """
+    return ["lm_head", "score", *names_of_parts(architecture)]
+
+
+def _quantised(config: ModelConfig, architecture: PretrainedConfig) -> dict[str, object]:
     """Return the arguments of `from_pretrained` that quantise linear layers (NF4) on this process's GPU."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPES[config.param_dtype],
-        llm_int8_skip_modules=["lm_head", "score"],
+        llm_int8_skip_modules=in_run_type(architecture),
     )
     return {"quantization_config": quantization, "device_map": {"": torch.cuda.current_device()}}
 
@@ -154,7 +162,7 @@ def _load(
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
-            **(_quantised(config) if in_4bit else placed_on(None if partition else device)),
+            **(_quantised(config, architecture) if in_4bit else placed_on(None if partition else device)),
             **options,
         )
     if not model.is_backend_compatible():

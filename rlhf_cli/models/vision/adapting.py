@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.vision.families.table import FAMILIES
+from rlhf_cli.models.vision.families.table import names_of_parts
 
 EVERYWHERE = "all-linear"
 
@@ -17,8 +17,7 @@ def language_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> lis
     Raises:
         UsageError: it has no such layer.
     """
-    parts = FAMILIES[model.config.model_type]
-    others = (parts.tower, *parts.projectors)
+    others = names_of_parts(model.config)
     head = model.get_output_embeddings()
     names = [
         name

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rlhf_cli.models.packs import PackLike
 from rlhf_cli.models.vision.families.processing import PictureProcessing
-from rlhf_cli.models.vision.families.table import FAMILIES
+from rlhf_cli.models.vision.families.table import names_of_parts
 from rlhf_cli.models.vision.patch_products import use_patch_products
 from rlhf_cli.models.vision.pictures import PackPictures, Picture, picture_of_pixels
 
@@ -31,8 +31,7 @@ def tower_of(model: PreTrainedModel) -> "VisionTower | None":
 
 def tower_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the tower and the projectors of a vision-language model; a projector may be a part of the tower."""
-    parts = FAMILIES[model.config.model_type]
-    return [model.get_submodule(name) for name in (parts.tower, *parts.projectors)]
+    return [model.get_submodule(name) for name in names_of_parts(model.config)]
 
 
 @dataclass(frozen=True)

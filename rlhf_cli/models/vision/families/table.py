@@ -48,6 +48,14 @@ def takes_pictures(architecture: PretrainedConfig) -> bool:
     return architecture.model_type in FAMILIES
 
 
+def names_of_parts(architecture: PretrainedConfig) -> tuple[str, ...]:
+    """Return the modules of the tower and the projectors, which may be within the tower; none of a text model."""
+    if not takes_pictures(architecture):
+        return ()
+    parts = FAMILIES[architecture.model_type]
+    return (parts.tower, *parts.projectors)
+
+
 def require_known_family(architecture: PretrainedConfig) -> None:
     """Raise UsageError for a vision model of a family that is not trained on pictures here."""
     kind = architecture.model_type
