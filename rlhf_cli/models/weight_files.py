@@ -107,6 +107,45 @@ class RenamedTensors:
         return self._source.read(self._own_name[name])
 
 
+class ConvertedTensors:
+    """Some tensors of a source in another type."""
+
+    def __init__(self, source: TensorSource, names: list[str], dtype: torch.dtype) -> None:
+        self._source, self._names, self._dtype = source, names, dtype
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._source.read(name).to(self._dtype)
+
+
+class JoinedTensors:
+    """The tensors of two sources, which have no name in common."""
+
+    def __init__(self, first: TensorSource, second: TensorSource) -> None:
+        self._names = [*first.names(), *second.names()]
+        self._source_of = dict.fromkeys(first.names(), first) | dict.fromkeys(second.names(), second)
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source_of[name].shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._source_of[name].dtype(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._source_of[name].read(name)
+
+
 def open_weights(folder: Path) -> SafetensorsFiles | TorchFiles:
     """Return the weights of a model's folder. Raise UsageError if there are none or some files are missing."""
     for single, reader in (("model.safetensors", SafetensorsFiles), ("pytorch_model.bin", TorchFiles)):

@@ -44,7 +44,7 @@ def _parts(settings: MergeGroup) -> Parts:
     parts = find_parts(settings.model, flag="--model", base=settings.base)
     if parts is None:
         raise UsageError(_why_nothing(Path(settings.model).expanduser()))
-    if settings.base and parts.base is None:
+    if settings.base and parts.base is None and parts.origin is None:
         raise UsageError(f"--base: {settings.model} is a whole model, it has no other under it")
     return parts
 

@@ -26,7 +26,10 @@ from rlhf_cli.models.merging import FoldedAdapter, verify_shards, write_shards
 from rlhf_cli.models.saving import PROCESSOR_FILES, copy_processor_files
 from rlhf_cli.models.tokenizers import TOKENIZER_FILES
 from rlhf_cli.models.vision.families.table import takes_pictures
+from rlhf_cli.models.vision.freezing import origin_of
 from rlhf_cli.models.weight_files import (
+    ConvertedTensors,
+    JoinedTensors,
     RenamedTensors,
     SafetensorsFiles,
     TensorSource,
@@ -48,6 +51,7 @@ class Parts:
     engine: Path | None  # a saved engine, or None if the adapter is a folder of its own
     description: Path  # folder with configuration and tokenizer, and with those of an adapter
     base: Path | None  # the model under the adapter, or None if there is no adapter
+    origin: Path | None = None  # the model that has the frozen parts of a checkpoint, or None if all was trained
 
     def file(self, names: tuple[str, ...]) -> Path | None:
         """Return the folder that has one of these files: the model's own, or its base."""
@@ -67,10 +71,11 @@ class Parts:
 def find_parts(model: str, *, flag: str, base: str | None = None) -> Parts | None:
     """Return the parts of the model at the path of `flag`; None if it is neither an adapter nor a checkpoint.
 
-    `base` is the present place of the model under an adapter, if it has moved since training.
+    `base` is the present place of the model under an adapter, or of the model with the frozen parts of a checkpoint,
+    if it has moved since training.
 
     Raises:
-        UsageError: the checkpoint has several models or is damaged, or the model under the adapter is another or gone.
+        UsageError: the checkpoint has several models or is damaged, or the other model is gone or has changed.
     """
     path = Path(model).expanduser()
     engine = _engine_folder(path, flag)
@@ -82,7 +87,7 @@ def find_parts(model: str, *, flag: str, base: str | None = None) -> Parts | Non
         under = resolve_model_path(base) if base else base_of(description, read_config(description))
         require_whole_precision(description, folder_of(under))
         require_same_base(description, under, fingerprint(folder_of(under)))
-    return Parts(engine, description, folder_of(under) if under else None)
+    return Parts(engine, description, folder_of(under) if under else None, origin_of(description, moved_to=base))
 
 
 def _engine_folder(path: Path, flag: str) -> Path | None:
@@ -126,7 +131,7 @@ def whole_weights(parts: Parts, config: Any, *, trust_remote_code: bool) -> Tens
         base = in_memory_names(open_weights(parts.base), model)
         return CheckpointTensors(FoldedAdapter(base, weights, settings), model)
     assert parts.engine is not None, "without a base it is a checkpoint"
-    return _trained_weights(parts.engine, config, trust_remote_code=trust_remote_code)
+    return _checkpoint_weights(parts.engine, parts.origin, config, trust_remote_code=trust_remote_code)
 
 
 def adapter_weights(parts: Parts, config: Any) -> TensorSource:
@@ -208,15 +213,18 @@ def _adapter_file(folder: Path) -> Path:
     return folder / WEIGHTS_FILE
 
 
-def _trained_weights(engine: Path, config: Any, *, trust_remote_code: bool) -> TensorSource:
-    """Return the tensors of a saved engine under the names of files, which have tied weights once."""
+def _checkpoint_weights(engine: Path, origin: Path | None, config: Any, *, trust_remote_code: bool) -> TensorSource:
+    """Return the tensors of a saved engine under the names of files, which have tied weights once.
+
+    Frozen parts are read from `origin`, in the type of the run.
+    """
     model = _without_weights(config, trust_remote_code=trust_remote_code)
-    weights = EngineWeights(engine, config.dtype, tied=set(model.all_tied_weights_keys))
-    if takes_pictures(config) and {name for name, _ in model.named_parameters()} - set(weights.names()):
-        raise UsageError(
-            f"checkpoint {engine.parent} has no weights of the parts that its run leaves as they are "
-            "(--freeze_vision_tower, --freeze_projector): the model that the finished run saves has them"
-        )
+    tied = set(model.all_tied_weights_keys)
+    weights: TensorSource = EngineWeights(engine, config.dtype, tied=tied)
+    if origin is not None:
+        frozen = {name for name, _ in model.named_parameters()} - set(weights.names()) - tied
+        others = in_memory_names(open_weights(origin), model)
+        weights = JoinedTensors(weights, ConvertedTensors(others, sorted(frozen), config.dtype))
     return CheckpointTensors(weights, model)
 
 

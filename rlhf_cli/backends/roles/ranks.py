@@ -63,6 +63,7 @@ from rlhf_cli.models.saving import save_all_but_weights, save_hf
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
 from rlhf_cli.models.tokenizers import load_tokenizer
+from rlhf_cli.models.vision.freezing import describe_frozen_parts
 
 
 def _transport(link: EngineLink, hf_model: Any) -> Transport:
@@ -433,3 +434,4 @@ def describe_model(hf_model: object, tokenizer: object, directory: Path) -> None
         save_all_but_weights(hf_model, tokenizer, folder)
         if is_adapted(hf_model):
             describe_adapter(hf_model, folder)
+        describe_frozen_parts(hf_model, folder)

@@ -15,7 +15,8 @@ class MergeGroup(SettingsGroup):
     output: str
     """Folder of the whole model; must not exist."""
     base: str | None = None
-    """Present place of the model under the adapter, if it differs from training: a folder or Hub name."""
+    """Present place of the model under the adapter, or of the model with a checkpoint's frozen parts, if it differs
+    from training: a folder or Hub name."""
     param_dtype: Literal["bf16", "fp32"] | None = None
     """Type of the weights written; by default the one they have."""
     max_shard_size: float = Field(4.0, gt=0)

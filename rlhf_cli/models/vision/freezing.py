@@ -1,13 +1,25 @@
-"""Parts of a vision-language model that training leaves as they are."""
+"""Parts of a vision-language model that training leaves as they are.
+
+Checkpoints leave them out too, and name the model that has them.
+"""
+
+import json
+from pathlib import Path
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.finding import resolve_model_path
 from rlhf_cli.models.vision.families.table import FAMILIES, takes_pictures
+from rlhf_cli.models.weight_files import fingerprint, folder_of
 
 SETTINGS = ("freeze_vision_tower", "freeze_projector")
+ORIGIN_FILE = "frozen_parts.json"
+"""Names the model that a run with frozen parts began with, beside the run's own weights."""
+ORIGIN = "frozen_origin"
+"""Attribute of a loaded model with frozen parts that holds the contents of this file."""
 
 
 def check_trained_parts(
@@ -29,6 +41,44 @@ def freeze_parts(model: PreTrainedModel, config: ModelConfig) -> None:
     tower, projectors = tower_parameters(model)
     for parameter in [*(tower if config.freeze_vision_tower else []), *(projectors if config.freeze_projector else [])]:
         parameter.requires_grad_(False)
+    setattr(model, ORIGIN, _origin(config))
+
+
+def _origin(config: ModelConfig) -> dict[str, str]:
+    path = resolve_model_path(config.pretrain)
+    mark = fingerprint(folder_of(path))
+    return {"model": str(Path(path).resolve()) if Path(path).is_dir() else path, "fingerprint": mark}
+
+
+def describe_frozen_parts(model: nn.Module, folder: Path) -> None:
+    """Write which model has the weights of the parts that training leaves as they are, if there are any."""
+    if (origin := getattr(model, ORIGIN, None)) is not None:
+        (folder / ORIGIN_FILE).write_text(json.dumps(origin) + "\n")
+
+
+def origin_of(folder: Path, *, moved_to: str | None) -> Path | None:
+    """Return the folder of the model that has the frozen parts of a run, None if nothing of it was frozen.
+
+    Args:
+        folder: what `describe_frozen_parts` wrote to.
+        moved_to: the present place of the model, if it is another one than in training.
+
+    Raises:
+        UsageError: the model is gone, or its weights are others now.
+    """
+    if not (folder / ORIGIN_FILE).is_file():
+        return None
+    written = json.loads((folder / ORIGIN_FILE).read_text())
+    try:
+        origin = folder_of(resolve_model_path(moved_to or written["model"]))
+    except UsageError as error:
+        raise UsageError(f"{folder}: the model with the frozen parts cannot be found: {error}") from error
+    if (mark := fingerprint(origin)) != written["fingerprint"]:
+        raise UsageError(
+            f"{folder}: the frozen parts are of another model: the weights at {origin} have fingerprint {mark}, not "
+            f"{written['fingerprint']}"
+        )
+    return origin
 
 
 def tower_parameters(model: PreTrainedModel) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

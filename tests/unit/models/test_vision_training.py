@@ -9,6 +9,7 @@ from tiny_training import CLOSE, Items, Layout, farthest, load_policy, make_engi
 from tiny_vision import TINY_FAMILIES, save_tiny_vision
 from trained_folders import Trained
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
+from transformers.quantizers.quantizers_utils import should_convert_module
 from vision_sequences import plain_logprobs, tiny_family, vision_sequences
 
 from rlhf_cli.config.commands.merge import MergeGroup
@@ -16,7 +17,7 @@ from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import load_with_adapter, plan_adapter
-from rlhf_cli.models.loading import load_causal_lm
+from rlhf_cli.models.loading import in_run_type, load_causal_lm
 from rlhf_cli.models.policy import PolicyModel, hidden_matrices
 from rlhf_cli.models.vision.freezing import check_trained_parts, tower_parameters
 from rlhf_cli.models.weight_files import open_weights
@@ -74,17 +75,53 @@ def test_frozen_parts_stay_and_the_others_move(
     assert any("layers" in name and "vis" not in name for name in changed)
 
 
-def test_frozen_parts_have_no_optimizer_state_and_a_checkpoint_without_them_is_not_merged(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_frozen_parts_have_no_optimizer_state(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = folders["idefics3"]
     whole = Trained(tmp_path / "whole", folder, sequences=vision_sequences(folder))
     part = Trained(tmp_path / "part", folder, sequences=vision_sequences(folder), freeze_vision_tower=True)
     sizes = [sum(file.stat().st_size for file in run.checkpoint.rglob("*")) for run in (whole, part)]
     tower = sum(parameter.numel() for parameter in tower_parameters(part.hf_model)[0])
     assert sizes[0] - sizes[1] > 0.9 * 3 * 4 * tower  # weight and two moments in float32
-    with pytest.raises(UsageError, match="has no weights of the parts that its run leaves as they are"):
-        run_merge(MergeGroup(model=str(part.checkpoint), output=str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "value"),
+    [("qwen2_5_vl", 2, False), ("qwen3_vl", 3, False), ("idefics3", 0, False), ("llava", 0, True)],
+)
+def test_a_checkpoint_with_frozen_parts_is_merged_into_the_model_that_the_run_saves(
+    folders: dict[str, Path], tmp_path: Path, kind: str, stage: int, value: bool
+) -> None:
+    frozen = {"freeze_vision_tower": True, "freeze_projector": kind != "idefics3"}
+    run = Trained(
+        tmp_path,
+        folders[kind],
+        stage=stage,
+        dtype="bf16",
+        value=value,
+        sequences=vision_sequences(folders[kind]),
+        **frozen,
+    )
+    run_merge(MergeGroup(model=str(run.checkpoint), output=str(tmp_path / "out")))
+    saved, merged = weights_in(run.folder), weights_in(tmp_path / "out")
+    assert saved.keys() == merged.keys()
+    assert not [name for name in saved if not torch.equal(saved[name], merged[name])]
+
+
+def test_frozen_parts_of_a_model_that_has_moved_or_changed(folders: dict[str, Path], tmp_path: Path) -> None:
+    origin = save_tiny_vision("llava", tmp_path / "origin")
+    run = Trained(tmp_path, origin, sequences=vision_sequences(origin), freeze_vision_tower=True)
+    origin.rename(tmp_path / "moved")
+
+    def merged(name: str, base: Path | None) -> dict[str, torch.Tensor]:
+        run_merge(MergeGroup(model=str(run.checkpoint), output=str(tmp_path / name), base=base and str(base)))
+        return weights_in(tmp_path / name)
+
+    with pytest.raises(UsageError, match="the model with the frozen parts cannot be found"):
+        merged("gone", None)
+    with pytest.raises(UsageError, match=r"the frozen parts are of another model: the weights at .*another have"):
+        merged("other", save_tiny_vision("llava", tmp_path / "another", seed=1))
+    saved, found = weights_in(run.folder), merged("out", tmp_path / "moved")
+    assert not [name for name in saved if not torch.equal(saved[name], found[name])]
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("qwen2_5_vl", 2), ("qwen3_vl", 0), ("idefics3", 3), ("llava", 0)])
@@ -155,6 +192,19 @@ def test_muon_takes_the_matrices_of_tower_and_decoder_but_no_embedding(folders: 
     assert any("vis" in name for name in names)
     assert any("layers" in name and "vis" not in name for name in names)
     assert not any("embed" in name or "lm_head" in name for name in names)
+
+
+@pytest.mark.parametrize("kind", TINY_FAMILIES)
+def test_weights_in_4_bits_are_the_language_part_alone(folders: dict[str, Path], kind: str) -> None:
+    model = load_causal_lm(ModelConfig(pretrain=str(folders[kind]), param_dtype="fp32"))
+    left = in_run_type(model.config)
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    quantised = {name for name in linear if should_convert_module(name, left)}
+    decoder = {f"model.language_model.{name}" for name, _ in model.get_decoder().named_modules()}
+    if kind == "idefics3":
+        decoder = {name.replace("language_model", "text_model") for name in decoder}
+    assert quantised == linear & decoder
+    assert len(quantised) == 7 * model.config.get_text_config().num_hidden_layers
 
 
 def test_parts_that_a_model_has_not_are_refused(folders: dict[str, Path], tiny_model_dir: str) -> None:
