@@ -19,6 +19,8 @@ from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.encoding import Encoded, Encoder
 from rlhf_cli.data.formats.conversations import Conversation, Document, Message, Solution
 from rlhf_cli.data.formats.steps import StepColumns, choose_step_format
+from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
+from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.preparing import (
     ORIGIN,
     DataReport,
@@ -34,6 +36,7 @@ from rlhf_cli.data.solution_steps import joined_steps, step_ends
 from rlhf_cli.data.store import StoredItems, StoredTable
 from rlhf_cli.data.templates.rendering import Pieces
 from rlhf_cli.data.tokenizing.tokenizer import Tokens
+from rlhf_cli.models.vision.pictures import PlacedPicture
 
 STEP_SCHEMA = pa.schema(
     {
@@ -53,18 +56,19 @@ class StepItem:
     """A prompt and a solution: token_ids int32 [L], of which `start` are the prompt's.
 
     `ends` int32 [S] are the places behind the last token of each step; `labels` float32 [S], NaN for steps that carry
-    no loss.
+    no loss. `pictures` stand in the prompt.
     """
 
     token_ids: np.ndarray
     ends: np.ndarray
     labels: np.ndarray
     start: int
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 def _item_at(table: StoredTable, row: int) -> StepItem:
     token_ids, ends, labels = (table.numbers(name, row) for name in ("token_ids", "ends", "labels"))
-    return StepItem(token_ids, ends, labels, table.value("start", row))
+    return StepItem(token_ids, ends, labels, table.value("start", row), pictures_at(table, row))
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ def load_steps(
     split: str,
     seed: int,
     progress: Progress = no_progress,
+    reader: PictureReader | None = None,
 ) -> StepData:
     """Return the tokenised solutions of a data set, and a report of the reading; a row of PRM800K may give several.
 
@@ -104,6 +109,7 @@ def load_steps(
     data_format = known_format(config.data_format)
     formats = {source.name: choose_step_format(source, wanted, data_format=data_format) for source in rows.sources}
     forms = [f"{formats[source.name].name}: {formats[source.name].columns}" for source in rows.sources]
+    check_image_key(rows, reader)
     report = DataReport("solutions", read_sources(rows, forms), rows=len(rows))
 
     def read(row: Row) -> tuple[list[Solution], list[Conversation | Document]]:
@@ -119,9 +125,10 @@ def load_steps(
         made = (_item(encoded.row, solution, tokens, config, report) for solution, tokens in pairs)
         return [item for item in made if item is not None]
 
-    encoder = with_tried_template(Encoder(config, tokenizer, None), config, report)
-    preparation = Preparation(STEP_SCHEMA, read, make, encoder, config.invalid_rows == "drop", progress, mark)
-    kept_at = kept_path(config, tokenizer, rows, kind="steps", formats=forms)
+    encoder = with_tried_template(Encoder(config, tokenizer, reader), config, report)
+    schema = schema_with_pictures(STEP_SCHEMA, has_pictures=reader is not None)
+    preparation = Preparation(schema, read, make, encoder, config.invalid_rows == "drop", progress, mark)
+    kept_at = kept_path(config, tokenizer, rows, kind="steps", formats=forms, reader=reader)
     table = not_empty(preparation.table(rows, report, kept_at=kept_at), report)
     return StepData(
         StoredItems(table, _item_at),
@@ -182,6 +189,7 @@ def _item(
         "start": tokens.spans[0][0],
         "length": ends[-1],
         "num_trained": num_trained,
+        **stored_pictures(kept[0].pictures),
     }
 
 

@@ -16,7 +16,6 @@ from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
 from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
 from rlhf_cli.config.model import ModelSource
-from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.preference_data import LabelledData, LabelledItem, Pair, PairData, load_labelled, load_pairs
@@ -50,8 +49,6 @@ DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
 """The data settings of each command."""
 DROPPED_PROMPTS = ("dropped_invalid", "dropped_overlong")
 """Counters of prompts that are left out for a fault or their length."""
-WITHOUT_PICTURES = ("prm", "distill")
-"""Commands that read text alone."""
 PROMPT_NAMES = {"dataset": "prompt_data", "dataset_probs": "prompt_data_probs", "dataset_split": "prompt_split"}
 """What prompts are called in the settings of online commands."""
 
@@ -114,7 +111,6 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     with rows_bar(shown=True) as progress:
         for title, (dataset, split) in named.items():
             reading = OFFLINE[command]
-            with_pictures = {"reader": reader} if reader is not None else {}
             data = reading.load(
                 settings,
                 tokenizer,
@@ -122,19 +118,14 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
                 split=split,
                 seed=config.show.seed,
                 progress=progress,
-                **with_pictures,
+                reader=reader,
             )
             previews.append(_offline(title, reading, data, config, tokenizer))
     return previews
 
 
 def _picture_reader(config: DataCommandConfig, tokenizer: object) -> PictureReader | None:
-    """Return the reader of pictures if model and command take some. Raise UsageError for settings that are not read."""
-    if config.show.for_ in WITHOUT_PICTURES:
-        given = config.pictures.changed(*PicturesConfig.model_fields)
-        if given is not None:
-            raise UsageError(f"--{given}: rlhf {config.show.for_} has no such setting")
-        return None
+    """Return the reader of pictures if the model takes some. Raise UsageError for settings that it does not read."""
     adapter = adapter_folder(config.model.pretrain)
     base = config.model.pretrain if adapter is None else base_of(adapter, read_config(adapter))
     found = find_model(ModelSource(pretrain=base, trust_remote_code=config.model.trust_remote_code))
@@ -290,7 +281,7 @@ def _parts_of_labelled(item: LabelledItem, decode: Decode) -> list[PreviewPart]:
 def _parts_of_solution(item: StepItem, decode: Decode) -> list[PreviewPart]:
     """Return the prompt and every step, whose last token carries its label."""
     ids, ends = item.token_ids.tolist(), item.ends.tolist()
-    parts = [_untrained("prompt", ids[: item.start], decode)]
+    parts = [_untrained("prompt", ids[: item.start], decode, item.pictures)]
     for number, (begin, end, label) in enumerate(zip([item.start, *ends[:-1]], ends, item.labels, strict=True), 1):
         is_read = [False] * (end - begin - 1) + [not np.isnan(label)]
         name = f"step {number}, {_label_name(float(label))}"

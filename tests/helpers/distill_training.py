@@ -1,6 +1,7 @@
 """Whole steps of distillation under the real DeepSpeed engine, and the same steps in plain PyTorch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from rlhf_cli.models.student import StudentModel
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
 from rlhf_cli.trainers.offline.loop import bind
 
+LogitsOf = Callable[[torch.nn.Module, TokenSequence], torch.Tensor]
+"""(model, sequence) -> the logits [K, V] that predict the sequence's trained tokens."""
 STEPS = [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
 MIXED = DistillObjective(DivergenceSettings(0.5, 0.9, 3), kd_coef=0.7)
 
@@ -33,6 +36,7 @@ def distill_steps(
     teacher_stage: int = 0,
     objective: DistillObjective = MIXED,
     steps: Sequence[Sequence[int]] = STEPS,
+    sequences: Sequence[TokenSequence] | None = None,
 ) -> Trained:
     """Some steps of the model in the folder towards the teacher in another one."""
     size = layout.ranks_per_sequence
@@ -42,7 +46,7 @@ def distill_steps(
     hf_model, _ = load_policy(model, stage)
     ranks = sequence_ranks(DeepSpeedConfig(sequence_parallel_size=size), hf_model.config)
     engine = make_engine(StudentModel(hf_model, ranks), stage, **layout.together())
-    metrics, items = [], Items(make_sequences(10))
+    metrics, items = [], Items(list(sequences or make_sequences(10)))
     for indices in steps:
         packs, totals = layout.share().micro_batches(items, np.array(indices))
         metrics.append(engine.train_step(prepare(engine, packs), bind(objective, totals)))
@@ -56,14 +60,18 @@ def distill_plainly(
     beta: float,
     temperature: float,
     sequences: Sequence[TokenSequence] | None = None,
+    steps: Sequence[Sequence[int]] = STEPS,
+    auto_class: Any = AutoModelForCausalLM,
+    logits_of: LogitsOf | None = None,
 ) -> list[float]:
     """The losses of the same steps by transformers' own models, one sequence at a time, with all logits at once."""
-    student, frozen = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model, teacher))
+    student, frozen = (auto_class.from_pretrained(path, dtype=torch.float32) for path in (model, teacher))
     adam = torch.optim.AdamW(parameter_groups(student, OPTIM.l2), lr=LEARNING_RATE, betas=OPTIM.adam_betas)
     losses, sequences = [], sequences or make_sequences(10)
-    for indices in STEPS:
+    for indices in steps:
         chosen = [sequences[index] for index in indices]
-        found = torch.cat([_dense(student, frozen, sequence, beta, temperature) for sequence in chosen])
+        pairs = [_logits(student, frozen, sequence, logits_of or _text_logits) for sequence in chosen]
+        found = torch.cat([_dense(own, taught, beta, temperature) for own, taught in pairs])
         adam.zero_grad()
         found.mean().backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), OPTIM.max_norm)
@@ -72,15 +80,22 @@ def distill_plainly(
     return losses
 
 
-def _dense(
-    student: torch.nn.Module, frozen: torch.nn.Module, sequence: TokenSequence, beta: float, temperature: float
-) -> torch.Tensor:
-    """Return the divergence of each trained token [K], by the formula of GKD."""
-    ids = torch.from_numpy(sequence.token_ids).long()[None]
-    trained = torch.from_numpy(sequence.loss_mask)[1:]
+def _logits(
+    student: torch.nn.Module, frozen: torch.nn.Module, sequence: TokenSequence, logits_of: LogitsOf
+) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        teacher = F.log_softmax(frozen(ids).logits[0, :-1][trained] / temperature, -1)
-    own = F.log_softmax(student(ids).logits[0, :-1][trained] / temperature, -1)
+        taught = logits_of(frozen, sequence)
+    return logits_of(student, sequence), taught
+
+
+def _text_logits(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.from_numpy(sequence.token_ids).long()[None]).logits[0, :-1]
+    return logits[torch.from_numpy(sequence.loss_mask)[1:]]
+
+
+def _dense(own_KV: torch.Tensor, taught_KV: torch.Tensor, beta: float, temperature: float) -> torch.Tensor:
+    """Return the divergence of each trained token [K], by the formula of GKD."""
+    own, teacher = (F.log_softmax(logits / temperature, -1) for logits in (own_KV, taught_KV))
     mixture = torch.log((1 - beta) * own.exp() + beta * teacher.exp())
     of_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)
     return beta * of_teacher + (1 - beta) * (own.exp() * (own - mixture)).sum(-1)

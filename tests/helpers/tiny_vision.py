@@ -3,6 +3,7 @@
 Their heads have 32 elements, the fewest that vLLM takes on a CPU. Text is spelled in bytes, one token each.
 """
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     CLIPImageProcessorPil,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -78,6 +81,20 @@ def save_tiny_vision(kind: str, folder: Path, *, seed: int = 0, splits: bool = F
     family.build(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     family.save_processor(tokenizer, folder, splits)
+    return folder
+
+
+def save_larger_vision(source: Path, folder: Path, *, seed: int = 1) -> Path:
+    """Save a model with a larger language part that reads the tokens and pictures of the one in `source`."""
+    shutil.copytree(source, folder)
+    config = AutoConfig.from_pretrained(source)
+    config.text_config.update({"hidden_size": 96, "num_attention_heads": 3, "num_hidden_layers": 3})
+    if getattr(config.text_config, "layer_types", None):
+        config.text_config.layer_types = ["full_attention"] * 3
+    if hasattr(config.vision_config, "out_hidden_size"):
+        config.vision_config.out_hidden_size = 96
+    torch.manual_seed(seed)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     return folder
 
 

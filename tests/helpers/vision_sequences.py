@@ -1,6 +1,6 @@
 """Sequences with pictures for the tiny vision-language models, and log-probabilities of the plain models for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,26 @@ def _sequence(family: VisionFamily, tokenizer: Any, number: int, sizes: Sequence
 
 def plain_logprobs(folder: Path, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, torch.nn.Module]:
     """Return the log-probabilities [K] of transformers' own model, one sequence at a time, and that model."""
-    model, family = AutoModelForImageTextToText.from_pretrained(folder), tiny_family(folder)
+    model, logits_of = AutoModelForImageTextToText.from_pretrained(folder), plain_logits(folder)
     found = []
     for sequence in sequences:
+        targets = sequence.token_ids[np.flatnonzero(sequence.loss_mask)]
+        found.append(logits_of(model, sequence).log_softmax(-1)[np.arange(targets.size), targets])
+    return torch.cat(found), model
+
+
+def plain_logits(folder: Path) -> Callable[[torch.nn.Module, TokenSequence], torch.Tensor]:
+    """Return a function that gives the logits [K, V] of transformers' own model for a sequence's trained tokens."""
+    family = tiny_family(folder)
+
+    def logits(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
         ids_1L = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
         extra: dict[str, Any] = {}
         if sequence.pictures:
             extra = family.tower_inputs([placed.picture.pixels for placed in sequence.pictures])
         if "image_grid_thw" in extra:
             extra["mm_token_type_ids"] = (ids_1L == family.image_token).int()
-        logprobs_LV = model(input_ids=ids_1L, **extra).logits[0].log_softmax(-1)
-        targets = np.flatnonzero(sequence.loss_mask)
-        found.append(logprobs_LV[targets - 1, ids_1L[0, targets]])
-    return torch.cat(found), model
+        found: torch.Tensor = model(input_ids=ids_1L, **extra).logits[0]
+        return found[np.flatnonzero(sequence.loss_mask) - 1]
+
+    return logits

@@ -3,6 +3,7 @@
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import DataConfig
 from rlhf_cli.config.distillation import DistillationConfig
+from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.train import OfflineBatchConfig
 
 
@@ -10,5 +11,6 @@ class DistillConfig(OfflineConfig):
     """Settings of `rlhf distill`."""
 
     data: DataConfig
+    pictures: PicturesConfig = PicturesConfig()
     distillation: DistillationConfig
     batch: OfflineBatchConfig = OfflineBatchConfig(max_epochs=2)

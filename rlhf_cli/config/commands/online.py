@@ -37,6 +37,7 @@ class OwnResponsesConfig(BaseModel):
     model: ModelConfig
     adapter: OnlineLoraConfig = OnlineLoraConfig()
     prompts: PromptConfig
+    pictures: PicturesConfig = PicturesConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RemoteScoringConfig = RemoteScoringConfig()
     placement: ActorPlacementConfig = ActorPlacementConfig()
@@ -46,11 +47,6 @@ class OwnResponsesConfig(BaseModel):
     deepspeed: ActorDeepSpeedConfig = ActorDeepSpeedConfig()
     checkpoint: OnlineCheckpointConfig
     tracking: TrackingConfig = TrackingConfig()
-
-    @property
-    def picture_settings(self) -> PicturesConfig | None:
-        """The settings of pictures in prompts; None if the command takes text alone."""
-        return None
 
     @property
     def policy_settings(self) -> PolicyConfig:
@@ -116,7 +112,6 @@ class OwnResponsesConfig(BaseModel):
 class OnlineConfig(OwnResponsesConfig):
     """Settings of an online command without a critic."""
 
-    pictures: PicturesConfig = PicturesConfig()
     reward: OnlineRewardConfig = OnlineRewardConfig()
     teacher: TeacherConfig = TeacherConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -128,11 +123,6 @@ class OnlineConfig(OwnResponsesConfig):
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
         return defaults_of_loss(given) | defaults_of_teacher(given)
-
-    @property
-    def picture_settings(self) -> PicturesConfig:
-        """The settings of pictures in prompts."""
-        return self.pictures
 
     @property
     def policy_settings(self) -> PolicyConfig:

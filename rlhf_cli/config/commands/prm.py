@@ -2,6 +2,7 @@
 
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import StepDataConfig
+from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.train import SingleOptimConfig
 
 
@@ -9,4 +10,5 @@ class PRMConfig(OfflineConfig):
     """Settings of `rlhf prm`."""
 
     data: StepDataConfig
+    pictures: PicturesConfig = PicturesConfig()
     optim: SingleOptimConfig = SingleOptimConfig(learning_rate=1e-6)

@@ -113,7 +113,7 @@ def examinee(
     process_model = None
     if prm_pretrain is not None:
         process_model = find_process_reward_model(prm_pretrain, _as_policy(config), model.tokenizer)
-        check_role_pictures(model.architecture, process_model.found.architecture, f"--prm_pretrain {prm_pretrain!r}")
+        _check_pictures(config, model, process_model, f"--prm_pretrain {prm_pretrain!r}")
     return ModelUnderTest(
         config,
         backend,
@@ -132,8 +132,13 @@ def _reward_model(config: InferenceConfig, model: InferenceModel) -> RewardModel
     if name is None:
         return None
     found = find_reward_model(name, _as_policy(config), model.tokenizer, normalize=normalize)
-    check_role_pictures(model.architecture, found.found.architecture, f"--reward_pretrain {name!r}")
+    _check_pictures(config, model, found, f"--reward_pretrain {name!r}")
     return found
+
+
+def _check_pictures(config: InferenceConfig, model: InferenceModel, judge: RewardModelPlan, what: str) -> None:
+    trusted = config.model.trust_remote_code
+    check_role_pictures(model.found, judge.found, what, pictures=config.pictures, trust_remote_code=trusted)
 
 
 def _as_policy(config: InferenceConfig) -> ModelConfig:

@@ -15,6 +15,8 @@ from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel
 from rlhf_cli.models.student import StudentModel
 from rlhf_cli.runs.offline.run import OfflineTask, ReferenceHooks, offline_model
 from rlhf_cli.runs.offline.sft import load_sequence_items
+from rlhf_cli.runs.pictured_roles import check_role_pictures
+from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import model_identity, objective_identity
 from rlhf_cli.runs.trained_model import TrainedModel, find_companion
 from rlhf_cli.trainers.offline.distill import DistillObjective, TeacherPreparation
@@ -30,7 +32,15 @@ def distill_task(config: DistillConfig) -> OfflineTask:
     require_language_model(config.model, model.architecture, model.plan)
     source, deepspeed = teacher_source(config, model), teacher_deepspeed(config)
     teacher = checked_teacher(source, deepspeed, model)
-    items = load_sequence_items(config.data, model, seed=config.batch.seed)
+    check_role_pictures(
+        model.found,
+        teacher,
+        f"--teacher_pretrain {source.pretrain!r}",
+        pictures=config.pictures,
+        trust_remote_code=source.trust_remote_code,
+    )
+    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
+    items = load_sequence_items(config.data, model, seed=config.batch.seed, reader=reader)
     settings = DivergenceSettings(distillation.beta, distillation.temperature, distillation.teacher_top_k)
 
     def teacher_hooks() -> ReferenceHooks:

@@ -12,6 +12,7 @@ from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.models.reward_model import STEP_SEPARATOR
 from rlhf_cli.runs.offline.run import OfflineTask, load_items, offline_model
+from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.trainers.offline.prm import StepItems, step_objective
 
 
@@ -21,11 +22,12 @@ def prm_task(config: PRMConfig) -> OfflineTask:
     model = offline_model(config)
     refuse_several_labels(model.architecture, f"--pretrain {model.base.pretrain!r}")
     refuse_token_classes(model.architecture, f"--pretrain {model.base.pretrain!r}")
+    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
 
     def load(**source: Any) -> StepItems:
         own = source["dataset"] == data.dataset
         reading = data if own else data.model_copy(update={"train_on_last_step_only": False})
-        return StepItems(load_steps(reading, model.tokenizer, seed=seed, **source))
+        return StepItems(load_steps(reading, model.tokenizer, seed=seed, reader=reader, **source))
 
     def load_model(*args: Any, **kwargs: Any) -> PreTrainedModel:
         """Return the model with the separator in its configuration, where its users look for it."""

@@ -235,8 +235,8 @@ def check_adapters(config: OwnResponsesConfig, models: OnlineModels, *, backend:
 
 def check_pictures(config: OwnResponsesConfig, models: OnlineModels, *, backend: str) -> None:
     """Raise UsageError if the engines or another model of the run do not take the policy's pictures."""
-    policy = models.policy.architecture
-    check_engine_pictures(policy, backend=backend, pushes_adapter=config.adapter.lora_push == "adapter")
+    architecture = models.policy.architecture
+    check_engine_pictures(architecture, backend=backend, pushes_adapter=config.adapter.lora_push == "adapter")
     flags = {
         "critic": "--critic_pretrain",
         "reward": "--reward_pretrain" if config.steps is None else "--prm_pretrain",
@@ -244,7 +244,14 @@ def check_pictures(config: OwnResponsesConfig, models: OnlineModels, *, backend:
     }
     for role, model in models.of_roles().items():
         if role in flags:
-            check_role_pictures(policy, model.found.architecture, f"{flags[role]} {model.source.pretrain!r}")
+            what = f"{flags[role]} {model.source.pretrain!r}"
+            check_role_pictures(
+                models.policy.found,
+                model.found,
+                what,
+                pictures=config.pictures,
+                trust_remote_code=config.model.trust_remote_code,
+            )
 
 
 def check_4_bits(config: OwnResponsesConfig, models: OnlineModels) -> None:

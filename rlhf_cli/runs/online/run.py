@@ -231,9 +231,7 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
     check_stages(config, roles)
     check_ranks_together(config, models)
     check_layout(config.placement, config.rollout, roles=roles)
-    data, eval_data = _load_data(config, model)
-    num_prompts = len(data.prompts)
-    student = load_student_data(config, model, num_prompts=num_prompts) if isinstance(config, GKDConfig) else None
+    data, eval_data, student = _load_data(config, model)
     all_data = [data] if eval_data is None else [data, eval_data]
     for trained in (model, models.critic or model):
         for read in all_data:
@@ -257,10 +255,11 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
     return run
 
 
-def _load_data(config: OwnResponsesConfig, model: TrainedModel) -> tuple[PromptData, PromptData | None]:
-    """Return the prompts to train on, and the held-out ones if there are any."""
-    pictures = config.picture_settings
-    reader = picture_reader(pictures, model.base, model.found, model.tokenizer) if pictures else None
+def _load_data(
+    config: OwnResponsesConfig, model: TrainedModel
+) -> tuple[PromptData, PromptData | None, StudentData | None]:
+    """Return the prompts to train on, the held-out ones if there are any, and the responses of a student."""
+    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
     data = load_prompts(
         config.prompts,
         model.tokenizer,
@@ -269,7 +268,10 @@ def _load_data(config: OwnResponsesConfig, model: TrainedModel) -> tuple[PromptD
         reward=config.reward,
         reader=reader,
     )
-    return data, load_evaluation_prompts(config, model.tokenizer, reader)
+    student = None
+    if isinstance(config, GKDConfig):
+        student = load_student_data(config, model, reader, num_prompts=len(data.prompts))
+    return data, load_evaluation_prompts(config, model.tokenizer, reader), student
 
 
 def _tracker(run: _OnlineRun, console: Console) -> Tracker:

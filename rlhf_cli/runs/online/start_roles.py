@@ -302,7 +302,7 @@ class OnlineRoles:
         return source
 
     def _start_engine(self, number: int) -> tuple[object, object]:
-        config, rollout, pictures = self._config, self._config.rollout, self._config.picture_settings
+        config, rollout = self._config, self._config.rollout
         settings = EngineSettings(
             max_model_len=config.prompts.max_len,
             dtype=config.model.param_dtype,
@@ -317,9 +317,9 @@ class OnlineRoles:
             num_threads=self._threads(ENGINE),
             vllm_args=rollout.engine_arguments,
             max_lora_rank=None if self._adapter is None else vllm_rank(self._adapter),
-            max_images_per_prompt=pictures.max_images_per_prompt if pictures else None,
-            min_pixels=pictures.min_pixels if pictures else None,
-            max_pixels=pictures.max_pixels if pictures else None,
+            max_images_per_prompt=config.pictures.max_images_per_prompt,
+            min_pixels=config.pictures.min_pixels,
+            max_pixels=config.pictures.max_pixels,
         )
         seat = self._where.layout.of(ENGINE)[number]
         return start_engine(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rlhf_cli.backends.roles.settings import HostedTeacher
 from rlhf_cli.config.commands.gkd import GKDConfig
 from rlhf_cli.config.data import DataConfig, TextConfig
+from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
 from rlhf_cli.models.teacher import TeacherModel
@@ -26,7 +27,9 @@ class StudentData:
     identity: dict[str, object]
 
 
-def load_student_data(config: GKDConfig, model: TrainedModel, *, num_prompts: int) -> StudentData:
+def load_student_data(
+    config: GKDConfig, model: TrainedModel, reader: PictureReader | None, *, num_prompts: int
+) -> StudentData:
     """Return own and fixed responses as the settings mix them, equally many in each iteration.
 
     Raises:
@@ -39,7 +42,7 @@ def load_student_data(config: GKDConfig, model: TrainedModel, *, num_prompts: in
         return StudentData(Mixture(1.0, (), size, config.batch.seed), {}, identity)
     from rlhf_cli.runs.offline.sft import load_sequence_items  # imports DeepSpeed, which other drivers do not need
 
-    data = load_sequence_items(rows_config(config), model, seed=config.batch.seed).data.data
+    data = load_sequence_items(rows_config(config), model, seed=config.batch.seed, reader=reader).data.data
     return StudentData(
         Mixture(distillation.lmbda, data.sequences, size, config.batch.seed),
         {"Fixed responses": data.report.summary},

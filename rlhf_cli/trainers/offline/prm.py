@@ -43,7 +43,7 @@ def sample_of(item: StepItem) -> Sample:
     is_labelled = ~np.isnan(item.labels)
     mask = np.zeros(item.token_ids.size, dtype=bool)
     mask[item.ends[is_labelled] - 1] = True
-    return Sample(TokenSequence(item.token_ids, mask), {LABELS: item.labels[is_labelled]})
+    return Sample(TokenSequence(item.token_ids, mask, item.pictures), {LABELS: item.labels[is_labelled]})
 
 
 def pack_at_ends(sequences: list[TokenSequence]) -> Pack:

@@ -4,27 +4,47 @@ from importlib.util import find_spec
 
 import pytest
 from scoring import config
-from tiny_vision import save_tiny_vision
-from transformers import Idefics3Config, Qwen2_5_VLConfig, Qwen2Config, SmolVLMConfig
+from tiny_vision import PATCH, QWEN_BOUNDS, save_larger_vision, save_tiny_vision
+from transformers import Idefics3Config, Qwen2_5_VLConfig, Qwen2Config, Qwen2VLImageProcessorPil, SmolVLMConfig
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_host import fitted
+from rlhf_cli.config.model import ModelSource
+from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.scoring import RemoteScoringConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.finding import FoundModel, find_model
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures, server_notice
 
 TEXT, QWEN, IDEFICS = Qwen2Config(), Qwen2_5_VLConfig(), Idefics3Config()
 
 
+def checked(policy: FoundModel, role: FoundModel, **pictures: int) -> None:
+    settings = PicturesConfig(**pictures)
+    check_role_pictures(policy, role, "--teacher_pretrain 'm'", pictures=settings, trust_remote_code=False)
+
+
 def test_a_judge_that_does_not_read_the_policys_pictures_is_refused():
-    check_role_pictures(QWEN, QWEN, "--teacher_pretrain 'm'")
-    check_role_pictures(TEXT, QWEN, "--teacher_pretrain 'm'")
+    checked(FoundModel("text", TEXT), FoundModel("m", QWEN))
     for role in (TEXT, IDEFICS):
         complaint = (
             f"--teacher_pretrain 'm' is of type {role.model_type}, which does not read the pictures of a qwen2_5_vl"
         )
         with pytest.raises(UsageError, match=complaint):
-            check_role_pictures(QWEN, role, "--teacher_pretrain 'm'")
+            checked(FoundModel("qwen", QWEN), FoundModel("m", role))
+
+
+def test_a_judge_of_another_size_is_taken_if_it_cuts_the_policys_pictures_as_the_policy_does(tmp_path):
+    policy = save_tiny_vision("qwen2_5_vl", tmp_path / "policy")
+    larger = save_larger_vision(policy, tmp_path / "larger")
+    small, large = (find_model(ModelSource(pretrain=str(folder))) for folder in (policy, larger))
+    checked(small, large)
+    Qwen2VLImageProcessorPil(
+        patch_size=PATCH, merge_size=2, size=QWEN_BOUNDS | {"longest_edge": 4 * 28 * 28}
+    ).save_pretrained(larger)
+    with pytest.raises(UsageError, match="'m' cuts pictures in another way than the policy"):
+        checked(small, large)
+    checked(small, large, max_pixels=4 * 28 * 28)
 
 
 def test_engines_get_vision_models_whole():
