@@ -152,7 +152,8 @@ class RemoteScoringConfig(ModelScoringConfig):
 
     remote_rm_url: list[str] = []
     """Reward servers, added to other rewards and asked in turns: http://HOST:PORT/get_reward of `rlhf serve-rm`.
-    They get texts alone: a reward model there reads a response that was cut as if it had ended."""
+    They get texts, and pictures if they report to take some, but no tokens: a reward model there reads a response that
+    was cut as if it had ended."""
     remote_rm_weight: float = 1.0
     """Weight of the reward servers' score."""
     remote_rm_timeout: float = Field(20.0, gt=0)

@@ -84,6 +84,8 @@ class ServeConfig(SettingsGroup):
     """Texts in a request at most (413)."""
     max_chars: int = Field(400_000, gt=0)
     """Characters of a text at most (422)."""
+    max_images: int = Field(8, ge=0)
+    """Pictures of a text at most (422)."""
     max_body_mb: float = Field(16.0, gt=0)
     """Size of a request in MB at most (413)."""
 

@@ -3,8 +3,6 @@
 The worker's side is workers/user_file.py; session.py waits until a prompt's responses are complete.
 """
 
-import base64
-import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rlhf_cli.rewards.parts import Part, file_parts
+from rlhf_cli.rewards.png import png_in_base64
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.workers.pool import Failure, WorkerPool
 from rlhf_cli.rewards.workers.user_forms import UserBatch
@@ -59,7 +58,7 @@ def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: 
         sources=[request.source for request in requests],
         rows=[json.loads(row) for row in distinct],
         row_of=[distinct.index(row) for row in rows],
-        pictures=[_png(picture) for picture in pictures],
+        pictures=[png_in_base64(picture) for picture in pictures],
         pictures_of=[[pictures[picture] for picture in request.pictures] for request in pictured],
     )
 
@@ -68,15 +67,6 @@ def _numbered(requests: Sequence[ScoreRequest]) -> "dict[Picture, int]":
     """Return the distinct pictures of the requests, numbered: a worker gets each once."""
     distinct = dict.fromkeys(picture for request in requests for picture in request.pictures)
     return {picture: number for number, picture in enumerate(distinct)}
-
-
-def _png(picture: "Picture") -> str:
-    """Return the picture as a PNG file in base64, as lines of JSON can have it."""
-    from PIL import Image  # after the start of the program, as most runs have no pictures
-
-    file = io.BytesIO()
-    Image.fromarray(picture.pixels).save(file, "PNG", compress_level=1)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 class FileFeed:

@@ -6,7 +6,6 @@ from transformers import PretrainedConfig
 
 from rlhf_cli.backends.rollout.torchvision_folder import lacks_torchvision
 from rlhf_cli.config.pictures import PicturesConfig
-from rlhf_cli.config.scoring import RemoteScoringConfig, RequestScoringConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.vision.families.processing import PictureProcessing
@@ -71,10 +70,3 @@ def _taken(processing: PictureProcessing, height: int, width: int) -> tuple[obje
     """Return how a model takes a picture of this size: the size after its own resizing, and the tokens."""
     size = processing.final_size(height, width)
     return size, processing.grid(height, width), processing.marks(height, width, "*")
-
-
-def server_notice(reward: RequestScoringConfig, architecture: PretrainedConfig) -> list[str]:
-    """Return a line if reward servers judge the responses to prompts with pictures."""
-    if not isinstance(reward, RemoteScoringConfig) or not reward.remote_rm_url or not takes_pictures(architecture):
-        return []
-    return ["--remote_rm_url: reward servers get the text of prompts and responses, and no pictures"]

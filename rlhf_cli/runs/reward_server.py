@@ -13,7 +13,9 @@ from rlhf_cli.config.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.serve import ServeConfig, ServedModelConfig, ServedRewardConfig
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.models.finding import find_model
 from rlhf_cli.models.reward_model import read_reward_model
+from rlhf_cli.models.vision.families.table import takes_pictures
 from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -31,7 +33,8 @@ def run_server(config: ServeRMConfig) -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(listening(config.server))
         score = stack.enter_context(scoring(config.reward, config.model))
-        server = StoppableServer(reward_app(score, config.server, key=key), stop)
+        app = reward_app(score, config.server, key=key, takes_images=takes_images(config.reward, config.model))
+        server = StoppableServer(app, stop)
         _announce(listener, config.server, key if is_made else None)
         asyncio.run(server.serve(sockets=[listener]))
     sys.exit(INTERRUPTED)
@@ -81,12 +84,21 @@ def scoring(reward: ServedRewardConfig, model: ServedModelConfig) -> Iterator[Sc
         yield score
 
 
+def takes_images(reward: ServedRewardConfig, model: ServedModelConfig) -> bool:
+    """Return whether a reward of the settings may see pictures: a reward file, or a vision-language reward model."""
+    if reward.reward_func is not None or reward.reward_pretrain is None:
+        return reward.reward_func is not None
+    return takes_pictures(find_model(_source(reward.reward_pretrain, model)).architecture)
+
+
+def _source(pretrain: str, model: ServedModelConfig) -> ModelConfig:
+    return ModelConfig(pretrain=pretrain, param_dtype=model.param_dtype, trust_remote_code=model.trust_remote_code)
+
+
 def _text_model(reward: ServedRewardConfig, model: ServedModelConfig) -> TextRewardModel | None:
     if reward.reward_pretrain is None:
         return None
-    source = ModelConfig(
-        pretrain=reward.reward_pretrain, param_dtype=model.param_dtype, trust_remote_code=model.trust_remote_code
-    )
+    source = _source(reward.reward_pretrain, model)
     found, tokenizer = read_reward_model(source, normalize=reward.normalize_reward)
     return TextRewardModel(found, tokenizer, max_len=model.max_len, max_tokens=model.max_tokens_per_gpu)
 
@@ -100,7 +112,7 @@ def _score(
     scores = [found[number] for number in range(len(requests))]
     if model is None:
         return scores
-    results = model.scores([request.query for request in requests])
+    results = model.scores([request.query for request in requests], [request.pictures for request in requests])
     values = [float("nan") if isinstance(value, str) else value for value in results]
     joined = with_model_scores(scores, values, weight=reward.reward_model_weight)
     return [

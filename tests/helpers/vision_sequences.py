@@ -61,13 +61,26 @@ def plain_logits(folder: Path) -> Callable[[torch.nn.Module, TokenSequence], tor
     family = tiny_family(folder)
 
     def logits(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
-        ids_1L = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
-        extra: dict[str, Any] = {}
-        if sequence.pictures:
-            extra = family.tower_inputs([placed.picture.pixels for placed in sequence.pictures])
-        if "image_grid_thw" in extra:
-            extra["mm_token_type_ids"] = (ids_1L == family.image_token).int()
-        found: torch.Tensor = model(input_ids=ids_1L, **extra).logits[0]
+        found: torch.Tensor = model(**_plain_inputs(family, sequence)).logits[0]
         return found[np.flatnonzero(sequence.loss_mask) - 1]
 
     return logits
+
+
+def plain_scores(folder: Path, sequences: Sequence[TokenSequence], head: torch.Tensor) -> torch.Tensor:
+    """Return the products of the head and the last hidden states of transformers' own model, one sequence at a time."""
+    model, family = AutoModelForImageTextToText.from_pretrained(folder), tiny_family(folder)
+    with torch.no_grad():
+        states = [model.base_model(**_plain_inputs(family, one)).last_hidden_state[0, -1] for one in sequences]
+    return torch.stack([state_D @ head[0] for state_D in states])
+
+
+def _plain_inputs(family: VisionFamily, sequence: TokenSequence) -> dict[str, Any]:
+    """Return the arguments of transformers' own models for one sequence."""
+    ids_1L = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
+    inputs: dict[str, Any] = {"input_ids": ids_1L}
+    if sequence.pictures:
+        inputs |= family.tower_inputs([placed.picture.pixels for placed in sequence.pictures])
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = (ids_1L == family.image_token).int()
+    return inputs

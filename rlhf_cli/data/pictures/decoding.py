@@ -62,7 +62,15 @@ def _refuse_kind(image: Image.Image) -> None:
 def pixels_of(contents: bytes, height: int, width: int) -> np.ndarray:
     """Return the pixels of a picture in this size, uint8 [height, width, 3]."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(contents), formats=FORMATS))
-    image = _on_white(image)
+    return _in_size(_on_white(image), height, width)
+
+
+def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Return pixels of uint8 [.., .., 3] in this size, as `pixels_of` gives them for a picture without losses."""
+    return _in_size(Image.fromarray(pixels), height, width)
+
+
+def _in_size(image: Image.Image, height: int, width: int) -> np.ndarray:
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return np.array(image)

@@ -28,17 +28,29 @@ def expanded(tokens: Tokens, pictures: Sequence[SourcePicture], family: VisionFa
     places = [place for place, token in enumerate(tokens.ids) if token == family.image_token]
     if any(start <= place < stop for start, stop in tokens.spans for place in places):
         raise TemplateFault("a picture stands in text that is to be learned")
-    growth = [0, *accumulate(len(picture.run.token_ids) - 1 for picture in pictures)]
+    runs = [picture.run.token_ids for picture in pictures]
+    growth = [0, *accumulate(len(run) - 1 for run in runs)]
 
     def moved(bound: int) -> int:
         return bound + growth[bisect_left(places, bound)]
 
-    starts = [moved(place) for place in places]
-    ids = list(tokens.ids)
-    for place, picture in reversed(list(zip(places, pictures, strict=True))):
-        ids[place : place + 1] = picture.run.token_ids
+    ids, starts = with_runs(tokens.ids, runs, family.image_token)
     standing = tuple(
         StandingPicture(picture, start, family.image_token) for picture, start in zip(pictures, starts, strict=True)
     )
     spans = [(moved(start), moved(stop)) for start, stop in tokens.spans]
     return replace(tokens, ids=ids, spans=spans, pictures=standing)
+
+
+def with_runs(token_ids: Sequence[int], runs: Sequence[Sequence[int]], placeholder: int) -> tuple[list[int], list[int]]:
+    """Return the ids with a run in place of each placeholder, of which there are as many, and where the runs begin."""
+    ids: list[int] = []
+    starts: list[int] = []
+    left = iter(runs)
+    for token in token_ids:
+        if token == placeholder:
+            starts.append(len(ids))
+            ids += next(left)
+        else:
+            ids.append(token)
+    return ids, starts

@@ -129,6 +129,11 @@ def encoded_cell(cell: object, folder: Path) -> EncodedPicture:
     return _of_file(folder / cell.removeprefix("file://"))
 
 
+def encoded_base64(text: str) -> bytes:
+    """Return the bytes of a `data:` URL or of base64 text. Raise PictureFault for other texts, such as paths."""
+    return _of_data_url(text) if text.startswith("data:") else _of_base64(text)
+
+
 def _of_file(path: Path) -> EncodedPicture:
     if not path.is_file():
         raise PictureFault(f"is not there: no file {str(path)!r} (--image_dir names the folder of pictures)")

@@ -2,10 +2,12 @@
 
 The wire format is OpenRLHF's: POST `{"query": [...], "prompts": [...], "labels": [...]}`, answered by `{"rewards":
 [...]}` with one finite number for each query. Other keys are ignored but for `details`, in which `rlhf serve-rm`
-explains why a reward is null. Neither numbers of tokens nor whether a response was cut are sent. The choice of the
-server and retries are in client.py.
+explains why a reward is null. Neither numbers of tokens nor whether a response was cut are sent. A server whose
+`/health` reports `"images": true` gets the pictures of prompts too: `"images": [[...], ...]`, a list of `data:` URLs
+for each query. The choice of the server and retries are in client.py.
 """
 
+import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +16,7 @@ from urllib.parse import urljoin
 
 import aiohttp
 
+from rlhf_cli.rewards.png import png_in_base64
 from rlhf_cli.rewards.records import BadResult, FailureKind, ScoreRequest
 from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
 from rlhf_cli.rewards.workers.user_results import UserResult, checked
@@ -63,17 +66,24 @@ def reward_session(key: str | None) -> aiohttp.ClientSession:
 
 
 async def post_batch(
-    session: aiohttp.ClientSession, url: str, requests: Sequence[ScoreRequest], *, timeout: float
+    session: aiohttp.ClientSession,
+    url: str,
+    requests: Sequence[ScoreRequest],
+    *,
+    timeout: float,
+    with_images: bool = False,
 ) -> list[ItemOutcome]:
-    """Return the outcome of each request of a batch.
+    """Return the outcome of each request of a batch, which has its pictures `with_images`.
 
     Raises CallFailed, ServerBusy or UnfitBatch if the server has no rewards for the batch.
     """
-    body = {
+    body: dict[str, object] = {
         "query": [request.query for request in requests],
         "prompts": [request.prompt for request in requests],
         "labels": [request.label for request in requests],
     }
+    if with_images:
+        body["images"] = await asyncio.to_thread(_images_of, requests)
     limit = MAX_ANSWER_BYTES + ANSWER_BYTES_EACH * len(requests)
     try:
         async with session.post(
@@ -87,6 +97,13 @@ async def post_batch(
     if response.status != 200:
         raise _refusal(response, answer)
     return outcomes_of(answer, len(requests))
+
+
+def _images_of(requests: Sequence[ScoreRequest]) -> list[list[str]]:
+    """Return the pictures of each request as `data:` URLs; equal ones are encoded once."""
+    distinct = {picture for request in requests for picture in request.pictures}
+    urls = {picture: f"data:image/png;base64,{png_in_base64(picture)}" for picture in distinct}
+    return [[urls[picture] for picture in request.pictures] for request in requests]
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
@@ -167,9 +184,21 @@ def _failure(found: UserResult, detail: object) -> Failure:
 
 
 async def probe(session: aiohttp.ClientSession, url: str, *, timeout: float) -> None:
-    """Raise CallFailed unless a server answers there: ours at its health endpoint, others in whatever way.
+    """Raise CallFailed as `health_of`, or if a server of ours does not take the key."""
+    state = await health_of(session, url, timeout=timeout)
+    if state.get("service") == SERVICE and not state.get("authorised"):
+        raise CallFailed("raised", "does not take this key, or asks for one")
 
-    A server of ours that does not take the key fails too.
+
+async def takes_images(session: aiohttp.ClientSession, url: str, *, timeout: float) -> bool:
+    """Return whether a server reports that it takes pictures. Raise CallFailed as `health_of`."""
+    return (await health_of(session, url, timeout=timeout)).get("images") is True
+
+
+async def health_of(session: aiohttp.ClientSession, url: str, *, timeout: float) -> dict[str, Any]:
+    """Return the report of a server at its health endpoint; an empty one if it has none, as servers of others.
+
+    Raises CallFailed unless a server answers there, in whatever way.
     """
     limit = aiohttp.ClientTimeout(total=min(timeout, PROBE_SECONDS))
     try:
@@ -180,10 +209,10 @@ async def probe(session: aiohttp.ClientSession, url: str, *, timeout: float) -> 
     except aiohttp.ClientConnectorError as error:
         raise _broken(error) from None
     except aiohttp.ClientError:
-        return  # it took the connection, which is all that can be asked of a server that is not ours
+        return {}  # it took the connection, which is all that can be asked of a server that is not ours
     if response.status in NO_SERVER_BEHIND:
         raise CallFailed("raised", f"answered with status {response.status}{_detail(content)}")
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError):
         state = _parsed(content)
-        if isinstance(state, dict) and state.get("service") == SERVICE and not state.get("authorised"):
-            raise CallFailed("raised", "does not take this key, or asks for one")
+        return state if isinstance(state, dict) else {}
+    return {}

@@ -21,7 +21,15 @@ import aiohttp
 
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.records import ScoreRequest
-from rlhf_cli.rewards.remote.call import CallFailed, ServerBusy, UnfitBatch, post_batch, probe, reward_session
+from rlhf_cli.rewards.remote.call import (
+    CallFailed,
+    ServerBusy,
+    UnfitBatch,
+    post_batch,
+    probe,
+    reward_session,
+    takes_images,
+)
 from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
 
 logger = logging.getLogger(__name__)
@@ -56,6 +64,7 @@ class _Server:
     busy_until: float = 0.0
     failures: int = 0  # in a row
     last: Failure | None = None
+    takes_images: bool | None = None  # not known before the first prompt with pictures
 
     @property
     def absence(self) -> float:
@@ -158,8 +167,7 @@ class RemoteRewards:
             if not batch:
                 continue
             try:
-                requests = [item.request for item in batch]
-                outcomes = await post_batch(session, server.url, requests, timeout=self._timeout)
+                outcomes = await self._outcomes(server, session, [item.request for item in batch])
             except ServerBusy as busy:
                 self._postpone(server, batch, busy)
             except UnfitBatch as error:
@@ -173,6 +181,19 @@ class RemoteRewards:
             else:
                 server.failures = 0
                 self._settle(server, batch, outcomes)
+
+    async def _outcomes(
+        self, server: _Server, session: aiohttp.ClientSession, requests: Sequence[ScoreRequest]
+    ) -> list[ItemOutcome]:
+        """Return what a server answers about a batch, with its pictures if the server takes some."""
+        is_pictured = any(request.pictures for request in requests)
+        if is_pictured and server.takes_images is None:
+            found = await takes_images(session, server.url, timeout=self._timeout)
+            if not found and server.takes_images is None:  # else the other call has reported it
+                self._say(f"the reward server {server.url} takes texts alone: it does not see the pictures of prompts")
+            server.takes_images = found
+        with_images = is_pictured and bool(server.takes_images)
+        return await post_batch(session, server.url, requests, timeout=self._timeout, with_images=with_images)
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
@@ -280,6 +301,7 @@ class RemoteRewards:
 
     def _take_in(self, server: _Server) -> None:
         server.is_away = False
+        server.takes_images = None  # another server may have taken its place
         self._say(f"the reward server {server.url} answers again")
         if self._giving_up is not None:
             self._giving_up.cancel()

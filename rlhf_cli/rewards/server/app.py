@@ -7,7 +7,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 from uuid import uuid4
@@ -17,11 +17,14 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_cli.config.serve import ServeConfig
+from rlhf_cli.data.pictures.decoding import PictureFault
 from rlhf_cli.errors import RunError
+from rlhf_cli.models.vision.pictures import Picture
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote.call import SERVICE
 from rlhf_cli.rewards.server.batching import Abandoned, Batcher, QueueFull, ScoreJobs
 from rlhf_cli.rewards.server.connections import BoundedConnection
+from rlhf_cli.rewards.server.pictures import received_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +47,11 @@ class _RequestBody(BaseModel):
     query: Annotated[list[str], Field(min_length=1)]
     prompts: list[str] | None = None
     labels: list[str | None] | None = None
+    images: list[list[str]] | None = None
 
 
-def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str) -> FastAPI:
-    """Yield the application: `POST /get_reward` for clients with the key, `GET /health` for everybody."""
+def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str, takes_images: bool = False) -> FastAPI:
+    """Return the application: `POST /get_reward` for clients with the key, `GET /health` for everybody."""
     batcher = Batcher(score, max_waiting=config.max_queue, max_together=TEXTS_TOGETHER)
 
     @asynccontextmanager
@@ -63,14 +67,16 @@ def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str) -> FastAPI:
     @app.get("/health")
     async def health(request: Request) -> dict[str, Any]:
         counts = {"waiting": batcher.num_waiting, "scored": batcher.num_scored}
-        return {"service": SERVICE, "status": "ready", "authorised": _shows(request, key), **counts}
+        state = {"service": SERVICE, "status": "ready", "authorised": _shows(request, key), "images": takes_images}
+        return state | counts
 
     @app.post(REWARD_PATH)
     async def get_reward(request: Request) -> dict[str, Any]:
         if not _shows(request, key):
             raise HTTPException(401, "the header `Authorization: Bearer KEY` with the key of this server is missing")
-        requests = _score_requests(await _body(request, config), config)
-        return _answer(await _scores(batcher, requests, request))
+        asked = _asked(await _body(request, config), config, takes_images=takes_images)
+        pictures = await _pictures(asked)
+        return _answer(await _scores(batcher, _score_requests(asked, pictures), request))
 
     return app
 
@@ -98,8 +104,8 @@ async def _body(request: Request, config: ServeConfig) -> bytes:
     return bytes(body)
 
 
-def _score_requests(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
-    """Return the responses to score. Raise HTTPException for a body that is not as it should be."""
+def _asked(body: bytes, config: ServeConfig, *, takes_images: bool) -> _RequestBody:
+    """Return the body of a request. Raise HTTPException for one that is not as it should be."""
     try:
         asked = _RequestBody.model_validate_json(body)
     except ValidationError as error:
@@ -109,10 +115,9 @@ def _score_requests(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
     count = len(asked.query)
     if count > config.max_texts:
         raise HTTPException(413, f"{count} texts are more than {config.max_texts} (--max_texts)")
-    prompts = [""] * count if asked.prompts is None else asked.prompts
-    labels = [None] * count if asked.labels is None else asked.labels
-    for name, column in (("prompts", prompts), ("labels", labels)):
-        if len(column) != count:
+    for name in ("prompts", "labels", "images"):
+        column = getattr(asked, name)
+        if column is not None and len(column) != count:
             raise HTTPException(422, f"{name} has {len(column)} entries for {count} texts of query")
     for number, text in enumerate(asked.query):
         if len(text) > config.max_chars:
@@ -120,6 +125,35 @@ def _score_requests(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
                 f"text {number} of query has {len(text):,} characters, more than {config.max_chars:,} (--max_chars)"
             )
             raise HTTPException(422, detail)
+    _check_images(asked.images or [], config, takes_images=takes_images)
+    return asked
+
+
+def _check_images(images: Sequence[Sequence[str]], config: ServeConfig, *, takes_images: bool) -> None:
+    for number, its in enumerate(images):
+        if its and not takes_images:
+            raise HTTPException(422, "images: the rewards of this server read texts alone")
+        if len(its) > config.max_images:
+            raise HTTPException(
+                422, f"text {number} of query has {len(its)} pictures, more than {config.max_images} (--max_images)"
+            )
+
+
+async def _pictures(asked: _RequestBody) -> list[tuple[Picture, ...]]:
+    """Return the pictures of each text. Raise HTTPException for one that cannot be read."""
+    if asked.images is None:
+        return [()] * len(asked.query)
+    try:
+        return await asyncio.to_thread(received_pictures, asked.images)
+    except PictureFault as fault:
+        raise HTTPException(422, str(fault)) from None
+
+
+def _score_requests(asked: _RequestBody, pictures: Sequence[tuple[Picture, ...]]) -> list[ScoreRequest]:
+    """Return the responses to score."""
+    count = len(asked.query)
+    prompts = [""] * count if asked.prompts is None else asked.prompts
+    labels = [None] * count if asked.labels is None else asked.labels
     group = uuid4().hex  # the texts of one request may be compared
     return [
         ScoreRequest(
@@ -132,8 +166,9 @@ def _score_requests(body: bytes, config: ServeConfig) -> list[ScoreRequest]:
             group=group,
             sample=number,
             group_size=count,
+            pictures=its,
         )
-        for number, (query, prompt, label) in enumerate(zip(asked.query, prompts, labels, strict=True))
+        for number, (query, prompt, label, its) in enumerate(zip(asked.query, prompts, labels, pictures, strict=True))
     ]
 
 

@@ -1,4 +1,4 @@
-"""A reward model that reads texts with its own tokenizer, packed, in this process.
+"""A reward model that reads texts, and pictures if it takes some, with its own tokenizer, packed, in this process.
 
 Reward models on token ids are a role of the online commands (backends/roles).
 """
@@ -11,10 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.data.packing.packs import TokenSequence, at_targets, only_end, pack, plan_packs
+from rlhf_cli.data.pictures.decoding import resized
+from rlhf_cli.data.pictures.expanding import with_runs
 from rlhf_cli.data.tokenizing.tokenizer import Tokeniser
+from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_reward_model
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.models.reward_model import RewardModelPlan
+from rlhf_cli.models.vision.families.table import find_family
+from rlhf_cli.models.vision.family import VisionFamily
+from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 
 
 class TextRewardModel:
@@ -27,39 +33,54 @@ class TextRewardModel:
         self, model: RewardModelPlan, tokenizer: PreTrainedTokenizerBase, *, max_len: int, max_tokens: int
     ) -> None:
         self._tokeniser = Tokeniser(tokenizer)
+        self._family = find_family(
+            model.found.path,
+            model.found.architecture,
+            tokenizer,
+            trust_remote_code=model.source.trust_remote_code,
+        )
         self._end: int = tokenizer.eos_token_id
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         hf_model = load_reward_model(model.source, device=self._device)
         self._module = ValueModel(hf_model).to(self._device).requires_grad_(False).eval()
         self._model, self._max_len, self._max_tokens = model, max_len, max_tokens
 
-    def scores(self, texts: Sequence[str]) -> list[float | str]:
+    def scores(self, texts: Sequence[str], pictures: Sequence[Sequence[Picture]] | None = None) -> list[float | str]:
         """Return the score of each text, read at its end, or why it has none.
 
         A text gets the tokenizer's beginning of text and end of sequence if it lacks them: a reward model learned to
         read its score there, and responses come as texts without it. A response that was cut gets one too, unlike in
-        the reward role: its text alone does not show it.
+        the reward role: its text alone does not show it. `pictures` of a text stand at the placeholders in it; a model
+        of text does not see them.
         """
         ids = [self._ended(prompt) for prompt in self._tokeniser.prompts(list(texts), plain=True)]
-        problems = [self._problem(row) for row in ids]
-        fitting = [row for row, problem in zip(ids, problems, strict=True) if not problem]
-        scores = iter(self._scores([np.array(row, dtype=np.int32) for row in fitting]))
-        return [problem or next(scores) for problem in problems]
+        its = pictures if pictures is not None and self._family is not None else [()] * len(ids)
+        read = [self._sequence(row, shown) for row, shown in zip(ids, its, strict=True)]
+        scores = iter(self._scores([sequence for sequence in read if isinstance(sequence, TokenSequence)]))
+        return [next(scores) if isinstance(found, TokenSequence) else found for found in read]
 
     def _ended(self, ids: list[int]) -> list[int]:
         return ids if ids[-1:] == [self._end] else [*ids, self._end]
 
-    def _problem(self, ids: list[int]) -> str:
+    def _sequence(self, ids: list[int], pictures: Sequence[Picture]) -> TokenSequence | str:
+        """Return what the model reads of a text, or why it cannot read it."""
+        placed: tuple[PlacedPicture, ...] = ()
+        if self._family is not None:
+            try:
+                ids, placed = placed_pictures(ids, pictures, self._family)
+            except UsageError as error:
+                return str(error)
         if len(ids) > self._max_len:
             return f"the text has {len(ids):,} tokens, more than --max_len {self._max_len}"
-        return "" if len(ids) > 1 else "the text is empty"
+        if len(ids) <= 1:
+            return "the text is empty"
+        return only_end(TokenSequence(np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=bool), placed))
 
     @torch.inference_mode()
-    def _scores(self, rows: list[np.ndarray]) -> list[float]:
-        scores_B = torch.zeros(len(rows))
-        sequences = [only_end(TokenSequence(row, np.zeros(len(row), dtype=bool))) for row in rows]
+    def _scores(self, sequences: list[TokenSequence]) -> list[float]:
+        scores_B = torch.zeros(len(sequences))
         (bins,) = plan_packs(
-            [len(row) for row in rows],
+            [len(sequence) for sequence in sequences],
             max_tokens=self._max_tokens,
             num_ranks=1,
             quadratic_cost=self._model.quadratic_cost,
@@ -70,3 +91,31 @@ class TextRewardModel:
         if self._model.statistics is not None:
             scores_B = normalised_scores(scores_B, mean=self._model.statistics.mean, std=self._model.statistics.std)
         return [float(score) for score in scores_B]
+
+
+def placed_pictures(
+    ids: list[int], pictures: Sequence[Picture], family: VisionFamily
+) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+    """Return the ids with the tokens of each picture in place of its placeholder, and the pictures there.
+
+    Raises:
+        UsageError: placeholders and pictures differ in number, or the model does not take a picture.
+    """
+    found = ids.count(family.image_token)
+    if found != len(pictures):
+        raise UsageError(f"the text has {found} placeholders {family.placeholder} and {len(pictures)} pictures")
+    fitted = [_fitted(picture, family) for picture in pictures]
+    runs = [family.run(picture.height, picture.width) for picture in fitted]
+    ids, starts = with_runs(ids, [run.token_ids for run in runs], family.image_token)
+    return ids, tuple(
+        PlacedPicture(picture, start, len(run.token_ids), family.image_token, run.grid)
+        for picture, start, run in zip(fitted, starts, runs, strict=True)
+    )
+
+
+def _fitted(picture: Picture, family: VisionFamily) -> Picture:
+    """Return the picture in the size that the model takes; a policy of the same kind has sent it in this size."""
+    height, width = family.final_size(picture.height, picture.width)
+    if (height, width) == (picture.height, picture.width):
+        return picture
+    return Picture(f"{picture.digest} {height} {width}", height, width, lambda: resized(picture.pixels, height, width))

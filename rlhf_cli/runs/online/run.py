@@ -62,7 +62,6 @@ from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
 from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.runs.online.student import StudentData, load_student_data
 from rlhf_cli.runs.online.surplus_file import load_surplus, save_surplus
-from rlhf_cli.runs.pictured_roles import server_notice
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.reward_check import check_rewards
@@ -313,8 +312,7 @@ def _notices(run: _OnlineRun) -> list[str]:
     idle = idle_settings(config, role_names(config, run.models))
     files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, contents_of_plugins(config))]
     layouts = layout_notices(run.resume, config, run.models) if run.resume else []
-    texts = server_notice(config.reward, run.models.policy.architecture)
-    return [*idle, *truncation_notice(config.rollout), *texts, *files, *layouts]
+    return [*idle, *truncation_notice(config.rollout), *files, *layouts]
 
 
 def _placement(run: _OnlineRun, where: OnlineCluster) -> str:

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_vision import TINY_FAMILIES, save_tiny_vision
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
-from vision_sequences import tiny_family, vision_sequences
+from transformers import AutoConfig, AutoTokenizer
+from vision_sequences import plain_scores, vision_sequences
 
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.packing.packs import TokenSequence, at_targets, only_end, pack
@@ -33,23 +32,6 @@ def scores(model: ValueModel, sequences: list[TokenSequence]) -> torch.Tensor:
     """Return the scores at the ends of the sequences."""
     with torch.no_grad():
         return model(at_targets(pack([only_end(sequence) for sequence in sequences])))
-
-
-def plain_scores(folder: Path, sequences: list[TokenSequence], head: torch.Tensor) -> torch.Tensor:
-    """Return the products of the head and the last hidden states of transformers' own model, one sequence at a time."""
-    model, family = AutoModelForImageTextToText.from_pretrained(folder), tiny_family(folder)
-    found = []
-    for sequence in sequences:
-        ids_1L = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
-        extra = {}
-        if sequence.pictures:
-            extra = family.tower_inputs([placed.picture.pixels for placed in sequence.pictures])
-        if "image_grid_thw" in extra:
-            extra["mm_token_type_ids"] = (ids_1L == family.image_token).int()
-        with torch.no_grad():
-            hidden_1LD = model.base_model(input_ids=ids_1L, **extra).last_hidden_state
-        found.append(hidden_1LD[0, -1] @ head[0])
-    return torch.stack(found)
 
 
 @pytest.mark.parametrize("kind", TINY_FAMILIES)

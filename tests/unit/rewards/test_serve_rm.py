@@ -82,12 +82,13 @@ def served(
     *,
     connection: type[BoundedConnection] = BoundedConnection,
     max_connections: int = 1024,
+    takes_images: bool = False,
     **config: Any,
 ) -> Iterator[str]:
     """The URL of a server in a thread, stopped as a signal would at the end."""
     settings, stop = ServeConfig(port=0, **config), threading.Event()
     with listening(settings) as listener:
-        app = reward_app(score, settings, key=KEY)
+        app = reward_app(score, settings, key=KEY, takes_images=takes_images)
         server = StoppableServer(app, stop.is_set, connection, max_connections=max_connections)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
         thread.start()

@@ -3,7 +3,6 @@
 from importlib.util import find_spec
 
 import pytest
-from scoring import config
 from tiny_vision import PATCH, QWEN_BOUNDS, save_larger_vision, save_tiny_vision
 from transformers import Idefics3Config, Qwen2_5_VLConfig, Qwen2Config, Qwen2VLImageProcessorPil, SmolVLMConfig
 
@@ -11,10 +10,9 @@ from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.engine_host import fitted
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
-from rlhf_cli.config.scoring import RemoteScoringConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import FoundModel, find_model
-from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures, server_notice
+from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 
 TEXT, QWEN, IDEFICS = Qwen2Config(), Qwen2_5_VLConfig(), Idefics3Config()
 
@@ -59,13 +57,6 @@ def test_vllms_smolvlm_is_refused_without_the_packages_that_its_processor_needs(
     with pytest.raises(UsageError, match=r"models of type smolvlm need (torchvision|num2words), which is not inst"):
         check_engine_pictures(SmolVLMConfig(), backend="vllm")
     check_engine_pictures(SmolVLMConfig(), backend="transformers")
-
-
-def test_a_line_reports_that_reward_servers_get_no_pictures():
-    servers = RemoteScoringConfig(remote_rm_url=["http://localhost:1"])
-    assert server_notice(servers, TEXT) == []
-    assert "no pictures" in server_notice(servers, QWEN)[0]
-    assert server_notice(config(reward_funcs=["exact"]), QWEN) == []
 
 
 @pytest.mark.parametrize(
