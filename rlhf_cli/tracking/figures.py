@@ -49,6 +49,7 @@ TITLES = {
     "num_tokens": "tokens",
     "num_sequences": "sequences",
     "perf/tokens_per_second": "tokens/s",
+    "perf/transfer_gb_per_s": "transfer, GB/s",
     "memory/host_gib": "host memory, GiB",
     "memory/gpu_gib": "GPU memory, GiB",
 }
