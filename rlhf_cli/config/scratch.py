@@ -62,6 +62,13 @@ class VisionTowerConfig(SettingsGroup):
         return (self.image_size // self.patch_size // self.scale_factor) ** 2
 
     @model_validator(mode="after")
+    def _a_tower_is_made(self) -> "VisionTowerConfig":
+        given = self.changed(*(name for name in VisionTowerConfig.model_fields if name != "image_size"))
+        if self.image_size == 0 and given is not None:
+            raise ValueError(f"{given} is about a vision tower, and only image_size makes one")
+        return self
+
+    @model_validator(mode="after")
     def _parts_divide(self) -> "VisionTowerConfig":
         if self.image_size % (self.patch_size * self.scale_factor):
             raise ValueError(

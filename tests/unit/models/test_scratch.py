@@ -108,3 +108,8 @@ def test_a_template_for_pictures_takes_plain_text_too():
 def test_towers_whose_parts_do_not_divide_are_refused(given):
     with pytest.raises(ValidationError, match="must be a multiple of"):
         VisionTowerConfig(**given)
+
+
+def test_the_shape_of_a_tower_needs_a_size_of_pictures():
+    with pytest.raises(ValidationError, match="vision_hidden_size is about a vision tower, and only image_size makes"):
+        VisionTowerConfig(vision_hidden_size=96 * 2)
