@@ -24,6 +24,7 @@ EVALUATED = {"eval_dataset": "x"}
 TOGETHER: dict[str, dict[str, Any]] = {
     "activation_offload": {"gradient_checkpointing": True},
     "param_offload": {"zero_stage": "3"},
+    "patch_size": {"image_size": "56"},
     "dataset_probs": {"dataset": "x"},
     "dataset_split": {"dataset": "x"},
     "distill_coef": {"teacher_pretrain": "x"},
@@ -70,10 +71,14 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "ring_flash_attn": {"sequence_parallel_size": "2"},
     "rollout_correction_range": {"rollout_correction": "token_mask"},
     "sapo_tau": {"policy_loss": "sapo"},
+    "scale_factor": {"image_size": "56"},
     "sequence_parallel_mode": {"sequence_parallel_size": "2"},
     "top_k": {"temperature": "0.7"},
     "top_p": {"temperature": "0.7"},
     "use_kl_loss": {"kl_estimator": "k3"},
+    "vision_hidden_size": {"image_size": "56"},
+    "vision_num_attention_heads": {"image_size": "56"},
+    "vision_num_hidden_layers": {"image_size": "56"},
     "zpg": {"zero_stage": "3"},
 }
 # Valid values of settings whose type alone does not give one.
