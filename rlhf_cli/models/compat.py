@@ -46,3 +46,11 @@ def attention_name(config: "PretrainedConfig") -> str | None:
     """Return the name of the attention function that a loaded model calls."""
     name: str | None = config._attn_implementation
     return name
+
+
+def use_attention(config: "PretrainedConfig", name: str) -> None:
+    """Let a loaded model, or a part of one, call the registered attention function of that name.
+
+    `set_attn_implementation` would look for a package of any name with "flash" in it.
+    """
+    config._attn_implementation = name

@@ -31,6 +31,7 @@ from rlhf_cli.models.finding import FoundModel, find_model, naming_the_model
 from rlhf_cli.models.fused import fuse
 from rlhf_cli.models.requirements import check_loadable, needs_fused_kernels, packed_attention
 from rlhf_cli.models.tensor_parallel import whole_shape
+from rlhf_cli.models.vision.attention import attention_of_parts, use_tower_kernel
 from rlhf_cli.models.vision.families.processing import PictureProcessing
 from rlhf_cli.models.vision.families.table import find_processing, names_of_parts, takes_pictures
 from rlhf_cli.models.vision.scoring import scoring_class
@@ -152,14 +153,14 @@ def _load(
 ) -> PreTrainedModel:
     path, architecture = found.path, found.architecture
     check_loadable(config, architecture, in_4bit=in_4bit, partitioned=partition is not None)
-    attention = attention_of_parts(packed_attention(config, architecture), architecture)
+    kernel = packed_attention(config, architecture)
     processing = picture_processing(config, found)
     _define_classes(architecture)
     with partition or contextlib.nullcontext(), naming_the_model(path, "the model"):
         model, report = auto_class.from_pretrained(
             path,
             dtype=DTYPES[config.param_dtype],
-            attn_implementation=attention,
+            attn_implementation=attention_of_parts(kernel, architecture),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
             **(_quantised(config, architecture) if in_4bit else placed_on(None if partition else device)),
@@ -168,7 +169,9 @@ def _load(
     if not model.is_backend_compatible():
         raise UsageError(f"{type(model).__name__} cannot be trained on packs: its attention takes no other kernel")
     _complete_weights(model, path, report, has_score_head=has_score_head)
-    setattr(model, PROCESSING, processing)
+    if processing is not None:
+        setattr(model, PROCESSING, processing)
+        use_tower_kernel(model, kernel)
     if next(model.parameters()).is_cuda and needs_fused_kernels(config, architecture):
         fuse(model)
     if config.gradient_checkpointing:
@@ -180,14 +183,6 @@ def _load(
         # In place: no name in the state dict changes. Packs differ in length, so shapes are symbols from the start.
         model.get_decoder().compile(dynamic=True)
     return model
-
-
-def attention_of_parts(kernel: str, architecture: PretrainedConfig) -> str | dict[str, str]:
-    """Return the attention kernels of a model's parts: a tower, which sees no packs, takes one of transformers' own."""
-    if not takes_pictures(architecture):
-        return kernel
-    tower = kernel if kernel == "flash_attention_2" else "sdpa"
-    return {"": kernel, "text_config": kernel, "vision_config": tower}
 
 
 def picture_processing(config: ModelSource, found: FoundModel) -> PictureProcessing | None:

@@ -6,7 +6,7 @@ from repeated_tokens import repeated_tokens
 
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.models.attention.varlen import SelectTokens, varlen_attention_forward
-from rlhf_cli.models.attention.varlen_cpu import varlen_attention
+from rlhf_cli.models.attention.varlen_cpu import BOTH_WAYS, varlen_attention
 from rlhf_cli.models.logprobs import token_logprobs
 
 pytestmark = [
@@ -57,6 +57,36 @@ def test_varlen_agrees_with_float64_forward_and_backward(size, window, shares):
         **({} if key_index is None else {"key_index": key_index.to(device)}),
     )
     grads = torch.autograd.grad(found[0], given, weights.to(device))
+    assert close(found[0], expected, share=0.01)
+    assert all(close(one, other, share=0.015) for one, other in zip(grads, expected_grads, strict=True))
+
+
+@pytest.mark.parametrize("size", [72, 80])  # of the towers of Qwen3-VL and Qwen2.5-VL
+def test_attention_of_towers_agrees_with_float64_forward_and_backward(size):
+    """Windows of 64 patches and pictures of two sizes, each patch with all of its own."""
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 64, 128, 130, 500], dtype=torch.int32)
+    tensors = [torch.randn(500, 4, size).bfloat16() for _ in range(3)]
+    weights = torch.randn(500, 4, size).bfloat16()
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    expected = varlen_attention(*exact, bounds, bounds, size**-0.5, BOTH_WAYS)
+    expected_grads = torch.autograd.grad(expected, exact, weights.double())
+    given = [tensor.cuda().requires_grad_() for tensor in tensors]
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in given)
+    found, _ = varlen_attention_forward(
+        torch.nn.Module(),
+        query,
+        key,
+        value,
+        None,
+        cu_seq_lens_q=bounds.cuda(),
+        cu_seq_lens_k=bounds.cuda(),
+        max_length_q=370,
+        max_length_k=370,
+        scaling=size**-0.5,
+        is_causal=False,
+    )
+    grads = torch.autograd.grad(found[0], given, weights.cuda())
     assert close(found[0], expected, share=0.01)
     assert all(close(one, other, share=0.015) for one, other in zip(grads, expected_grads, strict=True))
 

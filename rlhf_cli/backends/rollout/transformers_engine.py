@@ -32,7 +32,8 @@ from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.checkpoint_names import as_in_checkpoint, copy_from_checkpoint, shapes_in_checkpoint
 from rlhf_cli.models.compat import attention_name
 from rlhf_cli.models.dtypes import DTYPES
-from rlhf_cli.models.loading import attention_of_parts, language_model_class, placed_on
+from rlhf_cli.models.loading import language_model_class, placed_on
+from rlhf_cli.models.vision.attention import attention_of_parts
 from rlhf_cli.models.vision.families.table import find_processing, takes_pictures
 from rlhf_cli.models.vision.tower import PROCESSING, tower_of
 

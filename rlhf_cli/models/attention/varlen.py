@@ -1,4 +1,4 @@
-"""The `varlen` attention function for transformers: causal attention inside each sequence of a flat pack.
+"""The `varlen` attention function for transformers: attention inside each sequence of a flat pack, causal in decoders.
 
 CUDA uses PyTorch's variable-length flash kernel, a CPU the operator of `varlen_cpu`. It serves training and scoring of
 packs only: no KV cache, no padding, no attention dropout, caps or sinks.
@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from rlhf_cli.models.attention.varlen_cpu import varlen_attention
+from rlhf_cli.models.attention.varlen_cpu import BOTH_WAYS, varlen_attention
 from rlhf_cli.models.sequence_parallel.attention import attend_shared
 
 VARLEN = "varlen"
 """Name under which transformers knows the function."""
+TOWER_VARLEN = "flash_varlen"
+"""Its name in vision towers: Qwen-VL's pass bounds of pictures to functions with "flash" in their name alone."""
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "dropout")
 """What transformers may ask of an attention function and this one does not do."""
 
@@ -33,11 +35,11 @@ def varlen_attention_forward(
     """Attention output [1, T, heads, head size] of query [1, heads, T, size], key and value [1, kv heads, T, size].
 
     Takes from `kwargs` what transformers passes to every attention function: `cu_seq_lens_q` (int32 [B + 1]),
-    `max_length_q`, the same for the keys, `scaling`, `sliding_window` (tokens a position sees, itself included), and
-    `key_index` [U] of a pack with shared beginnings: which tokens' keys the sequences see, one after the other. With
-    `shards`, which several ranks have of one pack, the tensors hold this rank's tokens alone. The mask is ignored: the
-    bounds replace it. Raises ValueError for arguments that the kernels do not support, so that nothing is ignored
-    silently.
+    `max_length_q`, the same for the keys, `scaling`, `sliding_window` (tokens a position sees, itself included),
+    `is_causal` (false in vision towers), and `key_index` [U] of a pack with shared beginnings: which tokens' keys the
+    sequences see, one after the other. With `shards`, which several ranks have of one pack, the tensors hold this
+    rank's tokens alone. The mask is ignored: the bounds replace it. Raises ValueError for arguments that the kernels do
+    not support, so that nothing is ignored silently.
     """
     del module, attention_mask
     if kwargs.get("cu_seq_lens_q") is None:
@@ -56,7 +58,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwarg
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if kwargs.get("key_index") is not None:
         key_THD, value_THD = (SelectTokens.apply(tensor, kwargs["key_index"]) for tensor in (key_THD, value_THD))
-    window = kwargs.get("sliding_window") or 0
+    window = BOTH_WAYS if kwargs.get("is_causal") is False else kwargs.get("sliding_window") or 0
     if query.is_cuda:
         output_THD = attend_cuda(query_THD, key_THD, value_THD, _cuda_kernel(), window=window, **kwargs)
     else:
@@ -113,7 +115,7 @@ def attend_cuda(
         kwargs["max_length_k"],
         scale=kwargs.get("scaling"),
         # The kernel counts the keys to the left of the query, transformers the query too.
-        window_size=(window - 1 if window else -1, 0),
+        window_size=(-1, -1) if window == BOTH_WAYS else (window - 1 if window else -1, 0),
         **grouped,
     )
 
@@ -142,3 +144,4 @@ def wants_flash_attention_3(capability: tuple[int, int], is_installed: bool) -> 
 
 # Not registered as a mask: transformers then builds none.
 AttentionInterface.register(VARLEN, varlen_attention_forward)
+AttentionInterface.register(TOWER_VARLEN, varlen_attention_forward)

@@ -1,4 +1,4 @@
-// Causal attention inside each sequence of a flat pack on a CPU, forward and backward.
+// Attention inside each sequence of a flat pack on a CPU, causal or to all keys of the sequence, forward and backward.
 //
 // `varlen_cpu.py` says what is computed and calls the functions at the end of this file. A thread takes a sequence and
 // a key head, packs its keys and values once as float32, and goes through the query heads that share them in tiles of
@@ -147,7 +147,7 @@ struct Pack {
     const int32_t* bounds_k;  // of their keys
     long sequences, heads, groups, size, value_size;
     float scale;
-    long window;
+    long window;  // below 0: a query sees all keys of its sequence
 
     long width() const { return round_up(size, PANEL); }
     long value_width() const { return round_up(value_size, PANEL); }
@@ -162,8 +162,8 @@ struct Sequence {
           length_k(pack.bounds_k[index + 1] - start_k), window(pack.window) {}
 
     // Query `index` sees the keys [first_key, last_key).
-    long first_key(long index) const { return window ? std::max(0L, last_key(index) - window) : 0; }
-    long last_key(long index) const { return length_k - length + index + 1; }
+    long first_key(long index) const { return window > 0 ? std::max(0L, last_key(index) - window) : 0; }
+    long last_key(long index) const { return window < 0 ? length_k : length_k - length + index + 1; }
     long stride() const { return round_up(length_k, PANEL) + LANES; }  // of scores; not a power of two
 };
 
@@ -319,7 +319,7 @@ void backward_sequence(const Pack& pack, const Sequence& sequence, long group, c
                     unpack_row(result + row * width, size, pack.scale,
                                grad_query + (place + (top + row) * pack.heads) * size);
             }
-            // The tiles that see a key follow each other: later ones see later keys.
+            // The tiles that see a key follow each other: later ones see later keys, or all of them all keys.
             long begin = 0, end = 0;
             const long low = Tile(sequence, first, first + rows).low, high = sequence.last_key(first + rows - 1);
             for (long column = low; column < high; column += TILE_ROWS) {

@@ -1,4 +1,4 @@
-"""Causal attention inside each sequence of a flat pack on a CPU, forward and backward, as one operator.
+"""Attention inside each sequence of a flat pack on a CPU, causal or not, forward and backward, as one operator.
 
 PyTorch's flash kernel for CPUs spends most of its backward pass on padding when sequences are short. `varlen_kernel`
 compiles one that does not. The rest of this file serves machines without a compiler, and types other than float32 and
@@ -18,6 +18,8 @@ from rlhf_cli.models.compat import softmax_backward
 
 BLOCK = 128
 """Query rows per block: scores of 8 heads and a few hundred keys then stay in a core's cache."""
+BOTH_WAYS = -1
+"""The `window` of positions that see their whole sequence."""
 
 
 @torch.library.custom_op("rlhf_cli::varlen_attention", mutates_args=(), device_types="cpu")
@@ -34,7 +36,7 @@ def varlen_attention(
 
     `cu_seqlens` [S + 1] bounds the sequences' queries, `cu_seqlens_k` their keys, of which a sequence may have more:
     those come before its own, and the last query sees the last key. `window` is the number of tokens a position sees,
-    itself included, or 0 for all before it. Scores and softmax are float32 (float64 for float64 operands).
+    itself included, 0 for all before it, or `BOTH_WAYS`. Scores and softmax are float32 (float64 for float64 operands).
     """
     if kernel := _kernel(query):
         return kernel.forward(Operands(query, key, value, cu_seqlens, cu_seqlens_k, scale, window))
@@ -154,8 +156,9 @@ def _blocks(cu_seqlens: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int) -
         count = max(1, (length + BLOCK // 2) // BLOCK)
         cuts = [start + length * index // count for index in range(count + 1)]
         for first, stop in itertools.pairwise(cuts):
-            first_key = max(start_k, first + shift - window + 1) if window else start_k
-            yield slice(first, stop), slice(first_key, stop + shift), first + shift - first_key
+            first_key = max(start_k, first + shift - window + 1) if window > 0 else start_k
+            last_key = end_k if window == BOTH_WAYS else stop + shift
+            yield slice(first, stop), slice(first_key, last_key), first + shift - first_key
 
 
 class _Masks:
@@ -167,6 +170,8 @@ class _Masks:
 
     def of(self, rows: int, offset: int) -> torch.Tensor:
         """Return a mask [rows, c] for the last c of `offset + rows` keys; every row sees the keys before those."""
+        if self._window == BOTH_WAYS:
+            return self._triangle.new_zeros(rows, 1)
         if not self._window or offset + rows <= self._window:
             return self._triangle[:rows, :rows]
         distance = torch.arange(rows)[:, None] + offset - torch.arange(offset + rows)

@@ -18,7 +18,7 @@ from rlhf_cli.models.attention.table import (
     resolve_attention,
 )
 from rlhf_cli.models.attention.varlen import attend_cuda, varlen_attention_forward, wants_flash_attention_3
-from rlhf_cli.models.attention.varlen_cpu import varlen_attention
+from rlhf_cli.models.attention.varlen_cpu import BOTH_WAYS, varlen_attention
 from rlhf_cli.models.policy import PolicyModel
 
 SHAPE = {
@@ -99,7 +99,19 @@ def test_cpu_operator_equals_a_loop_over_positions(window):
     torch.testing.assert_close(found, reference(query, key, value, cu_seqlens, 0.4, window))
 
 
-@pytest.mark.parametrize("window", [0, 2])
+def test_cpu_operator_in_both_directions_equals_dense_attention_of_each_sequence():
+    torch.manual_seed(0)
+    cu_seqlens = torch.tensor([0, 4, 5, 205, 213], dtype=torch.int32)
+    query, key, value = (torch.randn(213, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    found = varlen_attention(query, key, value, cu_seqlens, cu_seqlens, 0.4, BOTH_WAYS)
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        q, k, v = (tensor[start:end].transpose(0, 1) for tensor in (query, key, value))
+        scores = q @ k.repeat_interleave(2, 0).transpose(1, 2) * 0.4
+        expected = scores.softmax(-1) @ v.repeat_interleave(2, 0)
+        torch.testing.assert_close(found[start:end], expected.transpose(0, 1))
+
+
+@pytest.mark.parametrize("window", [0, 2, BOTH_WAYS])
 def test_gradients_of_the_cpu_operator_pass_gradcheck(window):
     torch.manual_seed(0)
     cu_seqlens = torch.tensor([0, 5, 6, 9], dtype=torch.int32)
@@ -160,9 +172,10 @@ def test_cuda_kernel_gets_bounds_window_and_groups():
     arguments |= {"scaling": 0.1, "sliding_window": 4, "dropout": 0.0}
     attend_cuda(query, key, key, kernel, window=4, **arguments)
     attend_cuda(query, key, key, older_kernel, window=0, **arguments)
+    attend_cuda(query, query, query, kernel, window=BOTH_WAYS, **arguments)
     bounds = (cu_seqlens, cu_seqlens, 3, 3)
     # Four visible tokens are three to the left of the query.
-    assert calls == [(bounds, 0.1, (3, 0), True), (bounds, 0.1, (-1, 0), None)]
+    assert calls == [(bounds, 0.1, (3, 0), True), (bounds, 0.1, (-1, 0), None), (bounds, 0.1, (-1, -1), False)]
 
 
 @pytest.mark.parametrize("feature", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])

@@ -12,7 +12,7 @@ import torch
 
 from rlhf_cli.models.attention import kernel as varlen_kernel
 from rlhf_cli.models.attention.kernel import Operands, build
-from rlhf_cli.models.attention.varlen_cpu import varlen_attention
+from rlhf_cli.models.attention.varlen_cpu import BOTH_WAYS, varlen_attention
 
 # No and one token; tiles, vectors and blocks of queries that are just full and just not; more keys than queries.
 LENGTHS = [(0, 0), (0, 5), (1, 1), (8, 8), (9, 9), (32, 32), (33, 33), (5, 70), (64, 96), (130, 333)]
@@ -66,7 +66,7 @@ def test_every_build_equals_the_operators_in_float64(capability, dtype, fresh, m
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert varlen_kernel.varlen_kernel() is not None
     for shape in SHAPES:
-        for window in (0, 1, 5, 40, 150):
+        for window in (0, 1, 5, 40, 150, BOTH_WAYS):
             tensors, bounds = inputs(shape, dtype)
             expected = attend(tensors, bounds, window, dtype=torch.float64)
             # Half a unit in the last place of bfloat16 is 2^-9, on average less; inside it is float32.

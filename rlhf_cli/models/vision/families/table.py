@@ -25,17 +25,23 @@ BOTH_WAYS = ("gemma3", "paligemma")
 
 @dataclass(frozen=True)
 class FamilyParts:
-    """Where a family keeps its parts: names of modules in the model, as they are in memory."""
+    """Where a family keeps its parts: names of modules in the model, as they are in memory.
+
+    `has_bounds`: the tower gets pictures of all sizes end to end, and attends within bounds.
+    """
 
     tower: str
     projectors: tuple[str, ...]
+    has_bounds: bool = False
 
 
-QWEN2_PARTS = FamilyParts("model.visual", ("model.visual.merger",))
+QWEN2_PARTS = FamilyParts("model.visual", ("model.visual.merger",), has_bounds=True)
 FAMILIES = {
     "qwen2_vl": QWEN2_PARTS,
     "qwen2_5_vl": QWEN2_PARTS,
-    "qwen3_vl": FamilyParts("model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list")),
+    "qwen3_vl": FamilyParts(
+        "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"), has_bounds=True
+    ),
     "idefics3": FamilyParts("model.vision_model", ("model.connector",)),
     "smolvlm": FamilyParts("model.vision_model", ("model.connector",)),
     "llava": FamilyParts("model.vision_tower", ("model.multi_modal_projector",)),
