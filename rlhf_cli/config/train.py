@@ -16,7 +16,8 @@ class BatchConfig(SettingsGroup):
     train_batch_size: int = Field(128, gt=0)
     """Sequences in one optimizer step, over all ranks."""
     train_max_tokens_per_gpu: int = Field(16_192, gt=0)
-    """Tokens in one packed micro-batch at most: the bound on activation memory."""
+    """Tokens in one packed micro-batch at most: the bound on activation memory. Four patches of a picture take the room
+    of a token if they are more."""
     micro_train_batch_size: int | None = Field(None, gt=0)
     """Sequences in one packed micro-batch at most; by default only the token bound counts."""
     max_epochs: int = Field(1, gt=0)

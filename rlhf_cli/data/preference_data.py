@@ -23,7 +23,7 @@ from rlhf_cli.data.formats.conversations import Conversation, Document, Labelled
 from rlhf_cli.data.formats.preference import PairColumns, choose_labelled_format, choose_pair_format
 from rlhf_cli.data.packing.prefix_packing import Branch
 from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
-from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
+from rlhf_cli.data.pictures.storing import patches_of, pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.preparing import (
     ORIGIN,
     DataReport,
@@ -123,6 +123,7 @@ class PairData:
     """Tokenised pairs, in the order of their rows.
 
     int32 [N] each: tokens of the prompt, tokens of both branches without it, and trained tokens of both together.
+    `patches` as in `SequenceData`.
     `where` gives file and line of a pair's row; `fingerprint` is a hash of all that the other fields hold.
     """
 
@@ -134,6 +135,7 @@ class PairData:
     report: DataReport
     where: collections.abc.Callable[[int], str]
     fingerprint: collections.abc.Callable[[], str]
+    patches: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class LabelledData:
     """Tokenised labelled responses, in the order of their rows; the chosen side of a pair before the rejected.
 
     int32 [N] each: tokens of the prompt, of the response without it, and trained ones; `desirable` is bool [N].
+    `patches` as in `SequenceData`.
     `where` gives file and line of a response's row; `fingerprint` is a hash of all that the other fields hold.
     """
 
@@ -152,6 +155,7 @@ class LabelledData:
     report: DataReport
     where: collections.abc.Callable[[int], str]
     fingerprint: collections.abc.Callable[[], str]
+    patches: np.ndarray | None = None
 
 
 def load_pairs(
@@ -202,6 +206,7 @@ def load_pairs(
         report=report,
         where=Origins(rows, table),
         fingerprint=lambda: contents_digest(table),
+        patches=patches_of(table),
     )
 
 
@@ -248,6 +253,7 @@ def load_labelled(
         report=report,
         where=Origins(rows, table),
         fingerprint=lambda: contents_digest(table),
+        patches=patches_of(table),
     )
 
 

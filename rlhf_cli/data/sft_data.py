@@ -18,7 +18,7 @@ from rlhf_cli.data.formats.conversations import Conversation, Document
 from rlhf_cli.data.formats.table import choose_format
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
-from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
+from rlhf_cli.data.pictures.storing import patches_of, pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.preparing import (
     ORIGIN,
     DataReport,
@@ -56,6 +56,7 @@ def _sequence_at(table: StoredTable, row: int) -> TokenSequence:
 class SequenceData:
     """Tokenised data: `lengths` and `num_trained` (int32 [N]) are the tokens and trained tokens of each sequence.
 
+    `patches` (int64 [N]) are of the pictures of each sequence, None for models of text.
     `where` gives file and line of a sequence's row; `fingerprint` is a hash of all tokens and of which are trained.
     """
 
@@ -65,6 +66,7 @@ class SequenceData:
     report: DataReport
     where: collections.abc.Callable[[int], str]
     fingerprint: collections.abc.Callable[[], str]
+    patches: np.ndarray | None = None
 
 
 def load_sft_sequences(
@@ -115,6 +117,7 @@ def load_sft_sequences(
         report,
         where=Origins(rows, table),
         fingerprint=lambda: contents_digest(table),
+        patches=patches_of(table),
     )
 
 

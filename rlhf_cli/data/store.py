@@ -77,6 +77,13 @@ class StoredTable:
         parts = [batch.column(name).to_numpy(zero_copy_only=False) for batch in self._batches]
         return np.concatenate(parts) if parts else np.zeros(0)
 
+    def lists(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return a whole column of lists of numbers end to end, and the length of each list."""
+        columns = [batch.column(name) for batch in self._batches]
+        lengths = [column.value_lengths().to_numpy() for column in columns]
+        values = [column.flatten().to_numpy() for column in columns]
+        return np.concatenate(values or [np.zeros(0)]), np.concatenate(lengths or [np.zeros(0)]).astype(np.int64)
+
     def digest(self, names: Iterable[str]) -> str:
         """Return a hash of columns of numbers, truths, or lists of numbers or digests: of their values, however they
         are stored.

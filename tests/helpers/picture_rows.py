@@ -41,7 +41,7 @@ class SquareFamily:
     def run(self, height: int, width: int) -> PictureRun:
         """Return one placeholder for each square."""
         grid = (height // SQUARE, width // SQUARE)
-        return PictureRun((self.image_token,) * (grid[0] * grid[1]), grid)
+        return PictureRun((self.image_token,) * (grid[0] * grid[1]), grid, patches=4 * grid[0] * grid[1])
 
     def tower_inputs(self, pictures: Any) -> Any:
         raise AssertionError("data ask for no inputs of a tower")

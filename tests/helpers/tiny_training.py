@@ -57,6 +57,10 @@ class Items:
     def num_trained(self) -> np.ndarray:
         return np.array([sequence.num_trained for sequence in self.sequences])
 
+    @property
+    def patches(self) -> None:
+        return None
+
     def collate(self, indices: Sequence[int]) -> Pack:
         self.sizes.append(len(indices))
         return pack([self.sequences[index] for index in indices])

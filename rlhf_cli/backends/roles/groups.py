@@ -79,6 +79,7 @@ class Dealer:
             )
         return plan_packs(
             [len(sequence) for sequence in sequences],
+            patches=[sequence.patches for sequence in sequences],
             max_tokens=max_tokens,
             num_ranks=num_groups,
             max_sequences=self.batch.micro_train_batch_size,

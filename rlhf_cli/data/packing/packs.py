@@ -19,6 +19,9 @@ EXACT_SEARCH_SEQUENCES = 32
 """Largest number of sequences for which the fewest micro-batches are searched exactly when heuristics need more."""
 EXACT_SEARCH_NODES = 20_000
 """Placements tried by that search, about 20 ms."""
+PATCHES_PER_TOKEN = 4
+"""Patches of pictures that take as much room in a micro-batch as a token. A token of Qwen-VL has 4, of LLaVA 1, of
+SmolVLM 9 to 16: there the tower would compute several times the patches of other models at the same bound."""
 
 
 @dataclass(frozen=True)  # with slots it would be pickled in Python code, and thousands travel in an iteration
@@ -45,6 +48,11 @@ class TokenSequence:
     def num_trained(self) -> int:
         """Tokens that are training targets."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def patches(self) -> int:
+        """Patches of the pictures, which the tower computes."""
+        return sum(placed.patches for placed in self.pictures)
 
 
 @dataclass(frozen=True)
@@ -145,17 +153,19 @@ def plan_packs(
     *,
     max_tokens: int,
     num_ranks: int,
+    patches: collections.abc.Sequence[int] | np.ndarray | None = None,
     max_sequences: int | None = None,
     quadratic_cost: float = 0.0,
     costs: collections.abc.Sequence[float] | None = None,
 ) -> list[list[list[int]]]:
     """Return the indices of the sequences by rank and micro-batch: `plan[rank][micro_batch]`.
 
-    Every index occurs exactly once. No micro-batch has more than `max_tokens` tokens or `max_sequences` sequences. All
-    ranks have the same number of micro-batches, the fewest found; if there are fewer sequences than micro-batches, some
-    are empty (idle). The cost of a sequence, `L + quadratic_cost * L^2` or as given, is balanced between the
-    micro-batches that ranks run at the same time and over the ranks' sums. The costliest micro-batches come first, so
-    that a lack of memory shows at once. The plan depends on nothing but the arguments.
+    Every index occurs exactly once. No micro-batch has more than `max_tokens` tokens or `max_sequences` sequences. With
+    `patches` of pictures a sequence counts by `room_of`. All ranks have the same number of micro-batches, the fewest
+    found; if there are fewer sequences than micro-batches, some are empty (idle). The cost of a sequence,
+    `L + quadratic_cost * L^2` or as given, is balanced between the micro-batches that ranks run at the same time and
+    over the ranks' sums. The costliest micro-batches come first, so that a lack of memory shows at once. The plan
+    depends on nothing but the arguments.
 
     Raises:
         UsageError: a sequence alone exceeds the token bound.
@@ -168,9 +178,19 @@ def plan_packs(
             f"a sequence of {lengths_B.max()} tokens does not fit into a micro-batch of {max_tokens}: "
             f"raise train_max_tokens_per_gpu to {lengths_B.max()} or more, or lower max_len"
         )
+    rooms_B = lengths_B if patches is None else room_of(lengths_B, np.asarray(patches), max_tokens=max_tokens)
     costs_B = lengths_B + quadratic_cost * lengths_B.astype(np.float64) ** 2 if costs is None else np.array(costs)
-    bins = _fewest_bins(lengths_B, costs_B, Bounds(max_tokens, max_sequences or lengths_B.size), num_ranks)
+    bins = _fewest_bins(rooms_B, costs_B, Bounds(max_tokens, max_sequences or lengths_B.size), num_ranks)
     return _deal(bins, costs_B, num_ranks)
+
+
+def room_of(tokens_B: np.ndarray, patches_B: np.ndarray, *, max_tokens: int) -> np.ndarray:
+    """Return the room that sequences take in a micro-batch: tokens, or patches in units of `PATCHES_PER_TOKEN`.
+
+    A sequence with more patches than a micro-batch has room for takes a whole one, because pictures cannot be cut.
+    """
+    by_patches_B = np.minimum(-(-patches_B // PATCHES_PER_TOKEN), max_tokens)
+    return np.maximum(tokens_B, by_patches_B)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_cli.data.packing.packs import Bounds, Pack, TokenSequence, pack, plan_packs
+import numpy as np
+
+from rlhf_cli.data.packing.packs import Bounds, Pack, TokenSequence, pack, plan_packs, room_of
 from rlhf_cli.data.packing.prefix_packing import Branch, Tree, pack_trees
 
 PromptKey = tuple[bytes | str, ...]
@@ -29,7 +31,10 @@ def plan_groups(
     A group that is larger than a micro-batch, or than a rank's even share of all tokens, is cut into several. With
     `max_sequences`, micro-batches are filled one after the other, each with about as many sequences.
     """
-    sizes = _Sizes([_prompt_size(sequence) for sequence in sequences], [len(sequence) for sequence in sequences])
+    prompts = [_prompt_size(sequence) for sequence in sequences]
+    lengths = np.array([len(sequence) for sequence in sequences])
+    patches = np.array([sequence.patches for sequence in sequences])
+    sizes = _Sizes(prompts, lengths.tolist(), room_of(np.zeros_like(lengths), patches, max_tokens=max_tokens).tolist())
     groups: dict[PromptKey, list[int]] = {}
     for index, (sequence, size) in enumerate(zip(sequences, sizes.prompts, strict=True)):
         groups.setdefault(_key(sequence, size), []).append(index)
@@ -41,7 +46,7 @@ def plan_groups(
         bounds = Bounds(max_tokens, max_sequences)
         blocks = sizes.filled(list(groups.values()), bounds, num_ranks=num_ranks)
     plan = plan_packs(
-        [sum(map(sizes.tokens, parts)) for parts in blocks],
+        [sum(map(sizes.room, parts)) for parts in blocks],
         costs=[sum(sizes.cost(part, quadratic_cost) for part in parts) for parts in blocks],
         max_tokens=max_tokens,
         num_ranks=num_ranks,
@@ -82,15 +87,23 @@ def _branch_of(sequence: TokenSequence, size: int) -> Branch:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Tokens of sequences and of their prompts; `members` are indices of sequences of one prompt."""
+    """Tokens of sequences and of their prompts, and the room of their pictures, which stand in the prompts.
+
+    `members` are indices of sequences of one prompt.
+    """
 
     prompts: list[int]
     lengths: list[int]
+    pictures: list[int]
 
     def tokens(self, members: list[int]) -> int:
         """Return the number of tokens in a pack."""
         prompt = self.prompts[members[0]]
         return prompt + sum(self.lengths[i] - prompt for i in members)
+
+    def room(self, members: list[int]) -> int:
+        """Return the room that members take in a pack: tokens, or the room of the prompt's pictures if that is more."""
+        return max(self.tokens(members), self.pictures[members[0]])
 
     def cost(self, members: list[int], quadratic_cost: float) -> float:
         """Linear in tokens; attention by the square of each sequence, the square of the prompt counted once."""
@@ -126,11 +139,12 @@ class _Sizes:
         for members in groups:
             is_open = False  # whether the last part of the last block is of this group
             for index in members:
-                needed = self.lengths[index] - (self.prompts[index] if is_open else 0)
+                part = blocks[-1][-1] if is_open else []
+                needed = self.room([*part, index]) - (self.room(part) if part else 0)
                 if not places or needed > room:
                     even = -(-left // max(1, num_blocks - len(blocks)))
                     places, room = min(even, bounds.sequences), bounds.tokens
-                    needed, is_open = self.lengths[index], False
+                    needed, is_open = self.room([index]), False
                     blocks.append([])
                 if not is_open:
                     blocks[-1].append([])

@@ -77,6 +77,7 @@ class StandingPicture:
             place=(self.start, len(source.run.token_ids)),
             token=self.token,
             grid=source.run.grid,
+            patches=source.run.patches,
         )
 
 
@@ -88,10 +89,11 @@ def placed_picture(
     place: tuple[int, int],
     token: int,
     grid: tuple[int, int] | None,
+    patches: int,
 ) -> PlacedPicture:
     """Return a picture in a sequence whose pixels are read when they are asked for."""
     read = partial(read_pixels, encoded, digest, size)
-    return PlacedPicture(Picture(digest.hex(), *size, read), *place, token, grid)
+    return PlacedPicture(Picture(digest.hex(), *size, read), *place, token, grid, patches)
 
 
 def digest_of(contents: bytes, height: int, width: int) -> bytes:

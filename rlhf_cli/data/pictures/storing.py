@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pyarrow as pa
 
 from rlhf_cli.data.pictures.sources import EncodedPicture, Stamp, StandingPicture, placed_picture
@@ -16,9 +17,11 @@ COLUMNS = {
         pa.struct({"path": pa.string(), "size": pa.int64(), "changed": pa.int64(), "contents": pa.large_binary()})
     ),
 }
-NUMBERS = 7
-"""Numbers of a picture in `PLACES`: start, length, token, height, width, and rows and columns of the grid, -1 without
-one."""
+NUMBERS = 8
+"""Numbers of a picture in `PLACES`: start, length, token, height, width, patches, and rows and columns of the grid, -1
+without one."""
+PATCHES = 5
+"""The place of the patches among them."""
 
 
 def schema_with_pictures(schema: pa.Schema, *, has_pictures: bool) -> pa.Schema:
@@ -38,7 +41,8 @@ def stored_pictures(pictures: Sequence[StandingPicture]) -> dict[str, object]:
 def _numbers(standing: StandingPicture) -> tuple[int, ...]:
     source = standing.picture
     length = len(source.run.token_ids)
-    return (standing.start, length, standing.token, source.height, source.width, *(source.run.grid or (-1, -1)))
+    size = source.height, source.width
+    return (standing.start, length, standing.token, *size, source.run.patches, *(source.run.grid or (-1, -1)))
 
 
 def _file(encoded: EncodedPicture) -> dict[str, object]:
@@ -59,7 +63,7 @@ def pictures_at(table: StoredTable, row: int) -> tuple[PlacedPicture, ...]:
 
 
 def _picture(numbers: list[int], digest: bytes, file: dict[str, object]) -> PlacedPicture:
-    start, length, token, height, width, *grid = numbers
+    start, length, token, height, width, patches, *grid = numbers
     return placed_picture(
         EncodedPicture(path=file["path"], contents=file["contents"]),  # type: ignore[arg-type]
         digest,
@@ -67,7 +71,19 @@ def _picture(numbers: list[int], digest: bytes, file: dict[str, object]) -> Plac
         place=(start, length),
         token=token,
         grid=None if grid[0] < 0 else (grid[0], grid[1]),
+        patches=patches,
     )
+
+
+def patches_of(table: StoredTable) -> np.ndarray | None:
+    """Return the patches of the pictures of each item, int64 [N]; None if the table is of a model of text."""
+    if PLACES not in table.names:
+        return None
+    numbers, lengths = table.lists(PLACES)
+    sums = np.concatenate([[0], numbers.reshape(-1, NUMBERS)[:, PATCHES].cumsum(dtype=np.int64)])
+    bounds = np.concatenate([[0], lengths.cumsum()]) // NUMBERS
+    found: np.ndarray = np.diff(sums[bounds])
+    return found
 
 
 def files_are_unchanged(table: StoredTable) -> bool:

@@ -12,11 +12,12 @@ import torch
 class PictureRun:
     """The tokens that stand for one picture, in place of the one placeholder that the chat template writes.
 
-    `grid` as in `PlacedPicture`.
+    `grid` and `patches` as in `PlacedPicture`.
     """
 
     token_ids: tuple[int, ...]
     grid: tuple[int, int] | None
+    patches: int = 0
 
 
 class VisionFamily(Protocol):

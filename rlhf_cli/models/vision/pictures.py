@@ -56,6 +56,7 @@ class PlacedPicture:
     The tokens of the run with the id `token` are placeholders; others, as Idefics3 has for rows and columns, are
     embedded like text. `grid` are the rows and columns of the features where the model counts positions in three axes
     (Qwen-VL's multimodal rotary embedding, arXiv 2409.12191, section 2.1); None where positions just count tokens.
+    `patches` are the inputs of the tower, which are several for one placeholder.
     """
 
     picture: Picture
@@ -63,6 +64,7 @@ class PlacedPicture:
     length: int
     token: int
     grid: tuple[int, int] | None = None
+    patches: int = 0
 
     @property
     def stop(self) -> int:

@@ -73,6 +73,11 @@ class LabelledItems:
         """Trained tokens of each response."""
         return self.data.num_trained
 
+    @property
+    def patches(self) -> np.ndarray | None:
+        """Patches of the pictures of each response, None for models of text."""
+        return self.data.patches
+
     def collate(self, indices: collections.abc.Sequence[int]) -> LabelledBatch:
         """Return the responses as one packed micro-batch."""
         items = [self.data.items[index] for index in indices]

@@ -37,6 +37,10 @@ class ItemData(Protocol):
     def num_trained(self) -> np.ndarray:
         """Trained tokens of each item."""
 
+    @property
+    def patches(self) -> np.ndarray | None:
+        """Patches of the pictures of each item, None for models of text."""
+
     def collate(self, indices: Sequence[int]) -> object:
         """Return the packed micro-batch of these items; an idle one for no items."""
 
@@ -78,6 +82,7 @@ class Share:
         """Return the numbers of the items of each of this rank's micro-batches."""
         plan = plan_packs(
             data.lengths[indices].tolist(),
+            patches=None if data.patches is None else data.patches[indices],
             max_tokens=self.batch.train_max_tokens_per_gpu * self.ranks_per_sequence,
             num_ranks=self.num_ranks,
             max_sequences=self.batch.micro_train_batch_size,

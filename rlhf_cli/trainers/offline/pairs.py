@@ -62,6 +62,11 @@ class PairItems:
         """Trained tokens of each pair, both responses together."""
         return self.data.num_trained
 
+    @property
+    def patches(self) -> np.ndarray | None:
+        """Patches of the pictures of each pair, None for models of text."""
+        return self.data.patches
+
     def collate(self, indices: collections.abc.Sequence[int]) -> PairBatch:
         """Return the pairs as one packed micro-batch."""
         trees = [tree_of(self.data.pairs[index]) for index in indices]

@@ -32,6 +32,11 @@ class StepItems:
         """Labelled steps of each solution."""
         return self.data.num_trained
 
+    @property
+    def patches(self) -> None:
+        """None: solutions have no pictures."""
+        return None
+
     def collate(self, indices: collections.abc.Sequence[int]) -> SamplePack:
         """Return the solutions as one packed micro-batch, read at the ends of labelled steps."""
         samples = [sample_of(self.data.items[index]) for index in indices]

@@ -28,6 +28,11 @@ class SequenceItems:
         """Trained tokens of each sequence."""
         return self.data.num_trained
 
+    @property
+    def patches(self) -> np.ndarray | None:
+        """Patches of the pictures of each sequence, None for models of text."""
+        return self.data.patches
+
     def collate(self, indices: collections.abc.Sequence[int]) -> Pack:
         """Return the sequences as one packed micro-batch."""
         return pack([self.data.sequences[index] for index in indices])

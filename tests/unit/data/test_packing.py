@@ -116,6 +116,29 @@ def test_exact_search_finds_a_filling_that_greedy_ones_miss():
     assert all(len(rank) == 1 for rank in plan)
 
 
+def test_pictures_take_the_room_of_their_patches_if_that_is_more_than_their_tokens():
+    # Four patches a token: rooms of 6, 5 and 4 tokens; 100 patches are more than a micro-batch holds, and fill one.
+    plan = plan_packs([2, 5, 4, 3], patches=[24, 0, 16, 100], max_tokens=10, num_ranks=1)
+    assert plan == [[[0, 2], [1], [3]]]
+    assert plan_packs([2, 5, 4, 3], patches=[8, 0, 16, 12], max_tokens=10, num_ranks=1) == plan_packs(
+        [2, 5, 4, 3], max_tokens=10, num_ranks=1
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_of_pictures_keep_both_bounds_with_the_fewest_micro_batches(seed):
+    random = np.random.default_rng(seed)
+    max_tokens, num_ranks = int(random.integers(5, 40)), int(random.integers(1, 4))
+    lengths = random.integers(1, max_tokens + 1, size=random.integers(1, 10))
+    patches = random.integers(0, 8 * max_tokens, size=lengths.size) * (random.random(lengths.size) < 0.5)
+    plan = plan_packs(lengths, patches=patches, max_tokens=max_tokens, num_ranks=num_ranks)
+    assert_is_a_plan(plan, lengths, max_tokens=max_tokens, num_ranks=num_ranks)
+    for members in itertools.chain(*plan):
+        assert sum(patches[members]) <= 4 * max_tokens or len(members) == 1
+    rooms = [max(length, min(-(-its // 4), max_tokens)) for length, its in zip(lengths, patches, strict=True)]
+    assert len(plan[0]) == -(-fewest_bins(rooms, max_tokens, 99) // num_ranks)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_large_plans_keep_every_bound(seed):
     random = np.random.default_rng(seed)

@@ -119,6 +119,8 @@ def test_rows_with_and_without_pictures_keep_their_order_and_pixels(tmp_path: Pa
     data = sequences_of(write_rows(tmp_path, *rows), TOKENIZER, READER)
     assert texts(data)[0] == turn("How to write <image>?")
     assert [len(sequence.pictures) for sequence in data.sequences] == [0, 2, 0]
+    assert data.patches is not None
+    assert data.patches.tolist() == [sequence.patches for sequence in data.sequences] == [0, 4 * (2 + 1), 0]
     for placed, name in zip(data.sequences[1].pictures, ("a.png", "b.jpg"), strict=True):
         np.testing.assert_array_equal(placed.picture.pixels, pixels_of_file(tmp_path / name))
 

@@ -1,5 +1,7 @@
 """Responses to one prompt, packed with the prompt once: the plan, and a model's outputs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.packing.shared_prompts import pack_groups, plan_groups
 from rlhf_cli.models.attention.varlen import SelectTokens
 from rlhf_cli.models.policy import PolicyModel
+from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.online.start_roles import role_settings
 
@@ -45,6 +48,16 @@ def test_responses_to_a_prompt_become_neighbours_and_the_prompt_counts_once():
     # 4 + 2 + 1 + 3 and 3 + 1 + 3 tokens: repeated prompts would take 18 and 10.
     assert plan_groups(SCATTERED, max_tokens=10, num_ranks=1, quadratic_cost=0.0) == [[[0, 2, 4], [1, 3]]]
     assert pack_groups([SCATTERED[i] for i in (0, 2, 4)]).input_ids_T.tolist() == [1, 2, 3, 4, 5, 6, 5, 8, 8, 8]
+
+
+@pytest.mark.parametrize("max_sequences", [None, 4])
+def test_pictures_of_a_prompt_count_once_by_their_patches(max_sequences):
+    picture = picture_of_pixels("red", np.zeros((2, 2, 3), np.uint8))
+    placed = (PlacedPicture(picture, 0, 2, token=1, patches=36),)  # 9 tokens' room; the group has 4 + 2 + 2 tokens
+    groups = [replace(sequence(ONE, [5, 6 + n]), pictures=placed) for n in (0, 1)] + [sequence(TWO, [7])]
+    bounds = {"num_ranks": 1, "quadratic_cost": 0.0, "max_sequences": max_sequences}
+    assert plan_groups(groups, max_tokens=13, **bounds) == [[[0, 1, 2]]]
+    assert plan_groups(groups, max_tokens=12, **bounds) == [[[0, 1], [2]]]
 
 
 def test_a_group_beyond_the_bound_is_cut_and_nothing_is_lost():

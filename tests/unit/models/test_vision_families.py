@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_vision import QWEN_BOUNDS, TINY_FAMILIES, random_picture, save_tiny_vision
+from tiny_vision import PATCH, QWEN_BOUNDS, TINY_FAMILIES, random_picture, save_tiny_vision
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -90,6 +90,8 @@ def test_a_run_has_a_placeholder_for_each_feature_of_the_tower(folders: dict[str
     found = features.flatten(0, -2).shape[0] if isinstance(features, torch.Tensor) else sum(map(len, features))
     runs = [family.run(*size) for size in sizes]
     assert found == sum(run.token_ids.count(family.image_token) for run in runs)
+    patches = inputs["pixel_values"].reshape(-1, 3 * PATCH * PATCH).shape[0]  # Qwen-VL has each patch twice, as a video
+    assert patches == sum(run.patches for run in runs) * (2 if "qwen" in kind else 1)
     assert all(run.grid is None or run.grid[0] * run.grid[1] == len(run.token_ids) for run in runs)
 
 

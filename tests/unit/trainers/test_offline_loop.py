@@ -23,6 +23,7 @@ class FakeItems:
     def __init__(self, num_items: int = NUM_ITEMS) -> None:
         self.lengths = np.arange(1, num_items + 1)
         self.num_trained = np.ones(num_items, dtype=np.int64)
+        self.patches: np.ndarray | None = None
 
     def collate(self, indices: Sequence[int]) -> list[int]:
         return list(indices)

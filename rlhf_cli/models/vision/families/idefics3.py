@@ -24,7 +24,8 @@ class Idefics3Processing(PictureProcessing):
         tower = architecture.vision_config
         self._longest = min(processor.size["longest_edge"], LARGEST_SIDE)
         self._square = processor.max_image_size["longest_edge"]
-        self._num_features = (tower.image_size // tower.patch_size) ** 2 // architecture.scale_factor**2
+        self.patches_per_feature = architecture.scale_factor**2
+        self._num_features = (tower.image_size // tower.patch_size) ** 2 // self.patches_per_feature
 
     def _as_sample(self, pixels: np.ndarray) -> list[object]:
         return [[pixels]]

@@ -22,13 +22,14 @@ class PictureProcessing(ABC):
     """Sizes, marks and tower inputs of pictures in one model; needs neither weights nor tokenizer.
 
     `has_axes`: the model counts positions in time, rows and columns. `sample_axis` is the dimension of its tower's
-    inputs in which pictures follow each other.
+    inputs in which pictures follow each other; `patches_per_feature` is the number of patches that become one feature.
     """
 
     has_axes = False
     source = ""
     """Folder or Hub name of the model."""
     sample_axis = 0
+    patches_per_feature = 1
     input_names: tuple[str, ...] = ("pixel_values",)
 
     def __init__(self, processor: ImageProcessor, architecture: PretrainedConfig) -> None:

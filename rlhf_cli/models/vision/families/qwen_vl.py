@@ -28,6 +28,7 @@ class QwenVLProcessing(PictureProcessing):
         super().__init__(processor, architecture)
         least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
         self._step = processor.patch_size * processor.merge_size
+        self.patches_per_feature = processor.merge_size**2
         self._least = max(least, min_pixels or least)
         self._most = min(most, max_pixels or most)
         if self._least > self._most:

@@ -152,7 +152,8 @@ class TokenisedFamily:
     def _new_run(self, height: int, width: int) -> PictureRun:
         text = self.processing.marks(height, width, self.placeholder)
         token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return PictureRun(tuple(token_ids), self.processing.grid(height, width))
+        patches = token_ids.count(self.image_token) * self.processing.patches_per_feature
+        return PictureRun(tuple(token_ids), self.processing.grid(height, width), patches)
 
     def tower_inputs(self, pictures: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
         return self.processing.joined([self.processing.inputs_of(pixels) for pixels in pictures])
