@@ -90,7 +90,8 @@ class PromptData:
     """Prompts in the order of their rows.
 
     `fingerprint` is of all texts and labels; `row_of` reads a prompt's row again, and `conversation_of` the messages in
-    it, the system message of the settings included; `where` gives file and line of a prompt's row.
+    it, the system message of the settings included; `where` gives file and line of a prompt's row. `has_pictures`: the
+    prompts are of a model that takes pictures.
     """
 
     prompts: collections.abc.Sequence[Prompt]
@@ -99,6 +100,7 @@ class PromptData:
     row_of: Callable[[Prompt], Row]
     conversation_of: Callable[[Prompt], Conversation]
     where: Callable[[Prompt], str]
+    has_pictures: bool = False
 
 
 def load_prompts(
@@ -153,6 +155,7 @@ def load_prompts(
         origins.row_of,
         origins.conversation_of,
         origins.where,
+        has_pictures=reader is not None,
     )
 
 

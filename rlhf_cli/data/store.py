@@ -114,6 +114,12 @@ class StoredTable:
         cell = batch.column(name)[position].values
         return list(zip(*(cell.field(field).to_pylist() for field in names), strict=True))
 
+    def views(self, name: str, row: int, field: str) -> list[memoryview | None]:
+        """Return a field of bytes of each object in a cell of a list of objects, as views of the file."""
+        batch, position = self._find(row)
+        buffers = [value.as_buffer() for value in batch.column(name)[position].values.field(field)]
+        return [None if buffer is None else memoryview(buffer) for buffer in buffers]
+
     def row(self, row: int) -> dict[str, Any]:
         """Return a whole row as Python values."""
         batch, position = self._find(row)

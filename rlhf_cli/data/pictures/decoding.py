@@ -25,7 +25,7 @@ class PictureFault(ValueError):
     """Why a picture cannot be read."""
 
 
-def size_of(contents: bytes) -> tuple[int, int]:
+def size_of(contents: bytes | memoryview) -> tuple[int, int]:
     """Return height and width of an upright picture. Raise PictureFault if it is broken or of a kind not read."""
     if not contents:
         raise PictureFault("is empty")
@@ -59,7 +59,7 @@ def _refuse_kind(image: Image.Image) -> None:
         raise PictureFault(f"has more than 8 bits a channel (mode {image.mode}): save it with 8")
 
 
-def pixels_of(contents: bytes, height: int, width: int) -> np.ndarray:
+def pixels_of(contents: bytes | memoryview, height: int, width: int) -> np.ndarray:
     """Return the pixels of a picture in this size, uint8 [height, width, 3]."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(contents), formats=FORMATS))
     return _in_size(_on_white(image), height, width)

@@ -4,7 +4,6 @@ import base64
 import binascii
 import hashlib
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,9 @@ from rlhf_cli.data.pictures.marks import BASE64, CELL_KEYS
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.vision.family import PictureRun
 from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
+
+Contents = bytes | memoryview
+"""An encoded picture in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,13 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPicture:
-    """An encoded picture: a file with its stamp, or bytes."""
+    """An encoded picture: a file with its stamp, or bytes, which may be a view of a mapped table."""
 
     path: str | None = None
     stamp: Stamp | None = None
-    contents: bytes | None = field(default=None, repr=False)
+    contents: Contents | None = field(default=None, repr=False)
 
-    def read(self) -> bytes:
+    def read(self) -> Contents:
         """Return the bytes. Raise OSError if the file is not there."""
         return self.contents if self.contents is not None else Path(self.path or "").read_bytes()
 
@@ -92,24 +94,42 @@ def placed_picture(
     patches: int,
 ) -> PlacedPicture:
     """Return a picture in a sequence whose pixels are read when they are asked for."""
-    read = partial(read_pixels, encoded, digest, size)
-    return PlacedPicture(Picture(digest.hex(), *size, read), *place, token, grid, patches)
+    return PlacedPicture(Picture(digest.hex(), *size, PixelReader(encoded, digest, size)), *place, token, grid, patches)
 
 
-def digest_of(contents: bytes, height: int, width: int) -> bytes:
+def digest_of(contents: Contents, height: int, width: int) -> bytes:
     """Return a hash of the contents and the final size."""
-    return hashlib.blake2b(contents + f" {height} {width}".encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(contents, digest_size=16)
+    digest.update(f" {height} {width}".encode())
+    return digest.digest()
 
 
-def read_pixels(encoded: EncodedPicture, digest: bytes, size: tuple[int, int]) -> np.ndarray:
-    """Return the pixels in the final size, uint8 [height, width, 3]. Raise RunError if the file is another one now."""
-    try:
-        contents = encoded.read()
-    except OSError as error:
-        raise RunError(f"picture {encoded.path} cannot be read any more: {error.strerror or error}") from error
-    if digest_of(contents, *size) != digest:
-        raise RunError(f"picture {encoded.path} was changed since the data were read: start again")
-    return pixels_of(contents, *size)
+@dataclass(frozen=True, slots=True)
+class PixelReader:
+    """Reads the pixels of an encoded picture in its final size. Pickled it has the bytes: a path may mean nothing on
+    another machine, and pixels are several times as large.
+    """
+
+    encoded: EncodedPicture
+    digest: bytes
+    size: tuple[int, int]
+
+    def __call__(self) -> np.ndarray:
+        """Return the pixels, uint8 [height, width, 3]. Raise RunError if the file is another one now."""
+        return pixels_of(self._contents(), *self.size)
+
+    def _contents(self) -> Contents:
+        try:
+            contents = self.encoded.read()
+        except OSError as error:
+            raise RunError(f"picture {self.encoded.path} cannot be read any more: {error.strerror or error}") from error
+        if digest_of(contents, *self.size) != self.digest:
+            raise RunError(f"picture {self.encoded.path} was changed since the data were read: start again")
+        return contents
+
+    def __reduce__(self) -> tuple[type["PixelReader"], tuple[EncodedPicture, bytes, tuple[int, int]]]:
+        encoded = EncodedPicture(self.encoded.path, contents=bytes(self._contents()))
+        return PixelReader, (encoded, self.digest, self.size)
 
 
 def encoded_cell(cell: object, folder: Path) -> EncodedPicture:

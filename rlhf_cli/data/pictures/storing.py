@@ -58,14 +58,15 @@ def pictures_at(table: StoredTable, row: int) -> tuple[PlacedPicture, ...]:
     places = table.numbers(PLACES, row).reshape(-1, NUMBERS).tolist()
     if not places:
         return ()
-    stored = zip(places, table.value(DIGESTS, row), table.value(FILES, row), strict=True)
-    return tuple(_picture(numbers, digest, file) for numbers, digest, file in stored)
+    paths = [path for (path,) in table.fields(FILES, row, ("path",))]
+    stored = zip(places, table.value(DIGESTS, row), paths, table.views(FILES, row, "contents"), strict=True)
+    return tuple(_picture(numbers, digest, path, contents) for numbers, digest, path, contents in stored)
 
 
-def _picture(numbers: list[int], digest: bytes, file: dict[str, object]) -> PlacedPicture:
+def _picture(numbers: list[int], digest: bytes, path: str | None, contents: memoryview | None) -> PlacedPicture:
     start, length, token, height, width, patches, *grid = numbers
     return placed_picture(
-        EncodedPicture(path=file["path"], contents=file["contents"]),  # type: ignore[arg-type]
+        EncodedPicture(path, contents=contents),
         digest,
         size=(height, width),
         place=(start, length),

@@ -7,19 +7,19 @@ like any other one.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 
 import numpy as np
 import torch
 
 
-@dataclass(frozen=True, eq=False)  # no slots: the pixels are kept in the object
+@dataclass(frozen=True, eq=False)
 class Picture:
     """A picture in the size in which trainer and engine get it.
 
     `digest` is a hash of its contents and size: pictures with the same digest are equal. `read` returns the pixels,
-    uint8 [height, width, 3] in RGB. It is called when they are first asked for, or when the picture is sent to another
-    process: a message has the pixels of each object once, however many records refer to it.
+    uint8 [height, width, 3] in RGB. It travels with the picture, so it has what other machines need to read them. A
+    message has each object once, however many records refer to it.
     """
 
     digest: str
@@ -27,9 +27,9 @@ class Picture:
     width: int
     read: Callable[[], np.ndarray]
 
-    @cached_property
+    @property
     def pixels(self) -> np.ndarray:
-        """The pixels, uint8 [height, width, 3] in RGB."""
+        """The pixels, uint8 [height, width, 3] in RGB, read each time: no picture keeps them."""
         pixels = self.read()
         assert pixels.shape == (self.height, self.width, 3), f"{pixels.shape} instead of {self.height, self.width, 3}"
         return pixels
@@ -40,13 +40,10 @@ class Picture:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def __reduce__(self) -> tuple[Callable[..., "Picture"], tuple[str, np.ndarray]]:
-        return picture_of_pixels, (self.digest, self.pixels)
-
 
 def picture_of_pixels(digest: str, pixels: np.ndarray) -> Picture:
     """Return the picture with these pixels, uint8 [height, width, 3]."""
-    return Picture(digest, pixels.shape[0], pixels.shape[1], lambda: pixels)
+    return Picture(digest, pixels.shape[0], pixels.shape[1], partial(np.asarray, pixels))
 
 
 @dataclass(frozen=True)

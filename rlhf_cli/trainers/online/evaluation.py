@@ -47,7 +47,8 @@ class EvaluationTask:
     """The prompts and settings of evaluations.
 
     Nothing is evaluated without prompts. `seed` is the run's, `total_iterations` counts its iterations. Engines that
-    sleep between batches lose their weights and get them again.
+    sleep between batches lose their weights and get them again. They get `prompts_at_once`, or all for None: an engine
+    has the inputs of all pictures of a batch in memory.
     """
 
     config: EvaluationConfig
@@ -58,6 +59,7 @@ class EvaluationTask:
     seed: int
     total_iterations: int
     engines_lose_weights: bool
+    prompts_at_once: int | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,12 @@ class Evaluator:
         # The same requests each time: differences between evaluations are the model's.
         requests = [request_of(prompt, evaluation_seed(task.seed, number)) for number, prompt in enumerate(asked)]
         engines.wake_cache()
-        generations = engines.generate(requests, task.sampling)
+        size = (task.prompts_at_once or len(task.prompts)) * num_samples
+        generations = [
+            generation
+            for first in range(0, len(requests), size)
+            for generation in engines.generate(requests[first : first + size], task.sampling)
+        ]
         engines.sleep()
         places = whole_groups(len(task.prompts), num_samples)
         score_requests = make_score_requests(asked, generations, task.decode, places=places)

@@ -1,6 +1,7 @@
 """Pictures of rows: where they stand in messages and tokens, and what of a row is refused."""
 
 import base64
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,29 @@ def test_a_file_that_changed_since_it_was_read_ends_the_run(tmp_path: Path) -> N
     (tmp_path / "a.png").unlink()
     with pytest.raises(RunError, match=r"picture .*a\.png cannot be read any more: No such file"):
         _ = data.sequences[0].pictures[0].picture.pixels
+
+
+@pytest.mark.parametrize("form", ["path", "bytes"])
+def test_a_picture_travels_encoded_and_needs_its_file_no_more(form: str, tmp_path: Path) -> None:
+    large = encoded(112, 112, form="JPEG")
+    (tmp_path / "large.jpg").write_bytes(large)
+    cell = {"path": "large.jpg"} if form == "path" else {"bytes": large}
+    data = sequences_of(parquet(tmp_path, {"images": [cell], "prompt": "<image>?", "answer": "red"}), TOKENIZER, READER)
+    picture = data.sequences[0].pictures[0].picture
+    message = pickle.dumps([picture, picture])
+    assert len(message) < len(large) + 1000 < picture.pixels.nbytes
+    expected = picture.pixels
+    (tmp_path / "large.jpg").unlink()
+    first, second = pickle.loads(message)
+    assert first is second
+    np.testing.assert_array_equal(first.pixels, expected)
+
+
+def test_a_file_that_changed_is_named_before_it_travels(tmp_path: Path) -> None:
+    data = sequences_of(write_rows(tmp_path, ASKED), TOKENIZER, READER)
+    (tmp_path / "a.png").write_bytes(encoded(28, 56, seed=9))
+    with pytest.raises(RunError, match=r"picture .*a\.png was changed since the data were read"):
+        pickle.dumps(data.sequences[0])
 
 
 def test_paths_begin_in_the_named_folder_and_pictures_come_from_the_named_column(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class Evaluated(Run):
         prompts: list[Prompt] = HELD_OUT,
         state: EvaluationState | None = None,
         lose: bool = False,
+        at_once: int | None = None,
         total_iterations: int = 4,
         run: dict[str, Any] | None = None,
         **settings: Any,
@@ -73,7 +74,7 @@ class Evaluated(Run):
         config = EvaluationConfig(eval_dataset="sets", **settings)
         sampling = SamplingParams(4, temperature=config.eval_temperature, greedy=config.eval_temperature == 0)
         task = EvaluationTask(
-            config, self.settings.reward, prompts, str, sampling, 42, total_iterations, engines_lose_weights=lose
+            config, self.settings.reward, prompts, str, sampling, 42, total_iterations, lose, prompts_at_once=at_once
         )
         self.total_iterations = total_iterations
         self.evaluate = self.evaluator = Evaluator(
@@ -164,6 +165,17 @@ def test_every_evaluation_asks_the_same_greedily_and_reports_lengths_and_rewards
     assert metrics["truncated"] == pytest.approx(np.mean([length == 4 for length in lengths]))
     assert metrics["reward"] == pytest.approx(np.mean([len(str(answer.token_ids)) for answer in answers]))
     assert "accuracy" not in metrics  # the fake scorer gives no verdicts
+
+
+def test_prompts_that_engines_get_in_parts_give_the_same_evaluation():
+    sampled: dict[str, Any] = {"eval_n_samples_per_prompt": 2, "eval_temperature": 0.8}
+    whole, parts = (Evaluated(at_once=at_once, **sampled) for at_once in (None, 2))
+    for run in (whole, parts):
+        run.evaluate(0, False)
+    assert parts.tracker.evaluations == whole.tracker.evaluations
+    assert [len(asked) for asked in whole.engines.requests] == [2 * len(HELD_OUT)]
+    assert [len(asked) for asked in parts.engines.requests] == [4, 2 * len(HELD_OUT) - 4]
+    assert [*parts.engines.requests[0], *parts.engines.requests[1]] == whole.engines.requests[0]
 
 
 def test_no_request_of_an_evaluation_has_the_seed_of_one_of_training():
