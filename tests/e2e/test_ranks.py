@@ -46,6 +46,17 @@ def test_two_ranks_with_pictures_on_one_of_them_take_the_steps_of_one(results, s
     assert_equal_steps(results[0, 1]["vision 0"], results[0, 2][f"vision {stage}"])
 
 
+def test_two_actor_ranks_with_pictures_on_one_of_them_compute_and_learn_as_one(results):
+    alone, *together = (found["vision actor"] for found in results.values())
+    assert [alone["pictures"], *sorted(found["pictures"] for found in together)] == [2, 0, 2]
+    answers = together[0]["before"] | together[1]["before"]
+    assert answers.keys() == alone["before"].keys()
+    for number, logprobs in alone["before"].items():
+        torch.testing.assert_close(answers[number], logprobs, atol=1e-5, rtol=0)
+    for found in together:
+        assert_equal_steps(alone, found)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks_learn_from_a_teacher_as_one(results, stage):
     """At stage 2 the teacher's weights are partitioned, at stage 3 the student's."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from distill_training import distill_steps
 from preference_training import make_pairs, make_reference, prm_task, run_steps
+from shared_roles import pictured_actor
 from tiny_training import OPTIM, Items, Layout, load_policy, make_engine, make_sequences, train, weights_of
 from torch import nn
 from vision_sequences import vision_sequences
@@ -240,6 +241,7 @@ def main(model: str, mixture: str, vision: str, folder: Path) -> None:
         trained = run_steps(model, prm_task(), stage, layout(max_tokens=60))
         results[f"prm {stage}"] = {"metrics": trained.metrics, "weights": trained.weights}
     results |= {f"vision {stage}": vision_steps(Path(vision), stage) for stage in STAGES}
+    results["vision actor"] = pictured_actor(Path(vision))
     results["critic"] = critic(model)
     results["inference"] = inference(model)
     results["reference columns"] = torch.from_numpy(reference_columns(model))

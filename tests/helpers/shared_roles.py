@@ -2,7 +2,9 @@
 function.
 """
 
+import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tiny_training import OPTIM, weights_of
+from vision_sequences import vision_sequences
 
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.objective import LossWeights
 from rlhf_cli.backends.roles.groups import Dealer
 from rlhf_cli.backends.roles.ranks import ActorRank, CriticRank, RewardRank
+from rlhf_cli.backends.roles.serialization import MicroBatches
 from rlhf_cli.backends.roles.settings import RoleSettings
 from rlhf_cli.config.model import LoraConfig, ModelConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
@@ -98,8 +102,8 @@ def role_settings(
 class Shares:
     """The shares of this rank in forward passes and steps, as the driver deals them."""
 
-    def __init__(self, size: int, *, split: int = 1, share_prompts: bool = True) -> None:
-        batch = BatchConfig(train_max_tokens_per_gpu=48 // size)
+    def __init__(self, size: int, *, split: int = 1, share_prompts: bool = True, max_tokens: int = 48) -> None:
+        batch = BatchConfig(train_max_tokens_per_gpu=max_tokens // size)
         self._dealer = Dealer(dist.get_world_size(), batch, 0.0, lambda: share_prompts, size, split)
 
     def answers(self, sequences: Sequence[TokenSequence], forward: Any) -> dict[int, torch.Tensor]:
@@ -112,9 +116,9 @@ class Shares:
             found |= dict(zip(members, values, strict=True))
         return found
 
-    def steps(self, steps: Sequence[np.ndarray]) -> list[Any]:
-        """Return this rank's share of the steps."""
-        return self._dealer.steps(samples(), steps)[dist.get_rank()]
+    def steps(self, steps: Sequence[np.ndarray], of: Sequence[Sample] | None = None) -> list[Any]:
+        """Return this rank's share of the steps, of the common samples or of others."""
+        return self._dealer.steps(of or samples(), steps)[dist.get_rank()]
 
 
 def actor(pretrain: str, size: int, folder: Path | None, *, split: int = 1, **settings: Any) -> dict[str, Any]:
@@ -132,6 +136,33 @@ def actor(pretrain: str, size: int, folder: Path | None, *, split: int = 1, **se
         found["average"] = load_file(next(folder.glob("*.safetensors"))) if dist.get_rank() == 0 else {}
     found["pushed"] = {name: weight.clone() for name, weight in role.engine_weights()}
     return found | {"metrics": metrics, "weights": weights_of(role.role.engine, role.role.hf_model)}
+
+
+def pictured_actor(folder: Path) -> dict[str, Any]:
+    """Log-probs, then a step of an actor at ZeRO 3 on two responses each to a prompt with a picture and to two without,
+    as the driver sends them.
+    """
+    role = ActorRank(role_settings(str(folder), 1, stage=3))
+    sequences = [
+        replace(one, token_ids=np.append(one.token_ids[:-1], last).astype(np.int32))
+        for one in vision_sequences(folder, [[(56, 84)], [], []])
+        for last in (7, 8)
+    ]
+    rng, shares = np.random.default_rng(0), Shares(1, max_tokens=512)
+    made = [Sample(sequence, columns(rng, sequence.num_trained)) for sequence in sequences]
+    found = shares.answers(sequences, lambda mine: role.logprobs(_sent(MicroBatches(mine))))
+    step = _sent(shares.steps([np.arange(len(made))], made))
+    return {
+        "before": found,
+        "pictures": sum(bool(sequences[number].pictures) for number in found),
+        "metrics": role.update(step, False, LossWeights(0.1, EntropyState(0.01))),
+        "weights": weights_of(role.role.engine, role.role.hf_model),
+    }
+
+
+def _sent(work: Any) -> Any:
+    """Return the work of a rank as it arrives."""
+    return pickle.loads(pickle.dumps(work))
 
 
 def critic(pretrain: str, size: int, *, split: int = 1, **settings: Any) -> dict[str, Any]:
