@@ -20,7 +20,7 @@ from rlhf_cli.data.encoding import Encoded, Encoder
 from rlhf_cli.data.formats.conversations import Conversation, Document, Message, Solution
 from rlhf_cli.data.formats.steps import StepColumns, choose_step_format
 from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
-from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
+from rlhf_cli.data.pictures.storing import patches_of, pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.preparing import (
     ORIGIN,
     DataReport,
@@ -76,7 +76,7 @@ class StepData:
     """Tokenised solutions in the order of their rows.
 
     `lengths` and `num_trained` (int32 [N]) are the tokens and the labelled steps of each solution. `where` gives file
-    and line of its row; `fingerprint` is a hash of all that the other fields hold.
+    and line of its row; `fingerprint` is a hash of all that the other fields hold. `patches` as in `SequenceData`.
     """
 
     items: collections.abc.Sequence[StepItem]
@@ -85,6 +85,7 @@ class StepData:
     report: DataReport
     where: collections.abc.Callable[[int], str]
     fingerprint: collections.abc.Callable[[], str]
+    patches: np.ndarray | None = None
 
 
 def load_steps(
@@ -137,6 +138,7 @@ def load_steps(
         report=report,
         where=Origins(rows, table),
         fingerprint=lambda: contents_digest(table),
+        patches=patches_of(table),
     )
 
 

@@ -398,3 +398,12 @@ def test_loading_a_checkpoint_is_timed_at_its_own_stage_and_at_another(tmp_path,
     assert all(row.seconds > 0 for row in rows)
     assert bench.Loaded(2, 3, 2_000_000_000, 3.0).row() == "| 2 | 3 | cut anew | 2.000 | 3.00 | 1.50 |"
     assert not (tmp_path / "stage2").exists()
+
+
+def test_photos_are_files_much_smaller_than_their_pixels(tmp_path):
+    memory = load("picture_memory")
+    rows = [json.loads(line) for line in memory.write_photos(tmp_path, 2).read_text().splitlines()]
+    files = [tmp_path / row["images"][0] for row in rows]
+    assert len({file.read_bytes() for file in files}) == 2
+    assert all(4 * file.stat().st_size < 1008 * 756 * 3 for file in files)
+    assert all(row["prompt"].startswith("<image>") for row in rows)

@@ -81,6 +81,7 @@ class TextRewardModel:
         scores_B = torch.zeros(len(sequences))
         (bins,) = plan_packs(
             [len(sequence) for sequence in sequences],
+            patches=[sequence.patches for sequence in sequences],
             max_tokens=self._max_tokens,
             num_ranks=1,
             quadratic_cost=self._model.quadratic_cost,
@@ -108,7 +109,7 @@ def placed_pictures(
     runs = [family.run(picture.height, picture.width) for picture in fitted]
     ids, starts = with_runs(ids, [run.token_ids for run in runs], family.image_token)
     return ids, tuple(
-        PlacedPicture(picture, start, len(run.token_ids), family.image_token, run.grid)
+        PlacedPicture(picture, start, len(run.token_ids), family.image_token, run.grid, run.patches)
         for picture, start, run in zip(fitted, starts, runs, strict=True)
     )
 

@@ -33,9 +33,9 @@ class StepItems:
         return self.data.num_trained
 
     @property
-    def patches(self) -> None:
-        """None: solutions have no pictures."""
-        return None
+    def patches(self) -> np.ndarray | None:
+        """Patches of the pictures of each solution, None for models of text."""
+        return self.data.patches
 
     def collate(self, indices: collections.abc.Sequence[int]) -> SamplePack:
         """Return the solutions as one packed micro-batch, read at the ends of labelled steps."""
