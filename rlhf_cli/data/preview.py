@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from rlhf_cli.data.templates.turn_spans import num_shared
-from rlhf_cli.models.vision.pictures import PlacedPicture
+from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -29,12 +29,13 @@ COMMON_SHARE = 0.99
 class Piece(NamedTuple):
     """Text of neighbouring tokens, which carry loss or do not; or no text, and the number of tokens left out.
 
-    The text of a picture's tokens describes the picture.
+    The text of a picture's tokens describes the `picture`.
     """
 
     text: str
     is_trained: bool
     num_left_out: int = 0
+    picture: Picture | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def part_of(
 def _described(number: int, placed: PlacedPicture) -> Piece:
     """Return a piece with the size of a picture and its tokens."""
     size = f"{placed.picture.width} x {placed.picture.height} pixels"
-    return Piece(f"[picture {number}: {size}, {placed.length:,} tokens]", False)
+    return Piece(f"[picture {number}: {size}, {placed.length:,} tokens]", False, picture=placed.picture)
 
 
 def _pieces(ids: list[int], start: int, stop: int, trained: bool, decode: Decode) -> list[Piece]:

@@ -1,13 +1,15 @@
 """Previews of data for people: colours and underlines on a terminal, marks and 80 columns elsewhere."""
 
+import os
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from rlhf_cli.data.preview import Bin, Piece, PreviewPart, ShownExample, length_bins, quantile
 from rlhf_cli.runs.data_preview import Preview
+from rlhf_cli.tracking.terminal.pictures import draws_pictures, print_picture
 
 PLAIN_WIDTH = 80
 """Columns without a terminal."""
@@ -20,10 +22,15 @@ TRAINED, LEFT_OUT, SPECIAL, FAINT, HEADING = "green underline", "yellow", "bold"
 KEPT_CONTROLS = "\n\t"
 
 
-def show(previews: Sequence[Preview], console: Console, *, command: str) -> None:
-    """Print the previews: sources, examples, lengths, and the rows that were cut or dropped."""
+def show(
+    previews: Sequence[Preview], console: Console, *, command: str, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Print the previews: sources, examples, lengths, and the rows that were cut or dropped.
+
+    `environment` is the terminal's, which names its way to draw pictures.
+    """
     for preview in previews:
-        page = _Page(console, preview.special_tokens)
+        page = _Page(console, preview.special_tokens, environment)
         page.heading(f"{preview.title} as rlhf {command} reads {'it' if preview.title != 'Prompts' else 'them'}")
         page.sources(preview)
         page.examples(preview)
@@ -34,8 +41,8 @@ def show(previews: Sequence[Preview], console: Console, *, command: str) -> None
 class _Page:
     """Prints lines no wider than the terminal."""
 
-    def __init__(self, console: Console, special_tokens: Sequence[str]) -> None:
-        self._console = console
+    def __init__(self, console: Console, special_tokens: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._console, self._environment = console, environment
         self._is_plain = not console.is_terminal
         self._width = PLAIN_WIDTH if self._is_plain else console.width
         self._special_tokens = list(special_tokens)
@@ -82,6 +89,7 @@ class _Page:
             name = Text().append(part.name, "bold").append(f": {part.num_tokens:,} tokens{trained}", FAINT)
             self._line(name, indent=2)
             self._text(part)
+            self._pictures(part)
         for fact, value in example.facts.items():
             self._line(Text().append(fact, "bold").append(f": {visible(value)}"), indent=2, hanging=2)
 
@@ -90,6 +98,16 @@ class _Page:
         if text.plain.endswith("\n"):
             text.right_crop(1)
         self._line(text, indent=4)
+
+    def _pictures(self, part: PreviewPart) -> None:
+        """Show the pictures of a text below it, if the terminal can."""
+        if not draws_pictures(self._console):
+            return
+        pictures = {piece.text: piece.picture for piece in part.pieces if piece.picture is not None}
+        for name, picture in pictures.items():
+            if len(pictures) > 1:
+                self._line(Text(name, FAINT), indent=4)
+            print_picture(picture.pixels, self._console, self._environment, indent=4)
 
     def _pieces(self, pieces: Sequence[Piece]) -> Text:
         opening, closing = MARKS if self._is_plain else ("", "")

@@ -26,7 +26,7 @@ from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.train import OfflineBatchConfig
 from rlhf_cli.data.preference_data import load_labelled, load_pairs
-from rlhf_cli.data.preview import HEAD_TOKENS, TAIL_TOKENS, Bin, length_bins, part_of, quantile, spread
+from rlhf_cli.data.preview import HEAD_TOKENS, TAIL_TOKENS, Bin, Piece, length_bins, part_of, quantile, spread
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.errors import UsageError
@@ -256,7 +256,7 @@ def test_solutions_are_shown_step_by_step_with_their_labels(write, model):
     ]
     assert [part.num_trained for part in parts] == [0, 1, 1, 1]
     assert "".join(piece.text for piece in parts[1].pieces) == "One.\n\n"
-    assert parts[3].pieces[-1] == ("<|im_end|>", True, 0)
+    assert parts[3].pieces[-1] == Piece("<|im_end|>", True)
 
 
 def test_the_settings_are_those_of_the_commands():
@@ -366,14 +366,15 @@ def test_long_stretches_lose_their_middle_and_say_how_many_tokens():
     part = part_of("all", ids, [place >= 10 for place in ids], lambda tokens: "".join(f"{t} " for t in tokens))
     head, tail = 10 + HEAD_TOKENS, 1000 - TAIL_TOKENS
     texts = ["".join(f"{t} " for t in range(start, stop)) for start, stop in ((0, 10), (10, head), (tail, 1000))]
-    assert part.pieces == [(texts[0], False, 0), (texts[1], True, 0), ("", True, tail - head), (texts[2], True, 0)]
+    first, last = Piece(texts[1], True), Piece(texts[2], True)
+    assert part.pieces == [Piece(texts[0], False), first, Piece("", True, tail - head), last]
     assert (part.num_tokens, part.num_trained) == (1000, 990)
 
 
 def test_many_turns_lose_those_in_the_middle():
     part = part_of("all", list(range(40)), [place % 2 == 1 for place in range(40)], lambda tokens: "x" * len(tokens))
     assert len(part.pieces) == 11
-    assert part.pieces[6] == ("", False, 30)
+    assert part.pieces[6] == Piece("", False, 30)
     assert sum(len(piece.text) + piece.num_left_out for piece in part.pieces) == 40
     assert part.num_trained == 20
 

@@ -1,5 +1,6 @@
 """Commands that read rows with pictures: their items have them, rlhf data shows them, models of text refuse them."""
 
+import io
 import json
 import shutil
 from itertools import pairwise
@@ -126,6 +127,16 @@ def test_data_shows_the_size_and_the_tokens_of_a_picture(
     shown = " ".join(capsys.readouterr().out.split())
     assert "[picture 1: 56 x 28 pixels, 7 tokens]How many?" in shown
     assert "<image>" not in shown
+    assert "▀" not in shown
+
+
+def test_data_draws_the_pictures_of_a_text_below_it_on_a_terminal(folder: Path) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=80)
+    given = {"for": "kto", "dataset": str(folder / "kto.jsonl"), "pretrain": str(folder / "model")}
+    show(inspect_data(build_config(DataCommandConfig, given)), terminal, command="kto", environment={})
+    assert isinstance(terminal.file, io.StringIO)
+    lines = [line for line in terminal.file.getvalue().splitlines() if "▀" in line]
+    assert [line.count("▀") for line in lines] == [48] * 12 + [36] * 18  # 56 x 28 and 56 x 56 pixels
 
 
 def test_settings_of_pictures_are_refused_where_nothing_reads_them(

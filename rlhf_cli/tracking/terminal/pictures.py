@@ -1,0 +1,95 @@
+"""Pictures in a terminal: by a protocol that the environment names for sure, else as a thumbnail of half blocks.
+
+Sixel is left out: no variable of the environment names the terminals that draw it.
+"""
+
+import base64
+import io
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from PIL import Image
+from rich.color import Color
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+MAX_COLUMNS, MAX_ROWS = 48, 18
+"""Cells of a picture. A cell is about twice as high as wide, so a half block has about the shape of a pixel."""
+LONGEST_SIDE = 512
+"""Pixels of the copy that a terminal gets by a protocol."""
+CHUNK = 4096
+"""Characters of a message in kitty's protocol at most."""
+KITTY_TERMS = ("xterm-kitty", "xterm-ghostty")
+ITERM_PROGRAMS = ("iTerm.app", "WezTerm")
+MULTIPLEXERS = ("screen", "tmux")
+"""Terminals in a terminal, which keep its environment and drop its protocols."""
+UPPER_HALF = "▀"
+
+
+def draws_pictures(console: Console) -> bool:
+    """Return whether a console is a terminal with colours."""
+    return console.is_terminal and console.color_system is not None and not console.no_color
+
+
+def print_picture(pixels: np.ndarray, console: Console, environment: Mapping[str, str], *, indent: int) -> None:
+    """Print a picture, uint8 [height, width, 3], on a console that draws pictures."""
+    height, width, _ = pixels.shape
+    columns, half_rows = cells_for(height, width, most_columns=console.width - indent)
+    escape = escape_of(pixels, environment, columns=columns, rows=(half_rows + 1) // 2)
+    if escape is not None:
+        console.file.write(f"{' ' * indent}{escape}\n")
+        return
+    for line in half_blocks(pixels, columns=columns, half_rows=half_rows):
+        console.print(Text(" " * indent).append_text(line), soft_wrap=True, highlight=False)
+
+
+def cells_for(height: int, width: int, *, most_columns: int) -> tuple[int, int]:
+    """Return the columns and half rows of a picture: no more than its pixels, within the bounds."""
+    scale = min(min(MAX_COLUMNS, max(most_columns, 1)) / width, 2 * MAX_ROWS / height, 1)
+    return max(1, round(width * scale)), max(1, round(height * scale))
+
+
+def escape_of(pixels: np.ndarray, environment: Mapping[str, str], *, columns: int, rows: int) -> str | None:
+    """Return the sequence that draws a picture in so many cells; None if the terminal is not known to have one."""
+    term, program = environment.get("TERM", ""), environment.get("TERM_PROGRAM", "")
+    if "TMUX" in environment or "STY" in environment or term.startswith(MULTIPLEXERS):
+        return None
+    if term in KITTY_TERMS:
+        return _kitty(_png(pixels), columns, rows)
+    if program in ITERM_PROGRAMS:
+        return _iterm(_png(pixels), columns, rows)
+    return None
+
+
+def _kitty(png: bytes, columns: int, rows: int) -> str:
+    """Transmit and display, in silence (q=2): an answer of the terminal would be read by the shell."""
+    text = base64.b64encode(png).decode()
+    chunks = [text[start : start + CHUNK] for start in range(0, len(text), CHUNK)]
+    keys = [f"a=T,f=100,q=2,c={columns},r={rows},", *[""] * (len(chunks) - 1)]
+    more = [1] * (len(chunks) - 1) + [0]
+    return "".join(f"\x1b_G{key}m={m};{part}\x1b\\" for key, m, part in zip(keys, more, chunks, strict=True))
+
+
+def _iterm(png: bytes, columns: int, rows: int) -> str:
+    text = base64.b64encode(png).decode()
+    return f"\x1b]1337;File=inline=1;size={len(png)};width={columns};height={rows};preserveAspectRatio=1:{text}\x07"
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    image, file = Image.fromarray(pixels), io.BytesIO()
+    image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def half_blocks(pixels: np.ndarray, *, columns: int, half_rows: int) -> Iterator[Text]:
+    """Yield lines of cells with a pixel in each half: the colour of the character above, of its background below."""
+    small = np.asarray(Image.fromarray(pixels).resize((columns, half_rows), Image.Resampling.BOX))
+    for upper in range(0, half_rows, 2):
+        line = Text()
+        for column in range(columns):
+            above = Color.from_rgb(*small[upper, column])
+            below = Color.from_rgb(*small[upper + 1, column]) if upper + 1 < half_rows else None
+            line.append(UPPER_HALF, Style(color=above, bgcolor=below))
+        yield line
