@@ -217,5 +217,9 @@ COMMAND_LINES = {
     # EasyR1 and verl: sections and dots.
     "grpo data.train_files=d worker.actor.model.model_path=m": "refused: settings are given as --NAME VALUE",
     "grpo --actor_rollout_ref.actor.optim.lr 1e-6": "refused: settings are flat here",
+    f"grpo {PPO} {FILE} --n_samples_per_prompt 8 --data.format_prompt math.jinja": (
+        "parses: --data.format_prompt math.jinja is --format_prompt math.jinja here"
+    ),
+    "sft --pretrain m --dataset d --output o --data.format_prompt math.jinja": "refused: format_prompt",
     "grpo --trainer.total_epochs 3": "refused: settings are flat here",
 }
