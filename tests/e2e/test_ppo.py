@@ -4,16 +4,25 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
 from forked import Command, run_rlhf, started_rlhf
+from killed_runs import (
+    assert_same_run,
+    engine_process,
+    finish,
+    halted,
+    plain_metrics,
+    processes_of,
+    rlhf,
+    wait_for,
+    writer_of,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,29 +31,11 @@ from rlhf_cli.tracking.sinks import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-MEASURED = ("time/", "perf/", "memory/")
 RAYS_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 """Processes of a Ray whose driver was killed that try for a minute to report it to a server that is gone too."""
 ITERATIONS = 4
 NOTICED_SECONDS = 30.0
 """Within which a process of the run that died has to be noticed and named, as promised."""
-
-
-def rlhf(*words: str, under: Sequence[str] = (), **options) -> subprocess.Popen:
-    """A started `rlhf` command; one thread each, so that sums are the same in every run.
-
-    Args:
-        under: the command that starts it, if it is not started by itself.
-    """
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*under, sys.executable, "-m", "rlhf_cli", *words],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **options,
-    )
 
 
 def line_with(text: str, process: subprocess.Popen, *, seconds: float) -> str:
@@ -54,13 +45,6 @@ def line_with(text: str, process: subprocess.Popen, *, seconds: float) -> str:
     line = next(line for line in process.stdout if text in line)
     assert time.monotonic() - begin < seconds
     return line
-
-
-def finish(process: subprocess.Popen) -> str:
-    """The output of a command that has to succeed."""
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output
-    return output
 
 
 def ppo_words(
@@ -76,49 +60,11 @@ def ppo_words(
     return words.split()
 
 
-def plain_metrics(output: Path) -> dict:
-    """Metrics that have to be equal in equal runs."""
-    return {
-        step: {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
-        for step, metrics in read_metrics(output).items()
-    }
-
-
-def assert_same_run(first: Path, second: Path) -> None:
-    assert plain_metrics(first) == plain_metrics(second)
-    weights, others = (load_file(run / "model" / "model.safetensors") for run in (first, second))
-    assert weights.keys() == others.keys()
-    for name, weight in weights.items():
-        assert weight.equal(others[name]), name
-    assert (first / "samples.jsonl").read_text() == (second / "samples.jsonl").read_text()
-
-
-def processes_of(output: Path) -> list[str]:
-    """Processes that have a file of the run open, or the run's folder in their command line."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        try:
-            opened = [file.path for file in process.open_files()]
-            if any(path.startswith(str(output)) for path in opened) or str(output) in " ".join(process.cmdline()):
-                found.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
-        except psutil.Error:
-            continue
-    return found
-
-
 def assert_nothing_left(output: Path, *, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while left := processes_of(output):
         assert time.monotonic() < deadline, left
         time.sleep(0.5)
-
-
-def wait_for(path: Path, process: subprocess.Popen, *, seconds: float = 400) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.05)
 
 
 def wait_for_an_iteration(output: Path, process: subprocess.Popen) -> None:
@@ -198,50 +144,6 @@ def test_the_actor_moves(finished_run, model):
     before, after = load_file(model / "model.safetensors"), load_file(output / "model" / "model.safetensors")
     moved = {name for name, weight in after.items() if not weight.equal(before[name])}
     assert {name for name in after if name.endswith("proj.weight")} <= moved
-
-
-def engine_process(output: Path, backend: str) -> psutil.Process:
-    """The process that generates: vLLM's core, or the Ray worker that holds the transformers engine."""
-    return writer_of(output / "logs" / "engine-0.log", kind="EngineCore" if backend == "vllm" else "Worker")
-
-
-def writer_of(path: Path, *, kind: str, seconds: float = 20) -> psutil.Process:
-    """Return the process whose output goes to this log and whose command has this word.
-
-    One look can miss it on a busy machine: a process that is just starting another one has no readable files.
-    """
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for process in psutil.process_iter():
-            if writes_to(path, process) and kind in command_of(process):
-                return process
-        time.sleep(0.1)
-    raise AssertionError(f"no process writes to {path}: {processes_of(path.parent)}")
-
-
-def writes_to(path: Path, process: psutil.Process) -> bool:
-    for number in (1, 2):
-        with suppress(OSError):
-            if os.readlink(f"/proc/{process.pid}/fd/{number}") == str(path):
-                return True
-    return False
-
-
-def command_of(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
-@contextmanager
-def halted(process: subprocess.Popen) -> Iterator[None]:
-    """Halt the driver in the block, so that its run is not over before a process of it is found and killed."""
-    process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("finished_run", ["vllm"], indirect=True)

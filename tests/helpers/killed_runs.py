@@ -1,0 +1,124 @@
+"""Commands that are started, looked at and killed while they run, and the comparison of two runs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+from safetensors.torch import load_file
+
+from rlhf_cli.tracking.sinks import read_metrics
+
+MEASURED = ("time/", "perf/", "memory/")
+
+
+def rlhf(*words: str, under: Sequence[str] = (), **options) -> subprocess.Popen:
+    """Start an `rlhf` command; one thread each, so that sums are the same in every run.
+
+    Args:
+        under: the command that starts it, if it is not started by itself.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*under, sys.executable, "-m", "rlhf_cli", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    """Return the output of a command that has to succeed."""
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return output
+
+
+def plain_metrics(output: Path) -> dict:
+    """Return the metrics that have to be equal in equal runs."""
+    return {
+        step: {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
+        for step, metrics in read_metrics(output).items()
+    }
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    """Compare metrics, saved weights or adapters, and samples of two runs."""
+    assert plain_metrics(first) == plain_metrics(second)
+    weights, others = (load_file(next((run / "model").glob("*model.safetensors"))) for run in (first, second))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert weight.equal(others[name]), name
+    assert (first / "samples.jsonl").read_text() == (second / "samples.jsonl").read_text()
+
+
+def processes_of(output: Path) -> list[str]:
+    """Return the processes that have a file of the run open, or the run's folder in their command line."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        try:
+            opened = [file.path for file in process.open_files()]
+            if any(path.startswith(str(output)) for path in opened) or str(output) in " ".join(process.cmdline()):
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(path: Path, process: subprocess.Popen, *, seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def engine_process(output: Path, backend: str) -> psutil.Process:
+    """Return the process that generates: vLLM's core, or the Ray worker that holds the transformers engine."""
+    return writer_of(output / "logs" / "engine-0.log", kind="EngineCore" if backend == "vllm" else "Worker")
+
+
+def writer_of(path: Path, *, kind: str, seconds: float = 20) -> psutil.Process:
+    """Return the process whose output goes to this log and whose command has this word.
+
+    One look can miss it on a busy machine: a process that is just starting another one has no readable files.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for process in psutil.process_iter():
+            if writes_to(path, process) and kind in command_of(process):
+                return process
+        time.sleep(0.1)
+    raise AssertionError(f"no process writes to {path}: {processes_of(path.parent)}")
+
+
+def writes_to(path: Path, process: psutil.Process) -> bool:
+    for number in (1, 2):
+        with suppress(OSError):
+            if os.readlink(f"/proc/{process.pid}/fd/{number}") == str(path):
+                return True
+    return False
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@contextmanager
+def halted(process: subprocess.Popen) -> Iterator[None]:
+    """Halt the driver in the block, so that its run is not over before a process of it is found and killed."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
