@@ -75,8 +75,11 @@ def test_wrong_numbers_of_pictures_and_tokens_are_refused_and_change_nothing(fou
 
 
 @both
-def test_four_pictures_of_eight_prompts_go_to_the_engine_once_each(found):
-    assert [one.num_pictures_sent for one in found.values()] == [4, 4]
+def test_each_picture_goes_to_the_engine_once_and_again_if_its_cache_had_no_room(found):
+    for kind, one in found.items():
+        # Of Idefics3, the cache forgets the first of two pictures of a prompt before the prompt's second sample.
+        assert (one.num_pictures_sent, one.num_sent_again) == ((6, 7) if kind == "idefics3" else (4, 4)), kind
+    assert max(one.difference_sent_again for one in found.values()) < 1e-5
 
 
 @both

@@ -19,6 +19,8 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
 
 SETTINGS = EngineSettings(max_model_len=512, dtype="fp32", num_threads=1, max_images_per_prompt=2)
+SMALL_CACHE = 0.001
+"""GiB of a cache that has no room for two of the requests' pictures, as Idefics3 splits them."""
 MOST_PIXELS = 8 * 28 * 28
 """Pixels of the largest picture of the requests, which Qwen-VL's processor alone would let be twice as large."""
 
@@ -31,6 +33,8 @@ class Findings:
         difference: largest difference between the log-probs of engine and trainer.
         sees_pictures: whether the same question has other log-probs with another picture.
         num_pictures_sent: times that a picture went to the engine with its pixels, in the first batch.
+        num_sent_again: the same in a batch that comes back to its first picture.
+        difference_sent_again: as `difference`, of this batch.
         most_tokens: tokens of the largest picture that memory is reserved for.
         too_many, wrong_run: complaints about a prompt with three pictures, and about one with a token too few.
         is_as_before: whether the first batch is answered again as it was.
@@ -43,6 +47,8 @@ class Findings:
     difference: float
     sees_pictures: bool
     num_pictures_sent: int
+    num_sent_again: int
+    difference_sent_again: float
     most_tokens: int | None
     too_many: str
     wrong_run: str
@@ -67,8 +73,10 @@ def _report(folder: Path) -> Path:
 
 def look_at(folder: Path) -> Findings:
     """Start an engine, ask it before and after pushes, and return the findings."""
-    most_pixels = MOST_PIXELS if "qwen" in folder.name else None
-    engine = Engine(str(folder), replace(SETTINGS, max_pixels=most_pixels))
+    settings = replace(SETTINGS, max_pixels=MOST_PIXELS if "qwen" in folder.name else None)
+    if folder.name == "idefics3":
+        settings = replace(settings, vllm_args={"mm_processor_cache_gb": SMALL_CACHE})
+    engine = Engine(str(folder), settings)
     try:
         return _findings(engine, folder)
     finally:
@@ -84,13 +92,16 @@ def _findings(engine: Engine, folder: Path) -> Findings:
     sender, sampling = pictured.shm_sender(), pictured.SAMPLING
 
     def difference(generations: list[Generation]) -> float:
-        return pictured.largest_difference(trainer, requests, generations)
+        asked = (requests * 2)[: len(generations)]
+        return pictured.largest_difference(trainer, asked, generations)
 
     first = engine.generate(requests, sampling)
     found: dict[str, Any] = {
         "difference": difference(first),
         "sees_pictures": first[0].logprobs[0] != first[-2].logprobs[0],
         "num_pictures_sent": _num_pictures_sent(engine),
+        "difference_sent_again": difference(engine.generate(requests + requests[:2], sampling)),
+        "num_sent_again": _num_pictures_sent(engine),
         "most_tokens": _most_tokens(engine),
         "too_many": _complaint(engine, [replace(requests[0], pictures=requests[0].pictures * 3)], sampling),
         "wrong_run": _complaint(engine, [*requests, _shorter(requests[0])], sampling),

@@ -1,5 +1,6 @@
 """Prompts in the form in which vLLM's engine takes them: each distinct one with pictures is made once a batch."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +45,16 @@ def _unrendered(request: GenerationRequest) -> Any:
 def engine_prompt(processor: "InputProcessor", request: GenerationRequest, rendered: Rendered) -> Any:
     """Return the prompt of a request that is added next.
 
-    The engine keeps a picture under its digest: only the first request of a batch that has the picture sends it.
+    The engine keeps pictures under their digests. A request sends those that it has not, or not any more.
     """
     if not request.pictures:
         return {"type": "token", "prompt_token_ids": request.prompt_ids}
     prompt = rendered[request.prompt]
     inputs = {modality: list(items) for modality, items in prompt["mm_kwargs"].items()}
+    cache = processor.renderer.mm_processor_cache
+    if cache is not None:  # the engine does so first, and both sides have to drop the same pictures of a full cache
+        for digest in itertools.chain.from_iterable(prompt["mm_hashes"].values()):
+            cache.touch_sender_cache_item(digest)
     processor.inject_into_mm_cache(prompt["mm_hashes"], inputs)  # in place: what the engine has becomes None
     return {**prompt, "mm_kwargs": inputs}
 

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,10 +49,14 @@ class Sent:
     """The pictures that the engine has; they are taken out of a prompt in place, as vLLM does."""
 
     def __init__(self):
-        self.digests = set()
+        self.digests: set[str] = set()
+        self.touched: list[str] = []
+        cache = SimpleNamespace(touch_sender_cache_item=self.touched.append)
+        self.renderer = SimpleNamespace(mm_processor_cache=cache)
 
     def inject_into_mm_cache(self, mm_hashes, mm_kwargs):
         for modality, digests in mm_hashes.items():
+            assert self.touched[-len(digests) :] == digests, "the engine touches all pictures of a prompt first"
             for place, digest in enumerate(digests):
                 if digest in self.digests:
                     mm_kwargs[modality][place] = None
