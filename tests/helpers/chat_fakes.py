@@ -41,6 +41,7 @@ class EchoSpeaker:
 
     def __init__(self, name="echo", *, pressed_after=None, room=1000):
         self.name, self.pressed_after, self.room = name, pressed_after, room
+        self.takes_pictures = False
         self.asked, self.seeds = [], []
 
     def prompt(self, conversation, sampling):

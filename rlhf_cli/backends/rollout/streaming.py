@@ -15,6 +15,7 @@ from rlhf_cli.backends.rollout.stop_strings import StopStrings
 from rlhf_cli.backends.rollout.transformers_batch import TransformersBatch
 from rlhf_cli.backends.rollout.transformers_engine import load_for_decoding
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.models.vision.tower import tower_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class StreamingModel:
         """`ends_of_turn` are tokens that end a response besides the model's own, as a template may have."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = load_for_decoding(model_path, dtype=dtype, device=self.device, trust_remote_code=trust_remote_code)
+        self._tower = tower_of(self.model)
         self._tokenizer = tokenizer
         self._eos = torch.tensor(sorted({*eos_token_ids(model_path), *ends_of_turn}), device=self.device)
 
@@ -54,7 +56,7 @@ class StreamingModel:
     ) -> StreamedResponse:
         """Return the response; `hear` gets each of its tokens, and `should_stop` is asked after each."""
         stop = StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None
-        batch = TransformersBatch(self.model, [request], sampling, eos=self._eos, stop=stop)
+        batch = TransformersBatch(self.model, [request], sampling, eos=self._eos, stop=stop, tower=self._tower)
         tokens: list[int] = []
         finished: list[Generation] = []
 

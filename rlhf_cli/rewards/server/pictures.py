@@ -1,10 +1,10 @@
 """Pictures of requests: text in base64, never a path or an address, which would read files of the server's machine."""
 
 from collections.abc import Sequence
-from functools import partial
 
-from rlhf_cli.data.pictures.decoding import PictureFault, pixels_of, size_of
-from rlhf_cli.data.pictures.sources import digest_of, encoded_base64
+from rlhf_cli.data.pictures.decoding import PictureFault
+from rlhf_cli.data.pictures.placing import picture_of_contents
+from rlhf_cli.data.pictures.sources import encoded_base64
 from rlhf_cli.models.vision.pictures import Picture
 
 
@@ -22,8 +22,6 @@ def received_pictures(images: Sequence[Sequence[str]]) -> list[tuple[Picture, ..
 
 def _received(url: str, where: str) -> Picture:
     try:
-        contents = encoded_base64(url)
-        height, width = size_of(contents)
+        return picture_of_contents(encoded_base64(url))
     except PictureFault as fault:
         raise PictureFault(f"{where} {fault}") from fault
-    return Picture(digest_of(contents, height, width).hex(), height, width, partial(pixels_of, contents, height, width))

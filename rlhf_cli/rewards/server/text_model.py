@@ -11,15 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.algorithms.shaping import normalised_scores
 from rlhf_cli.data.packing.packs import TokenSequence, at_targets, only_end, pack, plan_packs
-from rlhf_cli.data.pictures.decoding import resized
-from rlhf_cli.data.pictures.expanding import with_runs
+from rlhf_cli.data.pictures.placing import placed_pictures
 from rlhf_cli.data.tokenizing.tokenizer import Tokeniser
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.loading import load_reward_model
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.models.reward_model import RewardModelPlan
 from rlhf_cli.models.vision.families.table import find_family
-from rlhf_cli.models.vision.family import VisionFamily
 from rlhf_cli.models.vision.pictures import Picture, PlacedPicture
 
 
@@ -92,31 +90,3 @@ class TextRewardModel:
         if self._model.statistics is not None:
             scores_B = normalised_scores(scores_B, mean=self._model.statistics.mean, std=self._model.statistics.std)
         return [float(score) for score in scores_B]
-
-
-def placed_pictures(
-    ids: list[int], pictures: Sequence[Picture], family: VisionFamily
-) -> tuple[list[int], tuple[PlacedPicture, ...]]:
-    """Return the ids with the tokens of each picture in place of its placeholder, and the pictures there.
-
-    Raises:
-        UsageError: placeholders and pictures differ in number, or the model does not take a picture.
-    """
-    found = ids.count(family.image_token)
-    if found != len(pictures):
-        raise UsageError(f"the text has {found} placeholders {family.placeholder} and {len(pictures)} pictures")
-    fitted = [_fitted(picture, family) for picture in pictures]
-    runs = [family.run(picture.height, picture.width) for picture in fitted]
-    ids, starts = with_runs(ids, [run.token_ids for run in runs], family.image_token)
-    return ids, tuple(
-        PlacedPicture(picture, start, len(run.token_ids), family.image_token, run.grid, run.patches)
-        for picture, start, run in zip(fitted, starts, runs, strict=True)
-    )
-
-
-def _fitted(picture: Picture, family: VisionFamily) -> Picture:
-    """Return the picture in the size that the model takes; a policy of the same kind has sent it in this size."""
-    height, width = family.final_size(picture.height, picture.width)
-    if (height, width) == (picture.height, picture.width):
-        return picture
-    return Picture(f"{picture.digest} {height} {width}", height, width, lambda: resized(picture.pixels, height, width))

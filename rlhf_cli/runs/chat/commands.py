@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rlhf_cli.config.chat import ChatSamplingConfig
+from rlhf_cli.data.formats.conversations import MARK
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.chat.session import Ask, Session
@@ -36,11 +37,18 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Attach:
+    """Put a picture into the next message."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """End the chat."""
 
 
-Action = Ask | Save | Load | End
+Action = Ask | Save | Load | Attach | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +83,20 @@ def reply_to(session: Session, line: str) -> Reply:
         UsageError: there is no such command, or its words are wrong.
     """
     if not line.startswith("/") or line.startswith("//"):
-        return Reply(session, action=Ask(line.removeprefix("/") if line.startswith("//") else line))
+        return Reply(session, action=_ask(session, line.removeprefix("/") if line.startswith("//") else line))
     name, _, words = line[1:].partition(" ")
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean /{near[0]}? " if near else ""
         raise UsageError(f"there is no command /{name}: {hint}/help lists them, and // begins a message with a slash")
     return COMMANDS[name].run(session, words.strip())
+
+
+def _ask(session: Session, text: str) -> Ask:
+    """Return the message with the pictures that were attached before its text."""
+    if session.attached and MARK in text:
+        raise UsageError("the message has the character U+FFFC, which stands for a picture here")
+    return Ask(MARK * len(session.attached) + text, pictures=session.attached)
 
 
 def _help(session: Session, words: str) -> Reply:
@@ -119,7 +134,8 @@ def _retry(session: Session, words: str) -> Reply:
         raise UsageError("there is no message to answer again")
     greedy = session.sampling.temperature == 0
     note = "temperature 0 gives the same answer each time; /set temperature 0.7 samples" if greedy else ""
-    ask = Ask(session.turns[-1].message, attempt=session.attempt + 1, again=True)
+    last = session.turns[-1]
+    ask = Ask(last.message, attempt=session.attempt + 1, again=True, pictures=last.pictures)
     return Reply(session, note, ask)
 
 
@@ -132,7 +148,7 @@ def _undo(session: Session, words: str) -> Reply:
 
 def _clear(session: Session, words: str) -> Reply:
     kept = "; the system prompt stays" if session.system is not None else ""
-    return Reply(replace(session, turns=(), attempt=0), f"the conversation is empty{kept}")
+    return Reply(replace(session, turns=(), attempt=0, attached=()), f"the conversation is empty{kept}")
 
 
 def _system(session: Session, words: str) -> Reply:
@@ -141,6 +157,15 @@ def _system(session: Session, words: str) -> Reply:
     if words == "off":
         return Reply(replace(session, system=None), "no system prompt from here on")
     return Reply(replace(session, system=words), f"system prompt: {words}")
+
+
+def _image(session: Session, words: str) -> Reply:
+    if words == "off":
+        return Reply(replace(session, attached=()), "no picture in the next message")
+    if words:
+        return Reply(session, action=Attach(Path(words).expanduser()))
+    names = ", ".join(shown.source for shown in session.attached)
+    return Reply(session, f"pictures of the next message: {names}" if names else "no picture in the next message")
 
 
 def _set(session: Session, words: str) -> Reply:
@@ -160,7 +185,7 @@ def _shown(value: object) -> str:
 
 
 def _quoted(message: str) -> str:
-    flat = " ".join(message.split())
+    flat = " ".join(message.replace(MARK, "[picture] ").split())
     return repr(flat if len(flat) <= SHOWN else f"{flat[:SHOWN]}...")
 
 
@@ -175,6 +200,7 @@ COMMANDS = {
     "clear": Command("", "begin a new conversation; the system prompt stays", _clear),
     "reset": Command("", "the same", _clear),
     "system": Command("[TEXT]", "show or set the system prompt; /system off drops it", _system),
+    "image": Command("[FILE]", "put a picture into the next message, or list them; /image off drops them", _image),
     "set": Command("[NAME VALUE]", "show or set how answers are sampled: /set temperature 0.7", _set),
     "save": Command("FILE", "write the conversation as a row that rlhf sft reads: FILE.jsonl or FILE.json", _save),
     "load": Command("FILE [ROW]", "go on with a conversation in a file of rows", _load),

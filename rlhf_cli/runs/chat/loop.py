@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_cli.errors import UsageError
-from rlhf_cli.runs.chat.commands import End, Load, Save, reply_to
+from rlhf_cli.runs.chat.commands import Attach, End, Load, Save, reply_to
 from rlhf_cli.runs.chat.ctrl_c import CtrlC
-from rlhf_cli.runs.chat.files import read_conversation, rows_of, write_conversation
+from rlhf_cli.runs.chat.files import read_conversation, rows_of, shown_picture, write_conversation
 from rlhf_cli.runs.chat.screen import Screen
 from rlhf_cli.runs.chat.session import Ask, Session
 from rlhf_cli.runs.chat.speaker import ChatAnswer, ChatPrompt, Speaker
@@ -74,6 +74,8 @@ class Chat:
                 self._save(path)
             case Load(path, row):
                 self._load(path, row)
+            case Attach(path):
+                self._attach(path)
             case End():
                 return False
         return True
@@ -115,8 +117,19 @@ class Chat:
         left_out = f"; {missing} left out, which has an empty answer" if missing else ""
         self._screen.tell(f"saved {counted(len(rows), 'conversation')} to {path}{left_out}")
 
+    def _attach(self, path: Path) -> None:
+        """Put the picture in a file into the next message."""
+        for speaker in self._speakers:
+            if not speaker.takes_pictures:
+                raise UsageError(f"/image: {speaker.name} is a model of text alone, or has no chat template")
+        shown = shown_picture(str(path), Path.cwd())
+        self.session = replace(self.session, attached=(*self.session.attached, shown))
+        size = f"{shown.picture.width} x {shown.picture.height} pixels"
+        self._screen.tell(f"the next message begins with {path}, {size}")
+
     def _load(self, path: Path, row: int) -> None:
-        conversation = read_conversation(path, row)
+        takes_pictures = all(speaker.takes_pictures for speaker in self._speakers)
+        conversation = read_conversation(path, row, takes_pictures=takes_pictures)
         self.session = self.session.loaded(conversation, num_models=len(self._speakers))
         self._screen.tell(f"loaded {counted(len(self.session.turns), 'turn')} from {path}")
 

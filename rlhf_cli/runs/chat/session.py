@@ -10,16 +10,26 @@ from rlhf_cli.config.chat import ChatSamplingConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.rollouts import scattered_seed
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.vision.pictures import Picture
 
 TURNS_OF_AN_ATTEMPT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
+class ShownPicture:
+    """A picture of a message, in its own size; a saved row names it by `source`, its path or a `data:` URL."""
+
+    source: str
+    picture: Picture
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """A message and the answers to it, one for each model."""
+    """A message and the answers to it, one for each model. The message has a `MARK` for each of its pictures."""
 
     message: str
     answers: tuple[str, ...]
+    pictures: tuple[ShownPicture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,7 @@ class Ask:
     message: str
     attempt: int = 0
     again: bool = False
+    pictures: tuple[ShownPicture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,8 @@ class Session:
     turns: tuple[Turn, ...] = ()
     attempt: int = 0
     """How often the last message was answered with this seed; -1 if the seed is new."""
+    attached: tuple[ShownPicture, ...] = ()
+    """Pictures of the next message."""
 
     def before(self, ask: Ask) -> "Session":
         """Return the session that the message is asked in: without the last turn, if the message is in that turn."""
@@ -48,19 +61,21 @@ class Session:
     def conversation(self, model: int, ask: Ask) -> Conversation:
         """Return the messages up to the one that a model is asked, with that model's own answers."""
         before = self.before(ask)
-        return Conversation((*before.messages(model), Message("user", ask.message)))
+        return Conversation((*before.messages(model), Message("user", ask.message, pictures=ask.pictures)))
 
     def messages(self, model: int) -> tuple[Message, ...]:
         """Return all messages, with the answers of one model."""
         messages = [] if self.system is None else [Message("system", self.system)]
         for turn in self.turns:
-            messages += [Message("user", turn.message), Message("assistant", turn.answers[model])]
+            user = Message("user", turn.message, pictures=turn.pictures)
+            messages += [user, Message("assistant", turn.answers[model])]
         return tuple(messages)
 
     def answered(self, ask: Ask, answers: Sequence[str]) -> "Session":
         """Return the session with the answers of all models."""
-        turn = Turn(ask.message, tuple(answers))
-        return replace(self, turns=(*self.before(ask).turns, turn), attempt=ask.attempt)
+        turn = Turn(ask.message, tuple(answers), ask.pictures)
+        attached = self.attached if ask.again else ()
+        return replace(self, turns=(*self.before(ask).turns, turn), attempt=ask.attempt, attached=attached)
 
     def seed(self, ask: Ask) -> int:
         """Return the seed of the answers: equal seeds, places in the conversation and attempts give equal ones."""
@@ -71,7 +86,8 @@ class Session:
         """Return the session with another conversation, which all models go on with.
 
         Raises:
-            UsageError: a message is none of system, user and assistant, or calls a function.
+            UsageError: a message is none of system, user and assistant, or calls a function; the system message has a
+                picture.
         """
         first = conversation.messages[0]
         system = first if first.role == "system" else None
@@ -79,7 +95,15 @@ class Session:
         others = [message for message in rest if message.role not in ("user", "assistant") or message.tool_calls]
         if others or conversation.tools:
             raise UsageError("the row has tools, and a chat has none")
-        texts = [message.with_reasoning_in_text().content for message in rest]
-        pairs = zip(texts[::2], texts[1::2], strict=True)
-        turns = tuple(Turn(message, (answer,) * num_models) for message, answer in pairs)
-        return replace(self, system=system.content if system else None, turns=turns, attempt=0)
+        if system is not None and system.pictures:
+            raise UsageError("the row has a picture in its system message, and a chat has none there")
+        messages = [message.with_reasoning_in_text() for message in rest]
+        turns = tuple(
+            Turn(user.content, (answer.content,) * num_models, _shown(user.pictures))
+            for user, answer in zip(messages[::2], messages[1::2], strict=True)
+        )
+        return replace(self, system=system.content if system else None, turns=turns, attempt=0, attached=())
+
+
+def _shown(pictures: Sequence[object]) -> tuple[ShownPicture, ...]:
+    return tuple(picture for picture in pictures if isinstance(picture, ShownPicture))

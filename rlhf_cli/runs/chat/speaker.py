@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from rlhf_cli.backends.rollout.streaming import StreamingModel
 from rlhf_cli.config.chat import ChatSamplingConfig, ChatTextConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
+from rlhf_cli.data.pictures.placing import placed_pictures
 from rlhf_cli.data.rollouts import GenerationRequest, sampling_params
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.rendering import in_input_template
@@ -22,18 +23,25 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.dtypes import DTYPES
 from rlhf_cli.models.loading import num_parameters
 from rlhf_cli.models.requirements import known_positions
+from rlhf_cli.models.vision.families.table import find_family
+from rlhf_cli.models.vision.pictures import PlacedPicture, unexpanded
 from rlhf_cli.models.weight_files import folder_of
 from rlhf_cli.runs.chat.prompt_ids import PromptIds
+from rlhf_cli.runs.chat.session import ShownPicture
 from rlhf_cli.runs.inference.model import InferenceModel
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What a model is asked, as text and as token ids; `opens_thought` if the template begins the answer's thought."""
+    """What a model is asked, as text and as token ids; `opens_thought` if the template begins the answer's thought.
+
+    `pictures` stand in the ids; the text has a placeholder for each.
+    """
 
     text: str
     ids: list[int]
     opens_thought: bool = False
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,11 @@ class Speaker(Protocol):
     """A model that answers."""
 
     name: str
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether messages may have pictures."""
+        ...
 
     def prompt(self, conversation: Conversation, sampling: ChatSamplingConfig) -> ChatPrompt:
         """Return the prompt of a conversation. Raise UsageError if it cannot be rendered or leaves no room."""
@@ -132,9 +145,20 @@ class ModelSpeaker:
         self._model = model
         self.text = ConversationText(config, model.tokenizer)
         self._ids = PromptIds(model.tokenizer, plain=self.text.is_plain)
+        self._family = find_family(
+            model.found.path,
+            model.architecture,
+            model.tokenizer,
+            trust_remote_code=model.source.trust_remote_code,
+        )
         known = known_positions(model.architecture)
         self._positions = None if known is None else known[0]
         self._require_room_for_a_message(config.system_prompt, sampling.max_new_tokens)
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether messages may have pictures, which stand where a chat template puts them."""
+        return self._family is not None and not self.text.is_plain
 
     def _require_room_for_a_message(self, system_prompt: str | None, max_new_tokens: int) -> None:
         trial = Conversation((Message("user", "a"),)).with_system_prompt(system_prompt)
@@ -174,7 +198,8 @@ class ModelSpeaker:
         """Return the prompt of a conversation. Raise UsageError if it cannot be rendered or leaves no room."""
         text = self.text.of(conversation)
         opens_thought = not self.text.is_plain and text.rstrip().endswith(THOUGHT_START)
-        prompt = ChatPrompt(text, self._ids.of(text), opens_thought)
+        ids, pictures = self._with_pictures(self._ids.of(text), conversation)
+        prompt = ChatPrompt(text, ids, opens_thought, pictures)
         if not prompt.ids:
             raise UsageError("the message has no tokens")
         largest = LargestToken(max(prompt.ids), "the conversation")
@@ -188,6 +213,11 @@ class ModelSpeaker:
             )
         return prompt
 
+    def _with_pictures(self, ids: list[int], conversation: Conversation) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+        """Return the ids with the tokens of pictures. Raise UsageError if a message writes a placeholder itself."""
+        shown = [one.picture for one in conversation.pictures if isinstance(one, ShownPicture)]
+        return (ids, ()) if self._family is None else placed_pictures(ids, shown, self._family)
+
     def answer(
         self,
         prompt: ChatPrompt,
@@ -200,12 +230,12 @@ class ModelSpeaker:
         """Return the answer; `write` gets its text in pieces."""
         stream = TextStream(self._model.tokenizer)
         response = self._engine.respond(
-            GenerationRequest(prompt.ids, seed),
+            GenerationRequest(prompt.ids, seed, pictures=prompt.pictures),
             sampling_params(sampling),
             hear=lambda token: write(stream.add(token)),
             should_stop=should_stop,
         )
         write(stream.rest())
-        self._ids.remember(prompt.text, prompt.ids, response.token_ids)
+        self._ids.remember(prompt.text, unexpanded(prompt.ids, prompt.pictures), response.token_ids)
         text = text_of(self._model.tokenizer, response.token_ids, skip_special_tokens=True)
         return ChatAnswer(f"{THOUGHT_START}\n{text}" if prompt.opens_thought else text, response.finish_reason)

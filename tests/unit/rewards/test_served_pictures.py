@@ -58,8 +58,8 @@ def test_a_served_vision_language_model_scores_texts_with_the_pictures_that_clie
     assert [outcome.value for outcome in outcomes[:-1]] == pytest.approx(expected.tolist(), abs=1e-4)
     assert expected[[0, -1]].diff().abs() > 1e-3  # the same text with other pictures
     assert outcomes[-1].failure is not None
-    assert "the text has 1 placeholders <" in outcomes[-1].failure.reason
-    assert outcomes[-1].failure.reason.endswith("and 0 pictures")
+    assert "the text's number of placeholders <" in outcomes[-1].failure.reason
+    assert outcomes[-1].failure.reason.endswith("is 1, its number of pictures 0")
 
 
 def test_a_served_file_that_names_images_gets_them(tmp_path: Path) -> None:
