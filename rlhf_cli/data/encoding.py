@@ -1,7 +1,8 @@
 """Rows as read to text and tokens, with the check that the trained tokens decode to the assistant's text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.formats.conversations import Conversation, Document
 from rlhf_cli.data.pictures.expanding import expanded
-from rlhf_cli.data.pictures.reading import PictureReader, refuse_pictures
+from rlhf_cli.data.pictures.reading import PictureReader, made_in_order, refuse_pictures
 from rlhf_cli.data.pictures.sources import SourcePicture
 from rlhf_cli.data.reading.columns import refuse_half_characters
 from rlhf_cli.data.reading.sources import Row, RowFault
@@ -36,15 +37,17 @@ class Encoded(Generic[T]):
 class Draft:
     """A row as read, and the text of its examples, or the fault for which there is no text.
 
-    `pictures` are the pictures of each example, `controls` the special tokens in the row's messages.
+    `controls` are the special tokens in the row's messages. `pictures` are the pictures of each of its `examples`, once
+    they are measured.
     """
 
     row: Row
     read: Any
+    examples: Sequence[Conversation | Document]
     texts: list[Pieces]
-    pictures: list[tuple[SourcePicture, ...]]
     fault: RowFault | None = None
     controls: frozenset[str] = frozenset()
+    pictures: Sequence[tuple[SourcePicture, ...]] = ()
 
 
 Found = list[Tokens] | RowFault
@@ -90,15 +93,16 @@ class Encoder:
             raise tokens
         self._tokeniser.check(tokens, pieces)
 
-    def placed(
-        self, row: Row, examples: Sequence[Conversation | Document]
-    ) -> tuple[list[Conversation | Document], list[tuple[SourcePicture, ...]]]:
-        """Return a row's examples with their pictures at the marks, and the pictures. Raise RowFault for a fault."""
+    def placed(self, row: Row, examples: list[Conversation | Document]) -> list[Conversation | Document]:
+        """Return a row's examples with their pictures at the marks. Raise RowFault for a fault."""
         if self.reader is None:
             refuse_pictures(row, examples)
-            return list(examples), [()] * len(examples)
-        found = [self.reader.example(row, example) for example in examples]
-        return found, self.reader.pictures(row, found)
+            return examples
+        return [self.reader.example(row, example) for example in examples]
+
+    def measured(self, drafts: list[Draft]) -> list[Draft]:
+        """Return drafts with their pictures, or with the fault of one of them."""
+        return drafts if self.reader is None else made_in_order(partial(_measured, self.reader), drafts)
 
     def rendered(self, row: Row, examples: list[Conversation | Document]) -> list[Pieces]:
         """Return the text of a row's examples. Raise RowFault if there is none."""
@@ -157,3 +161,10 @@ class Encoder:
                 self._tokeniser.check(part, pieces)
         except TemplateFault as fault:
             raise UsageError(f"{draft.row.where}: {fault}") from fault
+
+
+def _measured(reader: PictureReader, draft: Draft) -> Draft:
+    try:
+        return draft if draft.fault else replace(draft, pictures=reader.pictures(draft.row, draft.examples))
+    except RowFault as fault:
+        return replace(draft, fault=fault)

@@ -213,7 +213,7 @@ class Preparation(Generic[T]):
         waiting: deque[Future[Batch]] = deque()
         with ThreadPoolExecutor(BATCHES_AT_ONCE) as executor:
             for batch in batches(rows, BATCH_ROWS if self.encoder.reader is None else PICTURE_BATCH_ROWS):
-                drafts = [self._draft(row) for row in batch]
+                drafts = self.encoder.measured([self._draft(row) for row in batch])
                 num_checked = max(1, CHECKED_ROWS - num_rows)
                 num_rows += len(batch)
                 waiting.append(executor.submit(self._with_tokens, num_rows, drafts, num_checked=num_checked))
@@ -231,11 +231,11 @@ class Preparation(Generic[T]):
             if self.encoder.reader is None:
                 refuse_images(row)
             read, found = self.read(row)
-            examples, pictures = self.encoder.placed(row, found)
+            examples = self.encoder.placed(row, found)
             texts = self.mark(row, read, self.encoder.rendered(row, examples))
-            return Draft(row, read, texts, pictures, controls=self.encoder.controls(examples))
+            return Draft(row, read, examples, texts, controls=self.encoder.controls(examples))
         except RowFault as fault:
-            return Draft(row, None, [], [], fault)
+            return Draft(row, None, (), [], fault)
 
     def _made(self, draft: Draft, tokens: Found, report: DataReport) -> list[dict[str, object]]:
         """Return the items of a row, none if the row is at fault and such rows are dropped."""

@@ -7,7 +7,8 @@ import collections.abc
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import pyarrow as pa
@@ -21,7 +22,7 @@ from rlhf_cli.data.judges import Judges
 from rlhf_cli.data.pictures.expanding import expanded
 from rlhf_cli.data.pictures.marks import TEXT_MARK
 from rlhf_cli.data.pictures.reading import BATCH_ROWS as PICTURE_BATCH_ROWS
-from rlhf_cli.data.pictures.reading import PictureReader, check_image_key, refuse_pictures
+from rlhf_cli.data.pictures.reading import PictureReader, check_image_key, made_in_order, refuse_pictures
 from rlhf_cli.data.pictures.sources import SourcePicture
 from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.prompt_report import PromptReport
@@ -81,8 +82,8 @@ class Prompt:
 
 
 def _prompt_at(table: StoredTable, row: int) -> Prompt:
-    cells = {name: table.value(name, row) for name in SCHEMA.names}
-    return Prompt(**cells, pictures=pictures_at(table, row))
+    columns = {name: table.value(name, row) for name in SCHEMA.names}
+    return Prompt(**columns, pictures=pictures_at(table, row))
 
 
 @dataclass(frozen=True)
@@ -139,15 +140,16 @@ def load_prompts(
     fingerprint = hashlib.blake2b(digest_size=16)
     for whole in batches(rows, BATCH_ROWS if reader is None else PICTURE_BATCH_ROWS):
         kept = _kept_prompts(whole, steps, config, report, room=room)
-        cells = [_cells(prompt, tokens) for prompt, tokens in kept]
-        writer.append_columns({name: [cell[name] for cell in cells] for name in writer.schema.names})
+        items = [_item(prompt, tokens) for prompt, tokens in kept]
+        writer.append_columns({name: [item[name] for item in items] for name in writer.schema.names})
         for prompt, tokens in kept:
             judged_by = [one for one in (prompt.data_source, prompt.row) if one is not None]
             digests = [standing.picture.digest.hex() for standing in tokens.pictures]
             fingerprint.update(json.dumps([prompt.text, prompt.label, *judged_by, *digests]).encode())
     if not report.prompts:
         raise UsageError(f"no prompt is left: {report.summary}")
-    origins = _Origins({source.name: source for source in rows.sources}, formats, steps.wording, config.system_prompt)
+    sources = {source.name: source for source in rows.sources}
+    origins = _Origins(sources, formats, steps.wording, config.system_prompt)
     return PromptData(
         StoredItems(writer.finish(), _prompt_at),
         report,
@@ -159,7 +161,7 @@ def load_prompts(
     )
 
 
-def _cells(prompt: Prompt, tokens: Tokens) -> dict[str, object]:
+def _item(prompt: Prompt, tokens: Tokens) -> dict[str, object]:
     """Return the stored columns of a prompt."""
     return {name: getattr(prompt, name) for name in SCHEMA.names} | stored_pictures(tokens.pictures)
 
@@ -228,13 +230,17 @@ class _Origins:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row as read: the text and label of its prompt, its pictures, and the special tokens in its messages."""
+    """A row as read: its messages, the text and label of its prompt, and the special tokens in the messages.
+
+    `pictures` are the pictures of the messages, once they are measured.
+    """
 
     row: Row
+    conversation: Conversation
     text: str
     label: str | None
-    pictures: tuple[SourcePicture, ...]
     controls: frozenset[str]
+    pictures: tuple[SourcePicture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +258,7 @@ class _Steps:
 
     def draft(self, row: Row) -> _Draft:
         """Return a row as read, with the text of its prompt. Raise RowFault for a fault."""
-        conversation, pictures = self._read(row)
+        conversation = self._read(row)
         try:
             worded = conversation if self.wording is None else self.wording.applied(conversation)
             text = self.renderer.prompt(worded, template_kwargs_of(row))
@@ -260,7 +266,13 @@ class _Steps:
             raise row.error(str(fault)) from fault
         refuse_half_characters(row, text)
         label = self.formats[row.source.name].read_label(row)
-        return _Draft(row, text, label, pictures, self.controls.within(conversation.messages))
+        return _Draft(row, conversation, text, label, self.controls.within(conversation.messages))
+
+    def measured(self, draft: _Draft) -> _Draft:
+        """Return the draft with its pictures. Raise RowFault if one cannot be used."""
+        if self.reader is None:
+            return draft
+        return replace(draft, pictures=self.reader.pictures(draft.row, [draft.conversation])[0])
 
     def tokens(self, drafts: list[_Draft]) -> list[list[int]]:
         """Return the tokens of each prompt, with one placeholder for each picture."""
@@ -277,16 +289,15 @@ class _Steps:
         source = self.judges.source_of(row)
         return Prompt(tokens.ids, text, label, row.source.name, row.index, source, self._kept(row))
 
-    def _read(self, row: Row) -> tuple[Conversation, tuple[SourcePicture, ...]]:
-        """Return the messages of a row with their pictures, and the pictures read."""
+    def _read(self, row: Row) -> Conversation:
+        """Return the messages of a row with their pictures at the marks."""
         if self.reader is None:
             refuse_images(row)
         conversation = self.formats[row.source.name].read_prompt(row)
         if self.reader is None:
             refuse_pictures(row, [conversation])
-            return conversation, ()
-        conversation = self.reader.placed(row, conversation)
-        return conversation, self.reader.pictures(row, [conversation])[0]
+            return conversation
+        return self.reader.placed(row, conversation)
 
     def _tokens(self, row: Row, ids: list[int], pictures: tuple[SourcePicture, ...]) -> Tokens:
         """Return the tokens with the runs of pictures."""
@@ -313,12 +324,13 @@ def _kept_prompts(
 ) -> list[tuple[Prompt, Tokens]]:
     """Return the prompts of a batch of rows that are wanted and fit, and count them and the others."""
     sound = _Sound(report, drops=config.invalid_rows == "drop")
-    wanted = sound.results(lambda row: (row, _is_wanted(row, config.pass_rate_range)), whole)
+    wanted = sound.kept(_tried(lambda row: (row, _is_wanted(row, config.pass_rate_range)), row) for row in whole)
     batch = [row for row, is_wanted in wanted if is_wanted]
     report.dropped_by_pass_rate += len(wanted) - len(batch)
-    drafts = sound.results(steps.draft, batch)
+    tried = [_tried(steps.draft, row) for row in batch]
+    drafts = sound.kept(tried if steps.reader is None else made_in_order(partial(_tried, steps.measured), tried))
     listed = zip(drafts, steps.tokens(drafts), strict=True)
-    made = sound.results(lambda one: (one[0], *steps.made(*one)), listed)
+    made = sound.kept(_tried(lambda one: (one[0], *steps.made(*one)), one) for one in listed)
     for draft, prompt, _ in made:
         note_largest(report, prompt.prompt_ids, draft.row)
         note_controls(report, draft.controls, draft.row)
@@ -336,17 +348,25 @@ class _Sound:
     report: PromptReport
     drops: bool
 
-    def results(self, step: Callable[[A], B], items: Iterable[A]) -> list[B]:
-        """Return what a step makes of each item, without items for which it raises RowFault."""
-        found = []
-        for item in items:
-            try:
-                found.append(step(item))
-            except RowFault as fault:
-                if not self.drops:
-                    raise RowFault(f"{fault}; --invalid_rows drop leaves such rows out") from fault
-                self.report.note("dropped_invalid", str(fault))
+    def kept(self, tried: Iterable[B | RowFault]) -> list[B]:
+        """Return the results of a step that rows have."""
+        found: list[B] = []
+        for made in tried:
+            if not isinstance(made, RowFault):
+                found.append(made)
+            elif self.drops:
+                self.report.note("dropped_invalid", str(made))
+            else:
+                raise RowFault(f"{made}; --invalid_rows drop leaves such rows out") from made
         return found
+
+
+def _tried(step: Callable[[A], B], item: A | RowFault) -> B | RowFault:
+    """Return what a step makes of an item, or its fault, which may be of an earlier step."""
+    try:
+        return item if isinstance(item, RowFault) else step(item)
+    except RowFault as fault:
+        return fault
 
 
 def _is_wanted(row: Row, limits: tuple[float, float] | None) -> bool:

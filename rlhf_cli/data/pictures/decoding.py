@@ -4,10 +4,13 @@ Videos, animations and formats that need other programs are refused.
 """
 
 import io
+import math
 import warnings
 
 import numpy as np
 from PIL import Image, ImageOps
+
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # once: filters are shared by threads
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are read. Others of Pillow call other programs (EPS) or are drawings without a size (WMF)."""
@@ -30,20 +33,17 @@ def size_of(contents: bytes | memoryview) -> tuple[int, int]:
     if not contents:
         raise PictureFault("is empty")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(contents), formats=FORMATS)
-            width, height = image.size
-            _refuse_kind(image)
-            if image.getexif().get(ORIENTATION, 1) >= SIDEWAYS:
-                height, width = width, height
-            image.draft("RGB", (image.size[0] // DRAFT, image.size[1] // DRAFT))
-            image.load()
+        image = Image.open(io.BytesIO(contents), formats=FORMATS)
+        width, height = image.size
+        _refuse_kind(image)
+        if image.getexif().get(ORIENTATION, 1) >= SIDEWAYS:
+            height, width = width, height
+        image.draft("RGB", (image.size[0] // DRAFT, image.size[1] // DRAFT))
+        image.load()
     except PictureFault:
         raise
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        limit = Image.MAX_IMAGE_PIXELS or 0
-        raise PictureFault(f"has more than {limit:,} pixels, which may be an attack on the memory") from error
+    except Image.DecompressionBombError as error:
+        raise _too_large() from error
     except Image.UnidentifiedImageError as error:
         raise PictureFault(f"is no picture in a format that is read ({', '.join(FORMATS)})") from error
     except Exception as error:  # Pillow's decoders raise errors of many kinds on broken files
@@ -51,7 +51,13 @@ def size_of(contents: bytes | memoryview) -> tuple[int, int]:
     return height, width
 
 
+def _too_large() -> PictureFault:
+    return PictureFault(f"has more than {Image.MAX_IMAGE_PIXELS or 0:,} pixels, which may be an attack on the memory")
+
+
 def _refuse_kind(image: Image.Image) -> None:
+    if image.width * image.height > (Image.MAX_IMAGE_PIXELS or math.inf):  # Pillow only warns, up to twice as many
+        raise _too_large()
     frames = getattr(image, "n_frames", 1)
     if frames > 1 and image.format != "MPO":  # a camera's JPEG with previews behind the picture
         raise PictureFault(f"has {frames} frames, and a picture has one")

@@ -1,8 +1,11 @@
 """From the cells of a row to pictures with tokens: read, checked, measured."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.data.formats.conversations import Conversation, Document
@@ -16,6 +19,11 @@ from rlhf_cli.models.vision.family import VisionFamily
 
 BATCH_ROWS = 64
 """Rows with pictures that are read at a time: their encoded pictures are in memory."""
+NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
+"""Threads that measure pictures. Pillow decodes without Python's lock; the rest of a row's work holds it."""
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -83,12 +91,23 @@ class PictureReader:
             raise row.error(f"picture {number}{_named(cell)} {error}") from error
         except UsageError as error:
             raise row.error(f"picture {number}{_named(cell)}: {error}") from error
-        return SourcePicture(encoded, digest_of(contents, height, width), height, width, self.family.run(height, width))
+        digest, run = digest_of(contents, height, width), self.family.run(height, width)
+        return SourcePicture(encoded, digest, height, width, run)
 
     def _folder(self, file: str) -> Path:
         """Return the folder in which paths of pictures begin, for the rows of a file."""
         given = self.settings.image_dir
         return (Path(given).expanduser() if given is not None else Path(file).parent).absolute()
+
+
+def made_in_order(step: Callable[[A], B], items: Iterable[A]) -> list[B]:
+    """Return what `step` makes of each item, in order, by threads.
+
+    An exception is that of the first item that has one, as without threads. Steps do no more than measure pictures:
+    chat templates are rendered by one thread at a time, because transformers tracks the assistant's turns in them.
+    """
+    with ThreadPoolExecutor(NUM_THREADS) as executor:
+        return list(executor.map(step, items))
 
 
 def _named(cell: object) -> str:

@@ -3,6 +3,7 @@
 import base64
 import pickle
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from picture_rows import (
     write_rows,
 )
 
+from rlhf_cli.data.pictures.reading import NUM_THREADS, made_in_order
 from rlhf_cli.errors import RunError, UsageError
 
 TOKENIZER, FAMILY = square_family()
@@ -357,3 +359,20 @@ def test_kept_data_are_read_again_once_a_picture_has_changed(tmp_path: Path) -> 
     changed = sequences_of(path, TOKENIZER, READER, **kept)
     assert changed.sequences[0].pictures[0].length == 4
     assert changed.fingerprint() != first.fingerprint()
+
+
+def test_threads_keep_the_order_and_raise_the_first_fault() -> None:
+    failed = Event()
+
+    def step(number: int) -> int:
+        if number == 1:
+            failed.set()
+            raise ValueError("the second")
+        if number == 0:
+            assert NUM_THREADS == 1 or failed.wait(60)
+            raise ValueError("the first")
+        return number * number
+
+    assert made_in_order(step, [3, 2, 5]) == [9, 4, 25]
+    with pytest.raises(ValueError, match="the first"):
+        made_in_order(step, [2, 0, 1])
