@@ -23,7 +23,7 @@ ROWS = [
     },
     {"algorithms"},
     {"models"},
-    {"data", "rewards", "tracking"},
+    {"agents", "data", "rewards", "tracking"},
     {"backends"},
     {"trainers"},
     {"runs"},

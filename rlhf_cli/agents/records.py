@@ -1,0 +1,88 @@
+"""Records between an episode and its environment: actions, replies, and the interface of all environments."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool as the model wrote it."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Begins an episode. `row` has the columns of the prompt's row; `seed` is the episode's own."""
+
+    row: Mapping[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls of one turn, which are made one after the other."""
+
+    calls: tuple[ToolCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The text of one turn, for an environment without tools."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Ends an episode whose last turn asks nothing of the environment; the reply has the rest of the reward."""
+
+
+Action = Reset | Calls | Text | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The environment's answer to an action.
+
+    `observations` are the results of `Calls` in their order, the observation after `Text` or `Reset` if there is one,
+    nothing after `Finish`. `reward` is the part of the episode's reward that this action added. After `is_done` the
+    episode has ended. `failure` completes a sentence about an environment that broke, ran out of time or ended its
+    process; the episode has no reward then.
+    """
+
+    observations: tuple[str, ...] = ()
+    reward: float = 0.0
+    is_done: bool = False
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentDescription:
+    """The facts about an environment that rendering needs.
+
+    `tools` are JSON schemas in OpenAI's form, {"type": "function", "function": {...}}. An environment without tools
+    reads the text of turns. `about` is a line for the start of a run.
+    """
+
+    tools: tuple[dict[str, Any], ...]
+    about: str
+
+
+class Environments(Protocol):
+    """All environments of a run: one object an episode, each with at most one action on its way."""
+
+    @property
+    def description(self) -> EnvironmentDescription: ...
+
+    def send(self, episode: int, action: Action) -> None:
+        """Give the environment of that episode an action; `Reset` makes the object first."""
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
+        """Return the replies since the last call, each with its episode. Wait for one, at most `timeout` seconds."""
+        ...
+
+    def end(self, episode: int) -> None:
+        """Drop the environment of that episode, whatever it does."""
