@@ -4,13 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call of a tool as the model wrote it."""
-
-    name: str
-    arguments: Mapping[str, Any]
+from rlhf_cli.data.formats.conversations import ToolCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from rlhf_cli.config.plugins import is_target
 from rlhf_cli.config.policy import READ_BY
 from rlhf_cli.config.preference import LOSS_DEFAULTS
+from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.rollout import EngineConfig
 
 GSPO = {"eps_clip_low_high": (3e-4, 4e-4), "loss_agg": "seq_mean"}
@@ -71,9 +72,19 @@ def defaults_of_baseline(given: Mapping[str, object]) -> dict[str, object]:
     return {"use_kl_loss": True, "kl_estimator": "k2"}
 
 
+def defaults_of_environment(given: Mapping[str, object]) -> dict[str, object]:
+    """Return the defaults that go with a given environment: its own reward."""
+    return {} if given.get("environment") is None else {"reward_funcs": [ENVIRONMENT]}
+
+
 def defaults_of_teacher(given: Mapping[str, object]) -> dict[str, object]:
     """Return the defaults that go with a given teacher, which takes the place of the reference."""
     return {} if given.get("teacher_pretrain") is None else _without_rivals({"init_kl_coef": 0.0}, given)
+
+
+def defaults_of_roles(given: Mapping[str, object]) -> dict[str, object]:
+    """Return the defaults that go with a given teacher and a given environment."""
+    return defaults_of_teacher(given) | defaults_of_environment(given)
 
 
 def _share_of_response(given: Mapping[str, object]) -> int:

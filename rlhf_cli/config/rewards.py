@@ -51,10 +51,11 @@ class RewardRow:
     - answer: `(response, label) -> float`, in a worker process
     - length: `(request, correct) -> float`, `correct` is the first verifier's verdict, None without a verifier
     - group: `(requests, corrects) -> list of floats` for all responses to a prompt
+    - episode: `(request) -> Part`, in the driver
     """
 
     function: str | Callable[..., object]
-    kind: Literal["verifier", "text", "answer", "length", "group"]
+    kind: Literal["verifier", "text", "answer", "length", "group", "episode"]
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     needs_verdict: bool = False
     settings: tuple[str, ...] = ()
@@ -78,6 +79,9 @@ class RewardRow:
 def _verifier(function: str, *structured: Literal["dict", "list"]) -> RewardRow:
     return RewardRow(f"rlhf_cli.rewards.verifiers.{function}", "verifier", structured_labels=structured)
 
+
+ENVIRONMENT = "environment"
+"""The reward of an episode's environment."""
 
 REWARDS: dict[str, RewardRow] = {
     "gsm8k": _verifier("builtin:gsm8k", "list"),
@@ -130,6 +134,7 @@ REWARDS: dict[str, RewardRow] = {
         },
     ),
     "length": RewardRow("rlhf_cli.rewards.length_rewards:length", "group", needs_verdict=True),
+    ENVIRONMENT: RewardRow("rlhf_cli.rewards.parts:episode_part", "episode"),
 }
 
 

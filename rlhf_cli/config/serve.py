@@ -8,7 +8,7 @@ from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.rewards import REWARD_PLUGIN, REWARDS
 from rlhf_cli.config.scoring import REMOTE_RM_KEY, RequestScoringConfig, RewardModelConfig
 
-UNSERVABLE = ("length", "group")
+UNSERVABLE = ("length", "group", "episode")
 """Kinds of rewards that go by the number of tokens of a response, which requests do not carry."""
 
 

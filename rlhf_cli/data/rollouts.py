@@ -1,8 +1,9 @@
 """Records of generation: requests to a rollout engine, and its responses."""
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_cli.config.generate import ResponseSamplingConfig
 from rlhf_cli.models.vision.pictures import PlacedPicture
@@ -47,18 +48,50 @@ class GenerationRequest:
     """One response to sample. The same request gives the same response from the same weights.
 
     `expected_tokens` is a guess of the response's length, by which engines are loaded evenly; it changes no response.
-    `prompt_ids` have the whole run of each of the `pictures`.
+    `prompt_ids` have the whole run of each of the `pictures`. `max_new_tokens` is a lower limit than that of the batch.
+    `row` is the prompt's row as JSON, which an environment reads and no engine gets.
     """
 
     prompt_ids: list[int]
     seed: int
     expected_tokens: int = 0
     pictures: tuple[PlacedPicture, ...] = ()
+    max_new_tokens: int | None = None
+    row: str | None = None
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
         """The part that the samples of a prompt have in common: equal tokens with other pictures are another prompt."""
         return tuple(self.prompt_ids), self.pictures
+
+    def limit(self, sampling: SamplingParams) -> int:
+        """Return the most tokens that the response may have."""
+        own = self.max_new_tokens
+        return sampling.max_new_tokens if own is None else min(own, sampling.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """The facts about a response that took several turns.
+
+    `turns` are the spans of sampled tokens in the response, one a turn; tokens between them are observations, which
+    nothing trains on. `turn_rewards` are the environment's rewards by turn. `failure` completes a sentence about an
+    environment that broke. `prompt_ids` replace the prompt's if the environment added to it. The counts are of tool
+    calls, and of calls that could not be read.
+    """
+
+    turns: tuple[tuple[int, int], ...]
+    turn_rewards: tuple[float, ...]
+    failure: str | None = None
+    prompt_ids: list[int] | None = None
+    num_calls: int = 0
+    num_malformed: int = 0
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> "Episode":
+        """Return the record from JSON."""
+        turns = tuple((start, end) for start, end in plain["turns"])
+        return cls(**{**plain, "turns": turns, "turn_rewards": tuple(plain["turn_rewards"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +101,25 @@ class Generation:
     `token_ids` are exactly the sampled tokens, up to and with the end-of-sequence token or the token that completed a
     stop string. `logprobs` (nats, same length) are the sampler's own. `finish_reason` is "stop" for such an end and
     "length" for a response cut at the limit. `weight_version` counts weight pushes, 0 for the initial weights.
+
+    In an `episode` of several turns `token_ids` have observations too, and `logprobs` are of the sampled tokens alone.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
     weight_version: int
+    episode: Episode | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """The number of tokens that the model wrote."""
+        return len(self.logprobs)
+
+    @property
+    def turns(self) -> tuple[tuple[int, int], ...]:
+        """The spans of sampled tokens in the response."""
+        return ((0, len(self.token_ids)),) if self.episode is None else self.episode.turns
 
 
 def scattered_seed(seed: int, count: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_cli.config.rewards import RewardCall
 from rlhf_cli.errors import RunError
-from rlhf_cli.rewards.records import FailureKind, Score, Status
+from rlhf_cli.rewards.records import FailureKind, Score, ScoreRequest, Status
 from rlhf_cli.rewards.workers.pool import ItemOutcome
 
 FILE_PART = "reward_func"  # name of the reward file's part of a score
@@ -52,6 +52,14 @@ def judged_part(call: RewardCall, value: float, verdict: Part | None) -> Part:
     if call.row.needs_verdict and verdict is not None and verdict.value is None:
         return Part(None, "failed", verdict.detail, failure=verdict.failure)
     return Part(value, "scored", "")
+
+
+def episode_part(request: ScoreRequest) -> Part:
+    """Return the part of an episode's environment."""
+    if request.episode_failure is not None:
+        return Part(None, "failed", f"the environment {request.episode_failure}", failure="environment")
+    assert request.episode_reward is not None, "the reward of an environment is of episodes"
+    return Part(request.episode_reward, "scored", "")
 
 
 def is_correct(verdict: Part | None) -> bool | None:

@@ -8,9 +8,10 @@ if TYPE_CHECKING:  # reward workers import no torch
 
 Status = Literal["correct", "wrong", "invalid", "failed", "scored"]
 
-FailureKind = Literal["raised", "bad_result", "timeout", "crashed", "unreachable", "load", "unjudged"]
+FailureKind = Literal["raised", "bad_result", "timeout", "crashed", "unreachable", "load", "unjudged", "environment"]
 """Why there is no reward: an exception or an error of a server, an answer that is no reward, no answer in time, a
-process or connection that ended, no connection, a file that cannot be loaded, a label or sandbox that is of no use."""
+process or connection that ended, no connection, a file that cannot be loaded, a label or sandbox that is of no use, an
+environment that broke in an episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,9 @@ class ScoreRequest:
     the group, `group_size` the number of samples.
 
     `source` is the row's name of its data set; `row` is JSON for reward files with `prompt` and `columns`; `token_ids`
-    are the sampled tokens, `pictures` the pictures of the prompt in their order.
+    are the sampled tokens, `pictures` the pictures of the prompt in their order. Of an episode, `token_ids` have the
+    observations too, `episode_reward` is the sum of the environment's rewards, and `episode_failure` completes a
+    sentence about an environment that broke.
     """
 
     query: str
@@ -39,6 +42,8 @@ class ScoreRequest:
     row: str | None = None
     token_ids: list[int] = field(default_factory=list)
     pictures: "tuple[Picture, ...]" = ()
+    episode_reward: float | None = None
+    episode_failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ class ScoringSession:
         self._names = [*(call.name for call in calls), *(name for name, source in others.items() if source is not None)]
         self._verifier = next((call.name for call in calls if call.row.kind == "verifier"), None)
         self._of_workers = [call for call in calls if call.row.in_worker]
+        self._of_episodes = [(call, resolve(call)) for call in calls if call.row.kind == "episode"]
         self._of_length = [(call, resolve(call)) for call in calls if call.row.kind == "length"]
         self._of_groups = [(call, resolve(call)) for call in calls if call.row.kind == "group"]
         self._requests: list[ScoreRequest] = []
@@ -200,6 +201,8 @@ class ScoringSession:
     def _judge(self, number: int) -> None:
         """Add the parts that go by lengths of responses and by the workers' results, which are complete."""
         verdict = self._verdict(number)
+        for call, function in self._of_episodes:
+            self._parts[number][call.name] = function(self._requests[number])
         for call, function in self._of_length:
             value = function(self._requests[number], is_correct(verdict))
             self._parts[number][call.name] = judged_part(call, value, verdict)

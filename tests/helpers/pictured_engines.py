@@ -55,7 +55,7 @@ def largest_difference(
 ) -> float:
     """Return the largest difference between the log-probs of engine and trainer."""
     sequences = [
-        as_sequence(Prompt(request.prompt_ids, "", None, "", 0, pictures=request.pictures), generation.token_ids)
+        as_sequence(Prompt(request.prompt_ids, "", None, "", 0, pictures=request.pictures), generation)
         for request, generation in zip(requests, generations, strict=True)
     ]
     found = torch.tensor([logprob for generation in generations for logprob in generation.logprobs])

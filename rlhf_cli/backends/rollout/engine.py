@@ -194,14 +194,14 @@ def eos_token_ids(model_path: str | Path) -> list[int]:
 
 
 def check_lengths(requests: list[GenerationRequest], sampling: SamplingParams, *, max_model_len: int) -> None:
-    """Raise UsageError if a prompt is empty or leaves no room for `max_new_tokens`."""
+    """Raise UsageError if a prompt is empty or leaves no room for its response."""
     for index, request in enumerate(requests):
         length = len(request.prompt_ids)
         if length == 0:
             raise UsageError(f"prompt {index} has no tokens")
-        if length + sampling.max_new_tokens > max_model_len:
+        if length + request.limit(sampling) > max_model_len:
             raise UsageError(
-                f"prompt {index} has {length} tokens; with max_new_tokens {sampling.max_new_tokens} that is more "
+                f"prompt {index} has {length} tokens; with max_new_tokens {request.limit(sampling)} that is more "
                 f"than the {max_model_len} tokens the engine was built for"
             )
 

@@ -6,7 +6,7 @@ Leaves out the engines themselves (`vllm_engine`, `transformers_engine`) and how
 import importlib.util
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import ray
@@ -188,7 +188,7 @@ class EngineGroup:
 
     def _ask_for_share(self, number: int) -> None:
         batch = self._batch
-        share = [batch.requests[i] for i in batch.shares[number]]
+        share = [replace(batch.requests[i], row=None) for i in batch.shares[number]]
         sampling, max_tokens = batch.sampling, batch.max_tokens
         call = self._call(number, lambda host: host.begin(share, sampling, max_tokens))
         batch.calls[call] = number

@@ -78,7 +78,9 @@ class TransformersBatch:
         self._prompts = list(prompts.values())  # a request for each distinct prompt
         self._prompt_rows = torch.tensor([row_of[request.prompt] for request in requests])
         self._width = max(len(request.prompt_ids) for request in self._prompts)
-        self._uniforms = request_uniforms([request.seed for request in requests], sampling.max_new_tokens)
+        self._limits = torch.tensor([request.limit(sampling) for request in requests], device=self._device)
+        self._limit = int(self._limits.max())
+        self._uniforms = request_uniforms([request.seed for request in requests], self._limit)
         self._config = model.config.get_text_config()
         self._mask_is_final = has_only_full_attention(self._config)
         self._seen: torch.Tensor | None = None  # [rows, vocabulary], if a penalty looks at it
@@ -96,7 +98,7 @@ class TransformersBatch:
         `max_tokens` is looked at again for each token: responses that get longer are given up. `hear` gets every token
         as soon as it is sampled, after the number of its request.
         """
-        num_rows, limit = len(self._prompt_rows), self._sampling.max_new_tokens
+        num_rows, limit = len(self._prompt_rows), self._limit
         responses = SampledResponses(num_rows, limit)
         uniforms = self._uniforms.to(self._device)
         rows = torch.arange(num_rows, device=self._device)  # request of each row of the batch
@@ -113,12 +115,14 @@ class TransformersBatch:
             for row in rows[ended].tolist():
                 add(row, responses.finished(row, step + 1, stopped=True, version=version))
             alive &= ~ended
+            cut = alive & (self._limits[rows] == step + 1)
+            for row in rows[cut].tolist():
+                add(row, responses.finished(row, step + 1, stopped=False, version=version))
+            alive &= ~cut
             if step + 1 >= max_tokens() or not bool(alive.any()):
                 break
             rows, token, alive = self._compact(rows, token, alive)
             logits = self._decode(token, step)
-        for row in rows[alive].tolist() if step + 1 == limit else ():
-            add(row, responses.finished(row, limit, stopped=False, version=version))
 
     def _ends(self, token: torch.Tensor, rows: torch.Tensor, responses: SampledResponses, length: int) -> torch.Tensor:
         """Return which of the responses, bool [rows], end with this token, their last of `length`."""
@@ -141,7 +145,7 @@ class TransformersBatch:
             for ids, part, prompts in zip(input_ids.split(size), mask.split(size), parts, strict=True)
         ]
         rows = self._prompt_rows.to(self._device)
-        limit = self._sampling.max_new_tokens
+        limit = self._limit
         self._cache = join_caches([cache for _, cache in passes], rows, capacity=self._width + limit)
         positions = lengths + torch.tensor([rope_shift(prompt.pictures) for prompt in self._prompts])
         self._positions = positions.to(self._device)[rows]

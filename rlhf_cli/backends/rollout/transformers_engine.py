@@ -225,7 +225,7 @@ class TransformersEngine:
         budget = self._settings.kv_cache_gib * 2**30
         wave: list[int] = []
         for index in order:
-            length = len(requests[index].prompt_ids) + sampling.max_new_tokens
+            length = len(requests[index].prompt_ids) + requests[index].limit(sampling)
             full = len(wave) == self._settings.max_num_seqs or (len(wave) + 1) * length * per_token > budget
             if wave and full:
                 yield wave

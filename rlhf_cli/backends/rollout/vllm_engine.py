@@ -304,7 +304,7 @@ def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: li
     from rlhf_cli.backends.rollout.vllm_scheduler import STOP
 
     return VllmSampling(
-        max_tokens=sampling.max_new_tokens,
+        max_tokens=request.limit(sampling),
         temperature=0.0 if sampling.greedy else sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

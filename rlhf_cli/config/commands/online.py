@@ -6,6 +6,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.evaluation import EvaluationConfig
 from rlhf_cli.config.model import ModelConfig, MovingReferenceConfig, OnlineLoraConfig
 from rlhf_cli.config.online import (
@@ -21,7 +22,7 @@ from rlhf_cli.config.online import (
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.placement import ActorPlacementConfig, CriticPlacementConfig, PlacementConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
-from rlhf_cli.config.presets import defaults_of_loss, defaults_of_teacher
+from rlhf_cli.config.presets import defaults_of_loss, defaults_of_roles
 from rlhf_cli.config.rewards import REWARDS
 from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig, RemoteScoringConfig, StepRewardConfig
@@ -47,6 +48,11 @@ class OwnResponsesConfig(BaseModel):
     deepspeed: ActorDeepSpeedConfig = ActorDeepSpeedConfig()
     checkpoint: OnlineCheckpointConfig
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def episode_settings(self) -> EpisodeConfig:
+        """The settings of episodes with an environment."""
+        return EpisodeConfig()
 
     @property
     def policy_settings(self) -> PolicyConfig:
@@ -112,6 +118,7 @@ class OwnResponsesConfig(BaseModel):
 class OnlineConfig(OwnResponsesConfig):
     """Settings of an online command without a critic."""
 
+    episodes: EpisodeConfig = EpisodeConfig()
     reward: OnlineRewardConfig = OnlineRewardConfig()
     teacher: TeacherConfig = TeacherConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -122,7 +129,12 @@ class OnlineConfig(OwnResponsesConfig):
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
-        return defaults_of_loss(given) | defaults_of_teacher(given)
+        return defaults_of_loss(given) | defaults_of_roles(given)
+
+    @property
+    def episode_settings(self) -> EpisodeConfig:
+        """The settings of episodes with an environment."""
+        return self.episodes
 
     @property
     def policy_settings(self) -> PolicyConfig:
@@ -156,6 +168,11 @@ class OnlineConfig(OwnResponsesConfig):
                 f"no reward: give --reward_funcs ({', '.join(REWARDS)}), --reward_func FILE.py, "
                 "--reward_pretrain MODEL, --remote_rm_url URL or a --teacher_pretrain MODEL"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _episodes_have_an_environment(self) -> "OnlineConfig":
+        check_environment_reward(self.episodes, self.reward)
         return self
 
     @model_validator(mode="after")

@@ -296,7 +296,7 @@ def _metrics(answers: Answers) -> dict[str, float]:
         metrics = length_metrics(answers.generations)
     else:
         metrics = rollout_metrics(answers.generations, answers.scores) | failure_metrics(answers.scores)
-    return metrics | {"num_tokens": float(sum(len(generation.token_ids) for generation in answers.generations))}
+    return metrics | {"num_tokens": float(sum(generation.num_sampled for generation in answers.generations))}
 
 
 def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> list[dict[str, object]]:
@@ -317,7 +317,7 @@ def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> l
             **cells,
             "response": answers.score_requests[place].response,
             "label": prompt.label,
-            "num_tokens": len(generation.token_ids),
+            "num_tokens": generation.num_sampled,
             "finish_reason": generation.finish_reason,
             **({"data_source": prompt.data_source} if prompt.data_source is not None else {}),
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.groups import PromptGroup
 
@@ -42,7 +42,12 @@ def _group(row: Mapping[str, Any], prompt: Prompt) -> PromptGroup:
     return PromptGroup(
         row["place"],
         prompt,
-        [Generation(**generation) for generation in row["generations"]],
+        [_generation(plain) for plain in row["generations"]],
         [ScoreRequest(**request | {"pictures": pictures}) for request in row["score_requests"]],
         [Score(**score) for score in row["scores"]],
     )
+
+
+def _generation(plain: Mapping[str, Any]) -> Generation:
+    episode = None if plain["episode"] is None else Episode.of(plain["episode"])
+    return Generation(**{**plain, "episode": episode})

@@ -163,7 +163,7 @@ class Evaluator:
             score_requests=score_requests,
         )
         answers = [
-            Answer(score, length=len(generation.token_ids), truncated=generation.finish_reason == "length")
+            Answer(score, length=generation.num_sampled, truncated=generation.finish_reason == "length")
             for score, generation in zip(scores, generations, strict=True)
         ]
         return answers, sample_rows(score_requests, generations, scores)

@@ -83,7 +83,7 @@ def greedy_metrics(greedy: Responses | None) -> dict[str, float]:
 
 def length_metrics(generations: Sequence[Generation]) -> dict[str, float]:
     """Return the lengths of responses in tokens, and the share that was cut at the limit."""
-    lengths = np.array([len(generation.token_ids) for generation in generations])
+    lengths = np.array([generation.num_sampled for generation in generations])
     return {
         "response_length": float(lengths.mean()),
         "response_length_max": float(lengths.max()),
@@ -103,7 +103,7 @@ def sample_rows(
             "reward": score.value,
             "verdict": score.status,
             "detail": score.detail,
-            "length": len(generation.token_ids),
+            "length": generation.num_sampled,
             "finish_reason": generation.finish_reason,
             **({"data_source": request.source} if request.source is not None else {}),
             **({"images": request.pictures} if request.pictures else {}),

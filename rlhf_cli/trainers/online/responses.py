@@ -64,7 +64,7 @@ class Responses:
     def sequences(self) -> list[TokenSequence]:
         """Prompt and response end to end, of each response."""
         pairs = zip(self.prompts, self.generations, strict=True)
-        return [as_sequence(prompt, generation.token_ids) for prompt, generation in pairs]
+        return [as_sequence(prompt, generation) for prompt, generation in pairs]
 
     @cached_property
     def rollout_logprobs(self) -> list[np.ndarray]:
@@ -74,7 +74,7 @@ class Responses:
     @cached_property
     def cu(self) -> torch.Tensor:
         """Bounds of the responses in arrays over all response tokens, int64 [B + 1]."""
-        return torch.tensor(np.cumsum([0] + [len(generation.token_ids) for generation in self.generations]))
+        return torch.tensor(np.cumsum([0] + [generation.num_sampled for generation in self.generations]))
 
     @cached_property
     def scores_B(self) -> torch.Tensor:
@@ -103,10 +103,20 @@ class Responses:
         return ~self.truncated_B if policy.mask_truncated else torch.ones_like(self.truncated_B)
 
 
-def as_sequence(prompt: Prompt, response_ids: list[int]) -> TokenSequence:
+def as_sequence(prompt: Prompt, generation: Generation) -> TokenSequence:
     """Return prompt and response end to end; exactly the sampled tokens are trained on."""
-    token_ids = np.array(prompt.prompt_ids + response_ids, dtype=np.int32)
-    return TokenSequence(token_ids, np.arange(len(token_ids)) >= len(prompt.prompt_ids), prompt.pictures)
+    prompt_ids = prompt_of(prompt, generation)
+    token_ids = np.array(prompt_ids + generation.token_ids, dtype=np.int32)
+    is_sampled_T = np.zeros(token_ids.size, dtype=bool)
+    for start, end in generation.turns:
+        is_sampled_T[len(prompt_ids) + start : len(prompt_ids) + end] = True
+    return TokenSequence(token_ids, is_sampled_T, prompt.pictures)
+
+
+def prompt_of(prompt: Prompt, generation: Generation) -> list[int]:
+    """Return the prompt that the response was sampled after; an environment may have added to the row's."""
+    own = generation.episode.prompt_ids if generation.episode is not None else None
+    return prompt.prompt_ids if own is None else own
 
 
 def of_groups(groups: Sequence[PromptGroup]) -> Responses:

@@ -182,7 +182,7 @@ def sample_once(sampler: Sampler, asked: Sequence[AskedPrompt], timer: PhaseTime
 
 def request_of(prompt: Prompt, seed: int, expected_tokens: int = 0) -> GenerationRequest:
     """Return the request for a response to the prompt."""
-    return GenerationRequest(prompt.prompt_ids, seed, expected_tokens, prompt.pictures)
+    return GenerationRequest(prompt.prompt_ids, seed, expected_tokens, prompt.pictures, row=prompt.row)
 
 
 def request_seed(seed: int, place: int, sample: int, *, num_samples: int) -> int:

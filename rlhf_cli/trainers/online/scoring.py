@@ -38,20 +38,24 @@ def make_score_requests(
 ) -> list[ScoreRequest]:
     """Return the requests to the rewards: texts of prompts and responses, without special tokens in the response.
 
+    The response of an episode is the text of all its turns, without the observations between them: a verifier must
+    never find its answer in the output of a tool.
+
     Args:
         prompts: the prompt of each response.
         places: the place of each response in its group: a prompt may be asked twice in an iteration.
     """
     requests = []
     for prompt, generation, place in zip(prompts, generations, places, strict=True):
-        response = decode(generation.token_ids)
+        response = "\n".join(decode(generation.token_ids[start:end]) for start, end in generation.turns)
+        episode = generation.episode
         requests.append(
             ScoreRequest(
                 query=prompt.text + response,
                 prompt=prompt.text,
                 response=response,
                 label=prompt.label,
-                num_tokens=len(generation.token_ids),
+                num_tokens=generation.num_sampled,
                 truncated=generation.finish_reason == "length",
                 group=place.group,
                 sample=place.sample,
@@ -60,6 +64,8 @@ def make_score_requests(
                 row=prompt.row,
                 token_ids=generation.token_ids,
                 pictures=tuple(placed.picture for placed in prompt.pictures),
+                episode_reward=sum(episode.turn_rewards) if episode else None,
+                episode_failure=episode.failure if episode else None,
             )
         )
     return requests
@@ -97,5 +103,5 @@ def add_model_scores(
     """Return the scores with the reward model's added; it reads up to the last token, also of truncated responses."""
     pairs = zip(prompts, generations, strict=True)
     with awake(model):
-        values = model.scores([as_sequence(prompt, generation.token_ids) for prompt, generation in pairs])
+        values = model.scores([as_sequence(prompt, generation) for prompt, generation in pairs])
     return with_model_scores(scores, values, weight=reward.reward_model_weight)

@@ -76,7 +76,7 @@ def floats(*values: float) -> np.ndarray:
 
 def test_the_response_is_trained_and_the_prompt_is_not():
     placed = (PlacedPicture(picture_of_pixels("digest", np.zeros((4, 4, 3), np.uint8)), 1, 2, token=7),)
-    sequence = as_sequence(Prompt([5, 7, 7], "", None, "data.jsonl", 0, pictures=placed), [8, 9])
+    sequence = as_sequence(Prompt([5, 7, 7], "", None, "data.jsonl", 0, pictures=placed), generation(8, 9))
     assert sequence.token_ids.tolist() == [5, 7, 7, 8, 9]
     assert sequence.pictures == placed
     assert sequence.loss_mask.tolist() == [False, False, False, True, True]

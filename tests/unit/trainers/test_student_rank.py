@@ -20,6 +20,7 @@ from rlhf_cli.config.commands.gkd import GKDConfig
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.models.distillation import DivergenceSettings
 from rlhf_cli.models.finding import find_model
 from rlhf_cli.models.teacher import find_teacher
@@ -75,7 +76,8 @@ def responses() -> list[TokenSequence]:
     """Ten responses to three prompts."""
     rng = np.random.default_rng(2)
     prompts = [Prompt(rng.integers(0, 40, length).tolist(), "", None, "d", length) for length in (3, 5, 2)]
-    return [as_sequence(prompts[i % 3], rng.integers(0, 40, int(rng.integers(1, 6))).tolist()) for i in range(10)]
+    sampled = [rng.integers(0, 40, int(rng.integers(1, 6))).tolist() for _ in range(10)]
+    return [as_sequence(prompts[i % 3], Generation(ids, [0.0] * len(ids), "stop", 0)) for i, ids in enumerate(sampled)]
 
 
 @pytest.mark.parametrize(

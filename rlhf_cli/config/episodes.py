@@ -1,0 +1,34 @@
+"""Settings of episodes with an environment."""
+
+from pydantic import Field, model_validator
+
+from rlhf_cli.config.base import SettingsGroup
+from rlhf_cli.config.rewards import ENVIRONMENT
+from rlhf_cli.config.scoring import RequestScoringConfig
+
+
+class EpisodeConfig(SettingsGroup):
+    """Environment"""
+
+    environment: str | None = None
+    """Python file with an environment, or FILE.py:NAME. A response is an episode of several turns then: public methods
+    of the class are the model's tools, and step(text) answers a model without tools."""
+    max_turns: int = Field(8, gt=0)
+    """Turns of the model in an episode at most; max_new_tokens bounds a turn, and max_len the whole episode."""
+    environment_timeout: float = Field(30.0, gt=0)
+    """Seconds in which an environment has to answer a turn; then it is killed and the reward of its episode fails."""
+    environment_num_workers: int = Field(32, gt=0)
+    """Environments that work at the same time; the others wait."""
+
+    @model_validator(mode="after")
+    def _settings_belong_to_an_environment(self) -> "EpisodeConfig":
+        given = self.changed("max_turns", "environment_timeout", "environment_num_workers")
+        if self.environment is None and given:
+            raise ValueError(f"{given} is about episodes: give --environment FILE.py")
+        return self
+
+
+def check_environment_reward(episodes: EpisodeConfig, reward: RequestScoringConfig) -> None:
+    """Raise ValueError if the reward of an environment is named and there is none."""
+    if episodes.environment is None and any(call.name == ENVIRONMENT for call in reward.rewards):
+        raise ValueError(f"reward_funcs {ENVIRONMENT} is the reward of an environment: give --environment FILE.py")

@@ -1,0 +1,178 @@
+"""Episodes of several turns on fakes: tokens, masks, rewards and limits."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from episode_fakes import SEPARATOR, FakeDialogue, FakeEnvironments
+
+from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
+from rlhf_cli.trainers.online.responses import as_sequence
+
+SAMPLING = SamplingParams(5)
+
+
+class ScriptedEngines:
+    """Gives each turn the next text of its episode, found by the first token of the prompt."""
+
+    def __init__(self, scripts: dict[str, list[str]], *, cut: Sequence[str] = ()) -> None:
+        self.scripts, self.cut = {name: list(texts) for name, texts in scripts.items()}, cut
+        self.batches: list[list[GenerationRequest]] = []
+        self._left: list[tuple[int, Generation]] = []
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        self.batches.append(requests)
+        for number, request in enumerate(requests):
+            text = self.scripts[chr(request.prompt_ids[0])].pop(0)
+            ids = [*map(ord, text)]
+            reason = "length" if text in self.cut else "stop"
+            logprobs = [-float(len(self.batches))] * len(ids)
+            self._left.append((number, Generation(ids, logprobs, reason, 3)))  # type: ignore[arg-type]
+
+    @property
+    def is_generating(self) -> bool:
+        return bool(self._left)
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        return [self._left.pop()]
+
+    def sleep(self) -> None: ...
+
+
+def request(name: str, seed: int = 0) -> GenerationRequest:
+    row = json.dumps({"prompt": f"{name}?", "columns": {"name": name}})
+    return GenerationRequest([ord(name), ord("?")], seed, row=row)
+
+
+def play(
+    environments: FakeEnvironments,
+    engines: ScriptedEngines,
+    requests: list[GenerationRequest],
+    *,
+    max_turns: int = 4,
+    max_len: int = 100,
+) -> list[Generation]:
+    limits = EpisodeLimits(max_turns, max_len)
+    return EpisodeEngines(engines, environments, FakeDialogue(), limits).generate(requests, SAMPLING)  # type: ignore[arg-type]
+
+
+def game(episode: int, turn: int, action: Action) -> Reply:
+    """Answers with the number of the turn, is worth as much, and is done after turn 2."""
+    if turn == 0:
+        return Reply()
+    return Reply((str(turn),) if turn < 2 else (), float(turn), turn == 2)
+
+
+def test_a_response_is_the_turns_with_observations_between_them_and_only_turns_are_trained():
+    environments, engines = FakeEnvironments(game), ScriptedEngines({"a": ["hi", "bye"]})
+    (found,) = play(environments, engines, [request("a", seed=7)])
+    assert found.token_ids == [*b"hi", SEPARATOR, ord("1"), *b"bye"]
+    assert found.logprobs == [-1.0] * 2 + [-2.0] * 3
+    assert (found.finish_reason, found.weight_version, found.num_sampled) == ("stop", 3, 5)
+    assert found.episode is not None
+    assert (found.episode.turns, found.episode.turn_rewards) == (((0, 2), (4, 7)), (1.0, 2.0))
+    sequence = as_sequence(Prompt([97, 63], "a?", None, "d", 0), found)
+    assert sequence.token_ids.tolist() == [*b"a?hi", SEPARATOR, *b"1bye"]
+    assert sequence.loss_mask.tolist() == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 3
+    assert environments.actions[0] == (0, Reset({"name": "a"}, 7))
+    assert [action for _, action in environments.actions[1:]] == [Text("hi"), Text("bye")]
+    assert not environments.open
+
+
+def test_a_turn_begins_with_all_tokens_before_it_and_a_seed_of_its_own():
+    engines = ScriptedEngines({"a": ["hi", "bye"]})
+    play(FakeEnvironments(game), engines, [request("a", seed=7)], max_len=12)
+    (first,), (second,) = engines.batches
+    assert (first.prompt_ids, first.seed, first.max_new_tokens, first.row) == ([*b"a?"], 7, 10, None)
+    assert second.prompt_ids == [*b"a?hi", SEPARATOR, ord("1")]
+    assert second.max_new_tokens == 6
+    assert second.seed != 7
+
+
+def test_turns_go_in_step_whatever_comes_first():
+    scripts = {"a": ["hi", "bye"], "b": ["x", "yy"], "c": ["u", "v"]}
+    batches, found = [], []
+    for latest_first in (False, True):
+        environments, engines = FakeEnvironments(game), ScriptedEngines(scripts)
+        environments.latest_first = latest_first
+        found.append(play(environments, engines, [request(name) for name in "abc"]))
+        batches.append(engines.batches)
+    assert found[0] == found[1]
+    assert batches[0] == batches[1]
+    assert [[chr(one.prompt_ids[0]) for one in batch] for batch in batches[0]] == [["a", "b", "c"]] * 2
+
+
+def test_an_episode_with_tools_ends_with_a_turn_without_calls():
+    def answer(episode: int, turn: int, action: Action) -> Reply:
+        if isinstance(action, Calls):
+            return Reply(tuple(f"seen {call.arguments['at']}" for call in action.calls), 0.25)
+        return Reply((), 1.0 if isinstance(action, Finish) else 0.0)
+
+    environments, engines = FakeEnvironments(answer, tools=True), ScriptedEngines({"a": ["cc", "cx", "x", "end"]})
+    (found,) = play(environments, engines, [request("a")])
+    assert found.episode is not None
+    texts = bytes(found.token_ids).decode().replace(chr(SEPARATOR), "|")
+    assert texts == "cc|seen 0|seen 1cx|seen 0|unreadablex|unreadableend"
+    assert found.episode.turn_rewards == (0.25, 0.25, 0.0, 1.0)
+    assert (found.episode.num_calls, found.episode.num_malformed) == (3, 2)
+    assert [type(action) for _, action in environments.actions] == [Reset, Calls, Calls, Finish]
+
+
+@pytest.mark.parametrize(
+    ("given", "turns"),
+    [({"max_turns": 1}, 1), ({"max_turns": 2}, 2), ({"max_len": 12}, 2), ({"max_len": 9}, 1)],
+)
+def test_an_episode_at_its_limit_is_truncated_and_keeps_its_reward(given, turns):
+    def answer(episode: int, turn: int, action: Action) -> Reply:
+        return Reply(() if turn == 0 or isinstance(action, Finish) else ("more",), 0.5)
+
+    (found,) = play(FakeEnvironments(answer), ScriptedEngines({"a": ["go", "o", "n", "e"]}), [request("a")], **given)
+    assert found.finish_reason == "length"
+    assert found.episode is not None
+    assert len(found.episode.turns) == turns
+    assert found.episode.turns[-1][1] == len(found.token_ids)
+    assert sum(found.episode.turn_rewards) == 0.5 * (turns + 1)  # a reply a turn, and the last word
+
+
+def test_a_turn_that_was_cut_ends_the_episode():
+    environments = FakeEnvironments(game)
+    (found,) = play(environments, ScriptedEngines({"a": ["hellohello"]}, cut=["hellohello"]), [request("a")])
+    assert found.finish_reason == "length"
+    assert [type(action) for _, action in environments.actions] == [Reset, Finish]
+
+
+def test_an_environment_that_breaks_ends_its_own_episode_alone():
+    def answer(episode: int, turn: int, action: Action) -> Reply:
+        return Reply(failure="ran out of time (1 s)") if (episode, turn) == (1, 1) else game(episode, turn, action)
+
+    engines = ScriptedEngines({"a": ["hi", "bye"], "b": ["hm"], "c": ["u", "v"]})
+    found = play(FakeEnvironments(answer), engines, [request(name) for name in "abc"])
+    assert [one.episode.failure if one.episode else "" for one in found] == [None, "ran out of time (1 s)", None]
+    assert bytes(found[1].token_ids) == b"hm"
+
+
+def test_the_words_of_reset_belong_to_the_prompt():
+    def answer(episode: int, turn: int, action: Action) -> Reply:
+        return Reply((" board",)) if turn == 0 else Reply(is_done=True)
+
+    (found,) = play(FakeEnvironments(answer), ScriptedEngines({"a": ["hi"]}), [request("a")])
+    assert found.episode is not None
+    assert found.episode.prompt_ids == [*b"a? board"]
+    sequence = as_sequence(Prompt([97, 63], "a?", None, "d", 0), found)
+    assert sequence.token_ids.tolist() == [*b"a? boardhi"]
+    assert sequence.loss_mask.sum() == 2
+
+
+def test_longer_episodes_are_given_up_and_their_environments_ended():
+    environments, engines = FakeEnvironments(game), ScriptedEngines({"a": ["hi", "bye"], "b": ["hi", "b"]})
+    episodes = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(4, 100))  # type: ignore[arg-type]
+    episodes.begin([request("a"), request("b")], SAMPLING)
+    episodes.cut(5)
+    found = []
+    while episodes.is_generating:
+        found += episodes.collect()
+    assert [(number, bytes(one.token_ids[-1:])) for number, one in found] == [(1, b"b")]
+    assert not environments.open
