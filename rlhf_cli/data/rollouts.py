@@ -75,13 +75,15 @@ class Episode:
     """The facts about a response that took several turns.
 
     `turns` are the spans of sampled tokens in the response, one a turn; tokens between them are observations, which
-    nothing trains on. `turn_rewards` are the environment's rewards by turn. `failure` completes a sentence about an
+    nothing trains on. `turn_rewards` are the environment's rewards by turn. `messages` are turns and observations in
+    OpenAI's form. `failure` completes a sentence about an
     environment that broke. `prompt_ids` replace the prompt's if the environment added to it. The counts are of tool
     calls, and of calls that could not be read.
     """
 
     turns: tuple[tuple[int, int], ...]
     turn_rewards: tuple[float, ...]
+    messages: tuple[dict[str, Any], ...] = ()
     failure: str | None = None
     prompt_ids: list[int] | None = None
     num_calls: int = 0
@@ -91,7 +93,8 @@ class Episode:
     def of(cls, plain: Mapping[str, Any]) -> "Episode":
         """Return the record from JSON."""
         turns = tuple((start, end) for start, end in plain["turns"])
-        return cls(**{**plain, "turns": turns, "turn_rewards": tuple(plain["turn_rewards"])})
+        lists = {name: tuple(plain[name]) for name in ("turn_rewards", "messages")}
+        return cls(**{**plain, **lists, "turns": turns})
 
 
 @dataclass(frozen=True, slots=True)

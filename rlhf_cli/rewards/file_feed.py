@@ -58,6 +58,7 @@ def batch_of(requests: Sequence[ScoreRequest], decode: Decode | None, *, needs: 
         sources=[request.source for request in requests],
         rows=[json.loads(row) for row in distinct],
         row_of=[distinct.index(row) for row in rows],
+        messages=[list(request.messages) for request in requests],
         pictures=[png_in_base64(picture) for picture in pictures],
         pictures_of=[[pictures[picture] for picture in request.pictures] for request in pictured],
     )

@@ -1,7 +1,7 @@
 """Requests to rewards and their scores."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # reward workers import no torch
     from rlhf_cli.models.vision.pictures import Picture
@@ -25,7 +25,7 @@ class ScoreRequest:
 
     `source` is the row's name of its data set; `row` is JSON for reward files with `prompt` and `columns`; `token_ids`
     are the sampled tokens, `pictures` the pictures of the prompt in their order. Of an episode, `token_ids` have the
-    observations too, `episode_reward` is the sum of the environment's rewards, and `episode_failure` completes a
+    observations too, `messages` are its turns and observations, `episode_reward` is the sum of the environment's rewards, and `episode_failure` completes a
     sentence about an environment that broke.
     """
 
@@ -44,6 +44,7 @@ class ScoreRequest:
     pictures: "tuple[Picture, ...]" = ()
     episode_reward: float | None = None
     episode_failure: str | None = None
+    messages: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

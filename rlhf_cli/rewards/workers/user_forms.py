@@ -23,7 +23,7 @@ class UserRow(TypedDict):
 class UserBatch(TypedDict):
     """The responses of one call, lists by response; `row_of` gives the place in `rows` of each response's row.
 
-    `pictures` are PNG files in base64, each once, and `pictures_of` the places of each response's pictures among them;
+    `messages` are the turns and observations of an episode, [] without an environment. `pictures` are PNG files in base64, each once, and `pictures_of` the places of each response's pictures among them;
     both are empty if the function takes no pictures.
     """
 
@@ -38,6 +38,7 @@ class UserBatch(TypedDict):
     sources: list[str | None]
     rows: list[UserRow]
     row_of: list[int]
+    messages: list[list[dict[str, Any]]]
     pictures: list[str]
     pictures_of: list[list[int]]
 
@@ -57,7 +58,7 @@ class Log:
         self.metrics[column] = values
 
 
-OWN = ("queries", "prompts", "labels", "responses", "raw_responses", "token_ids", "finish_reasons")
+OWN = ("queries", "prompts", "labels", "responses", "raw_responses", "token_ids", "finish_reasons", "messages")
 """Names that a function in this program's own form may use besides columns of the rows and parameters."""
 
 
@@ -87,14 +88,15 @@ def _with_images(batch: UserBatch, columns: dict[str, list[object]]) -> dict[str
 
 
 def _own(batch: UserBatch, _: Log) -> dict[str, list[object]]:
-    return _with_images(batch, _columns(batch)) | {name: batch[name] for name in OWN}  # type: ignore[literal-required]
+    own = [name for name in OWN if name != "messages" or any(batch["messages"])]
+    return _with_images(batch, _columns(batch)) | {name: batch[name] for name in own}  # type: ignore[literal-required]
 
 
 def _of_trl(batch: UserBatch, log: Log) -> dict[str, object]:
     prompts = [row["prompt"] for row in _rows(batch)]
     completions = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, batch["responses"], strict=True)
+        messages or (text if isinstance(prompt, str) else [{"role": "assistant", "content": text}])
+        for prompt, text, messages in zip(prompts, batch["responses"], batch["messages"], strict=True)
     ]
     columns = {name: cells for name, cells in _columns(batch).items() if name not in ("prompt", "completion")}
     given = {"prompts": prompts, "completions": completions, "completion_ids": batch["token_ids"]}

@@ -43,11 +43,15 @@ def _group(row: Mapping[str, Any], prompt: Prompt) -> PromptGroup:
         row["place"],
         prompt,
         [_generation(plain) for plain in row["generations"]],
-        [ScoreRequest(**request | {"pictures": pictures}) for request in row["score_requests"]],
+        [_score_request(plain | {"pictures": pictures}) for plain in row["score_requests"]],
         [Score(**score) for score in row["scores"]],
     )
 
 
 def _generation(plain: Mapping[str, Any]) -> Generation:
-    episode = None if plain["episode"] is None else Episode.of(plain["episode"])
+    episode = None if plain.get("episode") is None else Episode.of(plain["episode"])
     return Generation(**{**plain, "episode": episode})
+
+
+def _score_request(plain: Mapping[str, Any]) -> ScoreRequest:
+    return ScoreRequest(**{**plain, "messages": tuple(plain.get("messages", ()))})

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rlhf_cli.agents.records import Action, Calls, Environments, Finish, Reply, Reset, Text
 from rlhf_cli.data.formats.conversations import Conversation, Message
@@ -57,6 +57,7 @@ class _Progress:
 
     request: GenerationRequest
     conversation: Conversation
+    num_given: int  # messages of the prompt
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -108,6 +109,7 @@ class _Progress:
         facts = Episode(
             tuple(self.turns),
             tuple(self.turn_rewards),
+            tuple(map(_plain, self.conversation.messages[self.num_given :])),
             self.failure,
             prompt_ids,
             num_calls=self.num_calls,
@@ -303,7 +305,18 @@ def _started(request: GenerationRequest) -> _Progress:
     asked = row.get("prompt", "")
     listed = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
     messages = tuple(Message(message["role"], message["content"]) for message in listed)
-    return _Progress(request, Conversation(messages), request.prompt_ids)
+    return _Progress(request, Conversation(messages), len(messages), request.prompt_ids)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message as JSON."""
+    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_calls:
+        calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+        plain["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return plain
 
 
 def _add_reward(episode: _Progress, reward: float) -> None:

@@ -82,12 +82,28 @@ def greedy_metrics(greedy: Responses | None) -> dict[str, float]:
 
 
 def length_metrics(generations: Sequence[Generation]) -> dict[str, float]:
-    """Return the lengths of responses in tokens, and the share that was cut at the limit."""
+    """Return the lengths of responses in sampled tokens, the share that was cut at a limit, and facts of episodes."""
     lengths = np.array([generation.num_sampled for generation in generations])
     return {
         "response_length": float(lengths.mean()),
         "response_length_max": float(lengths.max()),
         "truncated": float(np.mean([generation.finish_reason == "length" for generation in generations])),
+        **episode_metrics(generations),
+    }
+
+
+def episode_metrics(generations: Sequence[Generation]) -> dict[str, float]:
+    """Return means over the episodes with an environment; {} without one."""
+    found = [(generation, generation.episode) for generation in generations if generation.episode is not None]
+    if not found:
+        return {}
+    observed = [len(generation.token_ids) - generation.num_sampled for generation, _ in found]
+    return {
+        "episode/turns": float(np.mean([len(episode.turns) for _, episode in found])),
+        "episode/calls": float(np.mean([episode.num_calls for _, episode in found])),
+        "episode/malformed_calls": float(np.mean([episode.num_malformed for _, episode in found])),
+        "episode/observed_tokens": float(np.mean(observed)),
+        "episode/failed": float(np.mean([episode.failure is not None for _, episode in found])),
     }
 
 
@@ -107,11 +123,19 @@ def sample_rows(
             "finish_reason": generation.finish_reason,
             **({"data_source": request.source} if request.source is not None else {}),
             **({"images": request.pictures} if request.pictures else {}),
+            **_episode_cells(generation),
             **{f"reward/{name}": value for name, value in score.parts.items()},
             **score.metrics,
         }
         for request, generation, score in zip(requests, generations, scores, strict=True)
     ]
+
+
+def _episode_cells(generation: Generation) -> dict[str, object]:
+    """Return the turns of an episode and the reward of each, as columns of its row."""
+    if generation.episode is None:
+        return {}
+    return {"messages": list(generation.episode.messages), "turn_rewards": list(generation.episode.turn_rewards)}
 
 
 def iteration_rows(sampled: Responses, judged: Responses, *, has_reward: bool) -> list[dict[str, object]]:

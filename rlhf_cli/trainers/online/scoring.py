@@ -66,6 +66,7 @@ def make_score_requests(
                 pictures=tuple(placed.picture for placed in prompt.pictures),
                 episode_reward=sum(episode.turn_rewards) if episode else None,
                 episode_failure=episode.failure if episode else None,
+                messages=episode.messages if episode else (),
             )
         )
     return requests
