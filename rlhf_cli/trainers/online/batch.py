@@ -14,6 +14,7 @@ from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, segment_sum
 from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
 from rlhf_cli.algorithms.table import Experience, compute_advantages
 from rlhf_cli.config.policy import PolicyConfig
+from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
@@ -54,6 +55,8 @@ def learning_samples(
     rewards_N = token_rewards(_rewards(responses, settings), kl_N, cu, kl_coef=kl_coef)
     if settings.algorithm.steps == "tokens" and responses.step_rewards is not None:
         rewards_N = rewards_N + settings.step_weight * _flat(responses.step_rewards).nan_to_num(0.0)
+    if settings.algorithm.steps == "tokens" and any(one.episode is not None for one in responses.generations):
+        rewards_N = rewards_N + _moved_to_turns(responses, settings.reward)
     experience = _experience(responses, greedy, settings, rewards_N=rewards_N)
     advantages_N, returns_N = compute_advantages(settings.algorithm, experience, settings=policy)
     metrics, trained_B = dict[str, float](), experience.trained_B
@@ -70,6 +73,21 @@ def learning_samples(
     if kl_N is not None:
         metrics["kl"] = float(segment_sum(kl_N, cu).mean())
     return samples, metrics
+
+
+def _moved_to_turns(responses: Responses, reward: OnlineRewardConfig) -> torch.Tensor:
+    """Return the change of the tokens' rewards, `[N]`, that moves the environment's reward of each turn from the last
+    token of the response to the last token of the turn. The sum over a response is 0.
+    """
+    moved_N = torch.zeros(int(responses.cu[-1]))
+    weight = weights_of_all_parts(reward).get(ENVIRONMENT, 0.0)
+    for first, generation in zip(responses.cu[:-1].tolist(), responses.generations, strict=True):
+        if weight and generation.episode is not None:
+            ends = first + np.cumsum([stop - start for start, stop in generation.turns]) - 1
+            rewards = weight * torch.tensor(generation.episode.turn_rewards)
+            moved_N[torch.from_numpy(ends)] += rewards
+            moved_N[int(ends[-1])] -= rewards.sum()
+    return moved_N
 
 
 def _experience(

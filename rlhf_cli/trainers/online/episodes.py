@@ -121,9 +121,7 @@ class _Progress:
 class EpisodeEngines:
     """Rollout engines whose response is an episode: the verbs are those of the engines inside."""
 
-    def __init__(
-        self, engines: Engines, environments: Environments, dialogue: Dialogue, limits: EpisodeLimits
-    ) -> None:
+    def __init__(self, engines: Engines, environments: Environments, dialogue: Dialogue, limits: EpisodeLimits) -> None:
         self._engines = engines
         self._environments = environments
         self._dialogue = dialogue

@@ -12,7 +12,7 @@ from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, weighted_parts, with_last_states
@@ -154,6 +154,21 @@ def test_a_cut_response_is_worth_what_the_critic_says_of_the_state_it_ended_in()
     assert samples[0].columns["returns"].tolist() == [3.0, 6.0]
     assert samples[1].columns["returns"].tolist() == [5.0]
     assert samples[0].columns["old_values"].tolist() == [1.0, 2.0]
+
+
+def test_the_rewards_of_turns_stand_at_their_last_sampled_tokens_and_observations_count_for_nothing():
+    """gamma = .5, lambda = 1: rewards of the tokens 1, 2 and 3 are 0, 1 and 4 (less .5 by the clipping at 4.5)."""
+    episode = Episode(turns=((0, 2), (4, 5)), turn_rewards=(1.0, 4.0))
+    played = Generation([1, 2, 9, 9, 3], [-0.1, -0.2, -0.3], "stop", 0, episode)
+    responses = responses_of([prompt(0)], [played], [scored(5.0, environment=5.0)], [0])
+    assert responses.sequences[0].loss_mask.tolist() == [False] * 2 + [True] * 2 + [False] * 2 + [True]
+    responses.values = [floats(0.0, 0.0, 0.0)]
+    reward = OnlineRewardConfig(reward_funcs=["environment"], reward_clip_range=(-4.5, 4.5))
+    settings = settings_of("ppo", ActorCriticPolicyConfig(gamma=0.5), reward)
+    samples, _ = learning_samples(responses, None, settings, kl_coef=0.0)
+    assert samples[0].columns["returns"].tolist() == [0.5 * (1 + 0.5 * 3.5), 1 + 0.5 * 3.5, 3.5]
+    grouped, _ = learning_samples(responses, None, settings_of("rloo", PolicyConfig(), reward), kl_coef=0.0)
+    assert len(grouped[0].columns["advantages"]) == 3
 
 
 def test_rewards_compared_apart_are_clipped_and_weighted_each():
