@@ -25,8 +25,8 @@ class ScoreRequest:
 
     `source` is the row's name of its data set; `row` is JSON for reward files with `prompt` and `columns`; `token_ids`
     are the sampled tokens, `pictures` the pictures of the prompt in their order. Of an episode, `token_ids` have the
-    observations too, `messages` are its turns and observations, `episode_reward` is the sum of the environment's rewards, and `episode_failure` completes a
-    sentence about an environment that broke.
+    observations too, `messages` are its turns and observations, `episode_reward` is the sum of the environment's
+    rewards, and `episode_failure` completes a sentence about an environment that broke.
     """
 
     query: str

@@ -23,8 +23,9 @@ class UserRow(TypedDict):
 class UserBatch(TypedDict):
     """The responses of one call, lists by response; `row_of` gives the place in `rows` of each response's row.
 
-    `messages` are the turns and observations of an episode, [] without an environment. `pictures` are PNG files in base64, each once, and `pictures_of` the places of each response's pictures among them;
-    both are empty if the function takes no pictures.
+    `messages` are the turns and observations of an episode, [] without an environment. `pictures` are PNG files in
+    base64, each once, and `pictures_of` the places of each response's pictures among them; both are empty if the
+    function takes no pictures.
     """
 
     queries: list[str]
