@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +25,7 @@ from rlhf_cli.rewards.remote.client import RemoteRewards, check_servers
 from rlhf_cli.rewards.sandbox.run import require_sandbox
 from rlhf_cli.rewards.session import ScoringSession
 from rlhf_cli.rewards.workers.pool import ItemOutcome, WorkerPool
+from rlhf_cli.rewards.workers.user_module import file_and_name
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ def _worker_pool(config: RequestScoringConfig) -> WorkerPool:
 
 def _file_pool(reward_func: str, config: RequestScoringConfig) -> WorkerPool:
     """Return the workers for the user's file, one of which has loaded it."""
-    path, name = file_and_function(reward_func)
+    path, name = file_and_name(reward_func)
     if not path.is_file():
         raise UsageError(f"--reward_func {reward_func}: there is no such file")
     pool = WorkerPool(
@@ -217,15 +217,6 @@ def _file_pool(reward_func: str, config: RequestScoringConfig) -> WorkerPool:
         logger.warning("%s %s\n%s", path, failure.reason, failure.trace)
         raise UsageError(f"--reward_func {reward_func} {failure.reason}")
     return pool
-
-
-def file_and_function(reward_func: str) -> tuple[Path, str | None]:
-    """Return (file, name of the function in it) of FILE.py or FILE.py:NAME."""
-    whole = Path(reward_func).expanduser().resolve()
-    file, _, name = reward_func.rpartition(":")
-    if whole.is_file() or not file or not name.isidentifier():
-        return whole, None
-    return Path(file).expanduser().resolve(), name
 
 
 def row_verifiers(config: RequestScoringConfig, sources: Sequence[str | None]) -> list[str]:

@@ -7,7 +7,7 @@ import hashlib
 
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.config.scoring import RequestScoringConfig
-from rlhf_cli.rewards.scorer import file_and_function
+from rlhf_cli.rewards.workers.user_module import file_and_name
 
 REWARD_FILE = "contents of the reward file"
 """Name of the hash in the state of a checkpoint and in the identity of answers."""
@@ -17,7 +17,7 @@ def reward_file_hash(reward: RequestScoringConfig) -> str | None:
     """Return a hash of the reward file; None without one, or if it cannot be read, which its loading reports."""
     if reward.reward_func is None:
         return None
-    path, _ = file_and_function(reward.reward_func)
+    path, _ = file_and_name(reward.reward_func)
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32] if path.is_file() else None
 
 

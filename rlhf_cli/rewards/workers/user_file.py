@@ -5,16 +5,14 @@ responses to one prompt; user_forms.py has the signatures, user_results.py the r
 nothing of the file is imported into the trainer. Several workers may run the same file, each with its own instance.
 """
 
-import importlib.machinery
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.workers.user_forms import OWN_FORM, Log, UserBatch, call, signature_of
+from rlhf_cli.rewards.workers.user_module import import_file
 from rlhf_cli.rewards.workers.user_results import UserResult, checked
 
 FUNCTIONS = ("reward_func", "compute_score")
@@ -32,7 +30,7 @@ def load(argument: dict[str, Any]) -> Callable[[UserBatch], object]:
         Exception: whatever the file raises while it is imported.
     """
     path, args = argument["path"], argument["args"]
-    name, reward = _reward_function(_import(Path(path)), argument["name"])
+    name, reward = _reward_function(import_file(Path(path), "reward_file"), argument["name"])
     signature = signature_of(reward, args)
 
     def handle(batch: UserBatch) -> object:
@@ -54,23 +52,6 @@ async def _checked_later(waits: list[Awaitable[object]], expected: int, log: Log
 
     found = await asyncio.gather(*waits)
     return checked(found if is_each else found[0], expected, logged=log.metrics)
-
-
-def _import(path: Path) -> Any:
-    """Return the file as a module; it may import what lies beside it, as if it were run."""
-    sys.path.insert(0, str(path.parent))
-    loader = importlib.machinery.SourceFileLoader("reward_file", str(path))
-    spec = importlib.util.spec_from_loader("reward_file", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["reward_file"] = module  # dataclasses and pickle in the file look their module up
-    try:
-        loader.exec_module(module)
-    except SyntaxError as error:
-        if error.filename != str(path):
-            raise
-        raise BadResult(f"is not valid Python: line {error.lineno}: {error.msg}") from error
-    return module
 
 
 def _reward_function(module: object, name: str | None) -> tuple[str, Callable[..., object]]:

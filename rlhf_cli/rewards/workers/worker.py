@@ -27,7 +27,7 @@ from typing import Any
 
 from rlhf_cli.rewards.records import BadResult
 
-_REWARDS = os.path.dirname(os.path.dirname(__file__))  # frames below it are not the user's
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")  # its frames are ours
 MAX_REASON = 300  # characters of an error's message
 
 
@@ -87,7 +87,7 @@ class _Answers:
         try:
             failure, found = {}, await value
         except BaseException as error:
-            failure, found = _failure(error), None
+            failure, found = failure_of(error), None
         self._send(place, failure, found)
 
     def _send(self, place: int, failure: dict[str, object], value: object) -> None:
@@ -101,18 +101,9 @@ def _send(channel: socket.socket, reply: dict[str, object]) -> None:
 def die_with_parent(lifeline_fd: int, parent: int) -> None:
     """End this process and its children when the parent is gone, however it ended and whatever runs here.
 
-    The lifeline is the reading end of a pipe nobody writes to. When the last writer is gone the kernel sends SIGKILL to
-    the process group, which also works while code holds the interpreter lock for good (for example a hopeless regular
-    expression). PR_SET_PDEATHSIG would not do: it fires when the parent's *thread* that started us ends. A thread
-    covers systems without that signal, and a writing end that was inherited by someone else.
+    A thread covers systems without the lifeline's signal, and a writing end that was inherited by someone else.
     """
-    with contextlib.suppress(ImportError, AttributeError, OSError):  # F_SETSIG is Linux's own
-        import fcntl
-
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-
+    die_with_lifeline(lifeline_fd)
     poller = select.poll()  # unlike select(), it takes descriptors above 1,024
     poller.register(lifeline_fd, select.POLLIN)
 
@@ -122,6 +113,21 @@ def die_with_parent(lifeline_fd: int, parent: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def die_with_lifeline(lifeline_fd: int) -> None:
+    """Have the kernel end this process group when the last writer of the lifeline is gone; does nothing elsewhere.
+
+    The lifeline is the reading end of a pipe nobody writes to. The kernel sends SIGKILL to the process group, which
+    also works while code holds the interpreter lock for good (for example a hopeless regular expression).
+    PR_SET_PDEATHSIG would not do: it fires when the parent's *thread* that started us ends.
+    """
+    with contextlib.suppress(ImportError, AttributeError, OSError):  # F_SETSIG is Linux's own
+        import fcntl
+
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _load(loader: str, argument: object) -> Callable[[object], object]:
@@ -139,10 +145,10 @@ def _attempt(function: Callable[..., object], *arguments: object) -> _Attempt:
     try:
         return {}, function(*arguments)
     except BaseException as error:
-        return _failure(error), None
+        return failure_of(error), None
 
 
-def _failure(error: BaseException) -> dict[str, object]:
+def failure_of(error: BaseException) -> dict[str, object]:
     """Return the answer; sys.exit() in a reward is a failure of that reward as well."""
     if isinstance(error, BadResult):
         return {"kind": "bad_result", "reason": str(error), "trace": ""}
@@ -171,4 +177,4 @@ def _own_trace(error: BaseException) -> str:
 def _is_own(filename: str) -> bool:
     """Return whether a file is neither of this package nor of Python or an installed package."""
     foreign = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return not filename.startswith(("<", _REWARDS, *foreign))
+    return not filename.startswith(("<", _PACKAGE, *foreign))
