@@ -1,0 +1,169 @@
+"""The class of a user's environment file: how it is found, its tools, and the columns that its `reset` takes.
+
+The file itself is imported only in the processes of environments (fork_server.py), never in the driver.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+from rlhf_cli.errors import one_line
+from rlhf_cli.rewards.records import BadResult
+from rlhf_cli.rewards.workers.user_module import import_file
+
+OWN_NAME = "Environment"
+
+NOT_TOOLS = ("reset", "step", "close", "get_reward", "render")
+"""Public methods that a model cannot call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResetColumns:
+    """The columns of a row that `reset` takes: names with and without a default, or all of them (`**row`)."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    takes_all: bool
+
+    def missing(self, columns: Collection[str]) -> str | None:
+        """Return the end of a sentence about the first column that is needed and not there, else None.
+
+        `seed` is always there: a row without it gets the episode's own.
+        """
+        lacking = [name for name in self.required if name not in columns and name != "seed"]
+        if not lacking:
+            return None
+        return f"needs the column {lacking[0]!r} in reset; the row has {', '.join(columns) or 'no column'}"
+
+    def arguments(self, row: Mapping[str, object], seed: int) -> dict[str, object]:
+        """Return the arguments of `reset`."""
+        named = {*self.required, *self.optional}
+        given = {name: value for name, value in row.items() if self.takes_all or name in named}
+        return {"seed": seed} | given if "seed" in named else given
+
+
+class ClassFacts(TypedDict):
+    """The facts about a class that the driver gets. `about` describes how the model reaches it."""
+
+    name: str
+    about: str
+    tools: list[dict[str, object]]
+    columns: ResetColumns
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentClass:
+    """A user's class. Without tools it reads the text of turns by `step`."""
+
+    type: type
+    tools: tuple[str, ...]
+    columns: ResetColumns
+
+    @property
+    def has_step(self) -> bool:
+        return not self.tools
+
+    @property
+    def about(self) -> str:
+        return f"tools {', '.join(self.tools)}" if self.tools else "step reads the text of each turn"
+
+    @property
+    def owns_reward(self) -> bool:
+        """Whether `get_reward` computes the reward when the episode ends."""
+        return callable(getattr(self.type, "get_reward", None))
+
+
+def load_class(path: Path, name: str | None) -> EnvironmentClass:
+    """Return the environment of a file: the class of that name, or `Environment`, or the only class that can be one.
+
+    Raises:
+        BadResult: there is no such class; the message ends the sentence "calculator.py ...".
+        Exception: whatever the file raises while it is imported.
+    """
+    module = import_file(path, "environment_file")
+    return described(_named(module, name) if name or hasattr(module, OWN_NAME) else _only(module))
+
+
+def described(found: type) -> EnvironmentClass:
+    """Return the form of a class. Raises BadResult if it has none."""
+    reset = getattr(found, "reset", None)
+    if not callable(reset):
+        raise BadResult(f"has class {found.__name__} without a method reset")
+    has_step = callable(getattr(found, "step", None))
+    tools = () if has_step else _tools(found)
+    if not has_step and not tools:
+        raise BadResult(f"has class {found.__name__} without tools: give it public methods, or step(text)")
+    return EnvironmentClass(found, tools, _columns(reset))
+
+
+def _named(module: object, name: str | None) -> type:
+    found = getattr(module, name or OWN_NAME, None)
+    if found is None:
+        listed = ", ".join(one.__name__ for one in _own_classes(module)) or "none"
+        raise BadResult(f"has no class {name}; classes: {listed}")
+    if not inspect.isclass(found):
+        raise BadResult(f"has {name or OWN_NAME}, but it is not a class")
+    return found
+
+
+def _only(module: object) -> type:
+    """Return the only class with `reset` and with `step` or tools."""
+    found = [one for one in _own_classes(module) if hasattr(one, "reset") and (hasattr(one, "step") or _tools(one))]
+    if not found:
+        raise BadResult(f"has no class {OWN_NAME}, nor another one with reset and public methods")
+    if len(found) > 1:
+        listed = ", ".join(one.__name__ for one in found)
+        raise BadResult(f"has several classes with reset: {listed}; name one as FILE.py:{found[0].__name__}")
+    return found[0]
+
+
+def _own_classes(module: object) -> list[type]:
+    """Return the classes that the file itself defines."""
+    name = getattr(module, "__name__", None)
+    return [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == name and _is_public(one)]
+
+
+def _is_public(one: type) -> bool:
+    return not one.__name__.startswith("_") and not inspect.isabstract(one)
+
+
+def _tools(found: type) -> tuple[str, ...]:
+    """Return the names of the tools, which `inspect` sorts."""
+    members = inspect.getmembers(found, inspect.isfunction)
+    return tuple(name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS)
+
+
+def _columns(reset: Callable[..., object]) -> ResetColumns:
+    parameters = list(inspect.signature(reset).parameters.values())[1:]  # without self
+    kinds = inspect.Parameter
+    named = [one for one in parameters if one.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
+    return ResetColumns(
+        required=tuple(one.name for one in named if one.default is kinds.empty),
+        optional=tuple(one.name for one in named if one.default is not kinds.empty),
+        takes_all=any(one.kind is kinds.VAR_KEYWORD for one in parameters),
+    )
+
+
+def tool_schemas(found: EnvironmentClass) -> list[dict[str, object]]:
+    """Return the JSON schemas of the tools, from their signatures and docstrings, as transformers makes them.
+
+    Raises:
+        BadResult: a method lacks a docstring, the description of an argument, or a type hint.
+    """
+    if not found.tools:
+        return []
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    schemas = []
+    for name in found.tools:
+        try:
+            schemas.append(get_json_schema(getattr(found.type, name)))
+        except Exception as error:
+            raise BadResult(
+                f"has {found.type.__name__}.{name}, which cannot be a tool: {one_line(error)} "
+                "A tool has a docstring, type hints, and under `Args:` a line for each argument; a method that is no "
+                "tool begins with _"
+            ) from error
+    return schemas

@@ -1,0 +1,189 @@
+"""The environment of one episode: an object of the user's class, which answers actions. Runs in the episode's process.
+
+An error of a tool is an observation, so that the model can learn from it. An error of `reset`, `step` or `get_reward`,
+and a broken sandbox, are failures of the environment.
+"""
+
+import inspect
+import json
+import math
+import random
+import sys
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+from rlhf_cli.agents.environment_class import EnvironmentClass
+from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text, ToolCall
+from rlhf_cli.errors import one_line
+from rlhf_cli.rewards.records import BadResult
+from rlhf_cli.rewards.sandbox.run import SandboxError
+from rlhf_cli.rewards.workers.worker import describe_error
+
+ENDED = "Error: the episode has ended."
+_LONGEST_NAME = 100  # characters of a tool's name that the model made up
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+class EnvironmentObject:
+    """The object of one episode; `Reset` makes it."""
+
+    def __init__(self, found: EnvironmentClass) -> None:
+        self._found = found
+        self._object: Any = None
+        self._runner: asyncio.Runner | None = None  # imported when a method has to be awaited
+        self._reward = 0.0  # of the episode up to now
+        self._is_over = False
+
+    def answer(self, action: Action) -> Reply:
+        """Return the reply to an action. No error of the user's code is raised."""
+        try:
+            return self._answer(action)
+        except BadResult as error:
+            return Reply(failure=str(error))
+        except BaseException as error:  # sys.exit() in an environment is a failure of this environment as well
+            return Reply(failure=describe_error(error))
+
+    def _answer(self, action: Action) -> Reply:
+        match action:
+            case Reset():
+                return self._reset(action)
+            case Calls(calls):
+                return self._make_calls(calls)
+            case Text(text):
+                return self._step(text)
+            case Finish():
+                return Reply(reward=self._end(), is_done=True)
+
+    def _reset(self, action: Reset) -> Reply:
+        problem = self._found.columns.missing(action.row)
+        if problem is not None:
+            raise BadResult(problem)
+        _seed_generators(action.seed)
+        self._object = self._found.type()
+        result = self._resolve(self._object.reset(**self._found.columns.arguments(action.row, action.seed)))
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+            result = result[0]  # Gymnasium's (observation, info)
+        return Reply(() if result is None else (as_text(result),), reward=self._gain())
+
+    def _make_calls(self, calls: Sequence[ToolCall]) -> Reply:
+        observations = tuple(self._call(call) for call in calls)
+        is_done = self._is_done()
+        return Reply(observations, reward=self._end() if is_done else self._gain(), is_done=is_done)
+
+    def _call(self, call: ToolCall) -> str:
+        if self._is_done():
+            return ENDED
+        if call.name not in self._found.tools:
+            listed = ", ".join(self._found.tools) or "none"
+            return f"Error: there is no tool {call.name[:_LONGEST_NAME]!r}. Tools: {listed}"
+        method = getattr(self._object, call.name)
+        signature = inspect.signature(method)
+        try:
+            signature.bind(**call.arguments)
+        except TypeError as error:
+            return f"Error: {call.name}: {one_line(error)}. Arguments: {', '.join(signature.parameters) or 'none'}"
+        try:
+            return as_text(self._resolve(method(**call.arguments)))
+        except SandboxError:
+            raise
+        except BaseException as error:
+            return f"Error: {one_line(error)}"
+
+    def _step(self, text: str) -> Reply:
+        if not self._found.has_step:
+            raise BadResult("has no step(text)")
+        observation, reward, is_done = step_result(self._resolve(self._object.step(text)))
+        self._reward += reward
+        return Reply((as_text(observation),), reward=reward + (self._end() if is_done else 0.0), is_done=is_done)
+
+    def _is_done(self) -> bool:
+        """Return the attribute `done`; a method of that name is a tool."""
+        done = getattr(self._object, "done", False)
+        return not callable(done) and bool(done)
+
+    def _end(self) -> float:
+        """End the episode and return the rest of the reward."""
+        if self._is_over:
+            return 0.0
+        self._is_over = True
+        if self._found.owns_reward:
+            return self._gain_to(number(self._resolve(self._object.get_reward()), "get_reward"))
+        return self._gain()
+
+    def _gain(self) -> float:
+        """Return the change of the attribute `reward`; 0 if the reward comes from `get_reward` or `step`."""
+        value = getattr(self._object, "reward", None)
+        if self._found.owns_reward or self._found.has_step or value is None or callable(value):
+            return 0.0
+        return self._gain_to(number(value, "reward"))
+
+    def _gain_to(self, total: float) -> float:
+        gain, self._reward = total - self._reward, total
+        return gain
+
+    def _resolve(self, result: object) -> object:
+        """Return a result, awaited if it has to be. One event loop serves the object, so its connections stay valid."""
+        if not inspect.isawaitable(result):
+            return result
+        import asyncio  # 40 ms that plain methods do not need
+
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(_awaited(result))
+
+
+async def _awaited(result: Awaitable[object]) -> object:
+    return await result
+
+
+def as_text(result: object) -> str:
+    """Return a result as the text of an observation: "" for None, JSON for an object that JSON can have."""
+    if result is None:
+        return ""
+    if not isinstance(result, str):
+        try:
+            result = json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            result = str(result)
+    return str(result).encode(errors="replace").decode()  # a lone surrogate cannot be tokenised
+
+
+def step_result(result: object) -> tuple[object, float, bool]:
+    """Return (observation, reward, whether the episode is done) of any form that `step` may return.
+
+    Raises:
+        BadResult: it has no such form.
+    """
+    match result:
+        case {"observation": observation, **others}:
+            return observation, _reward(others.get("reward")), bool(others.get("done"))
+        case (observation, reward, done) | (observation, reward, done, dict()):
+            return observation, _reward(reward), bool(done)
+        case (observation, reward, terminated, truncated, _):
+            return observation, _reward(reward), bool(terminated or truncated)
+    raise BadResult(f"returned {type(result).__name__} from step, not (observation, reward, done)")
+
+
+def _reward(value: object) -> float:
+    return 0.0 if value is None else number(value, "reward of step")
+
+
+def number(value: object, origin: str) -> float:
+    """Return a finite number, also one of NumPy or a tensor. Raises BadResult, which names its origin."""
+    try:
+        found = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array or a tensor of several numbers
+        found = math.nan
+    if not math.isfinite(found):
+        raise BadResult(f"has the {origin} {str(value)[:40]!r}, which is not a finite number")
+    return found
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed the global generators, which all episodes would otherwise inherit alike or get from the machine."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed % 2**63)

@@ -1,0 +1,33 @@
+"""Python programs of a model as a tool, in the sandbox of code rewards."""
+
+from rlhf_cli.rewards.sandbox.run import Limits, ProgramOutcome, run_program
+
+
+def run_python(program: str, timeout: float = 5.0, memory_mb: int = 512) -> str:
+    """Run a Python program in the sandbox and return its output, and its error if it does not end well.
+
+    Args:
+        program: the source.
+        timeout: seconds that it may take.
+        memory_mb: megabytes of memory that it may take.
+
+    Raises:
+        SandboxError: this machine cannot run it, which fails the episode.
+    """
+    limits = Limits(seconds=timeout, memory_bytes=memory_mb << 20)
+    outcome = run_program(program, limits=limits)
+    return outcome.stdout + _error(outcome, limits)
+
+
+def _error(outcome: ProgramOutcome, limits: Limits) -> str:
+    match outcome.ended:
+        case "finished":
+            return ""
+        case "time":
+            return f"Error: the program ran for more than {limits.seconds:g} s."
+        case "output":
+            return f"Error: the program printed more than {limits.output_bytes} bytes."
+        case "killed":
+            return f"Error: the program was killed by signal {outcome.signal}."
+        case _:
+            return outcome.stderr or f"Error: the program ended with exit code {outcome.exit_code}."

@@ -1,0 +1,362 @@
+"""The object of one episode: what becomes of rewards, results, errors and unusual forms of a class."""
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rlhf_cli.agents.environment_class import described, tool_schemas
+from rlhf_cli.agents.environment_object import ENDED, EnvironmentObject
+from rlhf_cli.agents.records import Calls, Finish, Reply, Reset, Text, ToolCall
+from rlhf_cli.rewards.records import BadResult
+from rlhf_cli.rewards.sandbox.run import SandboxError
+
+
+def begun(kind: type[Any], row: Mapping[str, Any] | None = None, *, seed: int = 0) -> EnvironmentObject:
+    """Return the environment of a class after its reset."""
+    environment = EnvironmentObject(described(kind))
+    reply = environment.answer(Reset(row or {}, seed))
+    assert reply.failure is None, reply
+    return environment
+
+
+def call(environment: EnvironmentObject, name: str, **arguments: Any) -> Reply:
+    return environment.answer(Calls((ToolCall(name, arguments),)))
+
+
+class Counter:
+    """Adds numbers; `reward` is their sum."""
+
+    def reset(self, start=0):
+        self.reward, self.done = start, False
+
+    def add(self, number: float) -> float:
+        """Add a number.
+
+        Args:
+            number: the number
+        """
+        self.reward += number
+        self.done = self.reward > 10
+        return self.reward
+
+    def fail(self, kind: str):
+        """Raise.
+
+        Args:
+            kind: of error
+        """
+        raise {"value": ValueError("two\n lines"), "exit": SystemExit(3), "sandbox": SandboxError("no namespaces")}[
+            kind
+        ]
+
+
+def test_the_rewards_of_replies_add_up_to_the_last_value_of_the_attribute() -> None:
+    environment = EnvironmentObject(described(Counter))
+    replies = [environment.answer(Reset({"start": 2}, 0))]
+    replies += [call(environment, "add", number=number) for number in (3, -1, 0)]
+    replies.append(environment.answer(Finish()))
+    assert [reply.reward for reply in replies] == [2, 3, -1, 0, 0]
+    assert [reply.is_done for reply in replies] == [False, False, False, False, True]
+
+
+def test_calls_after_the_end_are_not_made() -> None:
+    environment = begun(Counter)
+    reply = environment.answer(Calls(tuple(ToolCall("add", {"number": 6}) for _ in range(4))))
+    assert reply == Reply(("6", "12", ENDED, ENDED), reward=12, is_done=True)
+    assert environment.answer(Finish()) == Reply(reward=0.0, is_done=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "observation"),
+    [
+        ("add", {}, "Error: add: missing a required argument: 'number'. Arguments: number"),
+        ("add", {"number": 1, "x": 2}, "Error: add: got an unexpected keyword argument 'x'. Arguments: number"),
+        ("add", {"self": 1, "number": 2}, "Error: add: got an unexpected keyword argument 'self'. Arguments: number"),
+        ("subtract", {}, "Error: there is no tool 'subtract'. Tools: add, fail"),
+        ("reset", {}, "Error: there is no tool 'reset'. Tools: add, fail"),
+        ("__init__", {}, "Error: there is no tool '__init__'. Tools: add, fail"),
+        ("fail", {"kind": "value"}, "Error: two lines"),
+        ("fail", {"kind": "exit"}, "Error: 3"),
+        ("add", {"number": "one"}, "Error: unsupported operand type(s) for +=: 'int' and 'str'"),
+    ],
+)
+def test_a_wrong_call_is_an_observation(name: str, arguments: dict[str, Any], observation: str) -> None:
+    environment = begun(Counter)
+    assert call(environment, name, **arguments) == Reply((observation,))
+    assert call(environment, "add", number=1).observations == ("1",)
+
+
+def test_a_sandbox_that_broke_is_no_observation() -> None:
+    failure = call(begun(Counter), "fail", kind="sandbox").failure
+    assert failure is not None
+    assert failure.startswith("raised SandboxError: no namespaces")
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (None, ""),
+        ("plain\n", "plain\n"),
+        ({"a": [1, None], "b": "ü"}, '{"a": [1, null], "b": "ü"}'),
+        (True, "true"),
+        ({1}, "{1}"),
+        ("\ud800", "?"),
+    ],
+)
+def test_results_become_text(result: object, text: str) -> None:
+    class Source:
+        def reset(self): ...
+
+        def get(self) -> Any:
+            return result
+
+    assert call(begun(Source), "get").observations == (text,)
+
+
+class Vault:
+    """In the form of TRL's `environment_factory`: a hint in the prompt, documented methods, a reward of its own."""
+
+    def __init__(self):
+        self.turns = 0
+
+    def reset(self, **kwargs) -> str | None:
+        self.code = kwargs["code"]
+        self.is_open = False
+        return f" The code has {len(self.code)} digits."
+
+    def turn(self, digit: int) -> str:
+        """
+        Turn the wheel.
+
+        Args:
+            digit: where to stop.
+
+        Returns:
+            Whether it clicked.
+        """
+        self.turns += 1
+        self.is_open = str(digit) == self.code
+        return "click" if self.is_open else "nothing"
+
+    def get_reward(self) -> float:
+        return float(self.is_open) / self.turns
+
+    def _secret(self) -> str:
+        return self.code
+
+
+def test_a_class_of_trl_runs_and_is_asked_for_its_reward_at_the_end_only() -> None:
+    environment = EnvironmentObject(described(Vault))
+    row = {"prompt": [{"role": "user", "content": "Open it."}], "code": "7"}
+    assert environment.answer(Reset(row, 0)) == Reply((" The code has 1 digits.",))
+    assert call(environment, "turn", digit=3) == Reply(("nothing",))
+    assert call(environment, "turn", digit=7) == Reply(("click",))
+    assert environment.answer(Finish()) == Reply(reward=0.5, is_done=True)
+
+
+def test_schemas_are_made_from_signatures_and_docstrings() -> None:
+    assert tool_schemas(described(Vault)) == [
+        {
+            "type": "function",
+            "function": {
+                "name": "turn",
+                "description": "Turn the wheel.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"digit": {"type": "integer", "description": "where to stop."}},
+                    "required": ["digit"],
+                },
+                "return": {"type": "string", "description": "Whether it clicked."},
+            },
+        }
+    ]
+
+
+def test_a_reward_that_fails_at_the_end_fails_the_environment() -> None:
+    environment = begun(Vault, {"code": "7"})
+    failure = environment.answer(Finish()).failure
+    assert failure is not None
+    assert failure.startswith("raised ZeroDivisionError: float division by zero (test_environment_object.py, line")
+
+
+class Guess:
+    """A game without tools, with Gymnasium's five values and its keywords of `reset`."""
+
+    def reset(self, *, seed=None, options=None):
+        self.seed, self.tries = seed, 0
+        return {"tries": 3}, {"info": "of no use"}
+
+    def step(self, action):
+        self.tries += 1
+        return f"{action}?", float(action == "x"), action == "x", self.tries == 3, {}
+
+    def render(self): ...
+
+    def close(self): ...
+
+
+def test_a_game_of_gymnasium_runs_to_its_end_or_its_truncation() -> None:
+    environment = EnvironmentObject(described(Guess))
+    assert environment.answer(Reset({"seed": 5, "prompt": "Guess."}, 1)) == Reply(('{"tries": 3}',))
+    assert environment.answer(Text("y")) == Reply(("y?",))
+    assert environment.answer(Text("x")) == Reply(("x?",), reward=1.0, is_done=True)
+    environment = begun(Guess)
+    assert [environment.answer(Text("y")).is_done for _ in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("result", "reply"),
+    [
+        (("seen", 0.5, True), Reply(("seen",), 0.5, True)),
+        (["seen", 1, 0], Reply(("seen",), 1.0, False)),
+        (("seen", True, 1, {"info": 0}), Reply(("seen",), 1.0, True)),
+        ({"observation": "seen", "reward": 2, "done": True}, Reply(("seen",), 2.0, True)),
+        ({"observation": "seen", "reward": None}, Reply(("seen",), 0.0, False)),
+        ("seen", Reply(failure="returned str from step, not (observation, reward, done)")),
+        (("seen", 1), Reply(failure="returned tuple from step, not (observation, reward, done)")),
+        (("", "1.0", 0), Reply(failure="has the reward of step '1.0', which is not a finite number")),
+        (("", float("nan"), 0), Reply(failure="has the reward of step 'nan', which is not a finite number")),
+    ],
+)
+def test_every_form_of_a_step(result: object, reply: Reply) -> None:
+    class Game:
+        def reset(self): ...
+
+        def step(self, text):
+            return result
+
+    assert begun(Game).answer(Text("")) == reply
+
+
+def test_the_reward_of_the_end_is_the_final_value_beside_rewards_of_steps() -> None:
+    class Game:
+        def reset(self): ...
+
+        def step(self, text):
+            return "", 0.25, text == "end"
+
+        def get_reward(self):
+            return 2
+
+    environment = begun(Game)
+    assert environment.answer(Text("")).reward == 0.25
+    assert environment.answer(Text("end")).reward == 1.75
+
+
+class Waiting:
+    """Async methods that need the same event loop, because a lock belongs to the loop that first waits for it."""
+
+    async def reset(self, **row):
+        self.lock = asyncio.Lock()
+        await self.lock.acquire()
+        asyncio.get_running_loop().call_later(0.01, self.lock.release)
+
+    async def wait(self) -> str:
+        """Wait."""
+        await self.lock.acquire()
+        return "released"
+
+    async def get_reward(self):
+        await asyncio.sleep(0)
+        return 1.0
+
+
+def test_methods_may_be_async_and_share_a_loop() -> None:
+    environment = begun(Waiting)
+    assert call(environment, "wait") == Reply(("released",))
+    assert environment.answer(Finish()) == Reply(reward=1.0, is_done=True)
+
+
+class Sums:
+    """Takes some columns, one of them with a default."""
+
+    def reset(self, a, b=10):
+        self.sum = a + b
+
+    def show(self) -> int:
+        """Show the sum."""
+        return self.sum
+
+
+@pytest.mark.parametrize(("row", "shown"), [({"a": 1, "other": 5}, "11"), ({"a": 1, "b": 2}, "3")])
+def test_reset_gets_the_columns_that_it_takes(row: dict[str, int], shown: str) -> None:
+    assert call(begun(Sums, row), "show").observations == (shown,)
+
+
+def test_a_missing_column_is_named() -> None:
+    sentence = "needs the column 'a' in reset; the row has b, prompt"
+    assert EnvironmentObject(described(Sums)).answer(Reset({"b": 1, "prompt": ""}, 0)) == Reply(failure=sentence)
+
+
+class Dice:
+    """Draws from the global generator."""
+
+    def reset(self, seed): ...
+
+    def throw(self) -> int:
+        """Throw a die."""
+        return random.randrange(10**9)
+
+
+def test_global_generators_repeat_by_the_seed_of_the_episode() -> None:
+    throws = [call(begun(Dice, seed=seed), "throw").observations for seed in (1, 1, 2)]
+    assert throws[0] == throws[1] != throws[2]
+
+
+def test_an_error_of_reset_is_a_failure() -> None:
+    class Broken:
+        def reset(self, a):
+            raise KeyError(a)
+
+        def step(self, text): ...
+
+    failure = EnvironmentObject(described(Broken)).answer(Reset({"a": "x"}, 0)).failure
+    assert failure is not None
+    assert failure.startswith("raised KeyError: 'x' (test_environment_object.py, line")
+
+
+def test_a_class_without_a_form_is_refused() -> None:
+    class Nothing:
+        def reset(self): ...
+
+    class NoReset:
+        def tool(self): ...
+
+    with pytest.raises(BadResult, match=r"has class Nothing without tools: give it public methods, or step\(text\)"):
+        described(Nothing)
+    with pytest.raises(BadResult, match="has class NoReset without a method reset"):
+        described(NoReset)
+
+
+@pytest.mark.parametrize("problem", ["no docstring", "no hint", "no line"])
+def test_a_tool_without_documentation_is_refused_by_its_name(problem: str) -> None:
+    class Bad:
+        def reset(self): ...
+
+        def tool(self, x: int): ...
+
+    Bad.tool.__doc__ = {"no docstring": None, "no hint": "Do.\n\nArgs:\n    x: it", "no line": "Do."}[problem]
+    if problem == "no hint":
+        Bad.tool.__annotations__.clear()
+    with pytest.raises(BadResult, match=r"has Bad\.tool, which cannot be a tool: .* A tool has a docstring"):
+        tool_schemas(described(Bad))
+
+
+def test_json_of_numbers_of_numpy_is_no_reason_to_fail() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    class Source:
+        def reset(self):
+            self.reward = numpy.float32(0.5)
+
+        def get(self):
+            """Get."""
+            return [numpy.int64(3)]
+
+    environment = EnvironmentObject(described(Source))
+    assert environment.answer(Reset({}, 0)).reward == 0.5
+    assert "3" in json.dumps(call(environment, "get").observations)
