@@ -52,7 +52,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._text = TemplateText(tokenizer, kwargs)
+        self.text = TemplateText(tokenizer, kwargs)
+        """The template as a function from messages to text."""
 
     @cached_property
     def ends_of_turn(self) -> tuple[str, ...]:
@@ -60,7 +61,7 @@ class ChatTemplate:
 
         Raises TemplateFault if it ends turns with no token of its own.
         """
-        text, _ = self._text.render(TRIAL, ())
+        text, _ = self.text.render(TRIAL, ())
         encoding = self._tokenizer(text, add_special_tokens=False)
         ends, runs = [], []
         for answer in (TRIAL[3].content, TRIAL[1].content):
@@ -90,17 +91,17 @@ class ChatTemplate:
     def _marks(self) -> TurnMarks:
         """What stands around turns. A turn of calls may have an end of its own, as `<|call|>` of gpt-oss."""
         try:
-            text = self._text.render(TRIAL_CALL[:2], (TRIAL_TOOL,))[0].rstrip()
+            text = self.text.render(TRIAL_CALL[:2], (TRIAL_TOOL,))[0].rstrip()
         except TemplateFault:
-            return TurnMarks(self.ends_of_turn, self._text.header)
+            return TurnMarks(self.ends_of_turn, self.text.header)
         shows_call = missing_call(text, TRIAL_CALL[1].tool_calls) is None
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         ends = [token for token in added if text.endswith(token)] if shows_call else []
-        return TurnMarks(tuple(dict.fromkeys([*self.ends_of_turn, *ends])), self._text.header)
+        return TurnMarks(tuple(dict.fromkeys([*self.ends_of_turn, *ends])), self.text.header)
 
     def _readable(self, conversation: Conversation) -> Conversation:
         """Return the conversation with thoughts at the place that the template reads: its own key, or the content."""
-        if not num_reasoned(conversation) or self._text.reasoning_key is not None:
+        if not num_reasoned(conversation) or self.text.reasoning_key is not None:
             return conversation
         return replace(conversation, messages=tuple(m.with_reasoning_in_text() for m in conversation.messages))
 
@@ -108,7 +109,7 @@ class ChatTemplate:
         """Return the text that the assistant's next turn continues. Raise TemplateFault if the template refuses it."""
         conversation = self._readable(conversation)
         with self._blame_on_calls(conversation):
-            text, _ = self._text.render(conversation.messages, conversation.tools, add_generation_prompt=True)
+            text, _ = self.text.render(conversation.messages, conversation.tools, add_generation_prompt=True)
             self._refuse_left_out(conversation, text, ())
             call = missing_call(text, [call for message in conversation.messages for call in message.tool_calls])
             if call is not None:
@@ -129,8 +130,8 @@ class ChatTemplate:
         if readable is not conversation:
             return replace(self.example(readable), num_inlined=num_reasoned(conversation))
         with self._blame_on_calls(conversation):
-            text, marked = self._text.render(conversation.messages, conversation.tools)
-            if self._text.marks_turns:
+            text, marked = self.text.render(conversation.messages, conversation.tools)
+            if self.text.marks_turns:
                 found = self._marked_turns(conversation, text, marked)
             else:
                 found = self._compared_turns(conversation, text)
@@ -143,7 +144,7 @@ class ChatTemplate:
         try:
             yield
         except TemplateFault as fault:
-            if any(message.tool_calls for message in conversation.messages) and not self._text.takes_calls:
+            if any(message.tool_calls for message in conversation.messages) and not self.text.takes_calls:
                 raise TemplateFault(
                     "the chat template has no place for calls of functions, and this conversation has some: use a "
                     "template that shows calls (--tokenizer_chat_template FILE), or rows without calls"
@@ -152,7 +153,7 @@ class ChatTemplate:
 
     def _prompt_before(self, conversation: Conversation, number: int) -> str:
         """Return the text that a rollout of message `number` starts from."""
-        return self._text.render(conversation.messages[:number], conversation.tools, add_generation_prompt=True)[0]
+        return self.text.render(conversation.messages[:number], conversation.tools, add_generation_prompt=True)[0]
 
     def _compared_turns(self, conversation: Conversation, text: str) -> Rendered:
         spans: list[Span] = []
@@ -181,9 +182,9 @@ class ChatTemplate:
             text,
             place_after(before, text, floor),
             said,
-            prompt=self._text.render(before, tools, add_generation_prompt=True)[0],
-            context=self._text.render(before, tools)[0],
-            as_last=self._text.render(conversation.messages[: number + 1], tools)[0],
+            prompt=self.text.render(before, tools, add_generation_prompt=True)[0],
+            context=self.text.render(before, tools)[0],
+            as_last=self.text.render(conversation.messages[: number + 1], tools)[0],
             previous=before[-1] if before else None,
             marks=self._marks,
             tokenizer=self._tokenizer,
@@ -194,7 +195,7 @@ class ChatTemplate:
         """Return the end of the part of a turn that the generation prompt writes; 0 if nothing shows it."""
         if text.startswith(prompt):
             return len(prompt)
-        context = self._text.render(conversation.messages[:number], conversation.tools)[0]
+        context = self.text.render(conversation.messages[:number], conversation.tools)[0]
         return end_of_shared_prompt(self._tokenizer, prompt, context, text)
 
     def _fault(self, conversation: Conversation, number: int, rest: str) -> TemplateFault:
@@ -226,7 +227,7 @@ class ChatTemplate:
 
     def _refuse_left_out(self, conversation: Conversation, text: str, spans: Sequence[Span]) -> None:
         """Raise TemplateFault if the template drops the tools, or messages of others than the assistant."""
-        if conversation.tools and not self._text.shows_tools:
+        if conversation.tools and not self.text.shows_tools:
             raise TemplateFault("the chat template leaves out the tools of the row: it has no place for them")
         missing = left_out(conversation.messages, text, spans)
         if missing is not None:

@@ -1,0 +1,286 @@
+"""The parts of a tool call that differ from call to call, its name and its arguments: how each notation is read.
+
+A notation is found in the template's own rendering of a known call. The marks around it are in `tool_calls`.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlhf_cli.agents.records import ToolCall
+from rlhf_cli.data.templates.turn_spans import Span, num_shared, skip_space
+
+NAME = re.compile(r"[\w.:/-]+")
+PYTHON_WORDS = {"True": True, "False": False, "None": None}
+"""Qwen 3's templates with tags write these values so."""
+
+
+class CallFault(ValueError):
+    """Why a call cannot be read: the rest of a sentence that begins with the call."""
+
+
+class CallBody(Protocol):
+    """One notation of name and arguments."""
+
+    @property
+    def start(self) -> str:
+        """A regular expression for the beginning of a call, to distinguish it from other text."""
+        ...
+
+    def read(self, text: str, place: int) -> tuple[ToolCall, int]:
+        """Return the call that begins at a place, and its end. Raise CallFault if there is none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class JsonBody:
+    """One JSON object with name and arguments; `path` leads to it if other objects are around it."""
+
+    path: tuple[str, ...]
+    name_key: str
+    arguments_key: str
+
+    @property
+    def start(self) -> str:
+        keys = [self.path[0]] if self.path else [self.name_key, self.arguments_key]
+        return r'\{\s*"(?:' + "|".join(map(re.escape, keys)) + r')"\s*:'
+
+    def read(self, text: str, place: int) -> tuple[ToolCall, int]:
+        value, end = json_at(text, place)
+        for key in self.path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, dict):
+            raise CallFault("is no JSON object with a name and arguments")
+        name = value.get(self.name_key)
+        if not isinstance(name, str) or not name.strip():
+            raise CallFault(f'has no "{self.name_key}" that is a text')
+        if self.arguments_key not in value:
+            raise CallFault(f'of {name} has no "{self.arguments_key}"')
+        return called(name, value[self.arguments_key]), end
+
+
+@dataclass(frozen=True, slots=True)
+class NamedJsonBody:
+    """The name, a mark, and the arguments as a JSON object.
+
+    Models vary the text before the last control token of the mark, as gpt-oss does: `mark_end` is that token, or "".
+    None of the `barred` marks of turns and other calls may stand in that text.
+    """
+
+    mark: str
+    mark_end: str
+    barred: tuple[str, ...] = ()
+
+    @property
+    def start(self) -> str:
+        return NAME.pattern + loose(self.mark)
+
+    def read(self, text: str, place: int) -> tuple[ToolCall, int]:
+        name, end = name_at(text, place)
+        if found := re.compile(r"\s*" + loose(self.mark)).match(text, end):
+            end = found.end()
+        else:
+            behind = text.find(self.mark_end, end) if self.mark_end else -1
+            if behind < 0 or any(mark in text[end:behind] for mark in self.barred):
+                raise CallFault(f"of {name} has no {self.mark.strip() or 'JSON object'} behind the name")
+            end = behind + len(self.mark_end)
+        arguments, end = json_at(text, skip_space(text, end))
+        return called(name, arguments), end
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedBody:
+    """The name, then a tagged key and value for each argument: values are text as it is, or JSON.
+
+    `types` are the parameters' types in the tools' schemas: a value is JSON unless its type is "string"; without a type
+    it is JSON if it can be and is no text.
+    """
+
+    name_end: str
+    key_start: str
+    key_end: str
+    value_end: str
+    types: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    @property
+    def start(self) -> str:
+        return NAME.pattern + loose(self.name_end)
+
+    def read(self, text: str, place: int) -> tuple[ToolCall, int]:
+        name, end = name_at(text, place)
+        head = re.compile(r"\s*" + loose(self.name_end)).match(text, end)
+        if head is None:
+            raise CallFault(f"of {name} has no {self.name_end.strip()} behind the name")
+        end, arguments = head.end(), dict[str, Any]()
+        opens, divides = re.compile(r"\s*" + loose(self.key_start)), re.compile(line_break(self.key_end))
+        closes = re.compile(line_break(self.value_end))
+        while opened := opens.match(text, end):
+            divided = divides.search(text, opened.end())
+            closed = closes.search(text, divided.end()) if divided else None
+            if divided is None or closed is None:
+                mark = self.value_end if divided else self.key_end
+                raise CallFault(f"of {name} has an argument without {mark.strip()} behind it")
+            key = text[opened.end() : divided.start()].strip()
+            if not key or key in arguments:
+                raise CallFault(f"of {name} has an argument {'twice' if key else 'without a name'}: {key!r}")
+            arguments[key] = self._value(name, key, text[divided.end() : closed.start()])
+            end = closed.end()
+        return called(name, arguments), end
+
+    def _value(self, name: str, key: str, written: str) -> object:
+        kind = self.types.get(name, {}).get(key)
+        if kind == "string":
+            return written
+        if written.strip() in PYTHON_WORDS:
+            return PYTHON_WORDS[written.strip()]
+        try:
+            value, end = json_at(written, skip_space(written, 0))
+        except CallFault:
+            return written
+        is_whole = skip_space(written, end) == len(written)
+        return value if is_whole and (kind is not None or not isinstance(value, str)) else written
+
+
+def called(name: str, arguments: object) -> ToolCall:
+    """Return the call; arguments may be JSON text of an object. Raise CallFault for other arguments."""
+    if isinstance(arguments, str):
+        arguments, _ = json_at(arguments, skip_space(arguments, 0))
+    if not isinstance(arguments, dict):
+        raise CallFault(f"of {name} has arguments that are no JSON object")
+    try:
+        json.dumps([name, arguments], ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        raise CallFault("has half a character in its text, or is nested too deeply") from None
+    return ToolCall(name.strip(), arguments)
+
+
+def _refuse_constant(constant: str) -> object:
+    raise ValueError(f"{constant} is no number in JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def json_at(text: str, place: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at a place, and its end. Raise CallFault if it is broken."""
+    try:
+        return _DECODER.raw_decode(text, place)
+    except json.JSONDecodeError as error:
+        raise CallFault(f"has broken JSON: {error.msg} at its character {error.pos - place + 1}") from None
+    except RecursionError:
+        raise CallFault("has broken JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise CallFault(f"has broken JSON: {error}") from None
+
+
+def name_at(text: str, place: int) -> tuple[str, int]:
+    """Return the name at a place, and its end. Raise CallFault if there is none."""
+    found = NAME.match(text, place)
+    if found is None:
+        raise CallFault("has no name")
+    return found.group(), found.end()
+
+
+def loose(mark: str) -> str:
+    """Return a regular expression for a mark with any white space in place of its own, and none around it."""
+    return r"\s*".join(map(re.escape, mark.split()))
+
+
+def line_break(mark: str) -> str:
+    """Return the same with the line breaks around the mark, which are no part of a value."""
+    before, after = mark.startswith("\n"), mark.endswith("\n")
+    return r"\n?" * before + loose(mark) + r"\n?" * after
+
+
+Place = tuple[CallBody, Span]
+"""A notation, and the span of the known call in the text that shows it."""
+
+
+def body_of(text: str, call: ToolCall, added: Sequence[str]) -> Place | None:
+    """Return the notation of a known call in a text; None if no known notation shows it.
+
+    The call has two arguments, a text and a number. `added` are the tokenizer's added tokens.
+    """
+    readers: tuple[Callable[[], Place | None], ...] = (
+        lambda: _json_body(text, call),
+        lambda: _named_json_body(text, call, added),
+        lambda: _tagged_body(text, call),
+    )
+    return next((place for reader in readers if (place := reader()) is not None), None)
+
+
+def _json_body(text: str, call: ToolCall) -> Place | None:
+    named = text.find(call.name)
+    for found in re.finditer(r"\{", text[: max(named, 0)]):
+        try:
+            value, end = json_at(text, found.start())
+        except CallFault:
+            continue
+        for path, inner in _objects(value):
+            name = next((key for key, entry in inner.items() if entry == call.name), None)
+            arguments = next((key for key, entry in inner.items() if _same(entry, call.arguments)), None)
+            if name is not None and arguments is not None:
+                return JsonBody(path, name, arguments), (found.start(), end)
+    return None
+
+
+def _objects(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield an object and the objects in it, with the keys that lead to each."""
+    if isinstance(value, dict):
+        yield path, value
+        for key, entry in value.items():
+            yield from _objects(entry, (*path, key))
+
+
+def _same(entry: object, arguments: Mapping[str, Any]) -> bool:
+    """Return whether an entry has the arguments, as an object or as JSON text."""
+    try:
+        return (json.loads(entry) if isinstance(entry, str) else entry) == arguments
+    except ValueError:
+        return False
+
+
+def _named_json_body(text: str, call: ToolCall, added: Sequence[str]) -> Place | None:
+    start = text.find(call.name)
+    brace = text.find("{", start + len(call.name)) if start >= 0 else -1
+    if brace < 0:
+        return None
+    try:
+        value, end = json_at(text, brace)
+    except CallFault:
+        return None
+    if value != call.arguments:
+        return None
+    mark = text[start + len(call.name) : brace]
+    mark_end = max((token for token in added if mark.rstrip().endswith(token)), key=len, default="")
+    return NamedJsonBody(mark, mark_end), (start, end)
+
+
+def _tagged_body(text: str, call: ToolCall) -> Place | None:
+    """Return the notation with tags; the places between name, keys and values show them."""
+    places, end = [], 0
+    words = [call.name, *(str(word) for item in call.arguments.items() for word in item)]
+    for word in words:
+        start = text.find(word, end)
+        if start < 0:
+            return None
+        end = start + len(word)
+        places.append((start, end))
+    after_name, key_end, between, other_end = (
+        text[first[1] : second[0]] for first, second in itertools.pairwise(places)
+    )
+    value_end = _whole_tags(between, text[end:])
+    key_start = between.removeprefix(value_end)
+    if key_end != other_end or not (value_end and key_start.strip() and after_name.endswith(key_start)):
+        return None
+    name_end = after_name.removesuffix(key_start)
+    return TaggedBody(name_end, key_start, key_end, value_end), (places[0][0], end + len(value_end))
+
+
+def _whole_tags(first: str, second: str) -> str:
+    """Return the tags at the start that two texts have in common."""
+    shared = first[: num_shared(first, second)]
+    return shared[: shared.rfind(">") + 1]

@@ -1,0 +1,260 @@
+"""The calls of tools in a sampled turn, read by marks that the chat template's own rendering of a known call shows.
+
+No family of models is named here. A notation that is not understood is refused before anything is sampled.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.agents.records import ToolCall
+from rlhf_cli.data.formats.conversations import Message
+from rlhf_cli.data.formats.conversations import ToolCall as RenderedCall
+from rlhf_cli.data.templates.call_bodies import CallBody, CallFault, NamedJsonBody, TaggedBody, body_of, loose
+from rlhf_cli.data.templates.chat_template import ChatTemplate
+from rlhf_cli.data.templates.text import TRIAL, TRIAL_TOOL, TemplateFault
+from rlhf_cli.data.templates.turn_spans import EMPTY_THOUGHT, THOUGHT_END, THOUGHT_START, num_shared, skip_space
+from rlhf_cli.errors import UsageError
+
+_WORDS = TRIAL[1].content
+_FIRST = RenderedCall("probe_7f3a", {"first_7f3a": "copper 7f3a", "second_7f3a": 73}, "abcdefghi")
+_SECOND = RenderedCall("other_7f3a", {"third_7f3a": "iron 7f3a", "fourth_7f3a": 37}, "jklmnopqr")
+_BARE = RenderedCall("bare_7f3a", {}, "stuvwxyza")
+"""Calls whose rendering shows the marks: no template has these words, and Mistral's wants ids of nine letters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """A sampled turn: its text without the calls, the calls in order, and a sentence for each malformed call.
+
+    The text of a malformed call stays in the content. Equal faults are named once.
+    """
+
+    content: str
+    calls: tuple[ToolCall, ...]
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """The marks around calls, and the notation between them.
+
+    `between` divides calls that share one opening and closing mark. `end` is the token that ends a turn of calls, ""
+    if the template writes none. An opening mark without words or control tokens, such as Llama 3's "{", opens calls
+    at the start of a turn alone. `opens_thought` is true if the generation prompt begins a thought.
+    """
+
+    opening: str
+    between: str | None
+    closing: str
+    body: CallBody
+    end: str
+    opens_thought: bool
+    controls: tuple[str, ...]
+
+    @cached_property
+    def _is_at_start(self) -> bool:
+        return not any(token in self.opening for token in self.controls) and not re.search(r"\w\w", self.opening)
+
+    @cached_property
+    def _opens(self) -> re.Pattern[str]:
+        if not self._is_at_start:
+            return re.compile(loose(self.opening))
+        leading = "|".join(map(re.escape, self.controls))  # as Llama 3's <|python_tag|>
+        return re.compile(rf"\s*(?:{leading})?\s*{loose(self.opening)}(?=\s*{self.body.start})")
+
+    def parse(self, text: str) -> ParsedTurn:
+        """Return the calls of a turn, which is decoded with special tokens and without its end.
+
+        Text in a thought makes no call. A thought that does not end holds all that follows.
+        """
+        calls: list[ToolCall] = []
+        faults: list[str] = []
+        kept, written, place = "", 0, self._end_of_opened_thought(text)
+        while (opened := self._next_opening(text, place)) is not None:
+            try:
+                found, place = self._calls_at(text, opened.end())
+            except CallFault as fault:
+                if self._is_call(text, opened):
+                    faults.append(f"A call was not made: it {fault}.")
+                place = len(text) if self._is_at_start else opened.end()
+                continue
+            calls += found
+            kept += text[written : opened.start()]
+            written = place
+        return ParsedTurn((kept + text[written:]).strip(), tuple(calls), tuple(dict.fromkeys(faults)))
+
+    def _is_call(self, text: str, opened: re.Match[str]) -> bool:
+        """Return whether an opening that no call follows was meant as one: words alone may be the answer's own."""
+        if any(token in self.opening for token in self.controls) or self._is_at_start or "<" in self.opening:
+            return True
+        return re.compile(r"\s*" + self.body.start).match(text, opened.end()) is not None
+
+    def _end_of_opened_thought(self, text: str) -> int:
+        if not self.opens_thought:
+            return 0
+        end = text.find(THOUGHT_END)
+        return len(text) if end < 0 else end + len(THOUGHT_END)
+
+    def _next_opening(self, text: str, place: int) -> re.Match[str] | None:
+        """Return the next opening mark from a place on that is in no thought."""
+        while True:
+            opened = self._opens.match(text, place) if self._is_at_start else self._opens.search(text, place)
+            thought = text.find(THOUGHT_START, place)
+            if thought < 0 or (opened is not None and opened.start() < thought):
+                return opened
+            end = text.find(THOUGHT_END, thought)
+            if end < 0:
+                return None
+            place = end + len(THOUGHT_END)
+
+    def _calls_at(self, text: str, place: int) -> tuple[list[ToolCall], int]:
+        """Return the calls behind an opening mark, and the end of the closing mark. Raise CallFault for a fault."""
+        between = None if self.between is None else re.compile(r"\s*" + loose(self.between))
+        closing = re.compile(r"\s*" + loose(self.closing) if self.closing.strip() else "")
+        calls = []
+        while True:
+            call, place = self.body.read(text, skip_space(text, place))
+            calls.append(call)
+            if between is not None and (divided := between.match(text, place)):
+                place = divided.end()
+            elif closed := closing.match(text, place):
+                return calls, closed.end()
+            else:
+                raise CallFault(f"of {call.name} does not end with {self.closing.strip()}")
+
+
+def call_format_of(
+    template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
+) -> CallFormat:
+    """Return the format of calls of a tokenizer's chat template; the types of arguments come from the tools.
+
+    Raises:
+        UsageError: the template shows no calls, or in a notation that is not understood.
+    """
+    probe = _Probe(template, tokenizer)
+    text = template.text
+    if not (text.shows_tools and text.takes_calls) or probe.turn(_FIRST) is None:
+        raise UsageError(
+            f"the chat template of {tokenizer.name_or_path or 'this tokenizer'!r} has no place for tools and calls, and "
+            "the environment has tools: use a template that shows calls (--tokenizer_chat_template FILE), or an "
+            "environment with `step(text)` instead of tools"
+        )
+    found = probe.format()
+    if found is None or not probe.is_read_by(found):
+        raise UsageError(
+            f"the chat template of {tokenizer.name_or_path or 'this tokenizer'!r} writes calls of tools in a notation "
+            f"that cannot be read back, {(probe.turn(_FIRST) or '')[:120]!r}: use a template that writes them as JSON "
+            "or in tags (--tokenizer_chat_template FILE), or an environment with `step(text)` instead of tools"
+        )
+    body = replace(found.body, types=_types(tools)) if isinstance(found.body, TaggedBody) else found.body
+    return replace(found, body=body)
+
+
+def _types(tools: Sequence[dict[str, Any]]) -> dict[str, dict[str, object]]:
+    """Return the types of the parameters of each tool."""
+    functions = [tool["function"] for tool in tools]
+    listed = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}
+    return {
+        name: {key: entry["type"] for key, entry in properties.items() if isinstance(entry, dict) and "type" in entry}
+        for name, properties in listed.items()
+    }
+
+
+class _Probe:
+    """Turns with known calls as the template renders them."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._template = template
+        added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        self._controls = tuple(sorted(filter(str.strip, added), key=len, reverse=True))
+        try:
+            self._ends = template.ends_of_turn
+        except TemplateFault:
+            self._ends = ()
+
+    def turn(self, *calls: RenderedCall, content: str = "") -> str | None:
+        """Return the text of a turn behind the generation prompt; None if the template does not show its calls."""
+        text, asked = self._template.text, TRIAL[:1]
+        try:
+            whole, _ = text.render((*asked, Message("assistant", content, calls)), (TRIAL_TOOL,))
+            prompt, _ = text.render(asked, (TRIAL_TOOL,), add_generation_prompt=True)
+        except TemplateFault:
+            return None
+        start = num_shared(prompt, whole)
+        tokens = re.finditer("|".join(map(re.escape, self._controls)) or "$", whole)
+        start = next((token.start() for token in tokens if token.start() < start < token.end()), start)
+        return whole[start:] if all(call.name in whole[start:] for call in calls) else None
+
+    def format(self) -> CallFormat | None:
+        """Return the format that the turns show; None without a known notation."""
+        alone = self.turn(_FIRST) or ""
+        place = body_of(alone, _as_read(_FIRST), self._controls)
+        if place is None:
+            return None
+        body, (start, stop) = place
+        between, second_tail = self._divided()
+        closing, end = self._without_end(alone[stop:], is_only=between is None)
+        if second_tail is not None:
+            second, end = self._without_end(second_tail, is_only=False)
+            closing = closing[: num_shared(closing, second)]
+        opening = self._opening(alone[:start])
+        if isinstance(body, NamedJsonBody):
+            body = replace(body, barred=(opening, *self._ends))
+        if between is not None and re.fullmatch(loose(closing + " " + opening), between.strip()):
+            between = None
+        opens_thought = self._template.text.header.rstrip().endswith(THOUGHT_START)
+        return CallFormat(opening, between, closing, body, end, opens_thought, self._controls)
+
+    def _divided(self) -> tuple[str | None, str | None]:
+        """Return the text between two calls of a turn and the text behind them; None if a turn has one call alone."""
+        both = self.turn(_FIRST, _SECOND) or ""
+        first, second = (body_of(both, _as_read(call), self._controls) for call in (_FIRST, _SECOND))
+        if first is None or second is None or first[1][1] > second[1][0]:
+            return None, None
+        return both[first[1][1] : second[1][0]], both[second[1][1] :]
+
+    def _opening(self, head: str) -> str:
+        """Return the mark before a call: the head of a turn without words, as far as it follows words too."""
+        worded = self.turn(_FIRST, content=_WORDS) or ""
+        place = body_of(worded, _as_read(_FIRST), self._controls)
+        words = worded.find(_WORDS)
+        if place is None or not 0 <= words < place[1][0]:
+            return EMPTY_THOUGHT.sub("", head).strip()
+        behind = worded[words + len(_WORDS) : place[1][0]]
+        num_last = num_shared(head[::-1], behind[::-1])
+        return head[len(head) - num_last :].strip()
+
+    def _without_end(self, tail: str, *, is_only: bool) -> tuple[str, str]:
+        """Return the text behind a call up to the end of its turn, and that end.
+
+        The end may be a token of calls alone, as gpt-oss's <|call|>: then it is all that follows the call.
+        """
+        found = [(place, end) for end in self._ends if (place := tail.find(end)) >= 0]
+        if found:
+            place, end = min(found)
+            return tail[:place], end
+        return ("", tail.strip()) if is_only and tail.strip() in self._controls else (tail, "")
+
+    def is_read_by(self, found: CallFormat) -> bool:
+        """Return whether the format reads the turns that the template writes."""
+        turns = [((_FIRST,), ""), ((_BARE,), ""), ((_FIRST, _SECOND), ""), ((_FIRST,), _WORDS)]
+        shown = [(calls, self.turn(*calls, content=content)) for calls, content in turns]
+        for calls, turn in shown:
+            if turn is None or (len(calls) > 1 and self._divided()[0] is None):
+                continue
+            text = turn.rpartition(found.end)[0] if found.end and found.end in turn else turn
+            if found.opens_thought and THOUGHT_END not in text:
+                text = THOUGHT_END + text
+            parsed = found.parse(text)
+            if parsed.faults or parsed.calls != tuple(map(_as_read, calls)):
+                return False
+        return True
+
+
+def _as_read(call: RenderedCall) -> ToolCall:
+    return ToolCall(call.name, call.arguments)

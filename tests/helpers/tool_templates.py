@@ -1,0 +1,171 @@
+"""Further notations of tool calls in the manner of released models: tags, names in headers, names behind tokens."""
+
+import json
+
+from model_templates import QWEN_SPECIALS, Family
+
+TOOL_LIST = "{%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}"
+RESPONSES = (
+    "{{- '<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}CLOSE{%- endif %}"
+)
+
+QWEN_TAGS = (  # a tag for each argument; text as it is, other values as Python or JSON
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}"
+    + TOOL_LIST
+    + "{{- '<|im_end|>\\n' }}{%- endif %}"
+    + """{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user\\n' }}{%- endif %}
+        RESPONSES
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- ('\\n\\n' if loop.first and message.content else '\\n' if not loop.first else '') }}
+            {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '<parameter=' + key + '>\\n' }}
+                {%- set is_list = value is sequence and value is not string %}
+                {{- (value | tojson if value is mapping or is_list else value | string) }}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""".replace(
+        "RESPONSES", RESPONSES.replace("CLOSE", "{{- '<|im_end|>\\n' }}")
+    )
+)
+GLM = (  # the header of the next message ends a turn; keys and values in tags of their own
+    "{{- '[gMASK]<sop>' }}{%- if tools %}{{- '<|system|>\\n' }}"
+    + TOOL_LIST
+    + "{%- endif %}"
+    + """{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<|' + message.role + '|>' + ('\\n' + message.content if message.content else '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>' + call.function.name + '\\n' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+                {{- (value if value is string else value | tojson) + '</arg_value>\\n' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+)
+GPT_OSS = (  # the tool in the header; a call has an end of its own, and results name the tool of the last call
+    "{{- '<|start|>system<|message|>' }}"
+    + TOOL_LIST
+    + """{{- '<|end|>' }}
+{%- set ns = namespace(name=none) %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {%- if message.content %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' }}
+        {%- endif %}
+        {%- set ns.name = message.tool_calls[0].function.name %}
+        {{- '<|start|>assistant to=functions.' + ns.name + '<|channel|>commentary json<|message|>' }}
+        {{- message.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {%- if ns.name is none %}{{- raise_exception('no previous message with a tool call') }}{%- endif %}
+        {{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- else %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+)
+MISTRAL_11 = (  # each call behind a token: name, token, arguments
+    "{{- bos_token + '[AVAILABLE_TOOLS]' }}"
+    + TOOL_LIST
+    + """{{- '[/AVAILABLE_TOOLS]' }}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' }}
+    {%- elif message.role == 'assistant' %}
+        {{- message.content or '' }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' }}
+            {{- call.function.arguments | tojson }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- else %}{{- '[INST]' + message.content + '[/INST]' }}
+    {%- endif %}
+{%- endfor %}"""
+)
+PYTHONIC = QWEN_TAGS.split("{%- for call")[0] + (  # no notation that can be read back: calls as Python
+    "{%- for call in message.tool_calls or [] %}{{- call.function.name + '(' }}"
+    "{%- for key, value in call.function.arguments.items() %}{{- key + '=' + value | string }}{%- endfor %}"
+    "{{- ')' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def tagged(head: str, argument: str, foot: str, between: str = "\n", as_text=json.dumps):
+    """Write calls with a tag for each argument."""
+
+    def one(call: dict) -> str:
+        written = ((key, value if isinstance(value, str) else as_text(value)) for key, value in _arguments(call))
+        return head.format(call["function"]["name"]) + "".join(argument.format(*pair) for pair in written) + foot
+
+    return lambda calls: between.join(map(one, calls))
+
+
+def _arguments(call: dict):
+    return call["function"]["arguments"].items()
+
+
+def python_or_json(value: object) -> str:
+    """Write a value as Qwen's tags have it."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
+
+
+def as_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def gpt_oss_calls(calls: list[dict]) -> str:
+    (call,) = calls
+    return f" to=functions.{call['function']['name']}<|channel|>commentary json<|message|>" + as_json(
+        call["function"]["arguments"]
+    )
+
+
+def mistral_11_calls(calls: list[dict]) -> str:
+    return "".join(
+        f"[TOOL_CALLS]{call['function']['name']}[CALL_ID]{call['id']}[ARGS]{as_json(call['function']['arguments'])}"
+        for call in calls
+    )
+
+
+qwen_tags = tagged(
+    "<tool_call>\n<function={}>\n",
+    "<parameter={}>\n{}\n</parameter>\n",
+    "</function>\n</tool_call>",
+    as_text=python_or_json,
+)
+glm_calls = tagged(
+    "\n<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", "</tool_call>", "", as_text=as_json
+)
+GLM_SPECIALS = ("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "<|endoftext|>", "[gMASK]", "<sop>")
+GPT_SPECIALS = ("<|return|>", "<|call|>", "<|end|>", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>")
+MISTRAL_11_SPECIALS = (
+    *("</s>", "<s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[CALL_ID]"),
+    *("[ARGS]", "[TOOL_RESULTS]", "[TOOL_CONTENT]", "[/TOOL_RESULTS]"),
+)
+TOOL_FAMILIES = {
+    "Qwen with tags": Family(QWEN_TAGS, QWEN_SPECIALS, calls=qwen_tags),
+    "GLM": Family(GLM, GLM_SPECIALS, calls=glm_calls),
+    "gpt-oss": Family(GPT_OSS, GPT_SPECIALS, calls=gpt_oss_calls, parallel=False),
+    "Mistral 11": Family(MISTRAL_11, MISTRAL_11_SPECIALS, bos="<s>", calls=mistral_11_calls),
+}
+"""As `FAMILIES`, for tests of calls and turns alone: GLM's template ends no turn that could be trained."""
