@@ -14,10 +14,12 @@ from typing import TypeVar
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.config.data import PromptConfig, known_format
 from rlhf_cli.config.scoring import ScoringConfig
-from rlhf_cli.data.formats.conversations import Conversation
+from rlhf_cli.data.formats.conversations import Conversation, Tool
 from rlhf_cli.data.formats.table import PromptFormat, choose_prompt_format
+from rlhf_cli.data.formats.tools import with_tools
 from rlhf_cli.data.judges import Judges
 from rlhf_cli.data.pictures.expanding import expanded
 from rlhf_cli.data.pictures.marks import TEXT_MARK
@@ -112,9 +114,11 @@ def load_prompts(
     seed: int,
     reward: ScoringConfig | None = None,
     reader: PictureReader | None = None,
+    environment: EnvironmentDescription | None = None,
 ) -> PromptData:
     """Return the prompts of the settings' data sets, with a report of the reading, for the rewards that will judge
-    them. `reader` reads their pictures; None for models of text.
+    them. `reader` reads their pictures; None for models of text. Every prompt shows the tools of the `environment` of
+    the run, which gets the rows.
 
     Prompts that leave no room for `max_new_tokens` within `max_len` are dropped and counted, or an error, by
     `overlong_prompts`.
@@ -132,9 +136,11 @@ def load_prompts(
         data_format=config.data_format,
     )
     judges = Judges.of(reward)
+    if environment is not None:
+        judges = replace(judges, keeps_rows=True)
     formats = _formats(config, rows, judges)
     check_image_key(rows, reader)
-    steps = _steps(config, tokenizer, formats, judges, reader)
+    steps = _steps(config, tokenizer, formats, judges, reader, environment)
     report = PromptReport(read_sources(rows, [formats[source.name].columns for source in rows.sources]), len(rows))
     writer = TableWriter(schema_with_pictures(SCHEMA, has_pictures=reader is not None))
     fingerprint = hashlib.blake2b(digest_size=16)
@@ -149,7 +155,7 @@ def load_prompts(
     if not report.prompts:
         raise UsageError(f"no prompt is left: {report.summary}")
     sources = {source.name: source for source in rows.sources}
-    origins = _Origins(sources, formats, steps.wording, config.system_prompt)
+    origins = _Origins(sources, steps.words, config.system_prompt)
     return PromptData(
         StoredItems(writer.finish(), _prompt_at),
         report,
@@ -193,6 +199,7 @@ def _steps(
     formats: dict[str, PromptFormat],
     judges: Judges,
     reader: PictureReader | None,
+    environment: EnvironmentDescription | None,
 ) -> "_Steps":
     template = None
     if config.prompt_template is not None:
@@ -201,9 +208,26 @@ def _steps(
     plain = template is not None or not config.apply_chat_template
     renderer = template or Renderer(config, tokenizer)
     wording = load_format_prompt(config.format_prompt) if config.format_prompt is not None else None
-    return _Steps(
-        formats, wording, renderer, Tokeniser(tokenizer), ControlTokens(tokenizer), judges, reader, plain=plain
-    )
+    words = _Words(formats, wording, environment.tools if environment is not None else ())
+    return _Steps(words, renderer, Tokeniser(tokenizer), ControlTokens(tokenizer), judges, reader, plain=plain)
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Reads the messages of rows: the format of each source, the `wording` of their text, the tools of the run."""
+
+    formats: dict[str, PromptFormat]
+    wording: FormatPrompt | None
+    tools: tuple[Tool, ...]
+
+    def read(self, row: Row) -> Conversation:
+        """Return the messages of the row itself."""
+        return self.formats[row.source.name].read_prompt(row)
+
+    def asked(self, row: Row, conversation: Conversation) -> Conversation:
+        """Return the messages that the model gets. Raise TemplateFault for a fault."""
+        worded = conversation if self.wording is None else self.wording.applied(conversation)
+        return with_tools(worded, self.tools, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,18 +235,15 @@ class _Origins:
     """Finds the row of a prompt again, in its source."""
 
     sources: dict[str, Source]
-    formats: dict[str, PromptFormat]
-    wording: FormatPrompt | None
+    words: _Words
     system_prompt: str | None
 
     def row_of(self, prompt: Prompt) -> Row:
         return self.sources[prompt.source].row(prompt.index)
 
     def conversation_of(self, prompt: Prompt) -> Conversation:
-        conversation = self.formats[prompt.source].read_prompt(self.row_of(prompt))
-        if self.wording is not None:
-            conversation = self.wording.applied(conversation)
-        return conversation.with_system_prompt(self.system_prompt)
+        row = self.row_of(prompt)
+        return self.words.asked(row, self.words.read(row)).with_system_prompt(self.system_prompt)
 
     def where(self, prompt: Prompt) -> str:
         return self.sources[prompt.source].where(prompt.index)
@@ -245,10 +266,9 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What happens to a row: its source's format, `wording` for its text, then rendering, then the tokenizer."""
+    """What happens to a row: its words, then rendering, then the tokenizer."""
 
-    formats: dict[str, PromptFormat]
-    wording: FormatPrompt | None
+    words: _Words
     renderer: Renderer | PromptTemplate
     tokeniser: Tokeniser
     controls: ControlTokens
@@ -260,12 +280,11 @@ class _Steps:
         """Return a row as read, with the text of its prompt. Raise RowFault for a fault."""
         conversation = self._read(row)
         try:
-            worded = conversation if self.wording is None else self.wording.applied(conversation)
-            text = self.renderer.prompt(worded, template_kwargs_of(row))
+            text = self.renderer.prompt(self.words.asked(row, conversation), template_kwargs_of(row))
         except TemplateFault as fault:
             raise row.error(str(fault)) from fault
         refuse_half_characters(row, text)
-        label = self.formats[row.source.name].read_label(row)
+        label = self.words.formats[row.source.name].read_label(row)
         return _Draft(row, conversation, text, label, self.controls.within(conversation.messages))
 
     def measured(self, draft: _Draft) -> _Draft:
@@ -293,7 +312,7 @@ class _Steps:
         """Return the messages of a row with their pictures at the marks."""
         if self.reader is None:
             refuse_images(row)
-        conversation = self.formats[row.source.name].read_prompt(row)
+        conversation = self.words.read(row)
         if self.reader is None:
             refuse_pictures(row, [conversation])
             return conversation
@@ -311,7 +330,7 @@ class _Steps:
         """Return the columns of the row for a reward file, with its prompt as messages if the row has messages."""
         if not self.judges.keeps_rows:
             return None
-        form = self.formats[row.source.name]
+        form = self.words.formats[row.source.name]
         messages = form.read_prompt(row).messages
         listed = [{"role": message.role, "content": TEXT_MARK.join(message.pieces)} for message in messages]
         prompt = listed if is_dialogue(row.get(form.prompt_column)) else messages[-1].content

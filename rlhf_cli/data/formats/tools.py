@@ -4,9 +4,10 @@ Templates render both (`templates`). ShareGPT's `function_call` is text like any
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
-from rlhf_cli.data.formats.conversations import Role, ToolCall
+from rlhf_cli.data.formats.conversations import Conversation, Role, ToolCall
 from rlhf_cli.data.reading.sources import Row
 
 TOOLS_COLUMN = "tools"
@@ -34,6 +35,15 @@ def tools_of(row: Row) -> tuple[dict[str, object], ...]:
     if not isinstance(value, list):
         raise row.error(f"column {TOOLS_COLUMN!r} is not a list of functions but {value!r:.60}")
     return tuple(_tool(row, number, _parsed(tool)) for number, tool in enumerate(value, start=1))
+
+
+def with_tools(conversation: Conversation, tools: tuple[dict[str, Any], ...], row: Row) -> Conversation:
+    """Return the conversation with the environment's tools. Raise RowFault if the row has tools of its own."""
+    if not tools:
+        return conversation
+    if conversation.tools:
+        raise row.error(f"column {TOOLS_COLUMN!r} has tools, and the environment of this run has its own")
+    return replace(conversation, tools=tools)
 
 
 def _tool_call(row: Row, number: int, call: Any) -> ToolCall:

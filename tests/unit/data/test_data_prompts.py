@@ -4,19 +4,20 @@ import json
 
 import pytest
 from chat_tokenizers import CHATML, LLAMA_3, make_tokenizer
+from model_templates import FAMILIES
 from pydantic import ValidationError
 
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.data.formats.conversations import Message
+from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.errors import UsageError
 
 
-def load(tmp_path, tokenizer, *rows, max_new_tokens=16, **settings):
+def load(tmp_path, tokenizer, *rows, max_new_tokens=16, tools=(), **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = PromptConfig(**{"prompt_data": str(path), **settings})
-    return load_prompts(config, tokenizer, max_new_tokens=max_new_tokens, seed=0)
+    return load_prompts(config, tokenizer, max_new_tokens=max_new_tokens, seed=0, tools=tools)
 
 
 def test_prompt_is_rendered_for_generation(tmp_path):
@@ -268,3 +269,21 @@ def test_prompts_with_special_tokens_in_their_messages_are_counted(tmp_path):
     assert data.report.control_tokens == {"<|im_end|>": 2, "<|start|>": 1}
     assert data.report.control_at.endswith("line 2")
     assert "2 with special tokens in the text of their messages" in data.report.summary
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "description": "look up", "parameters": {}}}
+
+
+def test_every_prompt_shows_the_tools_of_the_environment(tmp_path):
+    rows = [{"prompt": "What?"}, {"prompt": "Why?"}]
+    data = load(tmp_path, FAMILIES["Qwen 2.5"].tokenizer(), *rows, tools=(TOOL,))
+    assert [prompt.text.count('"name": "weather"') for prompt in data.prompts] == [1, 1]
+    assert data.conversation_of(data.prompts[1]) == Conversation((Message("user", "Why?"),), (TOOL,))
+    with pytest.raises(UsageError, match="leaves out the tools of the row"):
+        load(tmp_path, make_tokenizer(CHATML), *rows, tools=(TOOL,))
+
+
+def test_tools_of_a_row_beside_an_environment_s_are_refused(tmp_path):
+    rows = [{"prompt": "What?"}, {"prompt": "Why?", "tools": [TOOL]}]
+    with pytest.raises(UsageError, match="line 2: column 'tools' has tools, and the environment of this run has its"):
+        load(tmp_path, FAMILIES["Qwen 2.5"].tokenizer(), *rows, tools=(TOOL,))
