@@ -1,0 +1,272 @@
+"""The tokens between a sampled turn and the next one: end of turn, observations, generation prompt.
+
+The earlier turns of an episode keep the ids that were sampled: they are never tokenised again. Templates that rewrite
+history, as Qwen 3's does, make no difference: only the text behind a stand-in for the last turn is used.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.data.formats.conversations import Conversation, Message, Role, ToolCall
+from rlhf_cli.data.templates.chat_template import ChatTemplate
+from rlhf_cli.data.templates.text import TRIAL, TemplateFault
+from rlhf_cli.data.tokenizing.plain_text import CUT, PlainText
+from rlhf_cli.errors import UsageError
+
+MALFORMED = "malformed_call"
+"""Stands for the name of a tool in the result of a call that has none."""
+_STAND_IN = f"7f3a{CUT}7f3a"
+"""Stands for the sampled turn; texts of others cannot have its cut."""
+_EARLIER = "7f3a"
+_PROBES = ("probe 7f3a", "other 7f3a")
+
+
+def tool_results(results: Sequence[tuple[str | None, str]], *, first: int) -> tuple[Message, ...]:
+    """Return the messages with the results of calls, each a tool's name and its answer; the name is None for a
+    malformed call.
+
+    Args:
+        first: calls of the episode before these; their ids have nine letters and digits, as Mistral's template wants.
+    """
+    return tuple(
+        Message("tool", answer, tool_call_id=f"call{number:05}", name=name or MALFORMED)
+        for number, (name, answer) in enumerate(results, start=first)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _StandIn:
+    """One way to write the turn before observations: as a text, or as calls whose results they are."""
+
+    as_calls: bool
+    max_calls: int | None = None
+
+    def turn(self, observations: Sequence[Message], text: str = _STAND_IN) -> Message:
+        """Return the assistant's message before these observations, with a text that stands for its words."""
+        if not self.as_calls or observations[0].role != "tool":
+            return Message("assistant", text)
+        calls = (ToolCall(one.name or MALFORMED, {"text": text}, one.tool_call_id) for one in observations)
+        return Message("assistant", "", tuple(calls)[: self.max_calls])
+
+    def history(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Return earlier messages in which each turn before results of calls makes exactly these calls."""
+        written: list[Message] = []
+        for number, message in enumerate(messages):
+            answers = _answers(messages[number + 1 :]) if message.role == "assistant" else ()
+            plain = replace(message, content=message.content.replace(CUT, ""), tool_calls=())
+            written.append(self.turn(answers, _EARLIER) if answers else plain)
+        return tuple(written)
+
+
+def _answers(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the results of tools that the messages begin with."""
+    return tuple(itertools.takewhile(lambda message: message.role == "tool", messages))
+
+
+_STAND_INS = (_StandIn(as_calls=True), _StandIn(as_calls=True, max_calls=1), _StandIn(as_calls=False))
+
+
+@dataclass(frozen=True, slots=True)
+class _Habits:
+    """How the template goes on before observations of one role.
+
+    `ends_turn` is true if it ends the turn before them with a token that the engine may sample. `needs_history` is true
+    if the text behind a turn changes with the messages before it.
+    """
+
+    ends_turn: bool
+    needs_history: bool
+
+
+class TurnBridge:
+    """Makes the tokens behind a sampled turn.
+
+    Args:
+        tools: functions of the environment in OpenAI's form; with tools observations are results of calls.
+        end_ids: tokens at which the engine ends a turn.
+        vocab_size: embeddings of the model.
+
+    Raises:
+        UsageError: the template has no place for observations, or a token of it has no embedding.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[dict[str, Any]],
+        *,
+        end_ids: Sequence[int],
+        vocab_size: int,
+    ) -> None:
+        self._template, self._tokenizer, self._tools = template, tokenizer, tuple(tools)
+        self._vocab_size = vocab_size
+        self._plain = PlainText(tokenizer, tokenizer.get_chat_template(), vocab_size=vocab_size)
+        self._ends = self._found_ends(end_ids)
+        self._habits: dict[Role, _Habits] = {}
+        self._num_controls: dict[tuple[object, ...], int] = {}
+        self._stand_in = self._found_stand_in()
+        self._try()
+
+    def _found_ends(self, end_ids: Sequence[int]) -> dict[str, int]:
+        """Return the ends of turns by their text: the engine's, and the template's own."""
+        try:
+            own = self._template.ends_of_turn
+        except TemplateFault:
+            own = ()
+        added = {number: token.content for number, token in self._tokenizer.added_tokens_decoder.items()}
+        lasts = {end for end in added.values() if any(run.endswith(end) for run in own)}
+        return {text: number for number, text in added.items() if number in end_ids or text in lasts}
+
+    def _found_stand_in(self) -> _StandIn:
+        """Return the first way to write a turn before observations that the template takes."""
+        reason = "it leaves them out"
+        for stand_in in _STAND_INS if self._tools else _STAND_INS[-1:]:
+            try:
+                if all(self._shows(stand_in, self._probes(count)) for count in (1, 2)):
+                    return stand_in
+            except TemplateFault as fault:
+                reason = str(fault)
+        kind = "results of tools" if self._tools else "a further message of the user"
+        raise UsageError(
+            f"the chat template of {self._tokenizer.name_or_path or 'this tokenizer'!r} has no place for {kind}, in "
+            f"which observations of the environment stand ({reason}): use another one (--tokenizer_chat_template FILE)"
+        )
+
+    def _probes(self, count: int) -> tuple[Message, ...]:
+        if not self._tools:
+            return (Message("user", _PROBES[0]),)
+        name = self._tools[0]["function"]["name"]
+        return tool_results([(name, text) for text in _PROBES[:count]], first=0)
+
+    def _shows(self, stand_in: _StandIn, probes: Sequence[Message]) -> bool:
+        """Return whether observations follow the stand-in, for calls behind an end of their turn."""
+        behind = self._behind(stand_in, TRIAL[:1], probes)
+        places = [behind.find(probe.content) for probe in probes]
+        in_order = places == sorted(places) and places[0] >= 0
+        return in_order and (not stand_in.as_calls or 0 <= self._end_in(behind) < places[0])
+
+    def _behind(self, stand_in: _StandIn, history: Sequence[Message], observations: Sequence[Message]) -> str:
+        """Return the text behind the stand-in for the last turn. Raise TemplateFault if the template shows none."""
+        messages = (*stand_in.history(history), stand_in.turn(observations), *observations)
+        text, _ = self._template.text.render(messages, self._tools, add_generation_prompt=True)
+        place = text.rfind(_STAND_IN)
+        if place < 0:
+            raise TemplateFault("the chat template leaves out or alters the assistant's turn before an observation")
+        return text[place + len(_STAND_IN) :]
+
+    def _end_in(self, text: str) -> int:
+        """Return the place of the first end of turn, -1 without one."""
+        return min((place for end in self._ends if (place := text.find(end)) >= 0), default=-1)
+
+    @cached_property
+    def _end_is_header(self) -> bool:
+        """Whether the end of a turn is the next one's header, as GLM's: the last turn of a conversation has none."""
+        last = (*TRIAL[:1], Message("assistant", _STAND_IN))
+        text, _ = self._template.text.render(last, self._tools)
+        return self._end_in(text[text.rfind(_STAND_IN) :]) < 0
+
+    def _habits_before(self, role: Role) -> _Habits:
+        """Return how the template goes on before observations of a role; probes show it once."""
+        if role not in self._habits:
+            probes = self._probes(1) if role == "tool" else (Message("user", _PROBES[0]),)
+            plain = self._behind(self._stand_in, TRIAL[:1], probes)
+            answered = (*TRIAL[:1], Message("assistant", ""), *self._probes(1))
+            others = [TRIAL[:3], *([answered] if self._tools else []), (Message("system", "first system"), *TRIAL[:1])]
+            changes = any(
+                self._behind(self._stand_in, history, probes) != plain for history in others if self._takes(history)
+            )
+            self._habits[role] = _Habits(0 <= self._end_in(plain) < plain.find(_PROBES[0]), changes)
+        return self._habits[role]
+
+    def _takes(self, history: Sequence[Message]) -> bool:
+        """Return whether the template takes these messages: Gemma 2's takes none of the system."""
+        try:
+            self._behind(self._stand_in, history, self._probes(1))
+        except TemplateFault:
+            return False
+        return True
+
+    def _try(self) -> None:
+        """Raise UsageError if the template alters the cuts in control tokens, or a token of it has no embedding."""
+        probe = replace(self._probes(1)[0], content=self._plain.guarded("a" + "".join(self._ends) + "b"))
+        try:
+            behind = self._behind(self._stand_in, TRIAL[:1], (probe,))
+            self.after(Conversation(TRIAL[:2]), self._probes(1), last_id=-1)
+        except TemplateFault as fault:
+            raise UsageError(f"{fault}; give another one with --tokenizer_chat_template FILE") from fault
+        if behind.count(CUT) != probe.content.count(CUT):
+            raise UsageError(
+                "the chat template alters characters of Unicode's private use, so that control tokens in observations "
+                "could not be kept apart: give another one with --tokenizer_chat_template FILE"
+            )
+
+    def after(self, conversation: Conversation, observations: Sequence[Message], *, last_id: int) -> list[int]:
+        """Return the tokens from the end of the sampled turn to the beginning of the next one.
+
+        An end of turn that was sampled is not repeated. Control tokens in observations become plain text.
+
+        Args:
+            conversation: messages up to the sampled turn, which is its last one. Texts of earlier turns matter only if
+                the template's text behind a turn depends on them.
+            observations: results of tools, or one message of the user.
+            last_id: last token of the sampled turn.
+
+        Raises:
+            TemplateFault: the template does not take these messages, or a token has no embedding.
+        """
+        history = conversation.messages[:-1]
+        ids = self._ids(history, observations, self._plain.guarded, last_id)
+        if self._plain.num_controls(ids) != self._expected_controls(history, observations, last_id):
+            ids = self._ids(history, observations, self._plain.cut_everywhere, last_id)
+        return self._checked(ids)
+
+    def _expected_controls(self, history: Sequence[Message], observations: Sequence[Message], last_id: int) -> int:
+        """Return the number of control tokens around harmless observations of the same tools."""
+        harmless = [replace(one, content=_PROBES[0]) for one in observations]
+        if self._habits_before(observations[0].role).needs_history:
+            return self._plain.num_controls(self._ids(history, harmless, self._plain.guarded, last_id))
+        key = (last_id, *((one.role, one.name) for one in observations))
+        if key not in self._num_controls:
+            ids = self._ids(history, harmless, self._plain.guarded, last_id)
+            self._num_controls[key] = self._plain.num_controls(ids)
+        return self._num_controls[key]
+
+    def _ids(
+        self, history: Sequence[Message], observations: Sequence[Message], guard: Callable[[str], str], last_id: int
+    ) -> list[int]:
+        habits = self._habits_before(observations[0].role)
+        guarded = [replace(one, content=guard(one.content)) for one in observations]
+        behind = self._behind(self._stand_in, history if habits.needs_history else TRIAL[:1], guarded)
+        is_ended = last_id in self._ends.values()
+        if habits.ends_turn and (is_ended or self._stand_in.turn(observations).tool_calls):
+            behind = behind[self._end_in(behind) :]
+        ids = self._plain.ids(behind)
+        is_repeated = habits.ends_turn and is_ended and (ids[0] == last_id or not self._end_is_header)
+        return ids[1:] if is_repeated else ids
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        """Return the tokens. Raise TemplateFault if one has no embedding: it would end the engine."""
+        largest = max(ids, default=-1)
+        if largest >= self._vocab_size:
+            raise TemplateFault(
+                f"the chat template writes the token {self._tokenizer.convert_ids_to_tokens(largest)!r} with the id "
+                f"{largest:,}, and the model has {self._vocab_size:,} embeddings"
+            )
+        return ids
+
+    def opening(self, conversation: Conversation, observation: str) -> list[int]:
+        """Return the prompt of an episode whose environment begins with an observation: it follows the last message.
+
+        Raises:
+            TemplateFault: the template does not take the conversation.
+        """
+        *before, last = conversation.messages
+        begun = replace(last, content=self._plain.guarded(observation, behind=last.content))
+        text = self._template.prompt(Conversation((*before, begun), self._tools))
+        return self._checked(self._plain.ids(text))
