@@ -19,6 +19,10 @@ MARK = "\ufffc"
 """Unicode's object replacement character: stands for a picture in the content of a message."""
 
 
+Tool = dict[str, Any]
+"""A function that may be called, as {"type": "function", "function": {...}}."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A function the assistant asks for."""
@@ -63,11 +67,11 @@ class Message:
 class Conversation:
     """Messages in order: at most one system message first, then user and assistant in turns.
 
-    `tools` describes the functions that may be called, each as {"type": "function", "function": {...}}.
+    `tools` describes the functions that may be called.
     """
 
     messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[Tool, ...] = ()
 
     @property
     def pictures(self) -> tuple[object, ...]:
@@ -100,7 +104,7 @@ class Preference:
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
     margin: float | None
-    tools: tuple[dict[str, object], ...] = ()
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class Labelled:
     prompt: tuple[Message, ...]
     response: tuple[Message, ...]
     desirable: bool
-    tools: tuple[dict[str, object], ...] = ()
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

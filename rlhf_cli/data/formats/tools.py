@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from rlhf_cli.data.formats.conversations import Conversation, Role, ToolCall
+from rlhf_cli.data.formats.conversations import Conversation, Role, Tool, ToolCall
 from rlhf_cli.data.reading.sources import Row
 
 TOOLS_COLUMN = "tools"
@@ -37,7 +37,7 @@ def tools_of(row: Row) -> tuple[dict[str, object], ...]:
     return tuple(_tool(row, number, _parsed(tool)) for number, tool in enumerate(value, start=1))
 
 
-def with_tools(conversation: Conversation, tools: tuple[dict[str, Any], ...], row: Row) -> Conversation:
+def with_tools(conversation: Conversation, tools: tuple[Tool, ...], row: Row) -> Conversation:
     """Return the conversation with the environment's tools. Raise RowFault if the row has tools of its own."""
     if not tools:
         return conversation

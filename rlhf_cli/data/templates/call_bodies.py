@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlhf_cli.agents.records import ToolCall
 from rlhf_cli.data.templates.turn_spans import Span, num_shared, skip_space
@@ -114,7 +114,7 @@ class TaggedBody:
         head = re.compile(r"\s*" + loose(self.name_end)).match(text, end)
         if head is None:
             raise CallFault(f"of {name} has no {self.name_end.strip()} behind the name")
-        end, arguments = head.end(), dict[str, Any]()
+        end, arguments = head.end(), dict[str, object]()
         opens, divides = re.compile(r"\s*" + loose(self.key_start)), re.compile(line_break(self.key_end))
         closes = re.compile(line_break(self.value_end))
         while opened := opens.match(text, end):
@@ -164,7 +164,7 @@ def _refuse_constant(constant: str) -> object:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def json_at(text: str, place: int) -> tuple[Any, int]:
+def json_at(text: str, place: int) -> tuple[object, int]:
     """Return the JSON value that begins at a place, and its end. Raise CallFault if it is broken."""
     try:
         return _DECODER.raw_decode(text, place)
@@ -227,7 +227,7 @@ def _json_body(text: str, call: ToolCall) -> Place | None:
     return None
 
 
-def _objects(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def _objects(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, object]]]:
     """Yield an object and the objects in it, with the keys that lead to each."""
     if isinstance(value, dict):
         yield path, value
@@ -235,7 +235,7 @@ def _objects(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
             yield from _objects(entry, (*path, key))
 
 
-def _same(entry: object, arguments: Mapping[str, Any]) -> bool:
+def _same(entry: object, arguments: Mapping[str, object]) -> bool:
     """Return whether an entry has the arguments, as an object or as JSON text."""
     try:
         return (json.loads(entry) if isinstance(entry, str) else entry) == arguments

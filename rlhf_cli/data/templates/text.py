@@ -7,13 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf_cli.data.formats.conversations import Message, ToolCall
+from rlhf_cli.data.formats.conversations import Message, Tool, ToolCall
 from rlhf_cli.data.reading.columns import REASONING_KEYS
 from rlhf_cli.data.templates.message_forms import MESSAGE_FORMS, MessageForm
 from rlhf_cli.data.templates.turn_spans import Span, missing_call
@@ -70,7 +69,7 @@ class TemplateText:
     def render(
         self,
         messages: tuple[Message, ...],
-        tools: tuple[dict[str, Any], ...],
+        tools: tuple[Tool, ...],
         *,
         add_generation_prompt: bool = False,
         form: MessageForm | None = None,
@@ -147,9 +146,7 @@ class TemplateText:
         tried = {form: text for form in forms if (text := self._tried(TRIAL_CALL, form, (TRIAL_TOOL,))) is not None}
         return min(tried, key=lambda form: _flaws_of_call(tried[form]), default=forms[0])
 
-    def _tried(
-        self, messages: tuple[Message, ...], form: MessageForm, tools: tuple[dict[str, Any], ...] = ()
-    ) -> str | None:
+    def _tried(self, messages: tuple[Message, ...], form: MessageForm, tools: tuple[Tool, ...] = ()) -> str | None:
         """Return the text of trial messages; None if the template does not take them."""
         try:
             return self.render(messages, tools, form=form)[0]

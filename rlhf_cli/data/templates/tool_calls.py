@@ -7,12 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.agents.records import ToolCall
-from rlhf_cli.data.formats.conversations import Message
+from rlhf_cli.data.formats.conversations import Message, Tool
 from rlhf_cli.data.formats.conversations import ToolCall as RenderedCall
 from rlhf_cli.data.templates.call_bodies import CallBody, CallFault, NamedJsonBody, TaggedBody, body_of, loose
 from rlhf_cli.data.templates.chat_template import ChatTemplate
@@ -128,9 +127,7 @@ class CallFormat:
                 raise CallFault(f"of {call.name} does not end with {self.closing.strip()}")
 
 
-def call_format_of(
-    template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
-) -> CallFormat:
+def call_format_of(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> CallFormat:
     """Return the format of calls of a tokenizer's chat template; the types of arguments come from the tools.
 
     Raises:
@@ -140,8 +137,8 @@ def call_format_of(
     text = template.text
     if not (text.shows_tools and text.takes_calls) or probe.turn(_FIRST) is None:
         raise UsageError(
-            f"the chat template of {tokenizer.name_or_path or 'this tokenizer'!r} has no place for tools and calls, and "
-            "the environment has tools: use a template that shows calls (--tokenizer_chat_template FILE), or an "
+            f"the chat template of {tokenizer.name_or_path or 'this tokenizer'!r} has no place for tools and calls, "
+            "and the environment has tools: use a template that shows calls (--tokenizer_chat_template FILE), or an "
             "environment with `step(text)` instead of tools"
         )
     found = probe.format()
@@ -155,7 +152,7 @@ def call_format_of(
     return replace(found, body=body)
 
 
-def _types(tools: Sequence[dict[str, Any]]) -> dict[str, dict[str, object]]:
+def _types(tools: Sequence[Tool]) -> dict[str, dict[str, object]]:
     """Return the types of the parameters of each tool."""
     functions = [tool["function"] for tool in tools]
     listed = {function["name"]: (function.get("parameters") or {}).get("properties") or {} for function in functions}

@@ -8,11 +8,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.data.formats.conversations import Conversation, Message, Role, ToolCall
+from rlhf_cli.data.formats.conversations import Conversation, Message, Role, Tool, ToolCall
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.text import TRIAL, TemplateFault
 from rlhf_cli.data.tokenizing.plain_text import CUT, PlainText
@@ -99,7 +98,7 @@ class TurnBridge:
         self,
         template: ChatTemplate,
         tokenizer: PreTrainedTokenizerBase,
-        tools: Sequence[dict[str, Any]],
+        tools: Sequence[Tool],
         *,
         end_ids: Sequence[int],
         vocab_size: int,

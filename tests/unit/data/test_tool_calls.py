@@ -14,8 +14,14 @@ from rlhf_cli.errors import UsageError
 
 ALL = {**FAMILIES, **TOOL_FAMILIES}
 CALLING = sorted(name for name, family in ALL.items() if family.calls)
-PARIS = {"city": "Paris", "days": [1, 2.5], "exact": True, "of": None, "näh": {"a b": 'it\'s "x" </think>\n\n{'}}
-CODE = {"program": "print('a')\n\nfor x in [1]:\n    print({x})\n"}
+PARIS: dict[str, object] = {
+    "city": "Paris",
+    "days": [1, 2.5],
+    "exact": True,
+    "of": None,
+    "näh": {"a b": 'it\'s "x" </think>\n\n{'},
+}
+CODE: dict[str, object] = {"program": "print('a')\n\nfor x in [1]:\n    print({x})\n"}
 TYPES = {"city": "string", "days": "array", "exact": "boolean", "of": "null", "näh": "object", "program": "string"}
 TOOLS = [
     {
@@ -48,7 +54,7 @@ def written(name, *calls):
 @pytest.mark.parametrize("name", CALLING)
 def test_call_in_the_template_s_notation_is_read_back(name):
     found = format_of(name)
-    for arguments in (PARIS, CODE, {}):
+    for arguments in (PARIS, CODE, dict[str, object]()):
         parsed = found.parse(("\n</think>\n" if found.opens_thought else "") + written(name, ("weather", arguments)))
         assert (parsed.calls, parsed.faults) == ((ToolCall("weather", arguments),), ())
 
