@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from rlhf_cli.agents.records import Action, EnvironmentDescription, Finish, Reply, Reset
-from rlhf_cli.data.formats.conversations import Conversation, ToolCall
+from rlhf_cli.data.formats.conversations import Conversation, Message, ToolCall
 from rlhf_cli.data.templates.tool_calls import ParsedTurn
 
 TOOLS = ({"type": "function", "function": {"name": "look", "description": "look", "parameters": {}}},)
@@ -50,8 +50,8 @@ class FakeDialogue:
         calls = tuple(ToolCall("look", {"at": i}) for i in range(text.count("c")))
         return ParsedTurn(text, calls, ("unreadable",) * text.count("x"))
 
-    def between(self, conversation: Conversation, observations: Sequence[str], *, last_id: int) -> list[int]:
-        return [token for observation in observations for token in [SEPARATOR, *map(ord, observation)]]
+    def between(self, conversation: Conversation, observations: Sequence[Message], *, last_id: int) -> list[int]:
+        return [token for observation in observations for token in [SEPARATOR, *map(ord, observation.content)]]
 
     def opened(self, conversation: Conversation, observation: str) -> list[int]:
         return [*map(ord, conversation.messages[-1].content), *map(ord, observation)]

@@ -11,6 +11,7 @@ from rlhf_cli.data.prompts import PromptData, load_prompts
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.runs.episodes import EpisodePlan
 from rlhf_cli.runs.online.start_roles import OnlineRoles
 from rlhf_cli.runs.run_directory import BEST_FILE, RunDirectory, set_later_best_aside
 from rlhf_cli.tracking.figures import number
@@ -19,7 +20,7 @@ from rlhf_cli.trainers.online.evaluation import Best, EvaluationState, Evaluatio
 
 
 def load_evaluation_prompts(
-    config: OwnResponsesConfig, tokenizer: object, reader: PictureReader | None
+    config: OwnResponsesConfig, tokenizer: object, reader: PictureReader | None, episodes: EpisodePlan | None
 ) -> PromptData | None:
     """Return the held-out prompts, rendered as the training prompts; None if no data set is given."""
     evaluation = config.evaluation
@@ -39,6 +40,7 @@ def load_evaluation_prompts(
         seed=config.batch.seed,
         reward=config.reward,
         reader=reader,
+        environment=episodes.description if episodes else None,
     )
 
 

@@ -34,6 +34,7 @@ from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.conclusion import conclude
+from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.online.checks import check_batches, check_filtering, check_step_rewards
 from rlhf_cli.runs.online.evaluation import (
     best_facts,
@@ -100,6 +101,7 @@ class _OnlineRun:
     store: CheckpointStore
     resume: Checkpoint | None
     student: StudentData | None = None
+    episodes: EpisodePlan | None = None
     identity: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -178,6 +180,8 @@ def _attempt(run: _OnlineRun, stop: StopSignal) -> Finished:
         for line in [*_notices(run), f"Starting on {_placement(run, where)}; logs in {run.paths.logs}"]:
             terminal.console.print(line, markup=False, soft_wrap=True)
         roles = stack.enter_context(_build(run, where))
+        if run.episodes is not None:
+            roles.rollout = stack.enter_context(run.episodes.played_by(roles.engines))
         scorer = stack.enter_context(
             Scorer(
                 config.reward,
@@ -230,7 +234,8 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
     check_stages(config, roles)
     check_ranks_together(config, models)
     check_layout(config.placement, config.rollout, roles=roles)
-    data, eval_data, student = _load_data(config, model)
+    episodes = find_episodes(config.episode_settings, config.prompts, model.found, model.tokenizer)
+    data, eval_data, student = _load_data(config, model, episodes)
     all_data = [data] if eval_data is None else [data, eval_data]
     for trained in (model, models.critic or model):
         for read in all_data:
@@ -238,7 +243,9 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
     paths = run_directory(config.checkpoint)
     store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
     resume = store.latest() if config.checkpoint.load_checkpoint else None
-    run = _OnlineRun(config, command, algorithm, backend, models, data, eval_data, paths, store, resume, student)
+    run = _OnlineRun(
+        config, command, algorithm, backend, models, data, eval_data, paths, store, resume, student, episodes
+    )
     iterations = run.total_iterations
     identity = {
         **online_identity(config, models, data, command=command, algorithm=algorithm, iterations=iterations),
@@ -255,7 +262,7 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
 
 
 def _load_data(
-    config: OwnResponsesConfig, model: TrainedModel
+    config: OwnResponsesConfig, model: TrainedModel, episodes: EpisodePlan | None
 ) -> tuple[PromptData, PromptData | None, StudentData | None]:
     """Return the prompts to train on, the held-out ones if there are any, and the responses of a student."""
     reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
@@ -266,11 +273,16 @@ def _load_data(
         seed=config.batch.seed,
         reward=config.reward,
         reader=reader,
+        environment=episodes.description if episodes else None,
     )
+    eval_data = load_evaluation_prompts(config, model.tokenizer, reader, episodes)
+    for read in (data, eval_data):
+        if episodes is not None and read is not None:
+            episodes.check_rows(read)
     student = None
     if isinstance(config, GKDConfig):
         student = load_student_data(config, model, reader, num_prompts=len(data.prompts))
-    return data, load_evaluation_prompts(config, model.tokenizer, reader), student
+    return data, eval_data, student
 
 
 def _tracker(run: _OnlineRun, console: Console) -> Tracker:
@@ -334,6 +346,7 @@ def _facts(run: _OnlineRun, where: OnlineCluster) -> dict[str, str]:
         **({"Teacher": models.teacher.source.pretrain} if models.teacher else {}),
         **(run.student.facts if run.student else {}),
         **({"Reward file": reward_file[0]} if reward_file else {}),
+        **({"Environment": run.episodes.description.about} if run.episodes else {}),
         "Engine": described(config.rollout, run.backend),
         "Placement": _placement(run, where),
         **sleep_memory_fact(config, models, where.layout, has_gpus=where.cluster.has_gpus),

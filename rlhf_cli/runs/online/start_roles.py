@@ -40,7 +40,7 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.online.models import OnlineModels, role_names
 from rlhf_cli.runs.online.student import hosted_teacher, shares_prompts
 from rlhf_cli.runs.trained_model import TrainedModel
-from rlhf_cli.trainers.online.interfaces import Roles, SampledT, awake
+from rlhf_cli.trainers.online.interfaces import Engines, Roles, SampledT, awake
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 from rlhf_cli.trainers.online.update_plan import StepCounts
 
@@ -99,6 +99,7 @@ class OnlineRoles:
         if engines_last:
             self.engines = self._start_engines()
         self._connect_engines()
+        self.rollout: Engines = self.engines  # or engines whose responses are episodes
 
     def with_scorer(self, actor: SampledT, scorer: Scorer) -> Roles[SampledT]:
         """Return the roles as a loop takes them, which needs an actor of its kind: `self.actor`."""
@@ -108,7 +109,7 @@ class OnlineRoles:
             self.critic,
             self.reference,
             None if steps else self.reward_model,
-            self.engines,
+            self.rollout,
             scorer,
             self._moving,
             self.teacher,

@@ -19,6 +19,7 @@ from rlhf_cli.agents.records import Action, Calls, Environments, Finish, Reply, 
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.rollouts import Episode, Generation, GenerationRequest, SamplingParams
 from rlhf_cli.data.templates.tool_calls import ParsedTurn
+from rlhf_cli.data.templates.turn_bridge import tool_results
 from rlhf_cli.trainers.online.interfaces import Engines
 
 _WAIT_SECONDS = 0.05  # for responses of the engines while replies of environments may come too
@@ -31,7 +32,7 @@ class Dialogue(Protocol):
         """Return the text and the calls of a sampled turn."""
         ...
 
-    def between(self, conversation: Conversation, observations: Sequence[str], *, last_id: int) -> list[int]:
+    def between(self, conversation: Conversation, observations: Sequence[Message], *, last_id: int) -> list[int]:
         """Return the tokens from the end of a sampled turn, whose last token is `last_id`, to the start of the next.
 
         `conversation` ends with the turn's message.
@@ -71,6 +72,11 @@ class _Progress:
     version: int = 0
     is_waiting: bool = True  # for its environment
     is_finished: bool = False
+
+    @property
+    def num_results(self) -> int:
+        """The results of calls so far."""
+        return sum(message.role == "tool" for message in self.conversation.messages[self.num_given :])
 
     @property
     def num_tokens(self) -> int:
@@ -263,14 +269,22 @@ class EpisodeEngines:
         if len(episode.turns) == self._limits.max_turns:
             self._end(number, "length")
             return
-        found = (*observations, *episode.last_turn.faults)
-        tokens = self._dialogue.between(episode.conversation, found, last_id=episode.token_ids[-1])
+        messages = self._messages(episode, observations)
+        tokens = self._dialogue.between(episode.conversation, messages, last_id=episode.token_ids[-1])
         if episode.num_tokens + len(tokens) >= self._limits.max_len:
             self._end(number, "length")
             return
         episode.token_ids += tokens
-        messages = (*episode.conversation.messages, *_messages(episode.last_turn, found))
-        episode.conversation = replace(episode.conversation, messages=messages)
+        episode.conversation = replace(episode.conversation, messages=(*episode.conversation.messages, *messages))
+
+    def _messages(self, episode: _Progress, observations: Sequence[str]) -> tuple[Message, ...]:
+        """Return the answers to a turn: results of its calls and their faults, or the next words of the other side."""
+        if not self._environments.description.tools:
+            return (Message("user", "\n".join(observations)),)
+        turn = episode.last_turn
+        results = [(call.name, answer) for call, answer in zip(turn.calls, observations, strict=True)]
+        faults = [(None, fault) for fault in turn.faults]
+        return tool_results([*results, *faults], first=episode.num_results)
 
     def _end(self, number: int, reason: Literal["stop", "length"]) -> None:
         """End an episode after a turn; the environment has its last word on the reward."""
@@ -319,14 +333,3 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _add_reward(episode: _Progress, reward: float) -> None:
     episode.turn_rewards[-1] += reward
-
-
-def _messages(turn: ParsedTurn, observations: Sequence[str]) -> list[Message]:
-    """Return the observations as messages: results of tools, or the next words of the other side."""
-    if not (turn.calls or turn.faults):
-        return [Message("user", observation) for observation in observations]
-    names = [call.name for call in turn.calls]
-    return [
-        Message("tool", observation, name=names[place] if place < len(names) else None)
-        for place, observation in enumerate(observations)
-    ]

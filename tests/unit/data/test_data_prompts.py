@@ -7,6 +7,7 @@ from chat_tokenizers import CHATML, LLAMA_3, make_tokenizer
 from model_templates import FAMILIES
 from pydantic import ValidationError
 
+from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.data.formats.conversations import Conversation, Message
 from rlhf_cli.data.prompts import load_prompts
@@ -17,7 +18,7 @@ def load(tmp_path, tokenizer, *rows, max_new_tokens=16, tools=(), **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = PromptConfig(**{"prompt_data": str(path), **settings})
-    return load_prompts(config, tokenizer, max_new_tokens=max_new_tokens, seed=0, tools=tools)
+    return load_prompts(config, tokenizer, max_new_tokens=max_new_tokens, seed=0, environment=EnvironmentDescription(tools, "tools"))
 
 
 def test_prompt_is_rendered_for_generation(tmp_path):
