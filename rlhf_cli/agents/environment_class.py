@@ -45,10 +45,14 @@ class ResetColumns:
 
 
 class ClassFacts(TypedDict):
-    """The facts about a class that the driver gets. `about` describes how the model reaches it."""
+    """The facts about a class that the driver gets. `about` describes how the model reaches it.
+
+    With `has_close` an object is closed at the end of its episode, not just killed.
+    """
 
     name: str
     about: str
+    has_close: bool
     tools: list[dict[str, object]]
     columns: ResetColumns
 
@@ -68,6 +72,10 @@ class EnvironmentClass:
     @property
     def about(self) -> str:
         return f"tools {', '.join(self.tools)}" if self.tools else "step reads the text of each turn"
+
+    @property
+    def has_close(self) -> bool:
+        return callable(getattr(self.type, "close", None))
 
     @property
     def owns_reward(self) -> bool:

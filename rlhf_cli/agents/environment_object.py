@@ -45,6 +45,15 @@ class EnvironmentObject:
         except BaseException as error:  # sys.exit() in an environment is a failure of this environment as well
             return Reply(failure=describe_error(error))
 
+    def close(self) -> None:
+        """Call the object's `close`, if it has one. Its errors are printed: nobody waits for them."""
+        if self._object is None or not self._found.has_close:
+            return
+        try:
+            self._resolve(self._object.close())
+        except BaseException as error:
+            print(f"{self._found.type.__name__}.close {describe_error(error)}", file=sys.stderr)
+
     def _answer(self, action: Action) -> Reply:
         match action:
             case Reset():

@@ -21,6 +21,7 @@ from rlhf_cli.errors import ProcessDied
 from rlhf_cli.rewards.workers.child import ChildProcess, describe_end
 
 _RECEIVE_SIZE = 1 << 20
+_END_SECONDS = 10.0  # for the server to end after its processes
 
 
 @dataclass(eq=False)
@@ -54,8 +55,12 @@ class EpisodeProcesses:
     The first order of a number begins its process. The clock of an order starts when the process gets it.
     """
 
-    def __init__(self, server: ChildProcess, bell: socket.socket, *, timeout: float, num_workers: int) -> None:
+    def __init__(
+        self, server: ChildProcess, bell: socket.socket, *, timeout: float, close_seconds: float, num_workers: int
+    ) -> None:
+        """Begin to listen; `close_seconds` is the limit for closing an object, 0 if objects are not closed."""
         self._server, self._timeout, self._num_workers = server, timeout, num_workers
+        self._close_seconds = close_seconds
         self._processes: dict[int, _Process] = {}
         self._waiting: deque[Order] = deque()
         self._running: set[_Process] = set()
@@ -68,14 +73,16 @@ class EpisodeProcesses:
         self._listen(bell, lambda: bell.recv(4096))
 
     def close(self) -> None:
-        """Close all sockets; the end of the server ends the processes."""
-        for process in self._processes.values():
-            if process.channel is not None:
-                process.channel.close()
-        for _, theirs in self._to_server:
+        """End all processes and wait for the server, which waits until they have ended."""
+        for number in list(self._processes):
+            self.drop(number)
+        self._server.socket.settimeout(_END_SECONDS)
+        self._flush_server()
+        for _, theirs in self._to_server:  # the server is gone
             if theirs is not None:
                 theirs.close()
         self._selector.close()
+        self._server.finish(self._close_seconds + _END_SECONDS)
 
     def put(self, order: Order) -> None:
         """Take an order, which may have to wait for other ones."""
@@ -83,11 +90,12 @@ class EpisodeProcesses:
         self._waiting.append(order)
 
     def drop(self, number: int) -> None:
-        """Kill a process and forget it and its orders."""
+        """End a process and forget it and its orders. An idle one may close its object first."""
         process = self._processes.pop(number, None)
         if process is not None:
+            is_idle = process not in self._running
             self._running.discard(process)
-            self._kill(process)
+            self._end(process, seconds=self._close_seconds if is_idle else 0.0)
 
     def work(self) -> list[tuple[int, Reply]]:
         """Hand out orders, wait until something happens or the bell rings, and return the new replies by number."""
@@ -177,12 +185,13 @@ class EpisodeProcesses:
         self._running.discard(process)
         self._replies.append((process.number, Reply(failure=reason)))
         process.end = reason
-        self._kill(process)
+        self._end(process, seconds=0.0)
 
-    def _kill(self, process: _Process) -> None:
+    def _end(self, process: _Process, *, seconds: float) -> None:
+        """End the stream, at which the process closes its object, and have it killed after so many seconds."""
         if process.channel is not None:
             self._forget(process)
-            self._ask(["kill", process.number])
+            self._ask(["end", process.number, seconds])
 
     def _forget(self, process: _Process) -> None:
         assert process.channel is not None

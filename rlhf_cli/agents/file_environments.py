@@ -69,6 +69,7 @@ class FileEnvironments:
             self._server.kill()
             raise
         self._columns, self._class_name = facts["columns"], facts["name"]
+        self._close_seconds = self._timeout if facts["has_close"] else 0.0
         about = f"{facts['name']} of {path.name}: {facts['about']}"
         self._description = EnvironmentDescription(tuple(facts["tools"]), about)
         self._bell, self._button = socket.socketpair()
@@ -83,7 +84,7 @@ class FileEnvironments:
         self.close()
 
     def close(self) -> None:
-        """Kill all processes."""
+        """End all processes; environments with a method `close` get as much time for it as for an action."""
         with self._changed:
             if self._is_closed:
                 return
@@ -134,7 +135,10 @@ class FileEnvironments:
             return [(self._episodes[number], reply) for number, reply in replies]
 
     def end(self, episode: int) -> None:
-        """Kill the process of that episode; its reply, if it owes one, never comes."""
+        """End the process of that episode; its reply, if it owes one, never comes.
+
+        A method `close` is called, unless the environment is at work on an action.
+        """
         with self._changed:
             self._drop(episode)
         self._ring()
@@ -178,7 +182,13 @@ class FileEnvironments:
             raise self._defect
 
     def _serve(self) -> None:
-        processes = EpisodeProcesses(self._server, self._bell, timeout=self._timeout, num_workers=self._num_workers)
+        processes = EpisodeProcesses(
+            self._server,
+            self._bell,
+            timeout=self._timeout,
+            close_seconds=self._close_seconds,
+            num_workers=self._num_workers,
+        )
         try:
             while not self._is_closed:
                 with self._changed:

@@ -5,9 +5,10 @@ a fork copies only the thread that calls it. It alone kills and reaps its childr
 number that another process has got since. Limits of time are the driver's business (episode_processes.py).
 
 Protocol: JSON, one value a line. In: `[source]`, then `["start", number]` with the child's socket beside it, and
-`["kill", number]`. Out: `{"value": description}` or `{"reason": ..., "trace": ...}`, then `[number, how, code]` when a
-child has ended by itself, with the code and the status of `os.waitid`, or `[number, reason]` if it could not start.
-A child reads actions from its socket and answers them (wire.py).
+`["end", number, seconds]`: the child is killed if it has not ended by itself within so many seconds. Out:
+`{"value": facts}` or `{"reason": ..., "trace": ...}`, then `[number, how, code]` when a child has ended by itself, with
+the code and the status of `os.waitid`, or `[number, reason]` if it could not start. A child reads actions from its
+socket and answers them (wire.py); at the end of the stream it closes its object.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections import deque
 from dataclasses import asdict
 from typing import Any
@@ -65,8 +67,13 @@ def _refuse_threads() -> None:
 
 def _facts(found: EnvironmentClass) -> dict[str, object]:
     """Return the class's facts. A child makes the schemas, so that the server does not keep their libraries."""
-    columns = asdict(found.columns)
-    return {"name": found.type.__name__, "about": found.about, "tools": _schemas(found), "columns": columns}
+    return {
+        "name": found.type.__name__,
+        "about": found.about,
+        "has_close": found.has_close,
+        "tools": _schemas(found),
+        "columns": asdict(found.columns),
+    }
 
 
 def _schemas(found: EnvironmentClass) -> object:
@@ -134,12 +141,13 @@ class _Server:
         self._found = found
         self._pids: dict[int, int] = {}  # of the children by their number
         self._numbers: dict[int, int] = {}  # the inverse
+        self._ending: dict[int, float] = {}  # when children are to be killed that the driver has forgotten
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._waker, False)
 
     def serve(self) -> None:
-        """Do as the driver asks until it is gone, then kill all children."""
+        """Do as the driver asks until it has no more requests, then kill all children but those that close."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         waiting = select.poll()
@@ -147,29 +155,42 @@ class _Server:
             waiting.register(descriptor, select.POLLIN)
         try:
             is_open = True
-            while is_open:
-                events = dict(waiting.poll(_LOOK_MS))
+            while is_open or self._ending:
+                events = dict(waiting.poll(self._patience_ms()))
                 if self._wake in events:
                     os.read(self._wake, 512)
-                if self._channel.fileno() in events:
-                    is_open = self._obey()
+                if is_open and self._channel.fileno() in events and not self._obey():
+                    is_open = False
+                    waiting.unregister(self._channel)
+                    for number in list(self._pids):
+                        self._end(number, 0.0)
+                _kill(*[pid for pid, end in self._ending.items() if end <= time.monotonic()])
                 self._reap()
-                is_open = is_open and self._lifeline not in events and os.getppid() == self._parent
+                if self._lifeline in events or os.getppid() != self._parent:
+                    break
         finally:
-            for pid in self._numbers:
-                _kill(pid)
+            _kill(*self._numbers, *self._ending)
+
+    def _patience_ms(self) -> float:
+        left = [1000 * (end - time.monotonic()) for end in self._ending.values()]
+        return max(1.0, min([_LOOK_MS, *left]))
 
     def _obey(self) -> bool:
-        """Do as the lines ask; return False if the driver is gone."""
+        """Do as the lines ask; return False if there are no more."""
         lines = self._requests.receive()
-        for word, number in lines or []:
+        for word, number, *seconds in lines or []:
             if word == "start":
                 self._start(number)
-            elif number in self._pids:
-                pid = self._pids.pop(number)
-                del self._numbers[pid]
-                _kill(pid)
+            else:
+                self._end(number, *seconds)
         return lines is not None
+
+    def _end(self, number: int, seconds: float) -> None:
+        """Let a child end by itself within so many seconds; it is not reported."""
+        pid = self._pids.pop(number, None)
+        if pid is not None:
+            del self._numbers[pid]
+            self._ending[pid] = time.monotonic() + seconds
 
     def _start(self, number: int) -> None:
         channel = socket.socket(fileno=self._requests.sockets.popleft())
@@ -213,15 +234,18 @@ class _Server:
                 return
             _kill(ended.si_pid)  # its number is its own until it is reaped
             os.waitpid(ended.si_pid, 0)
+            self._ending.pop(ended.si_pid, None)
             number = self._numbers.pop(ended.si_pid, None)
             if number is not None:
                 del self._pids[number]
                 _send(self._channel, [number, ended.si_code, ended.si_status])
 
 
-def _kill(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+def _kill(*leaders: int) -> None:
+    """Kill process groups; their leaders are reaped when their end is noticed."""
+    for leader in leaders:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
 
 
 def _reopened(lifeline: int) -> int:
@@ -235,6 +259,7 @@ def _reopened(lifeline: int) -> int:
 def _answer_actions(channel: socket.socket, environment: EnvironmentObject) -> None:
     for line in channel.makefile("rb"):
         channel.sendall(reply_line(environment.answer(read_action(line))))
+    environment.close()
 
 
 def _send(channel: socket.socket, line: object) -> None:

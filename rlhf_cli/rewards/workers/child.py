@@ -72,6 +72,12 @@ class ChildProcess:
         status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return None if status is None else (status.si_code, status.si_status)
 
+    def finish(self, seconds: float) -> None:
+        """Send it the end of the stream and wait for its own end, at most so many seconds."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the stream has ended
+            self.socket.shutdown(socket.SHUT_WR)
+            self._process.wait(seconds)
+
     def kill(self) -> None:
         """End the process and its children at once; no harm if they have ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -241,6 +241,47 @@ def test_an_episode_that_is_ended_never_replies(moods: Path) -> None:
         environments.end(0)
 
 
+CLOSED = """
+import time
+
+class Closed:
+    async def reset(self, note, seconds=0):
+        self.note, self.seconds = note, seconds
+
+    def step(self, text):
+        open(f"{self.note} works", "w").close()
+        time.sleep(600)
+
+    async def close(self):
+        time.sleep(self.seconds)
+        open(self.note, "w").close()
+"""
+
+
+def test_idle_environments_are_closed_within_their_limit(tmp_path: Path) -> None:
+    (tmp_path / "closed.py").write_text(CLOSED)
+    notes = [tmp_path / str(episode) for episode in range(4)]
+    with opened(tmp_path / "closed.py") as environments:
+        for episode, note in enumerate(notes):
+            ask(environments, episode, Reset({"note": str(note)}, 0))
+        environments.send(2, Text(""))
+        wait_until((tmp_path / "2 works").exists)
+        environments.end(0)
+        environments.end(2)
+        wait_until(notes[0].exists)
+        wait_until(lambda: len(process_tree(os.getpid())) == 3)
+        assert [note.exists() for note in notes] == [True, False, False, False]
+    assert [note.exists() for note in notes] == [True, True, False, True]
+
+
+def test_an_environment_that_does_not_close_in_time_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "closed.py").write_text(CLOSED)
+    with opened(tmp_path / "closed.py", timeout=1.5) as environments:
+        environments.send(0, Reset({"note": str(tmp_path / "note"), "seconds": 600}, 0))
+        environments.collect()
+    assert not (tmp_path / "note").exists()
+
+
 def test_collect_waits_no_longer_than_it_may(moods: Path) -> None:
     with opened(moods) as environments:
         environments.send(0, Reset({"kind": "hang"}, 0))
