@@ -93,3 +93,19 @@ def check_step_rewards(config: OwnResponsesConfig, algorithm: Algorithm) -> None
         raise UsageError(f"--prm_pretrain: {algorithm.name} compares whole responses; rewards of steps go with {names}")
     if isinstance(config.policy_settings, GroupPolicyConfig) and config.policy_settings.advantage_std == "none":
         raise UsageError("--prm_pretrain: rewards of steps are normalised by their std, and advantage_std is none")
+
+
+def check_episodes(config: OwnResponsesConfig) -> None:
+    """Raise UsageError for settings that do not go with episodes of several turns."""
+    if config.episode_settings.environment is None:
+        return
+    if config.steps is not None:
+        raise UsageError(
+            "--prm_pretrain: the steps of a response with observations of an environment are not found yet"
+        )
+    reward = config.reward_settings
+    by_length = [call.name for call in reward.rewards if call.row.kind == "length"]
+    given = "overlong_buffer_len" if reward.overlong_buffer_len is not None else None
+    named = f"--{given}" if given else f"--reward_funcs {by_length[0]}" if by_length else None
+    if named is not None:
+        raise UsageError(f"{named} is about one response of at most max_new_tokens, and an episode has several turns")

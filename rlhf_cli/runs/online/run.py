@@ -35,7 +35,7 @@ from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
-from rlhf_cli.runs.online.checks import check_batches, check_filtering, check_step_rewards
+from rlhf_cli.runs.online.checks import check_batches, check_episodes, check_filtering, check_step_rewards
 from rlhf_cli.runs.online.evaluation import (
     best_facts,
     evaluation_task,
@@ -207,19 +207,7 @@ def _attempt(run: _OnlineRun, stop: StopSignal) -> Finished:
 
 def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _OnlineRun:
     """Return the run, after all checks that need no process. Raise UsageError if a check fails."""
-    check_tracking(config.tracking)
-    check_batches(config, algorithm)
-    check_filtering(config)
-    check_step_rewards(config, algorithm)
-    if config.reference_settings.ref_sync_steps and not config.policy_settings.init_kl_coef:
-        raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
-    for role in ("actor", "critic"):
-        check_deepspeed(
-            config.deepspeed.of(role),
-            param_dtype=config.model.param_dtype,
-            optimizer=config.optim.optim,
-            sleeps=config.placement.deepspeed_enable_sleep,
-        )
+    _check_settings(config, algorithm)
     backend = rollout_backend(config.rollout)
     check_sync_backend(config.rollout.vllm_sync_backend, engine=backend)
     check_vllm_args(config.rollout, backend=backend)
@@ -259,6 +247,24 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
     check_rewards(config.reward, *(read.prompts for read in all_data))
     return run
+
+
+def _check_settings(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
+    """Raise UsageError if settings do not go together, as far as no model is needed to see it."""
+    check_tracking(config.tracking)
+    check_batches(config, algorithm)
+    check_filtering(config)
+    check_step_rewards(config, algorithm)
+    check_episodes(config)
+    if config.reference_settings.ref_sync_steps and not config.policy_settings.init_kl_coef:
+        raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
+    for role in ("actor", "critic"):
+        check_deepspeed(
+            config.deepspeed.of(role),
+            param_dtype=config.model.param_dtype,
+            optimizer=config.optim.optim,
+            sleeps=config.placement.deepspeed_enable_sleep,
+        )
 
 
 def _load_data(

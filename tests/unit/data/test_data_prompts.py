@@ -18,7 +18,8 @@ def load(tmp_path, tokenizer, *rows, max_new_tokens=16, tools=(), **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = PromptConfig(**{"prompt_data": str(path), **settings})
-    return load_prompts(config, tokenizer, max_new_tokens=max_new_tokens, seed=0, environment=EnvironmentDescription(tools, "tools"))
+    environment = EnvironmentDescription(tools, "tools") if tools else None
+    return load_prompts(config, tokenizer, max_new_tokens=max_new_tokens, seed=0, environment=environment)
 
 
 def test_prompt_is_rendered_for_generation(tmp_path):
