@@ -102,11 +102,57 @@ MISTRAL_11 = (  # each call behind a token: name, token, arguments
     {%- endif %}
 {%- endfor %}"""
 )
-PYTHONIC = QWEN_TAGS.split("{%- for call")[0] + (  # no notation that can be read back: calls as Python
-    "{%- for call in message.tool_calls or [] %}{{- call.function.name + '(' }}"
-    "{%- for key, value in call.function.arguments.items() %}{{- key + '=' + value | string }}{%- endfor %}"
-    "{{- ')' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+PYTHONIC = (  # a list of calls as Python writes them
+    QWEN_TAGS.split("{%- for call")[0]
+    + """{%- for call in message.tool_calls or [] %}
+            {{- '<|tool_call_start|>[' if loop.first else ', ' }}{{- call.function.name + '(' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- (', ' if not loop.first else '') + key + '=' }}
+                {%- if value is string %}{{- "'" + value + "'" }}
+                {%- else %}{{- value | string }}{%- endif %}
+            {%- endfor %}
+            {{- ')' + (']<|tool_call_end|>' if loop.last else '') }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+)
+GEMMA_4 = (  # keys as they are, texts between tokens, words behind calls; results continue the turn
+    "{{- bos_token + '<|turn>system\n' }}"
+    + TOOL_LIST
+    + """{{- '<turn|>\n' }}
+{%- macro write(value) %}
+    {%- if value is string %}{{- '<|"|>' + value + '<|"|>' }}
+    {%- elif value is mapping %}{{- '{' }}
+        {%- for key, inner in value.items() %}
+            {{- (',' if not loop.first else '') + key + ':' + write(inner) }}
+        {%- endfor %}
+        {{- '}' }}
+    {%- elif value is iterable %}{{- '[' }}
+        {%- for inner in value %}{{- (',' if not loop.first else '') + write(inner) }}{%- endfor %}{{- ']' }}
+    {%- else %}{{- value | tojson }}{%- endif %}
+{%- endmacro %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{{- '<|tool_response>response:' + write(message.content) + '<tool_response|>' }}
+    {%- elif message.role == 'assistant' and message.tool_calls %}
+        {%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|turn>model\n' }}{%- endif %}
+        {%- for call in message.tool_calls %}
+            {{- '<|tool_call>call:' + call.function.name + write(call.function.arguments) + '<tool_call|>' }}
+        {%- endfor %}
+        {{- message.content or '' }}{%- if loop.last %}{{- '<|tool_response>' }}{%- endif %}
+    {%- else %}
+        {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}
+        {{- message.content + '<turn|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{- '<|turn>model\n' }}{%- endif %}"""
+)
+UNREADABLE = QWEN_TAGS.split("{%- for call")[0] + (  # calls as an assignment
+    "{%- for call in message.tool_calls or [] %}{{- call.function.name + ' := ' }}"
+    "{%- for key, value in call.function.arguments.items() %}{{- key + ' ' + value | string }}{%- endfor %}"
+    "{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 
 
@@ -147,6 +193,30 @@ def mistral_11_calls(calls: list[dict]) -> str:
     )
 
 
+def python_calls(calls: list[dict]) -> str:
+    each = (
+        f"{call['function']['name']}({', '.join(f'{key}={value!r}' for key, value in _arguments(call))})"
+        for call in calls
+    )
+    return "<|tool_call_start|>[" + ", ".join(each) + "]<|tool_call_end|>"
+
+
+def gemma_value(value: object) -> str:
+    """Write a value between brackets or tokens."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma_value(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(gemma_value, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+def gemma_calls(calls: list[dict]) -> str:
+    functions = [call["function"] for call in calls]
+    return "".join(
+        f"<|tool_call>call:{function['name']}{gemma_value(function['arguments'])}<tool_call|>" for function in functions
+    )
+
+
 qwen_tags = tagged(
     "<tool_call>\n<function={}>\n",
     "<parameter={}>\n{}\n</parameter>\n",
@@ -162,10 +232,15 @@ MISTRAL_11_SPECIALS = (
     *("</s>", "<s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[CALL_ID]"),
     *("[ARGS]", "[TOOL_RESULTS]", "[TOOL_CONTENT]", "[/TOOL_RESULTS]"),
 )
+GEMMA_4_SPECIALS = (
+    *("<turn|>", "<|turn>", "<bos>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+)
 TOOL_FAMILIES = {
     "Qwen with tags": Family(QWEN_TAGS, QWEN_SPECIALS, calls=qwen_tags),
     "GLM": Family(GLM, GLM_SPECIALS, calls=glm_calls),
     "gpt-oss": Family(GPT_OSS, GPT_SPECIALS, calls=gpt_oss_calls, parallel=False),
+    "LFM 2": Family(PYTHONIC, (*QWEN_SPECIALS, "<|tool_call_start|>", "<|tool_call_end|>"), calls=python_calls),
+    "Gemma 4": Family(GEMMA_4, GEMMA_4_SPECIALS, bos="<bos>", calls=gemma_calls),
     "Mistral 11": Family(MISTRAL_11, MISTRAL_11_SPECIALS, bos="<s>", calls=mistral_11_calls),
 }
 """As `FAMILIES`, for tests of calls and turns alone: GLM's template ends no turn that could be trained."""

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.agents.records import ToolCall
 from rlhf_cli.data.formats.conversations import Message, Tool
 from rlhf_cli.data.formats.conversations import ToolCall as RenderedCall
-from rlhf_cli.data.templates.call_bodies import CallBody, CallFault, NamedJsonBody, TaggedBody, body_of, loose
+from rlhf_cli.data.templates.call_bodies import CallBody, CallFault, NamedJsonBody, Place, TaggedBody, body_of, loose
+from rlhf_cli.data.templates.call_pairs import pairs_body_of
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.text import TRIAL, TRIAL_TOOL, TemplateFault
 from rlhf_cli.data.templates.turn_spans import EMPTY_THOUGHT, THOUGHT_END, THOUGHT_START, num_shared, skip_space
@@ -21,7 +22,7 @@ from rlhf_cli.errors import UsageError
 
 _WORDS = TRIAL[1].content
 _FIRST = RenderedCall("probe_7f3a", {"first_7f3a": "copper 7f3a", "second_7f3a": 73}, "abcdefghi")
-_SECOND = RenderedCall("other_7f3a", {"third_7f3a": "iron 7f3a", "fourth_7f3a": 37}, "jklmnopqr")
+_SECOND = RenderedCall("other_7f3a", {"fifth_7f3a": "iron 7f3a", "sixth_7f3a": 37}, "jklmnopqr")
 _BARE = RenderedCall("bare_7f3a", {}, "stuvwxyza")
 """Calls whose rendering shows the marks: no template has these words, and Mistral's wants ids of nine letters."""
 
@@ -79,7 +80,7 @@ class CallFormat:
                 found, place = self._calls_at(text, opened.end())
             except CallFault as fault:
                 if self._is_call(text, opened):
-                    faults.append(f"A call was not made: it {fault}.")
+                    faults.append(f"The call {fault}, so it was not made.")
                 place = len(text) if self._is_at_start else opened.end()
                 continue
             calls += found
@@ -182,22 +183,23 @@ class _Probe:
             prompt, _ = text.render(asked, (TRIAL_TOOL,), add_generation_prompt=True)
         except TemplateFault:
             return None
-        start = num_shared(prompt, whole)
-        tokens = re.finditer("|".join(map(re.escape, self._controls)) or "$", whole)
-        start = next((token.start() for token in tokens if token.start() < start < token.end()), start)
-        return whole[start:] if all(call.name in whole[start:] for call in calls) else None
+        turn = whole[len(self._whole_tokens(whole, num_shared(prompt, whole))) :]
+        return turn if all(call.name in turn for call in calls) else None
+
+    def _place_of(self, text: str, call: RenderedCall) -> Place | None:
+        return body_of(text, _as_read(call), self._controls) or pairs_body_of(text, call)
 
     def format(self) -> CallFormat | None:
         """Return the format that the turns show; None without a known notation."""
         alone = self.turn(_FIRST) or ""
-        place = body_of(alone, _as_read(_FIRST), self._controls)
+        place = self._place_of(alone, _FIRST)
         if place is None:
             return None
         body, (start, stop) = place
         between, second_tail = self._divided()
-        closing, end = self._without_end(alone[stop:], is_only=between is None)
+        closing, end = self._without_end(alone[stop:], between)
         if second_tail is not None:
-            second, end = self._without_end(second_tail, is_only=False)
+            second, end = self._without_end(second_tail, between)
             closing = closing[: num_shared(closing, second)]
         opening = self._opening(alone[:start])
         if isinstance(body, NamedJsonBody):
@@ -210,7 +212,7 @@ class _Probe:
     def _divided(self) -> tuple[str | None, str | None]:
         """Return the text between two calls of a turn and the text behind them; None if a turn has one call alone."""
         both = self.turn(_FIRST, _SECOND) or ""
-        first, second = (body_of(both, _as_read(call), self._controls) for call in (_FIRST, _SECOND))
+        first, second = (self._place_of(both, call) for call in (_FIRST, _SECOND))
         if first is None or second is None or first[1][1] > second[1][0]:
             return None, None
         return both[first[1][1] : second[1][0]], both[second[1][1] :]
@@ -218,7 +220,7 @@ class _Probe:
     def _opening(self, head: str) -> str:
         """Return the mark before a call: the head of a turn without words, as far as it follows words too."""
         worded = self.turn(_FIRST, content=_WORDS) or ""
-        place = body_of(worded, _as_read(_FIRST), self._controls)
+        place = self._place_of(worded, _FIRST)
         words = worded.find(_WORDS)
         if place is None or not 0 <= words < place[1][0]:
             return EMPTY_THOUGHT.sub("", head).strip()
@@ -226,16 +228,24 @@ class _Probe:
         num_last = num_shared(head[::-1], behind[::-1])
         return head[len(head) - num_last :].strip()
 
-    def _without_end(self, tail: str, *, is_only: bool) -> tuple[str, str]:
+    def _without_end(self, tail: str, between: str | None) -> tuple[str, str]:
         """Return the text behind a call up to the end of its turn, and that end.
 
-        The end may be a token of calls alone, as gpt-oss's <|call|>: then it is all that follows the call.
+        The end may be a token of calls alone, as gpt-oss's <|call|>: then it is all that follows the mark with which
+        the call before another one ends.
         """
         found = [(place, end) for end in self._ends if (place := tail.find(end)) >= 0]
         if found:
             place, end = min(found)
             return tail[:place], end
-        return ("", tail.strip()) if is_only and tail.strip() in self._controls else (tail, "")
+        closing = "" if between is None else self._whole_tokens(tail, num_shared(tail, between))
+        rest = tail[len(closing) :].strip()
+        return (closing, rest) if rest in self._controls else (tail, "")
+
+    def _whole_tokens(self, text: str, stop: int) -> str:
+        """Return the start of a text, without a control token that it would cut."""
+        tokens = re.finditer("|".join(map(re.escape, self._controls)) or r"(?!)", text)
+        return text[: next((token.start() for token in tokens if token.start() < stop < token.end()), stop)]
 
     def is_read_by(self, found: CallFormat) -> bool:
         """Return whether the format reads the turns that the template writes."""

@@ -5,7 +5,7 @@ import json
 import pytest
 from chat_tokenizers import make_tokenizer
 from model_templates import FAMILIES, QWEN_SPECIALS
-from tool_templates import PYTHONIC, TOOL_FAMILIES
+from tool_templates import TOOL_FAMILIES, UNREADABLE
 
 from rlhf_cli.agents.records import ToolCall
 from rlhf_cli.data.templates.chat_template import ChatTemplate
@@ -116,14 +116,14 @@ FAULTS = {
 @pytest.mark.parametrize("text", FAULTS, ids=range(len(FAULTS)))
 def test_malformed_call_is_a_fault_and_stays_in_the_content(text):
     turn = "<tool_call>\n" + text
-    assert format_of("Qwen 2.5").parse(turn) == ParsedTurn(turn, (), (f"A call was not made: it {FAULTS[text]}.",))
+    assert format_of("Qwen 2.5").parse(turn) == ParsedTurn(turn, (), (f"The call {FAULTS[text]}, so it was not made.",))
 
 
 def test_calls_around_a_malformed_one_are_read():
     good = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
     parsed = format_of("Qwen 2.5").parse(f"{good}\n<tool_call>\nnothing\n</tool_call>\n{good}")
     assert parsed.calls == (ToolCall("time", {}),) * 2
-    assert parsed.faults == ("A call was not made: it has broken JSON: Expecting value at its character 1.",)
+    assert parsed.faults == ("The call has broken JSON: Expecting value at its character 1, so it was not made.",)
 
 
 def test_equal_faults_are_named_once():
@@ -175,7 +175,28 @@ def test_types_of_arguments_come_from_the_tools():
     ],
 )
 def test_fault_in_tags_is_named(text, fault):
-    assert format_of("Qwen with tags").parse("<tool_call>\n" + text).faults == (f"A call was not made: it {fault}.",)
+    assert format_of("Qwen with tags").parse("<tool_call>\n" + text).faults == (
+        f"The call {fault}, so it was not made.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("weather(city='Rome'", "has arguments that cannot be read: , was expected before '<|tool_call_end|>'"),
+        ("weather(city='Rome', city='Bonn')]", "has arguments that cannot be read: city is there twice"),
+        (
+            "weather(city=Rome)]",
+            "has arguments that cannot be read: 'Rome' is neither a number nor in quotes",
+        ),
+        ("weather(city=" + "[" * 100_000, "has arguments that are nested too deeply"),
+        ("weather(city='\\x')]", "has arguments that cannot be read: the text \"'\\\\x'\" has a broken escape"),
+        ("weather(days=1 2)]", "has arguments that cannot be read: '1 2' is neither a number nor in quotes"),
+    ],
+)
+def test_fault_in_pairs_is_named(text, fault):
+    parsed = format_of("LFM 2").parse("<|tool_call_start|>[" + text + "<|tool_call_end|>")
+    assert parsed.faults == (f"The call of weather {fault}, so it was not made.",)
 
 
 @pytest.mark.parametrize("name", ["Gemma 2", "Gemma 3", "Phi 3"])
@@ -185,5 +206,5 @@ def test_template_without_calls_is_refused(name):
 
 
 def test_notation_that_cannot_be_read_back_is_refused():
-    with pytest.raises(UsageError, match=r"a notation that cannot be read back, 'probe_7f3a\(first_7f3a=copper"):
-        format_of("", PYTHONIC)
+    with pytest.raises(UsageError, match=r"a notation that cannot be read back, 'probe_7f3a := first_7f3a copper"):
+        format_of("", UNREADABLE)

@@ -26,7 +26,9 @@ GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 def bridge_of(name, tools=TOOLS, tokenizer=None, **kwargs):
     """The bridge of a family, whose engine ends turns as the family's models do."""
     tokenizer = tokenizer or ALL[name].tokenizer()
-    ends = {"GLM": GLM_ENDS, "gpt-oss": ("<|return|>", "<|call|>")}.get(name, (ALL[name].end,))
+    ends = {"GLM": GLM_ENDS, "gpt-oss": ("<|return|>", "<|call|>"), "Gemma 4": ("<turn|>", "<|tool_response>")}.get(
+        name, (ALL[name].end,)
+    )
     return TurnBridge(
         ChatTemplate(tokenizer, kwargs),
         tokenizer,
@@ -51,7 +53,7 @@ def call_turn(name, number):
     write = ALL[name].calls
     assert write is not None
     written = write([{"id": call.id, "type": "function", "function": function}])
-    end = {"GLM": "<|observation|>", "gpt-oss": "<|call|>"}.get(name, ALL[name].end)
+    end = {"GLM": "<|observation|>", "gpt-oss": "<|call|>", "Gemma 4": "<|tool_response>"}.get(name, ALL[name].end)
     return Message("assistant", "", (call,)), written + end
 
 
@@ -269,8 +271,8 @@ def test_text_behind_a_turn_that_depends_on_the_history_is_rendered_with_it():
 
 def test_malformed_call_has_a_result_in_every_notation():
     for name in CALLING:
-        result = tool_results([(None, "A call was not made: it has no name.")], first=7)
+        result = tool_results([(None, "The call has no name, so it was not made.")], first=7)
         ids = bridge_of(name).after(Conversation((ASK, Message("assistant", "x"))), result, last_id=0)
         text = text_of(ALL[name].tokenizer(), ids)
-        assert re.search("A call was not made: it has no name.", text)
+        assert re.search("The call has no name, so it was not made.", text)
         assert not re.search("call0000[^7]", text)
