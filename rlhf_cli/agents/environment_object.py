@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from rlhf_cli.agents.environment_class import EnvironmentClass
-from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text, ToolCall
+from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text
+from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.errors import one_line
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.sandbox.run import SandboxError

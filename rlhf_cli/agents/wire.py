@@ -3,7 +3,8 @@
 import json
 from dataclasses import asdict
 
-from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text, ToolCall
+from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text
+from rlhf_cli.data.formats.conversations import ToolCall
 
 
 def action_line(action: Action) -> bytes:

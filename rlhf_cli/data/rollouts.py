@@ -15,7 +15,7 @@ class SamplingParams:
 
     The order is vLLM's: `repetition_penalty`, `temperature`, `min_p`, `top_k` (0 for all tokens), `top_p`. Greedy
     sampling takes the likeliest token after the penalty alone. `stop` are texts that end a response as soon as one of
-    them is in it.
+    them is in it; `end_ids` are tokens that end it besides those of the model.
     """
 
     max_new_tokens: int
@@ -26,6 +26,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     greedy: bool = False
     stop: tuple[str, ...] = ()
+    end_ids: tuple[int, ...] = ()
 
 
 def sampling_params(sampling: ResponseSamplingConfig) -> SamplingParams:

@@ -45,6 +45,8 @@ class FakeEnvironments:
 class FakeDialogue:
     """A turn's text is its characters; `c` calls the tool, `x` is a call that cannot be read."""
 
+    end_ids = (0,)
+
     def read(self, token_ids: Sequence[int]) -> ParsedTurn:
         text = "".join(map(chr, token_ids))
         calls = tuple(ToolCall("look", {"at": i}) for i in range(text.count("c")))

@@ -70,7 +70,7 @@ class TransformersBatch:
         self._model = model
         self._tower = tower
         self._sampling = sampling
-        self._eos = eos
+        self._eos = torch.tensor(sorted({*eos.tolist(), *sampling.end_ids}), device=eos.device)
         self._stop = stop
         self._device = eos.device
         prompts = {request.prompt: request for request in requests}

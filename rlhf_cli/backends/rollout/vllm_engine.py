@@ -313,7 +313,7 @@ def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: li
         seed=request.seed,
         logprobs=0,
         flat_logprobs=True,  # else one dict and one object for each token, which the garbage collector walks
-        stop_token_ids=eos,
+        stop_token_ids=sorted({*eos, *sampling.end_ids}),
         ignore_eos=True,  # the list above is complete
         extra_args={STOP: list(sampling.stop)},
         detokenize=False,

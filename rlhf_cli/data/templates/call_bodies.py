@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlhf_cli.agents.records import ToolCall
+from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.data.templates.turn_spans import Span, num_shared, skip_space
 
 NAME = re.compile(r"[\w.:/-]+")

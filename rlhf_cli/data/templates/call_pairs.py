@@ -8,8 +8,7 @@ import ast
 import re
 from dataclasses import dataclass
 
-from rlhf_cli.agents.records import ToolCall
-from rlhf_cli.data.formats.conversations import ToolCall as RenderedCall
+from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.data.templates.call_bodies import NAME, CallFault, Place, called, json_at, name_at
 from rlhf_cli.data.templates.turn_spans import skip_space
 
@@ -123,7 +122,7 @@ def _python_text(written: str) -> str:
         raise CallFault(f"the text {written!r:.60} has a broken escape") from None
 
 
-def pairs_body_of(text: str, call: RenderedCall) -> Place | None:
+def pairs_body_of(text: str, call: ToolCall) -> Place | None:
     """Return the notation of a known call that a text shows in pairs, None if it shows none."""
     start = text.find(call.name)
     if start < 0 or not call.arguments:

@@ -22,6 +22,8 @@ class ChatDialogue:
         vocab_size: embeddings of the model.
         system_prompt: the message before conversations that have no system message.
 
+    `end_ids` of the object are tokens at which a turn has to end.
+
     Raises:
         UsageError: the template has no place for calls or observations.
     """
@@ -39,15 +41,21 @@ class ChatDialogue:
         self._tokenizer = tokenizer
         self._tools = tuple(tools)
         self._calls = call_format_of(template, tokenizer, tools) if tools else None
-        self._bridge = TurnBridge(template, tokenizer, tools, end_ids=end_ids, vocab_size=vocab_size)
-        self._end_ids = frozenset(end_ids)
+        self.end_ids = tuple(sorted({*end_ids, *self._ends_of_calls()}))
+        self._bridge = TurnBridge(template, tokenizer, tools, end_ids=self.end_ids, vocab_size=vocab_size)
         self._system_prompt = system_prompt
+
+    def _ends_of_calls(self) -> list[int]:
+        """Return the token that ends a turn of calls, as gpt-oss's <|call|>, which ends no other turn."""
+        if self._calls is None or not self._calls.end:
+            return []
+        return [self._tokenizer.convert_tokens_to_ids(self._calls.end)]
 
     def read(self, token_ids: Sequence[int]) -> ParsedTurn:
         """Return the text and the calls of a sampled turn."""
         if self._calls is None:
             return ParsedTurn(text_of(self._tokenizer, token_ids, skip_special_tokens=True), (), ())
-        is_ended = bool(token_ids) and token_ids[-1] in self._end_ids
+        is_ended = bool(token_ids) and token_ids[-1] in self.end_ids
         own_ids = token_ids[:-1] if is_ended else token_ids
         return self._calls.parse(text_of(self._tokenizer, own_ids, skip_special_tokens=False))
 

@@ -10,9 +10,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.agents.records import ToolCall
-from rlhf_cli.data.formats.conversations import Message, Tool
-from rlhf_cli.data.formats.conversations import ToolCall as RenderedCall
+from rlhf_cli.data.formats.conversations import Message, Tool, ToolCall
 from rlhf_cli.data.templates.call_bodies import CallBody, CallFault, NamedJsonBody, Place, TaggedBody, body_of, loose
 from rlhf_cli.data.templates.call_pairs import pairs_body_of
 from rlhf_cli.data.templates.chat_template import ChatTemplate
@@ -21,9 +19,9 @@ from rlhf_cli.data.templates.turn_spans import EMPTY_THOUGHT, THOUGHT_END, THOUG
 from rlhf_cli.errors import UsageError
 
 _WORDS = TRIAL[1].content
-_FIRST = RenderedCall("probe_7f3a", {"first_7f3a": "copper 7f3a", "second_7f3a": 73}, "abcdefghi")
-_SECOND = RenderedCall("other_7f3a", {"fifth_7f3a": "iron 7f3a", "sixth_7f3a": 37}, "jklmnopqr")
-_BARE = RenderedCall("bare_7f3a", {}, "stuvwxyza")
+_FIRST = ToolCall("probe_7f3a", {"first_7f3a": "copper 7f3a", "second_7f3a": 73}, "abcdefghi")
+_SECOND = ToolCall("other_7f3a", {"fifth_7f3a": "iron 7f3a", "sixth_7f3a": 37}, "jklmnopqr")
+_BARE = ToolCall("bare_7f3a", {}, "stuvwxyza")
 """Calls whose rendering shows the marks: no template has these words, and Mistral's wants ids of nine letters."""
 
 
@@ -175,7 +173,7 @@ class _Probe:
         except TemplateFault:
             self._ends = ()
 
-    def turn(self, *calls: RenderedCall, content: str = "") -> str | None:
+    def turn(self, *calls: ToolCall, content: str = "") -> str | None:
         """Return the text of a turn behind the generation prompt; None if the template does not show its calls."""
         text, asked = self._template.text, TRIAL[:1]
         try:
@@ -186,7 +184,7 @@ class _Probe:
         turn = whole[len(self._whole_tokens(whole, num_shared(prompt, whole))) :]
         return turn if all(call.name in turn for call in calls) else None
 
-    def _place_of(self, text: str, call: RenderedCall) -> Place | None:
+    def _place_of(self, text: str, call: ToolCall) -> Place | None:
         return body_of(text, _as_read(call), self._controls) or pairs_body_of(text, call)
 
     def format(self) -> CallFormat | None:
@@ -263,5 +261,6 @@ class _Probe:
         return True
 
 
-def _as_read(call: RenderedCall) -> ToolCall:
-    return ToolCall(call.name, call.arguments)
+def _as_read(call: ToolCall) -> ToolCall:
+    """Return the call as it is read: a model's id of it is dropped."""
+    return replace(call, id=None)

@@ -28,6 +28,11 @@ _WAIT_SECONDS = 0.05  # for responses of the engines while replies of environmen
 class Dialogue(Protocol):
     """Turns as text and tokens, by the chat template of the policy."""
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens at which a turn ends."""
+        ...
+
     def read(self, token_ids: Sequence[int]) -> ParsedTurn:
         """Return the text and the calls of a sampled turn."""
         ...
@@ -149,7 +154,7 @@ class EpisodeEngines:
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start an episode for each request, whose row its environment gets."""
-        self._sampling, self._max_tokens = sampling, None
+        self._sampling, self._max_tokens = replace(sampling, end_ids=self._dialogue.end_ids), None
         self._first, self._num_started = self._num_started, self._num_started + len(requests)
         self._episodes = {number: _started(request) for number, request in enumerate(requests)}
         for number, request in enumerate(requests):

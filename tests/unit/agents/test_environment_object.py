@@ -10,7 +10,8 @@ import pytest
 
 from rlhf_cli.agents.environment_class import described, tool_schemas
 from rlhf_cli.agents.environment_object import ENDED, EnvironmentObject
-from rlhf_cli.agents.records import Calls, Finish, Reply, Reset, Text, ToolCall
+from rlhf_cli.agents.records import Calls, Finish, Reply, Reset, Text
+from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.sandbox.run import SandboxError
 

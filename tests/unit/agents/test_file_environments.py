@@ -12,8 +12,9 @@ import pytest
 from scoring import is_alive, wait_until
 
 from rlhf_cli.agents.file_environments import FileEnvironments
-from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text, ToolCall
+from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text
 from rlhf_cli.backends.rollout.processes import process_tree
+from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.errors import ProcessDied, UsageError
 
 pytestmark = pytest.mark.usefixtures("no_process_is_left")

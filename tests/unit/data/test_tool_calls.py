@@ -7,7 +7,7 @@ from chat_tokenizers import make_tokenizer
 from model_templates import FAMILIES, QWEN_SPECIALS
 from tool_templates import TOOL_FAMILIES, UNREADABLE
 
-from rlhf_cli.agents.records import ToolCall
+from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.tool_calls import ParsedTurn, call_format_of
 from rlhf_cli.errors import UsageError

@@ -7,12 +7,16 @@ Leaves out Ray: the ranks and the rollout engine are called in this process. Eve
 
 import asyncio
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from episode_fakes import FakeDialogue, FakeEnvironments
 from online_fakes import FakeScorer, FakeTracker
 from online_settings import online_settings, resolve
 from safetensors.torch import load_file
@@ -20,6 +24,7 @@ from site_hooks import undocumented
 from tiny_vision import save_tiny_vision
 from vision_sequences import vision_sequences
 
+from rlhf_cli.agents.records import Action, Reply, Reset, Text
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.backends.roles.groups import (
     ActorRole,
@@ -41,6 +46,7 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.models.adapters import plan_adapter
 from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
 from rlhf_cli.trainers.online.state import LoopState, first_state
@@ -144,10 +150,15 @@ def train(
     folder: Path,
     prompts: Sequence[Prompt] = PROMPTS,
     checkpoint: Path | None = None,
+    *,
+    play: Callable[[OneEngine], Any] = lambda engine: engine,
+    scorer: FakeScorer | None = None,
+    iterations: int = ITERATIONS,
 ) -> tuple[list[Any], list[Any], dict[str, torch.Tensor]]:
     """(metrics and samples of each iteration, the weights that came out).
 
-    The first iteration is saved in the folder `checkpoint`; if that is there already, the run goes on from it.
+    The first iteration is saved in the folder `checkpoint`; if that is there already, the run goes on from it. `play`
+    makes other engines of the one engine, whose responses are episodes.
     """
     algorithm, settings, dealer = ALGORITHMS[row], role_settings(config, 1e-2), Dealer(1, config.batch, 0.0)
 
@@ -173,8 +184,8 @@ def train(
         CriticRole(trained(critic)) if critic else None,
         reference_of(settings, policy, dealer),
         None,
-        engine,
-        Scorer([], fails=lambda index: False),
+        play(engine),
+        scorer or Scorer([], fails=lambda index: False),
     )
     train_online(
         roles,
@@ -182,7 +193,7 @@ def train(
         prompts=prompts,
         decode=lambda token_ids: "".join(map(chr, token_ids)),
         state=state,
-        total_iterations=ITERATIONS,
+        total_iterations=iterations,
         save_steps=1,
         hooks=OnlineHooks(tracker, save, lambda: False),
     )
@@ -277,3 +288,102 @@ def test_adapters_of_a_vision_model_are_pushed_merged_and_move_the_parts_that_ha
     assert run[2].keys() == before.keys()
     moved = {name.split(".")[0] for name, weight in run[2].items() if not weight.equal(before[name])}
     assert moved == ({"model", "visual"} if with_tower else {"model"})
+
+
+class WorthOfEpisodes(FakeScorer):
+    """An episode is worth what its environment gave."""
+
+    def judge(self, request: ScoreRequest) -> Score:
+        assert request.episode_reward is not None
+        return Score(request.episode_reward, "scored", parts={"environment": request.episode_reward})
+
+
+def parity_game(*, is_shown: bool = True) -> FakeEnvironments:
+    """Whatever the model says first, it gets a token and has to say one of the same parity. Without `is_shown` it gets
+    another token than the one that counts.
+    """
+    counted: dict[int, int] = {}
+
+    def answer(episode: int, turn: int, action: Action) -> Reply:
+        if isinstance(action, Reset):
+            counted[episode] = 70 + zlib.crc32(f"{action.seed}".encode()) % 2
+            return Reply()
+        if turn == 1:
+            return Reply((chr(counted[episode] if is_shown else 72),))
+        assert isinstance(action, Text)
+        return Reply((), float(ord(action.text[0]) % 2 == counted[episode] % 2), is_done=True)
+
+    return FakeEnvironments(answer)
+
+
+def episodes_config(command: str, folder: str, **given: Any) -> OnlineConfig:
+    small = {"rollout_batch_size": 4, "n_samples_per_prompt": 8, "train_batch_size": 32, "max_new_tokens": 1}
+    return resolve(
+        command,
+        pretrain=folder,
+        param_dtype="fp32",
+        init_kl_coef=0.001,
+        reward_funcs="environment",
+        **{"environment": "parity.py", **small, **given},
+    )
+
+
+def episode_prompts(count: int) -> list[Prompt]:
+    row = json.dumps({"prompt": "p", "columns": {}})
+    return [Prompt([40 + i % 8, 50, 60], f"p{i}", None, "data.jsonl", i, row=row) for i in range(count)]
+
+
+class StoppedTurns:
+    """The engine with turns of one token, which end by themselves."""
+
+    def __init__(self, engine: OneEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        return [(number, replace(one, finish_reason="stop")) for number, one in self._engine.collect(timeout)]
+
+
+def play_parity(engine: OneEngine, *, is_shown: bool = True) -> EpisodeEngines:
+    return EpisodeEngines(StoppedTurns(engine), parity_game(is_shown=is_shown), FakeDialogue(), EpisodeLimits(4, 32))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", ["grpo", "ppo"])
+def test_episodes_repeat_and_go_on_as_if_never_stopped(command, tiny_model_dir, tmp_path):
+    def run(folder: Path | None) -> tuple[list[Any], list[Any], dict[str, torch.Tensor]]:
+        return train(
+            episodes_config(command, tiny_model_dir),
+            command,
+            tmp_path,
+            episode_prompts(8),
+            folder,
+            play=play_parity,
+            scorer=WorthOfEpisodes([], fails=lambda index: False),
+        )
+
+    first, again, resumed = run(tmp_path / "checkpoint"), run(None), run(tmp_path / "checkpoint")
+    assert first[:2] == again[:2]
+    assert first[0][1:] == resumed[0]
+    assert all(weight.equal(again[2][name]) and weight.equal(resumed[2][name]) for name, weight in first[2].items())
+    metrics = first[0][-1][1]
+    assert not undocumented(command, metrics)
+    assert max(of_step["rollout_diff_max"] for _, of_step in first[0]) < 1e-5
+    assert (metrics["episode/turns"], metrics["response_length"]) == (2.0, 2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "is_shown"), [("grpo", True), ("ppo", True), ("grpo", False)])
+def test_the_answer_to_an_observation_is_learned_and_nothing_without_one(command, is_shown, tiny_model_dir, tmp_path):
+    logged, _, _ = train(
+        episodes_config(command, tiny_model_dir, seed=1),
+        command,
+        tmp_path,
+        episode_prompts(240),
+        play=partial(play_parity, is_shown=is_shown),
+        scorer=WorthOfEpisodes([], fails=lambda index: False),
+        iterations=60,
+    )
+    reward = sum(metrics["reward"] for _, metrics in logged[-5:]) / 5
+    assert reward >= 0.95 if is_shown else reward < 0.65
