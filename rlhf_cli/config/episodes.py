@@ -1,5 +1,7 @@
 """Settings of episodes with an environment."""
 
+from pathlib import Path
+
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
@@ -19,6 +21,11 @@ class EpisodeConfig(SettingsGroup):
     """Seconds in which an environment has to answer a turn; then it is killed and the reward of its episode fails."""
     environment_num_workers: int = Field(32, gt=0)
     """Environments that work at the same time; the others wait."""
+
+    def identity(self) -> dict[str, object]:
+        """Return the settings that runs which are one have in common; a folder that moved holds the same file."""
+        name = None if self.environment is None else Path(self.environment).name
+        return {"environment": name, "max_turns": self.max_turns}
 
     @model_validator(mode="after")
     def _settings_belong_to_an_environment(self) -> "EpisodeConfig":

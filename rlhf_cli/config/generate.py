@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.episodes import EpisodeConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.rollout import DecodingConfig, EngineConfig
@@ -117,6 +118,8 @@ class InferenceConfig(Protocol):
     def pictures(self) -> PicturesConfig: ...
     @property
     def sampling(self) -> SamplingConfig: ...
+    @property
+    def episodes(self) -> EpisodeConfig: ...
     @property
     def reward(self) -> RemoteScoringConfig: ...
     @property

@@ -83,13 +83,15 @@ def _pair(best: Cells, usable: list[Cells], counts: Counter[str]) -> list[Cells]
         counts[reason] += 1
         return []
     prompt, chosen, rejected = best["prompt"], best["response"], worst["response"]
-    if not isinstance(prompt, str) or any(map(is_transcript, (prompt, chosen, rejected))):
-        prompt, chosen, rejected = _messages(prompt), _turn(chosen), _turn(rejected)
+    if not isinstance(prompt, str) or "messages" in best or any(map(is_transcript, (prompt, chosen, rejected))):
+        prompt, chosen, rejected = _messages(prompt), _turns(best), _turns(worst)
     return [{"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": margin, **_tools(best)}]
 
 
 def _example(sample: Cells) -> Cells:
     score = {"score": sample["score"]} if "score" in sample else {}
+    if "messages" in sample:
+        return {"messages": [*_messages(sample["prompt"]), *_turns(sample)], **score, **_tools(sample)}
     return {"prompt": sample["prompt"], "response": sample["response"], **score, **_tools(sample)}
 
 
@@ -101,8 +103,10 @@ def _messages(prompt: str | list[Cells]) -> list[Cells]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def _turn(response: str) -> list[Cells]:
-    return [{"role": "assistant", "content": response}]
+def _turns(sample: Cells) -> list[Cells]:
+    """Return the response as messages: the turns and observations of an episode, or its only turn."""
+    only: list[Cells] = [{"role": "assistant", "content": sample["response"]}]
+    return sample.get("messages", only)
 
 
 def _text(sample: Cells) -> str:

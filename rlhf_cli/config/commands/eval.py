@@ -1,11 +1,16 @@
 """The settings of `rlhf eval`."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.evaluation import EvalOutputConfig, EvalRewardConfig, EvaluatedModelConfig, StatisticsConfig
 from rlhf_cli.config.generate import RewardPlacementConfig, SamplingConfig
 from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.presets import defaults_of_environment
 
 
 class EvalConfig(BaseModel):
@@ -16,6 +21,7 @@ class EvalConfig(BaseModel):
     model: EvaluatedModelConfig
     prompts: PromptConfig
     pictures: PicturesConfig = PicturesConfig()
+    episodes: EpisodeConfig = EpisodeConfig()
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     reward: EvalRewardConfig
     statistics: StatisticsConfig = StatisticsConfig()
@@ -27,6 +33,16 @@ class EvalConfig(BaseModel):
         """The numbers of samples of pass@k and maj@k."""
         samples = self.sampling.n_samples_per_prompt
         return sorted(self.statistics.k) or ([samples] if samples > 1 else [])
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults that depend on the given settings."""
+        return defaults_of_environment(given)
+
+    @model_validator(mode="after")
+    def _episodes_have_an_environment(self) -> "EvalConfig":
+        check_environment_reward(self.episodes, self.reward)
+        return self
 
     @model_validator(mode="after")
     def _there_are_k_samples(self) -> "EvalConfig":

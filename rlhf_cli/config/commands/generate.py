@@ -1,8 +1,12 @@
 """The settings of `rlhf generate`."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from rlhf_cli.config.data import PromptConfig
+from rlhf_cli.config.episodes import EpisodeConfig, check_environment_reward
 from rlhf_cli.config.generate import (
     GenerateOutputConfig,
     InferenceModelConfig,
@@ -11,6 +15,7 @@ from rlhf_cli.config.generate import (
     SelectConfig,
 )
 from rlhf_cli.config.pictures import PicturesConfig
+from rlhf_cli.config.presets import defaults_of_environment
 from rlhf_cli.config.scoring import RemoteScoringConfig
 
 
@@ -22,11 +27,22 @@ class GenerateConfig(BaseModel):
     model: InferenceModelConfig
     prompts: PromptConfig
     pictures: PicturesConfig = PicturesConfig()
+    episodes: EpisodeConfig = EpisodeConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RemoteScoringConfig = RemoteScoringConfig()
     placement: RewardPlacementConfig = RewardPlacementConfig()
     selection: SelectConfig = SelectConfig()
     out: GenerateOutputConfig
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return defaults that depend on the given settings."""
+        return defaults_of_environment(given)
+
+    @model_validator(mode="after")
+    def _episodes_have_an_environment(self) -> "GenerateConfig":
+        check_environment_reward(self.episodes, self.reward)
+        return self
 
     @model_validator(mode="after")
     def _selection_has_scores(self) -> "GenerateConfig":

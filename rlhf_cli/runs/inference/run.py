@@ -16,10 +16,12 @@ from rlhf_cli.data.rollouts import Generation, sampling_params, scattered_seed
 from rlhf_cli.data.selection import prompt_cells
 from rlhf_cli.data.tokenizing.decoding import text_of
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
+from rlhf_cli.errors import UsageError
 from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.reward_model import RewardModelPlan, find_process_reward_model, find_reward_model
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
+from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
 from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.runs.inference.workers import Models, started_models
@@ -28,7 +30,7 @@ from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
-from rlhf_cli.trainers.online.metrics import failure_metrics, length_metrics, rollout_metrics
+from rlhf_cli.trainers.online.metrics import episode_cells, failure_metrics, length_metrics, rollout_metrics
 from rlhf_cli.trainers.online.rollout import request_of
 from rlhf_cli.trainers.online.scoring import make_score_requests, score_responses, whole_groups
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
@@ -54,6 +56,7 @@ class ModelUnderTest:
     first_step: int = 1
     cells: Mapping[str, object] = field(default_factory=dict)
     process_model: RewardModelPlan | None = None
+    episodes: EpisodePlan | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ def examinee(
     check_engine_pictures(model.architecture, backend=backend)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
+    episodes = find_episodes(config.episodes, config.prompts, model.found, model.tokenizer)
     data = load_prompts(
         config.prompts,
         model.tokenizer,
@@ -108,9 +112,14 @@ def examinee(
         seed=config.out.seed,
         reward=config.reward,
         reader=picture_reader(config.pictures, config.model, model.found, model.tokenizer),
+        environment=episodes.description if episodes else None,
     )
+    if episodes is not None:
+        episodes.check_rows(data)
     check_token_ids(data.report, model.tokenizer, model.architecture, pretrain=config.model.pretrain)
     process_model = None
+    if prm_pretrain is not None and episodes is not None:
+        raise UsageError("--prm_pretrain finds the steps of one response, and an episode has several turns")
     if prm_pretrain is not None:
         process_model = find_process_reward_model(prm_pretrain, _as_policy(config), model.tokenizer)
         _check_pictures(config, model, process_model, f"--prm_pretrain {prm_pretrain!r}")
@@ -124,6 +133,7 @@ def examinee(
         first_step,
         cells or {},
         process_model,
+        episodes,
     )
 
 
@@ -184,6 +194,7 @@ def settings_identity(config: InferenceConfig, reward_model: RewardModelPlan | N
         "reward_pretrain": reward.reward_pretrain,
         "fingerprint of the reward model": None if reward_model is None else reward_model.found.fingerprint(),
         "reward_model_weight": reward.reward_model_weight,
+        **config.episodes.identity(),
         "rewards of servers": bool(reward.remote_rm_url),
         "remote_rm_weight": reward.remote_rm_weight,
         "normalize_reward": reward.normalize_reward,
@@ -236,12 +247,18 @@ def answer_by(
     def decode(token_ids: Sequence[int]) -> str:
         return text_of(examinee.model.tokenizer, token_ids, skip_special_tokens=True)
 
-    answering = InferenceRun(models.engines, decode, scorer, models.reward_model)
-    if examinee.process_model is not None and models.reward_model is not None:
-        finder = step_finder(examinee.process_model, examinee.model.tokenizer)
-        steps = StepScorer(models.reward_model, finder)
-        answering = InferenceRun(models.engines, decode, scorer, None, steps)
-    return answer_chunks(answering, examinee, begin=begin, hooks=hooks)
+    with _engines(models, examinee) as engines:
+        answering = InferenceRun(engines, decode, scorer, models.reward_model)
+        if examinee.process_model is not None and models.reward_model is not None:
+            finder = step_finder(examinee.process_model, examinee.model.tokenizer)
+            steps = StepScorer(models.reward_model, finder)
+            answering = InferenceRun(engines, decode, scorer, None, steps)
+        return answer_chunks(answering, examinee, begin=begin, hooks=hooks)
+
+
+def _engines(models: Models, examinee: ModelUnderTest) -> AbstractContextManager[Engines]:
+    """Return the model's engines; with an environment their responses are episodes."""
+    return examinee.episodes.played_by(models.engines) if examinee.episodes else nullcontext(models.engines)
 
 
 def answer_chunks(answering: InferenceRun, examinee: ModelUnderTest, *, begin: int, hooks: InferenceHooks) -> bool:
@@ -320,6 +337,7 @@ def sample_cells(answers: Answers, examinee: ModelUnderTest, *, first: int) -> l
             "num_tokens": generation.num_sampled,
             "finish_reason": generation.finish_reason,
             **({"data_source": prompt.data_source} if prompt.data_source is not None else {}),
+            **episode_cells(generation),
         }
         row |= _score_cells(answers.scores[place]) if answers.scores is not None else {}
         rows.append(row | ({STEP_SCORES: answers.steps[place]} if answers.steps is not None else {}))

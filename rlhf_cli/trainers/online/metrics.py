@@ -123,7 +123,7 @@ def sample_rows(
             "finish_reason": generation.finish_reason,
             **({"data_source": request.source} if request.source is not None else {}),
             **({"images": request.pictures} if request.pictures else {}),
-            **_episode_cells(generation),
+            **episode_cells(generation),
             **{f"reward/{name}": value for name, value in score.parts.items()},
             **score.metrics,
         }
@@ -131,7 +131,7 @@ def sample_rows(
     ]
 
 
-def _episode_cells(generation: Generation) -> dict[str, object]:
+def episode_cells(generation: Generation) -> dict[str, object]:
     """Return the turns of an episode and the reward of each, as columns of its row."""
     if generation.episode is None:
         return {}
