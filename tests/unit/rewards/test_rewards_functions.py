@@ -203,6 +203,6 @@ def test_every_row_names_a_function_that_takes_its_parameters(name: str) -> None
     signature = inspect.signature(resolve(RewardCall(name, given)).func)  # type: ignore[attr-defined]
     keywords = {key for key, value in signature.parameters.items() if value.kind is inspect.Parameter.KEYWORD_ONLY}
     assert keywords - {"call"} == {*row.parameters, *row.settings}
-    arguments = {"verifier": 2, "text": 1, "length": 2, "group": 2}[row.kind]
+    arguments = {"verifier": 2, "text": 1, "length": 2, "group": 2, "episode": 1}[row.kind]
     assert len(signature.parameters) - len(keywords) == arguments
     assert all(type(parameter.default) in (parameter.kind, type(None)) for parameter in row.parameters.values())
