@@ -15,11 +15,9 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.agents.records import EnvironmentDescription
-from rlhf_cli.config.data import PromptConfig, known_format
+from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.scoring import ScoringConfig
-from rlhf_cli.data.formats.conversations import Conversation, Tool
-from rlhf_cli.data.formats.table import PromptFormat, choose_prompt_format
-from rlhf_cli.data.formats.tools import with_tools
+from rlhf_cli.data.formats.conversations import Conversation
 from rlhf_cli.data.judges import Judges
 from rlhf_cli.data.pictures.expanding import expanded
 from rlhf_cli.data.pictures.marks import TEXT_MARK
@@ -28,16 +26,12 @@ from rlhf_cli.data.pictures.reading import PictureReader, check_image_key, made_
 from rlhf_cli.data.pictures.sources import SourcePicture
 from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.prompt_report import PromptReport
-from rlhf_cli.data.reading.columns import Columns, described, is_dialogue, refuse_half_characters, refuse_images
-from rlhf_cli.data.reading.sources import Row, RowFault, Rows, Source, batches, load_rows, read_sources
+from rlhf_cli.data.prompt_words import PromptWords, words_of
+from rlhf_cli.data.reading.columns import described, is_dialogue, refuse_half_characters, refuse_images
+from rlhf_cli.data.reading.sources import Row, RowFault, Source, batches, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable, TableWriter
 from rlhf_cli.data.templates.kwargs import template_kwargs_of
-from rlhf_cli.data.templates.prompt_templates import (
-    FormatPrompt,
-    PromptTemplate,
-    load_format_prompt,
-    load_prompt_template,
-)
+from rlhf_cli.data.templates.prompt_templates import PromptTemplate, load_prompt_template
 from rlhf_cli.data.templates.rendering import Renderer
 from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.tokenizing.control_tokens import ControlTokens, note_controls
@@ -138,10 +132,12 @@ def load_prompts(
     judges = Judges.of(reward)
     if environment is not None:
         judges = replace(judges, keeps_rows=True)
-    formats = _formats(config, rows, judges)
+    words = words_of(config, rows, judges, environment.tools if environment is not None else ())
     check_image_key(rows, reader)
-    steps = _steps(config, tokenizer, formats, judges, reader, environment)
-    report = PromptReport(read_sources(rows, [formats[source.name].columns for source in rows.sources]), len(rows))
+    steps = _steps(config, tokenizer, words, judges, reader)
+    report = PromptReport(
+        read_sources(rows, [words.formats[source.name].columns for source in rows.sources]), len(rows)
+    )
     writer = TableWriter(schema_with_pictures(SCHEMA, has_pictures=reader is not None))
     fingerprint = hashlib.blake2b(digest_size=16)
     for whole in batches(rows, BATCH_ROWS if reader is None else PICTURE_BATCH_ROWS):
@@ -155,7 +151,7 @@ def load_prompts(
     if not report.prompts:
         raise UsageError(f"no prompt is left: {report.summary}")
     sources = {source.name: source for source in rows.sources}
-    origins = _Origins(sources, steps.words, config.system_prompt)
+    origins = _Origins(sources, words, config.system_prompt)
     return PromptData(
         StoredItems(writer.finish(), _prompt_at),
         report,
@@ -183,23 +179,12 @@ def _room(config: PromptConfig, max_new_tokens: int) -> int:
     return room
 
 
-def _formats(config: PromptConfig, rows: Rows, judges: Judges) -> dict[str, PromptFormat]:
-    """Return the format of each source by its name."""
-    wanted = Columns(config.input_key, label_key=config.label_key)
-    data_format = known_format(config.data_format)
-    return {
-        source.name: choose_prompt_format(source, wanted, data_format=data_format, verifiers=judges.verifiers)
-        for source in rows.sources
-    }
-
-
 def _steps(
     config: PromptConfig,
     tokenizer: PreTrainedTokenizerBase,
-    formats: dict[str, PromptFormat],
+    words: PromptWords,
     judges: Judges,
     reader: PictureReader | None,
-    environment: EnvironmentDescription | None,
 ) -> "_Steps":
     template = None
     if config.prompt_template is not None:
@@ -207,27 +192,7 @@ def _steps(
         template = load_prompt_template(config.prompt_template, system_prompt=config.system_prompt, picture_mark=mark)
     plain = template is not None or not config.apply_chat_template
     renderer = template or Renderer(config, tokenizer)
-    wording = load_format_prompt(config.format_prompt) if config.format_prompt is not None else None
-    words = _Words(formats, wording, environment.tools if environment is not None else ())
     return _Steps(words, renderer, Tokeniser(tokenizer), ControlTokens(tokenizer), judges, reader, plain=plain)
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """Reads the messages of rows: the format of each source, the `wording` of their text, the tools of the run."""
-
-    formats: dict[str, PromptFormat]
-    wording: FormatPrompt | None
-    tools: tuple[Tool, ...]
-
-    def read(self, row: Row) -> Conversation:
-        """Return the messages of the row itself."""
-        return self.formats[row.source.name].read_prompt(row)
-
-    def asked(self, row: Row, conversation: Conversation) -> Conversation:
-        """Return the messages that the model gets. Raise TemplateFault for a fault."""
-        worded = conversation if self.wording is None else self.wording.applied(conversation)
-        return with_tools(worded, self.tools, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +200,7 @@ class _Origins:
     """Finds the row of a prompt again, in its source."""
 
     sources: dict[str, Source]
-    words: _Words
+    words: PromptWords
     system_prompt: str | None
 
     def row_of(self, prompt: Prompt) -> Row:
@@ -268,7 +233,7 @@ class _Draft:
 class _Steps:
     """What happens to a row: its words, then rendering, then the tokenizer."""
 
-    words: _Words
+    words: PromptWords
     renderer: Renderer | PromptTemplate
     tokeniser: Tokeniser
     controls: ControlTokens

@@ -1,0 +1,42 @@
+"""The messages of prompts: read from rows, worded by a file of the user, with the tools of the run's environment."""
+
+from dataclasses import dataclass
+
+from rlhf_cli.config.data import PromptConfig, known_format
+from rlhf_cli.data.formats.conversations import Conversation, Tool
+from rlhf_cli.data.formats.table import PromptFormat, choose_prompt_format
+from rlhf_cli.data.formats.tools import with_tools
+from rlhf_cli.data.judges import Judges
+from rlhf_cli.data.reading.columns import Columns
+from rlhf_cli.data.reading.sources import Row, Rows
+from rlhf_cli.data.templates.prompt_templates import FormatPrompt, load_format_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWords:
+    """Reads the messages of rows: the format of each source, the `wording` of their text, the tools of the run."""
+
+    formats: dict[str, PromptFormat]
+    wording: FormatPrompt | None
+    tools: tuple[Tool, ...]
+
+    def read(self, row: Row) -> Conversation:
+        """Return the messages of the row itself."""
+        return self.formats[row.source.name].read_prompt(row)
+
+    def asked(self, row: Row, conversation: Conversation) -> Conversation:
+        """Return the messages that the model gets. Raise TemplateFault for a fault."""
+        worded = conversation if self.wording is None else self.wording.applied(conversation)
+        return with_tools(worded, self.tools, row)
+
+
+def words_of(config: PromptConfig, rows: Rows, judges: Judges, tools: tuple[Tool, ...]) -> PromptWords:
+    """Return the words of all sources. Raise UsageError if a source has no known format."""
+    wanted = Columns(config.input_key, label_key=config.label_key)
+    data_format = known_format(config.data_format)
+    formats = {
+        source.name: choose_prompt_format(source, wanted, data_format=data_format, verifiers=judges.verifiers)
+        for source in rows.sources
+    }
+    wording = load_format_prompt(config.format_prompt) if config.format_prompt is not None else None
+    return PromptWords(formats, wording, tools)
