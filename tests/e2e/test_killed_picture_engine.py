@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_rlhf
-from killed_runs import assert_same_run, finish, halted, rlhf, wait_for, writer_of
+from killed_runs import assert_same_run, engine_process, finish, halted, rlhf, wait_for
 from picture_rows import write_rows
 from tiny_vision import save_tiny_vision
 
@@ -52,7 +52,7 @@ def test_a_run_on_pictures_whose_engine_is_killed_ends_as_an_unharmed_one(tmp_pa
     try:
         wait_for(harmed / "checkpoints" / "step_000001" / "manifest.json", process, seconds=SECONDS)
         with halted(process):
-            writer_of(harmed / "logs" / "engine-0.log", kind="EngineCore", seconds=SECONDS).kill()
+            engine_process(harmed, "vllm", seconds=SECONDS).kill()
         finish(process)
     finally:
         process.kill()

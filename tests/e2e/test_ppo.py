@@ -183,7 +183,7 @@ def test_a_run_whose_engine_and_then_whose_actor_is_killed_goes_on_by_itself_as_
             engine_process(output, backend).kill()
         wait_for(output / "checkpoints" / "step_000002" / "manifest.json", process)
         with halted(process):
-            writer_of(output / "logs" / "actor-0.log", kind="Worker").kill()
+            writer_of(output / "logs" / "actor-0.log", "Worker").kill()
         noticed = line_with("rlhf ppo: actor rank 0 died", process, seconds=NOTICED_SECONDS)
         finish(process)
     finally:

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from rlhf_cli.tracking.sinks import read_metrics
 
 MEASURED = ("time/", "perf/", "memory/")
+CORE = ("EngineCore", "spawn_main")
+"""Words of the command of vLLM's core: its title, which setproctitle cannot always set, or the command before it."""
 
 
 def rlhf(*words: str, under: Sequence[str] = (), **options) -> subprocess.Popen:
@@ -80,20 +82,21 @@ def wait_for(path: Path, process: subprocess.Popen, *, seconds: float = 400) -> 
         time.sleep(0.05)
 
 
-def engine_process(output: Path, backend: str) -> psutil.Process:
+def engine_process(output: Path, backend: str, *, seconds: float = 20) -> psutil.Process:
     """Return the process that generates: vLLM's core, or the Ray worker that holds the transformers engine."""
-    return writer_of(output / "logs" / "engine-0.log", kind="EngineCore" if backend == "vllm" else "Worker")
+    kinds = CORE if backend == "vllm" else ("Worker",)
+    return writer_of(output / "logs" / "engine-0.log", *kinds, seconds=seconds)
 
 
-def writer_of(path: Path, *, kind: str, seconds: float = 20) -> psutil.Process:
-    """Return the process whose output goes to this log and whose command has this word.
+def writer_of(path: Path, *kinds: str, seconds: float = 20) -> psutil.Process:
+    """Return the process whose output goes to this log and whose command has one of these words.
 
     One look can miss it on a busy machine: a process that is just starting another one has no readable files.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for process in psutil.process_iter():
-            if writes_to(path, process) and kind in command_of(process):
+            if writes_to(path, process) and any(kind in command_of(process) for kind in kinds):
                 return process
         time.sleep(0.1)
     raise AssertionError(f"no process writes to {path}: {processes_of(path.parent)}")
