@@ -100,6 +100,11 @@ class Scorer:
         """How the reward file is called, if another tool calls it so; "" otherwise."""
         return "" if self._file is None else str(self._file.about["form"])
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the reward file names `images`."""
+        return self._file is not None and "images" in self._file.about["needs"]
+
     def check_labels(self, labels: Sequence[str | None], sources: Sequence[str | None] | None = None) -> None:
         """See before anything heavy starts that the verifiers can use the labels, and that rows name known verifiers.
 

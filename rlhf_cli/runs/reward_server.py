@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from rlhf_cli.backends.process.signals import INTERRUPTED, StopSignal
@@ -13,16 +14,13 @@ from rlhf_cli.config.commands.serve_rm import ServeRMConfig
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.serve import ServeConfig, ServedModelConfig, ServedRewardConfig
 from rlhf_cli.errors import RunError, UsageError
-from rlhf_cli.models.finding import find_model
 from rlhf_cli.models.reward_model import read_reward_model
-from rlhf_cli.models.vision.families.table import takes_pictures
 from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.remote.api_key import api_key
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.rewards.server.app import REWARD_PATH, StoppableServer, is_loopback, reward_app
-from rlhf_cli.rewards.server.batching import ScoreJobs
 from rlhf_cli.rewards.server.text_model import TextRewardModel
 
 
@@ -33,7 +31,7 @@ def run_server(config: ServeRMConfig) -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(listening(config.server))
         score = stack.enter_context(scoring(config.reward, config.model))
-        app = reward_app(score, config.server, key=key, takes_images=takes_images(config.reward, config.model))
+        app = reward_app(score, config.server, key=key, takes_images=score.takes_images)
         server = StoppableServer(app, stop)
         _announce(listener, config.server, key if is_made else None)
         asyncio.run(server.serve(sockets=[listener]))
@@ -70,25 +68,32 @@ def listening(config: ServeConfig) -> Iterator[socket.socket]:
         yield listener
 
 
+@dataclass(frozen=True)
+class RewardScoring:
+    """Scores the responses of several requests."""
+
+    reward: ServedRewardConfig
+    scorer: Scorer
+    text_model: TextRewardModel | None
+
+    def __call__(self, jobs: Sequence[Sequence[ScoreRequest]]) -> Sequence[list[Score] | RunError]:
+        """Return the scores of each request, or why it has none."""
+        scores = _score([request for job in jobs for request in job], self.scorer, self.text_model, self.reward)
+        bounds = [0, *accumulate(map(len, jobs))]
+        return [_within_limit(scores[low:high], self.reward) for low, high in pairwise(bounds)]
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether a reward sees pictures: a vision-language model, or without a model a file that names `images`."""
+        return self.scorer.reads_images if self.text_model is None else self.text_model.takes_images
+
+
 @contextmanager
-def scoring(reward: ServedRewardConfig, model: ServedModelConfig) -> Iterator[ScoreJobs]:
-    """Yield a function that scores the responses of several requests; its processes end with the block."""
+def scoring(reward: ServedRewardConfig, model: ServedModelConfig) -> Iterator[RewardScoring]:
+    """Yield what scores the responses of several requests; its processes end with the block."""
     text_model = _text_model(reward, model)
     with Scorer(reward) as scorer:
-
-        def score(jobs: Sequence[Sequence[ScoreRequest]]) -> Sequence[list[Score] | RunError]:
-            scores = _score([request for job in jobs for request in job], scorer, text_model, reward)
-            bounds = [0, *accumulate(map(len, jobs))]
-            return [_within_limit(scores[low:high], reward) for low, high in pairwise(bounds)]
-
-        yield score
-
-
-def takes_images(reward: ServedRewardConfig, model: ServedModelConfig) -> bool:
-    """Return whether a reward of the settings may see pictures: a reward file, or a vision-language reward model."""
-    if reward.reward_func is not None or reward.reward_pretrain is None:
-        return reward.reward_func is not None
-    return takes_pictures(find_model(_source(reward.reward_pretrain, model)).architecture)
+        yield RewardScoring(reward, scorer, text_model)
 
 
 def _source(pretrain: str, model: ServedModelConfig) -> ModelConfig:

@@ -16,6 +16,7 @@ from urllib.parse import urljoin
 
 import aiohttp
 
+from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.png import png_in_base64
 from rlhf_cli.rewards.records import BadResult, FailureKind, ScoreRequest
 from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
@@ -83,7 +84,10 @@ async def post_batch(
         "labels": [request.label for request in requests],
     }
     if with_images:
-        body["images"] = await asyncio.to_thread(_images_of, requests)
+        try:
+            body["images"] = await asyncio.to_thread(_images_of, requests)
+        except RunError as error:  # a file that has changed since its row was read
+            raise CallFailed("load", f"was not asked: {error}") from error
     limit = MAX_ANSWER_BYTES + ANSWER_BYTES_EACH * len(requests)
     try:
         async with session.post(
@@ -191,14 +195,19 @@ async def probe(session: aiohttp.ClientSession, url: str, *, timeout: float) -> 
 
 
 async def takes_images(session: aiohttp.ClientSession, url: str, *, timeout: float) -> bool:
-    """Return whether a server reports that it takes pictures. Raise CallFailed as `health_of`."""
-    return (await health_of(session, url, timeout=timeout)).get("images") is True
+    """Return whether a server reports that it takes pictures. Raise CallFailed as `health_of`, also for a server that
+    breaks off or has an error of its own: it may see pictures all the same.
+    """
+    return (await health_of(session, url, timeout=timeout, is_sure=True)).get("images") is True
 
 
-async def health_of(session: aiohttp.ClientSession, url: str, *, timeout: float) -> dict[str, Any]:
+async def health_of(
+    session: aiohttp.ClientSession, url: str, *, timeout: float, is_sure: bool = False
+) -> dict[str, Any]:
     """Return the report of a server at its health endpoint; an empty one if it has none, as servers of others.
 
-    Raises CallFailed unless a server answers there, in whatever way.
+    Raises CallFailed unless a server answers there, in whatever way; if it has to be `is_sure`, also if the connection
+    breaks or the server has an error.
     """
     limit = aiohttp.ClientTimeout(total=min(timeout, PROBE_SECONDS))
     try:
@@ -208,9 +217,11 @@ async def health_of(session: aiohttp.ClientSession, url: str, *, timeout: float)
         raise CallFailed("timeout", f"did not answer within {limit.total:g} s") from None
     except aiohttp.ClientConnectorError as error:
         raise _broken(error) from None
-    except aiohttp.ClientError:
+    except aiohttp.ClientError as error:
+        if is_sure:
+            raise _broken(error) from None
         return {}  # it took the connection, which is all that can be asked of a server that is not ours
-    if response.status in NO_SERVER_BEHIND:
+    if response.status in NO_SERVER_BEHIND or (is_sure and response.status >= 500):
         raise CallFailed("raised", f"answered with status {response.status}{_detail(content)}")
     with suppress(ValueError):
         state = _parsed(content)

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -30,46 +29,13 @@ from rlhf_cli.rewards.remote.call import (
     reward_session,
     takes_images,
 )
+from rlhf_cli.rewards.remote.state import RewardServer, WaitingItem
 from rlhf_cli.rewards.workers.pool import Failure, ItemOutcome
 
 logger = logging.getLogger(__name__)
 
 CALLS_PER_SERVER = 2
 """Batches at a server at the same time: one is on its way while the other is computed."""
-FIRST_ABSENCE, LONGEST_ABSENCE = 0.5, 30.0
-"""Seconds a server is left out after a failed call; doubled with each further one in a row."""
-
-
-@dataclass(eq=False)
-class _Item:
-    """A response that waits for its reward; `tried` are the servers whose calls with it failed."""
-
-    request: ScoreRequest
-    future: "Future[ItemOutcome]"
-    tries: int = 0
-    alone: bool = False
-    tried: set[str] = field(default_factory=set)
-    full_since: float | None = None
-
-    def end(self, outcome: ItemOutcome) -> None:
-        """Give the outcome to whoever waits for it."""
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_result(outcome)
-
-
-@dataclass(eq=False)
-class _Server:
-    url: str
-    is_away: bool = False
-    busy_until: float = 0.0
-    failures: int = 0  # in a row
-    last: Failure | None = None
-    takes_images: bool | None = None  # not known before the first prompt with pictures
-
-    @property
-    def absence(self) -> float:
-        """Seconds until the next probe."""
-        return min(FIRST_ABSENCE * 2 ** max(self.failures - 1, 0), LONGEST_ABSENCE)
 
 
 class RemoteRewards:
@@ -91,10 +57,10 @@ class RemoteRewards:
         batch_size: int,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        self._servers = [_Server(url) for url in urls]
+        self._servers = [RewardServer(url) for url in urls]
         self._tell = tell
         self._key, self._timeout, self._retries, self._batch_size = key, timeout, retries, batch_size
-        self._waiting: deque[_Item] = deque()
+        self._waiting: deque[WaitingItem] = deque()
         self._is_given_up = False
         self._giving_up: asyncio.TimerHandle | None = None
         self._loop = asyncio.new_event_loop()
@@ -122,7 +88,7 @@ class RemoteRewards:
     def submit(self, requests: Sequence[ScoreRequest]) -> "list[Future[ItemOutcome]]":
         """Begin to ask about responses; each outcome comes when it is there. No failure is raised."""
         assert self._thread.is_alive(), "the thread that asks reward servers has ended"
-        items = [_Item(request, Future()) for request in requests]
+        items = [WaitingItem(request, Future()) for request in requests]
         self._loop.call_soon_threadsafe(self._enqueue, items)
         return [item.future for item in items]
 
@@ -145,10 +111,10 @@ class RemoteRewards:
                 for _ in range(CALLS_PER_SERVER):
                     tasks.create_task(self._ask(server, session))
 
-    async def _watch(self, server: _Server, session: aiohttp.ClientSession) -> None:
+    async def _watch(self, server: RewardServer, session: aiohttp.ClientSession) -> None:
         """Probe a server that is left out, until it is there again."""
         while True:
-            await self._until(lambda: server.is_away)
+            await self._until(lambda: server.is_away and not server.is_blind)
             await asyncio.sleep(server.absence)
             try:
                 await probe(session, server.url, timeout=self._timeout)
@@ -158,7 +124,7 @@ class RemoteRewards:
             else:
                 self._take_in(server)
 
-    async def _ask(self, server: _Server, session: aiohttp.ClientSession) -> None:
+    async def _ask(self, server: RewardServer, session: aiohttp.ClientSession) -> None:
         """Ask a server about batch after batch."""
         while True:
             await self._until(lambda: self._has_work(server))
@@ -167,6 +133,10 @@ class RemoteRewards:
             if not batch:
                 continue
             try:
+                if await self._is_blind_beside_others(server, session, batch):
+                    self._leave_blind_out(server)
+                    self._put_back(batch)
+                    continue
                 outcomes = await self._outcomes(server, session, [item.request for item in batch])
             except ServerBusy as busy:
                 self._postpone(server, batch, busy)
@@ -183,44 +153,76 @@ class RemoteRewards:
                 self._settle(server, batch, outcomes)
 
     async def _outcomes(
-        self, server: _Server, session: aiohttp.ClientSession, requests: Sequence[ScoreRequest]
+        self, server: RewardServer, session: aiohttp.ClientSession, requests: Sequence[ScoreRequest]
     ) -> list[ItemOutcome]:
         """Return what a server answers about a batch, with its pictures if the server takes some."""
-        is_pictured = any(request.pictures for request in requests)
-        if is_pictured and server.takes_images is None:
-            found = await takes_images(session, server.url, timeout=self._timeout)
-            if not found and server.takes_images is None:  # else the other call has reported it
-                self._say(f"the reward server {server.url} takes texts alone: it does not see the pictures of prompts")
-            server.takes_images = found
-        with_images = is_pictured and bool(server.takes_images)
+        with_images = bool(server.takes_images) and any(request.pictures for request in requests)
         return await post_batch(session, server.url, requests, timeout=self._timeout, with_images=with_images)
+
+    async def _is_blind_beside_others(
+        self, server: RewardServer, session: aiohttp.ClientSession, batch: Sequence[WaitingItem]
+    ) -> bool:
+        """Return whether a server would judge prompts without the pictures that another server sees: samples of a
+        prompt must be judged alike. Raise CallFailed if the server does not answer.
+        """
+        if not any(item.request.pictures for item in batch):
+            return False
+        for other in (server, *self._servers):
+            if other.takes_images is None and (other is server or not other.is_away):
+                other.takes_images = await self._sees(other, session, is_needed=other is server)
+        if server.takes_images or any(other.takes_images for other in self._servers):
+            return not server.takes_images
+        if not server.is_reported:
+            server.is_reported = True
+            self._say(f"the reward server {server.url} takes texts alone: it does not see the pictures of prompts")
+        return False
+
+    async def _sees(self, server: RewardServer, session: aiohttp.ClientSession, *, is_needed: bool) -> bool | None:
+        """Return whether a server takes pictures; None for another server that cannot be asked now."""
+        try:
+            return await takes_images(session, server.url, timeout=self._timeout)
+        except CallFailed:
+            if is_needed:
+                raise
+            return None
+
+    def _leave_blind_out(self, server: RewardServer) -> None:
+        if server.is_blind:
+            return
+        server.is_blind = server.is_away = True
+        reason = "takes texts alone beside servers that see the pictures of prompts"
+        server.last = Failure("load", reason)
+        self._say(f"the reward server {server.url} {reason}: it is left out")
+        if all(other.is_away for other in self._servers):
+            self._giving_up = self._loop.call_later(self._timeout, self._give_up)
+        self._news.set()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
             self._news.clear()
             await self._news.wait()
 
-    def _enqueue(self, items: Sequence[_Item]) -> None:
+    def _enqueue(self, items: Sequence[WaitingItem]) -> None:
         if self._is_given_up:
             self._fail_all(items)
             return
         self._waiting.extend(items)
         self._news.set()
 
-    def _has_work(self, server: _Server) -> bool:
+    def _has_work(self, server: RewardServer) -> bool:
         return not server.is_away and any(self._is_for(item, server) for item in self._waiting)
 
-    def _is_for(self, item: _Item, server: _Server) -> bool:
+    def _is_for(self, item: WaitingItem, server: RewardServer) -> bool:
         """Return whether this server should be asked: it did not fail with the item, or no other is left."""
         others = (other.url for other in self._servers if not other.is_away)
         return server.url not in item.tried or item.tried.issuperset(others)
 
-    def _take_batch(self, server: _Server) -> list[_Item]:
+    def _take_batch(self, server: RewardServer) -> list[WaitingItem]:
         """Return items from the head of the line; an item that a call has failed with goes alone, for it may be to
         blame.
         """
-        batch: list[_Item] = []
-        left: deque[_Item] = deque()
+        batch: list[WaitingItem] = []
+        left: deque[WaitingItem] = deque()
         size = 0 if server.is_away else self._batch_size
         while self._waiting and len(batch) < size:
             item = self._waiting.popleft()
@@ -234,7 +236,7 @@ class RemoteRewards:
         self._waiting.extendleft(reversed(left))
         return batch
 
-    def _settle(self, server: _Server, batch: Sequence[_Item], outcomes: Sequence[ItemOutcome]) -> None:
+    def _settle(self, server: RewardServer, batch: Sequence[WaitingItem], outcomes: Sequence[ItemOutcome]) -> None:
         failed = [(item, outcome.failure) for item, outcome in zip(batch, outcomes, strict=True) if outcome.failure]
         for item, outcome in zip(batch, outcomes, strict=True):
             if outcome.failure is None:
@@ -242,7 +244,7 @@ class RemoteRewards:
         self._try_again(server, [item for item, _ in failed], [failure for _, failure in failed])
 
     def _try_again(
-        self, server: _Server, batch: Sequence[_Item], failures: Sequence[Failure], *, counts: bool = True
+        self, server: RewardServer, batch: Sequence[WaitingItem], failures: Sequence[Failure], *, counts: bool = True
     ) -> None:
         """Put items back at the head of the line, or fail the items that were tried often enough."""
         again = []
@@ -256,14 +258,14 @@ class RemoteRewards:
                 again.append(item)
         self._put_back(again)
 
-    def _put_back(self, items: Sequence[_Item]) -> None:
+    def _put_back(self, items: Sequence[WaitingItem]) -> None:
         if self._is_given_up:
             self._fail_all(items)
             return
         self._waiting.extendleft(reversed(items))
         self._news.set()
 
-    def _postpone(self, server: _Server, batch: Sequence[_Item], busy: ServerBusy) -> None:
+    def _postpone(self, server: RewardServer, batch: Sequence[WaitingItem], busy: ServerBusy) -> None:
         """Wait as a full server asks for; an item that found no room for `timeout` seconds has failed."""
         now = time.monotonic()
         server.busy_until = now + busy.seconds
@@ -277,7 +279,7 @@ class RemoteRewards:
                 again.append(item)
         self._put_back(again)
 
-    def _take_apart(self, server: _Server, batch: Sequence[_Item], error: UnfitBatch) -> None:
+    def _take_apart(self, server: RewardServer, batch: Sequence[WaitingItem], error: UnfitBatch) -> None:
         """Send the items of a batch that the server does not take one by one; one that is alone has failed."""
         if len(batch) == 1:
             batch[0].end(ItemOutcome(failure=_naming(server, Failure("bad_result", str(error)))))
@@ -286,7 +288,7 @@ class RemoteRewards:
             item.alone = True
         self._put_back(batch)
 
-    def _leave_out(self, server: _Server, failure: Failure) -> None:
+    def _leave_out(self, server: RewardServer, failure: Failure) -> None:
         if server.is_away:
             return
         server.is_away = True
@@ -299,7 +301,7 @@ class RemoteRewards:
         self._say(f"the reward server {server.url} {failure.reason}: {consequence}")
         self._news.set()
 
-    def _take_in(self, server: _Server) -> None:
+    def _take_in(self, server: RewardServer) -> None:
         server.is_away = False
         server.takes_images = None  # another server may have taken its place
         self._say(f"the reward server {server.url} answers again")
@@ -320,7 +322,7 @@ class RemoteRewards:
         waiting, self._waiting = list(self._waiting), deque()
         self._fail_all(waiting)
 
-    def _fail_all(self, items: Sequence[_Item]) -> None:
+    def _fail_all(self, items: Sequence[WaitingItem]) -> None:
         failures = [_naming(server, server.last) for server in self._servers if server.last is not None]
         failure = Failure(failures[0].kind, ", ".join(each.reason for each in failures))
         for item in items:
@@ -364,7 +366,7 @@ class RemoteFeed:
         wait(self._futures)
 
 
-def _naming(server: _Server, failure: Failure) -> Failure:
+def _naming(server: RewardServer, failure: Failure) -> Failure:
     return Failure(failure.kind, f"{server.url} {failure.reason}", failure.trace)
 
 

@@ -43,6 +43,11 @@ class TextRewardModel:
         self._module = ValueModel(hf_model).to(self._device).requires_grad_(False).eval()
         self._model, self._max_len, self._max_tokens = model, max_len, max_tokens
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model sees pictures."""
+        return self._family is not None
+
     def scores(self, texts: Sequence[str], pictures: Sequence[Sequence[Picture]] | None = None) -> list[float | str]:
         """Return the score of each text, read at its end, or why it has none.
 

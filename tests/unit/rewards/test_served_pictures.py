@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from picture_rows import encoded
@@ -19,15 +20,16 @@ from vision_sequences import MIXED, plain_scores, vision_sequences
 from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.config.serve import ServedModelConfig, ServedRewardConfig
 from rlhf_cli.data.packing.packs import TokenSequence
+from rlhf_cli.errors import RunError
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.saving import save_hf
-from rlhf_cli.models.vision.pictures import picture_of_pixels, unexpanded
+from rlhf_cli.models.vision.pictures import Picture, picture_of_pixels, unexpanded
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.remote.client import RemoteRewards
-from rlhf_cli.runs.reward_server import takes_images
 
 MODEL = ServedModelConfig(param_dtype="fp32", max_len=200, max_tokens_per_gpu=200)
 PICTURED = replace(request("a<image>"), pictures=(picture_of_pixels("one", random_picture(28, 56)),))
+LEFT_OUT = "takes texts alone beside servers that see the pictures of prompts: it is left out"
 TEXTS_ALONE = "takes texts alone: it does not see the pictures of prompts"
 
 
@@ -52,8 +54,11 @@ def test_a_served_vision_language_model_scores_texts_with_the_pictures_that_clie
     expected = plain_scores(folder, sequences, model.score.weight.detach())
     requests = [as_request(tokenizer, sequence) for sequence in sequences]
     reward = ServedRewardConfig(reward_pretrain=str(tmp_path / "judge"))
-    sees = takes_images(reward, MODEL)
-    with scoring(reward, MODEL) as score, served(score, takes_images=sees) as url, client_of(url) as client:
+    with (
+        scoring(reward, MODEL) as score,
+        served(score, takes_images=score.takes_images) as url,
+        client_of(url) as client,
+    ):
         outcomes = ask(client, [*requests, replace(requests[0], pictures=())])
     assert [outcome.value for outcome in outcomes[:-1]] == pytest.approx(expected.tolist(), abs=1e-4)
     assert expected[[0, -1]].diff().abs() > 1e-3  # the same text with other pictures
@@ -68,11 +73,45 @@ def test_a_served_file_that_names_images_gets_them(tmp_path: Path) -> None:
         "def reward_func(queries, prompts, labels, images):\n    return [sum(i.width for i in its) for its in images]\n"
     )
     reward = ServedRewardConfig(reward_func=str(file))
-    assert takes_images(reward, MODEL)
-    assert not takes_images(ServedRewardConfig(reward_funcs=["exact"]), MODEL)
-    with scoring(reward, MODEL) as score, served(score, takes_images=True) as url, client_of(url) as client:
+    with (
+        scoring(reward, MODEL) as score,
+        served(score, takes_images=score.takes_images) as url,
+        client_of(url) as client,
+    ):
         outcomes = ask(client, [PICTURED, request("none"), replace(PICTURED, pictures=PICTURED.pictures * 2)])
     assert [outcome.value for outcome in outcomes] == [56.0, 0.0, 112.0]
+
+
+def test_a_file_that_does_not_name_images_takes_texts_alone(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.py"
+    file.write_text("def reward_func(queries, prompts, labels):\n    return [len(query) for query in queries]\n")
+    with scoring(ServedRewardConfig(reward_func=str(file)), MODEL) as score:
+        assert not score.takes_images
+
+
+def test_beside_a_server_that_sees_pictures_others_are_left_out() -> None:
+    seeing, blind = Server(health=(200, b'{"images": true}', {})), Server()
+    told: list[str] = []
+    with (
+        running(seeing),
+        running(blind),
+        RemoteRewards(
+            [seeing.url, blind.url], key=None, tell=told.append, timeout=10, retries=1, batch_size=1
+        ) as client,
+    ):
+        outcomes = ask(client, [PICTURED] * 6)
+    assert all(outcome.failure is None for outcome in outcomes)
+    assert blind.asked == []
+    assert len(seeing.asked) == 6
+    assert told == [f"the reward server {blind.url} {LEFT_OUT}"]
+
+
+def test_a_server_whose_health_cannot_be_read_is_asked_again_and_not_taken_for_blind() -> None:
+    server = Server(health=(500, b"", {}))
+    with running(server), asking(server) as client:
+        (failed,) = ask(client, [PICTURED])
+    assert failed.failure is not None
+    assert server.asked == []
 
 
 def test_pictures_go_to_servers_that_report_to_take_them_and_others_are_named_once() -> None:
@@ -96,6 +135,19 @@ def test_pictures_go_to_servers_that_report_to_take_them_and_others_are_named_on
         ask(client, [PICTURED])
     assert all("images" not in body for body in blind.asked)
     assert told == [f"the reward server {blind.url} {TEXTS_ALONE}"]
+
+
+def test_a_picture_whose_file_has_changed_fails_its_own_reward() -> None:
+    def changed() -> np.ndarray:
+        raise RunError("a.png has changed")
+
+    server = Server(health=(200, b'{"images": true}', {}))
+    with running(server), asking(server) as client:
+        (failed,) = ask(client, [replace(PICTURED, pictures=(Picture("changed", 2, 2, changed),))])
+        (answered,) = ask(client, [PICTURED])
+    assert failed.failure is not None
+    assert "was not asked: a.png has changed" in failed.failure.reason
+    assert answered.failure is None
 
 
 PNG = f"data:image/png;base64,{base64.b64encode(encoded()).decode()}"
