@@ -19,7 +19,7 @@ from rlhf_cli.models.vision.family import VisionFamily
 
 BATCH_ROWS = 64
 """Rows with pictures that are read at a time: their encoded pictures are in memory."""
-NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
+NUM_THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 """Threads that measure pictures. Pillow decodes without Python's lock; the rest of a row's work holds it."""
 
 A = TypeVar("A")

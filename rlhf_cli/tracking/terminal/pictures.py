@@ -53,7 +53,7 @@ def cells_for(height: int, width: int, *, most_columns: int) -> tuple[int, int]:
 def escape_of(pixels: np.ndarray, environment: Mapping[str, str], *, columns: int, rows: int) -> str | None:
     """Return the sequence that draws a picture in so many cells; None if the terminal is not known to have one."""
     term, program = environment.get("TERM", ""), environment.get("TERM_PROGRAM", "")
-    if "TMUX" in environment or "STY" in environment or term.startswith(MULTIPLEXERS):
+    if {"TMUX", "STY", "ZELLIJ"} & environment.keys() or term.startswith(MULTIPLEXERS):
         return None
     if term in KITTY_TERMS:
         return _kitty(_png(pixels), columns, rows)
