@@ -186,6 +186,7 @@ PENALTY = (
 )
 
 NO_IMAGES = "this command reads no images"
+AN_AGENT = "an agent is a class with step(text) or tools in --environment FILE.py: docs/howto/environments.md"
 NO_ASYNC = "training beside generation is not there yet"
 SHARED = "actor and critic share --lr_scheduler, --lr_warmup_ratio, --min_lr_ratio, --max_norm and --l2"
 SHARED_WORDS = (
@@ -412,7 +413,9 @@ TABLE: dict[str, Foreign] = {
     **LLAMA_FACTORY,
     **SLIME,
     **EASYR1,
-    "agent_func_path": Foreign(1, _refused("episodes of several turns are not there yet")),
+    "agent_func_path": Foreign(
+        1, _refused("an agent is a class with step(text) or tools in --environment FILE.py: docs/howto/environments.md")
+    ),
     "async_train": Foreign(0, _refused(NO_ASYNC)),
     "pretrain_data": Foreign(1, _refused("a second loss on pre-training data is not there")),
     **{

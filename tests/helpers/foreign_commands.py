@@ -86,7 +86,7 @@ COMMAND_LINES = {
     f"ppo {PPO} {CRITIC} {FILE} --disable_ds_ckpt": "refused: --save_steps -1",
     f"ppo {PPO} {CRITIC} {FILE} --full_determinism": "refused: --seed fixes the run",
     f"{SFT} --freeze_visual_encoder --image_key images --max_images_per_prompt 0": "parses: is --freeze_vision_tower here",
-    "gkd --pretrain m --teacher_pretrain t --prompt_data d --output o --image_key images": "refused: this command reads no images",
+    "gkd --pretrain m --teacher_pretrain t --prompt_data d --output o --image_key images": "parses",
     f"ppo {PPO} {CRITIC} {FILE} --vllm_enable_is_correction --use_icepop": "parses: --rollout_correction token_mask",
     f"ppo {PPO} {CRITIC} {FILE} --use_icepop --vllm_is_truncated_threshold 0.5 5.0": "parses: --rollout_correction_range 0.5 5.0",
     "merge --model_path base --lora_path adapter --output_path whole --param_dtype bf16": "parses: --lora_path adapter is --model",
@@ -129,7 +129,7 @@ COMMAND_LINES = {
     ),
     f"ppo {PPO} {CRITIC} {FILE} --enable_vllm_is_correction --vllm_is_correction_type icepop "
     "--vllm_is_truncated_threshold 0.5 5.0": "parses: --rollout_correction token_mask | --rollout_correction_range 0.5 5.0",
-    f"ppo {PPO} {CRITIC} {FILE} --agent_func_path agent.py": "refused: episodes of several turns",
+    f"ppo {PPO} {CRITIC} {FILE} --agent_func_path agent.py": "refused: an agent is a class with step(text) or tools in --environment FILE.py",
     f"ppo {PPO} {CRITIC} {FILE} --async_train": "refused: training beside generation",
     f"ppo {PPO} {CRITIC} {FILE} --use_dynamic_batch --rollout_max_tokens_per_gpu 16192": "parses: --use_dynamic_batch",
     f"ppo {PPO} {CRITIC} {FILE} --actor_init_on_gpu --perf --ptx_coef 0.05": "parses: --ptx_coef 0.05",
