@@ -138,6 +138,20 @@ def test_samples_of_a_prompt_share_its_cache_and_a_batch_begins_without_any(engi
     assert found == [[0], [128]]
 
 
+def test_next_turns_of_episodes_begin_with_what_is_computed_and_repeat_to_the_bit(engine, model_dir):
+    def play():
+        turns = engine.generate(SHARING, SamplingParams(4))
+        later = [
+            replace(request, prompt_ids=[*request.prompt_ids, *turn.token_ids, 9], seed=request.seed + 1)
+            for request, turn in zip(SHARING, turns, strict=True)
+        ]
+        return later, engine.generate(later, SamplingParams(4, continues=True))
+
+    later, turns = play()
+    assert largest_difference(trainer_model(model_dir), turns, later) < 1e-3
+    assert play() == (later, turns)
+
+
 def test_responses_do_not_depend_on_what_the_engine_did_before(engine, first_responses):
     engine.generate(REQUESTS[::-1], SamplingParams(7))
     engine.sleep(2)

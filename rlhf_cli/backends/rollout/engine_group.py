@@ -149,7 +149,10 @@ class EngineGroup:
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start a batch, spread over the engines; its responses are to be collected."""
-        shares = balanced_shares(requests, len(self._workers))
+        if sampling.continues:
+            shares = same_shares(requests, self._batch)
+        else:
+            shares = balanced_shares(requests, len(self._workers))
         self._batch = _Batch(requests, sampling, shares)
         for number, share in enumerate(shares):
             if share:
@@ -374,3 +377,14 @@ def balanced_shares(requests: list[GenerationRequest], count: int) -> list[list[
         shares[engine] += prompts[prompt]
         loads[engine] += costs[prompt]
     return [sorted(share) for share in shares]
+
+
+def same_shares(requests: list[GenerationRequest], before: _Batch) -> list[list[int]]:
+    """Return the numbers of the requests of each engine: each goes where the turn before of its episode was."""
+    engine_of = {
+        before.requests[place].episode: engine for engine, share in enumerate(before.shares) for place in share
+    }
+    shares: list[list[int]] = [[] for _ in before.shares]
+    for number, request in enumerate(requests):
+        shares[engine_of[request.episode]].append(number)
+    return shares

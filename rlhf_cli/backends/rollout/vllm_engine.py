@@ -125,7 +125,7 @@ class VllmEngine:
 
     async def _generate(self, batch: RequestBatch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         rendered = await rendered_prompts(self._llm.renderer, requests)
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._llm.pause_generation(mode="keep", clear_cache=not sampling.continues)
         names = [f"r{self._num_requests + index}" for index in range(len(requests))]
         self._num_requests += len(requests)
         queues: list[RequestOutputCollector] = []

@@ -9,11 +9,11 @@ from remote_calls import recorded
 from tiny_training import make_sequences
 
 from rlhf_cli.backends.roles.groups import Dealer, FrozenRole, RewardRole
-from rlhf_cli.backends.rollout.engine_group import balanced_shares
+from rlhf_cli.backends.rollout.engine_group import _Batch, balanced_shares, same_shares
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
-from rlhf_cli.data.rollouts import GenerationRequest
+from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.models.reward_model import ScoreStatistics
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 
@@ -110,6 +110,15 @@ def test_a_question_about_another_picture_is_another_prompt():
     placed = [(PlacedPicture(picture, 0, 2, token=7),) for picture in pictures]
     requests = [GenerationRequest([7, 7, 3], seed, 1, its) for seed, its in enumerate(placed)]
     assert balanced_shares(requests, 2) == [[0, 2], [1]]
+
+
+def test_turns_go_to_the_engine_of_the_turns_before():
+    first = [GenerationRequest([number], number, episode=10 + number) for number in range(5)]
+    before = _Batch(first, SamplingParams(1), [[0, 3], [], [1, 2, 4]])
+    later = [GenerationRequest([number, 9], number, episode=10 + number) for number in (1, 3, 4)]
+    shares = same_shares(later, before)
+    assert shares == [[1], [], [0, 2]]
+    assert same_shares(later[1:], _Batch(later, SamplingParams(1), shares)) == [[0], [], [1]]
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 3, 7, 12])
