@@ -2,6 +2,9 @@
 
 from rlhf_cli.rewards.sandbox.run import Limits, ProgramOutcome, run_program
 
+MAX_OUTPUT = 4_000
+"""Characters of a program's output that a model gets."""
+
 
 def run_python(program: str, timeout: float = 5.0, memory_mb: int = 512) -> str:
     """Run a Python program in the sandbox and return its output, and its error if it does not end well.
@@ -16,7 +19,10 @@ def run_python(program: str, timeout: float = 5.0, memory_mb: int = 512) -> str:
     """
     limits = Limits(seconds=timeout, memory_bytes=memory_mb << 20)
     outcome = run_program(program, limits=limits)
-    return outcome.stdout + _error(outcome, limits)
+    output = outcome.stdout
+    if len(output) > MAX_OUTPUT:
+        output = f"{output[:MAX_OUTPUT]}\n[{len(output) - MAX_OUTPUT:,} more characters]\n"
+    return output + _error(outcome, limits)
 
 
 def _error(outcome: ProgramOutcome, limits: Limits) -> str:

@@ -22,10 +22,11 @@ class EpisodeConfig(SettingsGroup):
     environment_num_workers: int = Field(32, gt=0)
     """Environments that work at the same time; the others wait."""
 
-    def identity(self) -> dict[str, object]:
+    def identity(self, *, max_len: int) -> dict[str, object]:
         """Return the settings that runs which are one have in common; a folder that moved holds the same file."""
-        name = None if self.environment is None else Path(self.environment).name
-        return {"environment": name, "max_turns": self.max_turns}
+        if self.environment is None:
+            return {"environment": None, "max_turns": self.max_turns}
+        return {"environment": Path(self.environment).name, "max_turns": self.max_turns, "max_len": max_len}
 
     @model_validator(mode="after")
     def _settings_belong_to_an_environment(self) -> "EpisodeConfig":

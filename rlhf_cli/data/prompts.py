@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.config.data import PromptConfig
 from rlhf_cli.config.scoring import ScoringConfig
-from rlhf_cli.data.formats.conversations import Conversation
+from rlhf_cli.data.formats.conversations import Conversation, plain_message
 from rlhf_cli.data.judges import Judges
 from rlhf_cli.data.pictures.expanding import expanded
 from rlhf_cli.data.pictures.marks import TEXT_MARK
@@ -132,7 +132,7 @@ def load_prompts(
     judges = Judges.of(reward)
     if environment is not None:
         judges = replace(judges, keeps_rows=True)
-    words = words_of(config, rows, judges, environment.tools if environment is not None else ())
+    words = words_of(config, rows, judges, environment)
     check_image_key(rows, reader)
     steps = _steps(config, tokenizer, words, judges, reader)
     report = PromptReport(
@@ -149,9 +149,10 @@ def load_prompts(
             digests = [standing.picture.digest.hex() for standing in tokens.pictures]
             fingerprint.update(json.dumps([prompt.text, prompt.label, *judged_by, *digests]).encode())
     if not report.prompts:
-        raise UsageError(f"no prompt is left: {report.summary}")
+        first = "".join(f"; the first one is {listed[0]}" for listed in report.noted.values())
+        raise UsageError(f"no prompt is left: {report.summary}{first}")
     sources = {source.name: source for source in rows.sources}
-    origins = _Origins(sources, words, config.system_prompt)
+    origins = _Origins(sources, words)
     return PromptData(
         StoredItems(writer.finish(), _prompt_at),
         report,
@@ -201,14 +202,13 @@ class _Origins:
 
     sources: dict[str, Source]
     words: PromptWords
-    system_prompt: str | None
 
     def row_of(self, prompt: Prompt) -> Row:
         return self.sources[prompt.source].row(prompt.index)
 
     def conversation_of(self, prompt: Prompt) -> Conversation:
         row = self.row_of(prompt)
-        return self.words.asked(row, self.words.read(row)).with_system_prompt(self.system_prompt)
+        return self.words.asked(row, self.words.read(row)).with_system_prompt(self.words.system_prompt)
 
     def where(self, prompt: Prompt) -> str:
         return self.sources[prompt.source].where(prompt.index)
@@ -300,7 +300,11 @@ class _Steps:
         listed = [{"role": message.role, "content": TEXT_MARK.join(message.pieces)} for message in messages]
         prompt = listed if is_dialogue(row.get(form.prompt_column)) else messages[-1].content
         columns = row if self.reader is None else self.reader.without_pictures(row)
-        return json.dumps({"prompt": prompt, "columns": columns}, default=str)
+        kept = {"prompt": prompt, "columns": columns}
+        if self.words.environment is not None:
+            asked = self.words.asked(row, self.words.read(row))
+            kept["messages"] = [plain_message(message) for message in asked.messages]
+        return json.dumps(kept, default=str)
 
 
 def _kept_prompts(

@@ -15,7 +15,8 @@ class SamplingParams:
 
     The order is vLLM's: `repetition_penalty`, `temperature`, `min_p`, `top_k` (0 for all tokens), `top_p`. Greedy
     sampling takes the likeliest token after the penalty alone. `stop` are texts that end a response as soon as one of
-    them is in it; `end_ids` are tokens that end it besides those of the model.
+    them is in it; `end_ids` are tokens that end it besides those of the model. A batch that `continues` has the next
+    turns of the episodes in the batch before: engines keep what they have computed for them.
     """
 
     max_new_tokens: int
@@ -27,6 +28,7 @@ class SamplingParams:
     greedy: bool = False
     stop: tuple[str, ...] = ()
     end_ids: tuple[int, ...] = ()
+    continues: bool = False
 
 
 def sampling_params(sampling: ResponseSamplingConfig) -> SamplingParams:
@@ -50,7 +52,9 @@ class GenerationRequest:
 
     `expected_tokens` is a guess of the response's length, by which engines are loaded evenly; it changes no response.
     `prompt_ids` have the whole run of each of the `pictures`. `max_new_tokens` is a lower limit than that of the batch.
-    `row` is the prompt's row as JSON, which an environment reads and no engine gets.
+    `row` is the prompt's row as JSON, which an environment reads and no engine gets. `episode` is the number of the
+    episode whose turn this is: all turns go to the same engine. Environments of all samples of a prompt begin with the
+    same `environment_seed`.
     """
 
     prompt_ids: list[int]
@@ -59,6 +63,8 @@ class GenerationRequest:
     pictures: tuple[PlacedPicture, ...] = ()
     max_new_tokens: int | None = None
     row: str | None = None
+    episode: int | None = None
+    environment_seed: int = 0
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], tuple[PlacedPicture, ...]]:
@@ -78,8 +84,8 @@ class Episode:
     `turns` are the spans of sampled tokens in the response, one a turn; tokens between them are observations, which
     nothing trains on. `turn_rewards` are the environment's rewards by turn. `messages` are turns and observations in
     OpenAI's form. `failure` completes a sentence about an
-    environment that broke. `prompt_ids` replace the prompt's if the environment added to it. The counts are of tool
-    calls, and of calls that could not be read.
+    environment that broke. `prompt_ids` replace the prompt's if the environment added the text `opening` to it. The
+    counts are of tool calls, and of calls that could not be read.
     """
 
     turns: tuple[tuple[int, int], ...]
@@ -87,6 +93,7 @@ class Episode:
     messages: tuple[dict[str, Any], ...] = ()
     failure: str | None = None
     prompt_ids: list[int] | None = None
+    opening: str = ""
     num_calls: int = 0
     num_malformed: int = 0
 

@@ -55,7 +55,7 @@ def select_samples(samples: Iterable[Cells], settings: SelectConfig, counts: Cou
 
 def _of_prompt(samples: list[Cells], settings: SelectConfig, counts: Counter[str]) -> list[Cells]:
     scored = [sample for sample in samples if sample.get("verdict") != "failed"]
-    usable = [sample for sample in scored if sample["response"].strip()]
+    usable = [sample for sample in scored if _text(sample)]
     whole = [sample for sample in usable if sample["finish_reason"] == "stop"]
     good = [sample for sample in whole if settings.min_score is None or sample["score"] >= settings.min_score]
     stages = (samples, scored, usable, whole, good)
@@ -84,14 +84,14 @@ def _pair(best: Cells, usable: list[Cells], counts: Counter[str]) -> list[Cells]
         return []
     prompt, chosen, rejected = best["prompt"], best["response"], worst["response"]
     if not isinstance(prompt, str) or "messages" in best or any(map(is_transcript, (prompt, chosen, rejected))):
-        prompt, chosen, rejected = _messages(prompt), _turns(best), _turns(worst)
+        prompt, chosen, rejected = _opened(best), _turns(best), _turns(worst)
     return [{"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": margin, **_tools(best)}]
 
 
 def _example(sample: Cells) -> Cells:
     score = {"score": sample["score"]} if "score" in sample else {}
     if "messages" in sample:
-        return {"messages": [*_messages(sample["prompt"]), *_turns(sample)], **score, **_tools(sample)}
+        return {"messages": [*_opened(sample), *_turns(sample)], **score, **_tools(sample)}
     return {"prompt": sample["prompt"], "response": sample["response"], **score, **_tools(sample)}
 
 
@@ -103,6 +103,12 @@ def _messages(prompt: str | list[Cells]) -> list[Cells]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
+def _opened(sample: Cells) -> list[Cells]:
+    """Return the prompt as messages, with what the environment added to the last one."""
+    *before, last = _messages(sample["prompt"])
+    return [*before, {**last, "content": last["content"] + sample["opening"]} if "opening" in sample else last]
+
+
 def _turns(sample: Cells) -> list[Cells]:
     """Return the response as messages: the turns and observations of an episode, or its only turn."""
     only: list[Cells] = [{"role": "assistant", "content": sample["response"]}]
@@ -110,6 +116,9 @@ def _turns(sample: Cells) -> list[Cells]:
 
 
 def _text(sample: Cells) -> str:
+    """Return the words of a response, "" if there are none; of an episode those of all its turns."""
+    if "messages" in sample:
+        return json.dumps(sample["messages"]) if sample["messages"] else ""
     return str(sample["response"]).strip()
 
 

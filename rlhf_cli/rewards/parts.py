@@ -56,10 +56,16 @@ def judged_part(call: RewardCall, value: float, verdict: Part | None) -> Part:
 
 def episode_part(request: ScoreRequest) -> Part:
     """Return the part of an episode's environment."""
-    if request.episode_failure is not None:
-        return Part(None, "failed", f"the environment {request.episode_failure}", failure="environment")
     assert request.episode_reward is not None, "the reward of an environment is of episodes"
     return Part(request.episode_reward, "scored", "")
+
+
+def unless_broken(score: Score, request: ScoreRequest) -> Score:
+    """Return the score; a failed one if the environment of the episode broke, whatever rewards found in the rest."""
+    if request.episode_failure is None:
+        return score
+    detail = f"the environment {request.episode_failure}"
+    return replace(score, value=None, status="failed", detail=detail, failure="environment")
 
 
 def is_correct(verdict: Part | None) -> bool | None:

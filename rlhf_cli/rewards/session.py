@@ -21,6 +21,7 @@ from rlhf_cli.rewards.parts import (
     judged_part,
     remote_part,
     stop_if_too_many_failed,
+    unless_broken,
     worker_part,
 )
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -230,7 +231,8 @@ class ScoringSession:
         """Make the score of a response whose last part has just come."""
         parts = self._parts[number]
         if len(parts) == len(self._names):
-            score = self._scores[number] = join({name: parts[name] for name in self._names}, self._weights)
+            score = join({name: parts[name] for name in self._names}, self._weights)
+            self._scores[number] = score = unless_broken(score, self._requests[number])
             self._num_failed += score.value is None
             self._unreported.append(number)
 

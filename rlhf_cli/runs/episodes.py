@@ -67,7 +67,6 @@ def find_episodes(
         description.tools,
         end_ids=eos_token_ids(folder_of(found.path)),
         vocab_size=found.architecture.get_text_config().vocab_size,
-        system_prompt=prompts.system_prompt,
     )
     return EpisodePlan(settings, prompts, environments, dialogue)
 

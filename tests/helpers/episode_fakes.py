@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from rlhf_cli.agents.records import Action, EnvironmentDescription, Finish, Reply, Reset
+from rlhf_cli.agents.records import Action, EnvironmentDescription, Reply, Reset
 from rlhf_cli.data.formats.conversations import Conversation, Message, ToolCall
 from rlhf_cli.data.templates.tool_calls import ParsedTurn
 
@@ -28,10 +28,7 @@ class FakeEnvironments:
         if isinstance(action, Reset):
             self.open.add(episode)
         self._turn[episode] = self._turn.get(episode, -1) + 1
-        is_quiet = isinstance(action, Finish | Reset)
-        answered = self._answer(episode, self._turn[episode], action)
-        assert not (is_quiet and answered is None)
-        self._replies.append((episode, answered))
+        self._replies.append((episode, self._answer(episode, self._turn[episode], action)))
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
         if not self._replies:
@@ -43,14 +40,15 @@ class FakeEnvironments:
 
 
 class FakeDialogue:
-    """A turn's text is its characters; `c` calls the tool, `x` is a call that cannot be read."""
+    """A turn's text is its characters; `c` calls the tool, `n` another one, and `x` cannot be read."""
 
     end_ids = (0,)
 
     def read(self, token_ids: Sequence[int]) -> ParsedTurn:
         text = "".join(map(chr, token_ids))
-        calls = tuple(ToolCall("look", {"at": i}) for i in range(text.count("c")))
-        return ParsedTurn(text, calls, ("unreadable",) * text.count("x"))
+        calls = [ToolCall("look", {"at": i}) for i in range(text.count("c"))]
+        calls += [ToolCall("none", {})] if text == "n" else []
+        return ParsedTurn(text, tuple(calls), ("unreadable",) * text.count("x"))
 
     def between(self, conversation: Conversation, observations: Sequence[Message], *, last_id: int) -> list[int]:
         return [token for observation in observations for token in [SEPARATOR, *map(ord, observation.content)]]

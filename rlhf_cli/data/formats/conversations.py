@@ -1,5 +1,6 @@
 """The records between formats and tokenising, and what every conversation must satisfy."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -178,3 +179,15 @@ def fault_of_prompt(messages: tuple[Message, ...]) -> str | None:
         return fault
     last = messages[-1].role
     return f"a prompt ends with a user turn, this one with {last}" if last not in ("user", "tool") else None
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """Return a message as JSON, without its pictures and weight."""
+    calls = [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in message.tool_calls]
+    kept = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning": message.reasoning}
+    return {"role": message.role, "content": message.content, "tool_calls": calls, **kept}
+
+
+def message_of(plain: Mapping[str, Any]) -> Message:
+    """Return the message that `plain_message` made JSON of."""
+    return Message(**{**plain, "tool_calls": tuple(ToolCall(**call) for call in plain["tool_calls"])})

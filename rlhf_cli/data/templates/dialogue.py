@@ -20,7 +20,6 @@ class ChatDialogue:
         tools: functions of the environment in OpenAI's form.
         end_ids: tokens at which the engine ends a turn.
         vocab_size: embeddings of the model.
-        system_prompt: the message before conversations that have no system message.
 
     `end_ids` of the object are tokens at which a turn has to end.
 
@@ -36,14 +35,12 @@ class ChatDialogue:
         *,
         end_ids: Sequence[int],
         vocab_size: int,
-        system_prompt: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._tools = tuple(tools)
         self._calls = call_format_of(template, tokenizer, tools) if tools else None
         self.end_ids = tuple(sorted({*end_ids, *self._ends_of_calls()}))
         self._bridge = TurnBridge(template, tokenizer, tools, end_ids=self.end_ids, vocab_size=vocab_size)
-        self._system_prompt = system_prompt
 
     def _ends_of_calls(self) -> list[int]:
         """Return the token that ends a turn of calls, as gpt-oss's <|call|>, which ends no other turn."""
@@ -68,4 +65,4 @@ class ChatDialogue:
         return self._bridge.opening(self._whole(conversation), observation)
 
     def _whole(self, conversation: Conversation) -> Conversation:
-        return replace(conversation.with_system_prompt(self._system_prompt), tools=self._tools)
+        return replace(conversation, tools=self._tools)

@@ -25,15 +25,20 @@ _EARLIER = "7f3a"
 _PROBES = ("probe 7f3a", "other 7f3a")
 
 
+def call_id(number: int) -> str:
+    """Return the id of a call of an episode; it has nine letters and digits, as Mistral's template wants."""
+    return f"call{number:05}"
+
+
 def tool_results(results: Sequence[tuple[str | None, str]], *, first: int) -> tuple[Message, ...]:
     """Return the messages with the results of calls, each a tool's name and its answer; the name is None for a
     malformed call.
 
     Args:
-        first: calls of the episode before these; their ids have nine letters and digits, as Mistral's template wants.
+        first: calls of the episode before these.
     """
     return tuple(
-        Message("tool", answer, tool_call_id=f"call{number:05}", name=name or MALFORMED)
+        Message("tool", answer, tool_call_id=call_id(number), name=name or MALFORMED)
         for number, (name, answer) in enumerate(results, start=first)
     )
 

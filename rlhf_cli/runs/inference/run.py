@@ -194,7 +194,7 @@ def settings_identity(config: InferenceConfig, reward_model: RewardModelPlan | N
         "reward_pretrain": reward.reward_pretrain,
         "fingerprint of the reward model": None if reward_model is None else reward_model.found.fingerprint(),
         "reward_model_weight": reward.reward_model_weight,
-        **config.episodes.identity(),
+        **config.episodes.identity(max_len=config.prompts.max_len),
         "rewards of servers": bool(reward.remote_rm_url),
         "remote_rm_weight": reward.remote_rm_weight,
         "normalize_reward": reward.normalize_reward,
@@ -287,7 +287,12 @@ def _answer(
     asked = [prompt for prompt in prompts for _ in range(sampling.n_samples_per_prompt)]
     count = first * sampling.n_samples_per_prompt
     requests = [
-        request_of(prompt, scattered_seed(config.out.seed, count + place)) for place, prompt in enumerate(asked)
+        request_of(
+            prompt,
+            scattered_seed(config.out.seed, count + place),
+            environment_seed=scattered_seed(config.out.seed, first + place // sampling.n_samples_per_prompt),
+        )
+        for place, prompt in enumerate(asked)
     ]
     with timer("generate"):
         generations = answering.engines.generate(requests, sampling_params(sampling))

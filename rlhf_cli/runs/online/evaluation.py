@@ -51,8 +51,11 @@ def evaluation_task(
     *,
     total_iterations: int,
 ) -> EvaluationTask:
-    """Return the evaluation that the settings ask for. With pictures engines get no more prompts than in a rollout."""
+    """Return the evaluation that the settings ask for. With pictures and in episodes engines get no more prompts than
+    in a rollout.
+    """
     temperature, rollout = config.evaluation.eval_temperature, config.rollout
+    is_large = bool(data and data.has_pictures) or config.episode_settings.environment is not None
     greedy = SamplingParams(rollout.max_new_tokens, greedy=True, stop=tuple(rollout.stop))
     return EvaluationTask(
         config=config.evaluation,
@@ -63,7 +66,7 @@ def evaluation_task(
         seed=config.batch.seed,
         total_iterations=total_iterations,
         engines_lose_weights=rollout.vllm_enable_sleep,
-        prompts_at_once=rollout.rollout_batch_size if data and data.has_pictures else None,
+        prompts_at_once=rollout.rollout_batch_size if is_large else None,
     )
 
 

@@ -63,7 +63,7 @@ def online_identity(
             config.policy_settings, besides=frozenset({"advantage_estimator"})
         ),  # the algorithm has its name
         **_rewards(config.reward_settings),
-        **config.episode_settings.identity(),
+        **config.episode_settings.identity(max_len=config.prompts.max_len),
         **config.reference_settings.model_dump(mode="json"),
         **objective_identity(
             config.teacher_settings, besides=frozenset({"teacher_pretrain"})

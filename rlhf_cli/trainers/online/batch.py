@@ -78,13 +78,17 @@ def learning_samples(
 def _moved_to_turns(responses: Responses, reward: OnlineRewardConfig) -> torch.Tensor:
     """Return the change of the tokens' rewards, `[N]`, that moves the environment's reward of each turn from the last
     token of the response to the last token of the turn. The sum over a response is 0.
+
+    The rewards so far are clipped as the whole score is; else the last token would have to make up for what the score
+    has lost.
     """
     moved_N = torch.zeros(int(responses.cu[-1]))
     weight = weights_of_all_parts(reward).get(ENVIRONMENT, 0.0)
     for first, generation in zip(responses.cu[:-1].tolist(), responses.generations, strict=True):
         if weight and generation.episode is not None:
             ends = first + np.cumsum([stop - start for start, stop in generation.turns]) - 1
-            rewards = weight * torch.tensor(generation.episode.turn_rewards)
+            so_far = weight * torch.tensor(generation.episode.turn_rewards).cumsum(0)
+            rewards = clip_scores(so_far, reward.reward_clip_range).diff(prepend=so_far.new_zeros(1))
             moved_N[torch.from_numpy(ends)] += rewards
             moved_N[int(ends[-1])] -= rewards.sum()
     return moved_N

@@ -143,7 +143,14 @@ class Evaluator:
         num_samples = task.config.eval_n_samples_per_prompt
         asked = [prompt for prompt in task.prompts for _ in range(num_samples)]
         # The same requests each time: differences between evaluations are the model's.
-        requests = [request_of(prompt, evaluation_seed(task.seed, number)) for number, prompt in enumerate(asked)]
+        requests = [
+            request_of(
+                prompt,
+                evaluation_seed(task.seed, number),
+                environment_seed=evaluation_seed(task.seed, number // num_samples),
+            )
+            for number, prompt in enumerate(asked)
+        ]
         engines.wake_cache()
         size = (task.prompts_at_once or len(task.prompts)) * num_samples
         generations = [

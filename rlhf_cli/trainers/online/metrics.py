@@ -135,7 +135,9 @@ def episode_cells(generation: Generation) -> dict[str, object]:
     """Return the turns of an episode and the reward of each, as columns of its row."""
     if generation.episode is None:
         return {}
-    return {"messages": list(generation.episode.messages), "turn_rewards": list(generation.episode.turn_rewards)}
+    episode = generation.episode
+    opening = {"opening": episode.opening} if episode.opening else {}
+    return {**opening, "messages": list(episode.messages), "turn_rewards": list(episode.turn_rewards)}
 
 
 def iteration_rows(sampled: Responses, judged: Responses, *, has_reward: bool) -> list[dict[str, object]]:

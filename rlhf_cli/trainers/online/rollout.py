@@ -50,6 +50,7 @@ class Round:
                 one.prompt,
                 request_seed(sampler.seed, one.place, sample, num_samples=sampler.num_samples),
                 one.expected_tokens,
+                scattered_seed(sampler.seed, one.place),
             )
             for one in asked
             for sample in range(sampler.num_samples)
@@ -82,7 +83,10 @@ class Round:
                     sampler.engines.cut(longest)
                     is_cut = True
         if sampler.greedy:
-            likeliest = [request_of(one.prompt, 0, one.expected_tokens) for one in self._asked]
+            likeliest = [
+                request_of(one.prompt, 0, one.expected_tokens, scattered_seed(sampler.seed, one.place))
+                for one in self._asked
+            ]
             found = sampler.engines.generate(likeliest, replace(sampler.sampling, greedy=True))
             self._take(list(enumerate(found, start=len(self._requests))))
 
@@ -180,9 +184,16 @@ def sample_once(sampler: Sampler, asked: Sequence[AskedPrompt], timer: PhaseTime
         return Rollout(groups, one.greedy_groups(), [], 0, [], [], 0, {})
 
 
-def request_of(prompt: Prompt, seed: int, expected_tokens: int = 0) -> GenerationRequest:
-    """Return the request for a response to the prompt."""
-    return GenerationRequest(prompt.prompt_ids, seed, expected_tokens, prompt.pictures, row=prompt.row)
+def request_of(prompt: Prompt, seed: int, expected_tokens: int = 0, environment_seed: int = 0) -> GenerationRequest:
+    """Return the request for a response to the prompt, whose samples share the seed of their environments."""
+    return GenerationRequest(
+        prompt.prompt_ids,
+        seed,
+        expected_tokens,
+        prompt.pictures,
+        row=prompt.row,
+        environment_seed=environment_seed,
+    )
 
 
 def request_seed(seed: int, place: int, sample: int, *, num_samples: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlhf_cli.config.scoring import ModelScoringConfig
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.rewards.model_scores import with_model_scores
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -38,8 +38,8 @@ def make_score_requests(
 ) -> list[ScoreRequest]:
     """Return the requests to the rewards: texts of prompts and responses, without special tokens in the response.
 
-    The response of an episode is the text of all its turns, without the observations between them: a verifier must
-    never find its answer in the output of a tool.
+    The response of an episode is the text of its last turn: a verifier must never find its answer in the output of a
+    tool, nor in the arguments of a call.
 
     Args:
         prompts: the prompt of each response.
@@ -47,8 +47,8 @@ def make_score_requests(
     """
     requests = []
     for prompt, generation, place in zip(prompts, generations, places, strict=True):
-        response = "\n".join(decode(generation.token_ids[start:end]) for start, end in generation.turns)
         episode = generation.episode
+        response = decode(generation.token_ids) if episode is None else _last_words(episode)
         requests.append(
             ScoreRequest(
                 query=prompt.text + response,
@@ -70,6 +70,11 @@ def make_score_requests(
             )
         )
     return requests
+
+
+def _last_words(episode: Episode) -> str:
+    """Return the text of the last turn without its calls; "" for an episode that broke before its first turn."""
+    return str(episode.messages[-1]["content"]) if episode.messages else ""
 
 
 def score_responses(

@@ -7,8 +7,11 @@ import pytest
 from episode_fakes import SEPARATOR, FakeDialogue, FakeEnvironments
 
 from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text
+from rlhf_cli.data.formats.conversations import Conversation, Message, plain_message
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.data.templates.text import TemplateFault
+from rlhf_cli.data.templates.turn_bridge import MALFORMED
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.responses import as_sequence
 
@@ -18,17 +21,18 @@ SAMPLING = SamplingParams(5)
 class ScriptedEngines:
     """Gives each turn the next text of its episode, found by the first token of the prompt."""
 
-    def __init__(self, scripts: dict[str, list[str]], *, cut: Sequence[str] = ()) -> None:
-        self.scripts, self.cut = {name: list(texts) for name, texts in scripts.items()}, cut
+    def __init__(self, scripts: dict[str, list[str]], *, long: Sequence[str] = ()) -> None:
+        self.scripts, self.long = {name: list(texts) for name, texts in scripts.items()}, long
         self.batches: list[list[GenerationRequest]] = []
         self._left: list[tuple[int, Generation]] = []
+        self.cuts: list[int] = []
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         self.batches.append(requests)
         for number, request in enumerate(requests):
             text = self.scripts[chr(request.prompt_ids[0])].pop(0)
             ids = [*map(ord, text)]
-            reason = "length" if text in self.cut else "stop"
+            reason = "length" if text in self.long else "stop"
             logprobs = [-float(len(self.batches))] * len(ids)
             self._left.append((number, Generation(ids, logprobs, reason, 3)))  # type: ignore[arg-type]
 
@@ -39,12 +43,17 @@ class ScriptedEngines:
     def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         return [self._left.pop()]
 
+    def cut(self, max_tokens: int) -> None:
+        self.cuts.append(max_tokens)
+        self._left = [one for one in self._left if len(one[1].token_ids) <= max_tokens]
+
     def sleep(self) -> None: ...
 
 
 def request(name: str, seed: int = 0) -> GenerationRequest:
-    row = json.dumps({"prompt": f"{name}?", "columns": {"name": name}})
-    return GenerationRequest([ord(name), ord("?")], seed, row=row)
+    asked = plain_message(Message("user", f"{name}?"))
+    row = json.dumps({"prompt": f"{name}?", "columns": {"name": name}, "messages": [asked]})
+    return GenerationRequest([ord(name), ord("?")], seed, row=row, environment_seed=seed)
 
 
 def play(
@@ -87,6 +96,7 @@ def test_a_turn_begins_with_all_tokens_before_it_and_a_seed_of_its_own():
     play(FakeEnvironments(game), engines, [request("a", seed=7)], max_len=12)
     (first,), (second,) = engines.batches
     assert (first.prompt_ids, first.seed, first.max_new_tokens, first.row) == ([*b"a?"], 7, 10, None)
+    assert first.episode == second.episode
     assert second.prompt_ids == [*b"a?hi", SEPARATOR, ord("1")]
     assert second.max_new_tokens == 6
     assert second.seed != 7
@@ -134,12 +144,12 @@ def test_an_episode_at_its_limit_is_truncated_and_keeps_its_reward(given, turns)
     assert found.episode is not None
     assert len(found.episode.turns) == turns
     assert found.episode.turns[-1][1] == len(found.token_ids)
-    assert sum(found.episode.turn_rewards) == 0.5 * (turns + 1)  # a reply a turn, and the last word
+    assert sum(found.episode.turn_rewards) == 0.5 * (turns + 2)  # of reset, of each turn, and of the last word
 
 
 def test_a_turn_that_was_cut_ends_the_episode():
     environments = FakeEnvironments(game)
-    (found,) = play(environments, ScriptedEngines({"a": ["hellohello"]}, cut=["hellohello"]), [request("a")])
+    (found,) = play(environments, ScriptedEngines({"a": ["hellohello"]}, long=["hellohello"]), [request("a")])
     assert found.finish_reason == "length"
     assert [type(action) for _, action in environments.actions] == [Reset, Finish]
 
@@ -161,18 +171,66 @@ def test_the_words_of_reset_belong_to_the_prompt():
     (found,) = play(FakeEnvironments(answer), ScriptedEngines({"a": ["hi"]}), [request("a")])
     assert found.episode is not None
     assert found.episode.prompt_ids == [*b"a? board"]
+    assert found.episode.opening == " board"
     sequence = as_sequence(Prompt([97, 63], "a?", None, "d", 0), found)
     assert sequence.token_ids.tolist() == [*b"a? boardhi"]
     assert sequence.loss_mask.sum() == 2
 
 
-def test_longer_episodes_are_given_up_and_their_environments_ended():
-    environments, engines = FakeEnvironments(game), ScriptedEngines({"a": ["hi", "bye"], "b": ["hi", "b"]})
-    episodes = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(4, 100))  # type: ignore[arg-type]
-    episodes.begin([request("a"), request("b")], SAMPLING)
+def test_longer_episodes_are_given_up_when_no_other_is_left_and_leave_no_turn_behind():
+    """`b` goes on beside `a` and `c`, which are too long already; its rounding must not depend on when that is seen."""
+
+    def answer(episode: int, turn: int, action: Action) -> Reply:
+        is_last = (episode, turn) == (1, 2)
+        return Reply(() if is_last or turn == 0 else ("1",), is_done=is_last)
+
+    scripts = {"a": ["hello", "hm", "hm"], "b": ["hi", "b"], "c": ["hello", "u", "u"]}
+    environments, engines = FakeEnvironments(answer), ScriptedEngines(scripts)
+    episodes = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(9, 100))  # type: ignore[arg-type]
+    episodes.begin([request(name) for name in "abc"], SAMPLING)
     episodes.cut(5)
     found = []
     while episodes.is_generating:
         found += episodes.collect()
     assert [(number, bytes(one.token_ids[-1:])) for number, one in found] == [(1, b"b")]
+    assert [len(batch) for batch in engines.batches] == [3, 3]
     assert not environments.open
+    assert not engines.is_generating
+
+
+def test_a_batch_begins_without_the_turns_of_the_one_before():
+    environments, engines = FakeEnvironments(game), ScriptedEngines({"a": ["hi", "bye"], "b": ["ok", "go"]})
+    episodes = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(4, 100))  # type: ignore[arg-type]
+    episodes.begin([request("a")], SAMPLING)
+    while not engines.batches:
+        episodes.collect(0.001)
+    episodes.sleep()
+    assert engines.cuts == [0]
+    (found,) = episodes.generate([request("b")], SAMPLING)
+    assert bytes(found.token_ids).startswith(b"ok")
+
+
+def test_a_tool_that_the_model_made_up_is_not_named_to_the_template():
+    environments = FakeEnvironments(
+        lambda episode, turn, action: Reply(("no such tool",) if turn == 1 else ()), tools=True
+    )
+    (found,) = play(environments, ScriptedEngines({"a": ["n", "end"]}), [request("a")])
+    assert found.episode is not None
+    _, result, _ = found.episode.messages
+    assert (result["name"], result["tool_call_id"]) == (MALFORMED, "call00000")
+
+
+def test_what_the_template_does_not_take_fails_the_episode_alone():
+    class Strict(FakeDialogue):
+        def between(self, conversation: Conversation, observations: Sequence[Message], *, last_id: int) -> list[int]:
+            if conversation.messages[0].content == "a?":
+                raise TemplateFault("the chat template does not take this")
+            return super().between(conversation, observations, last_id=last_id)
+
+    engines = ScriptedEngines({"a": ["hi"], "b": ["ok", "go"]})
+    episodes = EpisodeEngines(engines, FakeEnvironments(game), Strict(), EpisodeLimits(4, 100))  # type: ignore[arg-type]
+    first, second = episodes.generate([request("a"), request("b")], SAMPLING)
+    assert first.episode is not None
+    assert first.episode.failure == "answered, and the chat template does not take this"
+    assert second.episode is not None
+    assert second.episode.failure is None

@@ -1,5 +1,7 @@
 """From generations to what policy and critic learn from, with numbers worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -157,7 +159,10 @@ def test_a_cut_response_is_worth_what_the_critic_says_of_the_state_it_ended_in()
 
 
 def test_the_rewards_of_turns_stand_at_their_last_sampled_tokens_and_observations_count_for_nothing():
-    """gamma = .5, lambda = 1: rewards of the tokens 1, 2 and 3 are 0, 1 and 4 (less .5 by the clipping at 4.5)."""
+    """gamma = .5, lambda = 1: rewards of the tokens 1, 2 and 3 are 0, 1 and 4, less .5 by the clipping at 4.5.
+
+    With three turns of 4 the clipped sums are 4, 4.5 and 4.5: nothing is left for the last turn or taken off it.
+    """
     episode = Episode(turns=((0, 2), (4, 5)), turn_rewards=(1.0, 4.0))
     played = Generation([1, 2, 9, 9, 3], [-0.1, -0.2, -0.3], "stop", 0, episode)
     responses = responses_of([prompt(0)], [played], [scored(5.0, environment=5.0)], [0])
@@ -167,6 +172,11 @@ def test_the_rewards_of_turns_stand_at_their_last_sampled_tokens_and_observation
     settings = settings_of("ppo", ActorCriticPolicyConfig(gamma=0.5), reward)
     samples, _ = learning_samples(responses, None, settings, kl_coef=0.0)
     assert samples[0].columns["returns"].tolist() == [0.5 * (1 + 0.5 * 3.5), 1 + 0.5 * 3.5, 3.5]
+    longer = Episode(turns=((0, 1), (2, 3), (4, 5)), turn_rewards=(4.0, 4.0, 4.0))
+    clipped = responses_of([prompt(0)], [replace(played, episode=longer)], [scored(12.0, environment=12.0)], [0])
+    clipped.values = [floats(0.0, 0.0, 0.0)]
+    samples, _ = learning_samples(clipped, None, settings, kl_coef=0.0)
+    assert samples[0].columns["returns"].tolist() == [4 + 0.5 * 0.5, 0.5, 0.0]
     grouped, _ = learning_samples(responses, None, settings_of("rloo", PolicyConfig(), reward), kl_coef=0.0)
     assert len(grouped[0].columns["advantages"]) == 3
 

@@ -42,6 +42,7 @@ from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import WeightSender
 from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.data.formats.conversations import Message, plain_message
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.models.adapters import plan_adapter
@@ -276,6 +277,16 @@ def test_training_on_pictures_moves_the_tower_that_engines_answer_with_repeats_a
     assert {name.split(".")[1] for name in moved} >= {"vision_model", "connector", "text_model"}
 
 
+@pytest.mark.parametrize("command", ["reinforce++", "rloo", "remax"])
+def test_other_commands_train_the_tower_that_engines_answer_with(command, tmp_path):
+    folder = save_tiny_vision("idefics3", tmp_path / "model")
+    logged, _, weights = train(pictured_config(command, folder), command, tmp_path, pictured_prompts(folder))
+    assert max(metrics["rollout_diff_max"] for _, metrics in logged) < 1e-6
+    before = load_file(folder / "model.safetensors")
+    moved = {name.split(".")[1] for name, weight in weights.items() if not weight.equal(before[name])}
+    assert moved >= {"vision_model", "connector", "text_model"}
+
+
 @pytest.mark.parametrize("with_tower", [False, True])
 def test_adapters_of_a_vision_model_are_pushed_merged_and_move_the_parts_that_have_them(with_tower, tmp_path):
     folder = save_tiny_vision("qwen2_5_vl", tmp_path / "model")
@@ -329,7 +340,7 @@ def episodes_config(command: str, folder: str, **given: Any) -> OnlineConfig:
 
 
 def episode_prompts(count: int) -> list[Prompt]:
-    row = json.dumps({"prompt": "p", "columns": {}})
+    row = json.dumps({"prompt": "p", "columns": {}, "messages": [plain_message(Message("user", "p"))]})
     return [Prompt([40 + i % 8, 50, 60], f"p{i}", None, "data.jsonl", i, row=row) for i in range(count)]
 
 

@@ -1,0 +1,112 @@
+"""An episode in the making: its tokens, turns, messages and rewards so far."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rlhf_cli.data.formats.conversations import Conversation, Message, message_of
+from rlhf_cli.data.rollouts import Episode, Generation, GenerationRequest
+from rlhf_cli.data.templates.message_forms import MessageForm
+from rlhf_cli.data.templates.tool_calls import ParsedTurn
+from rlhf_cli.data.templates.turn_bridge import call_id
+
+_AS_OPENAI = MessageForm(arguments_as_text=False, no_content="")
+
+
+@dataclass
+class EpisodeProgress:
+    """An episode whose response ends with the last turn or with the observation after it."""
+
+    request: GenerationRequest
+    conversation: Conversation
+    num_given: int  # messages of the prompt
+    prompt_ids: list[int]
+    opening: str = ""  # what the environment added to the prompt
+    opening_reward: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    last_turn: ParsedTurn = field(default_factory=lambda: ParsedTurn("", (), ()))
+    finish_reason: Literal["stop", "length"] = "stop"
+    num_calls: int = 0
+    num_malformed: int = 0
+    failure: str | None = None
+    version: int = 0
+    is_waiting: bool = True  # for its environment
+    is_finished: bool = False
+
+    @property
+    def num_results(self) -> int:
+        """The results of calls so far."""
+        return sum(message.role == "tool" for message in self.conversation.messages[self.num_given :])
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def open(self, opening: str, prompt_ids: list[int]) -> None:
+        """Add an observation of the environment to the last message of the prompt, which has these tokens then."""
+        *before, last = self.conversation.messages
+        begun_with = replace(last, content=last.content + opening)
+        self.opening, self.prompt_ids = opening, prompt_ids
+        self.conversation = replace(self.conversation, messages=(*before, begun_with))
+
+    def turn_request(self, name: int, max_len: int) -> GenerationRequest:
+        """Return the request for the next turn of the episode of that name; each turn has a seed of its own."""
+        number = len(self.turns)
+        seed = self.request.seed if number == 0 else zlib.crc32(f"{self.request.seed} {number}".encode()) & 0x7FFFFFFF
+        return replace(
+            self.request,
+            prompt_ids=self.prompt_ids + self.token_ids,
+            seed=seed,
+            row=None,
+            episode=name,
+            max_new_tokens=max_len - self.num_tokens,
+        )
+
+    def add_turn(self, sampled: Generation, turn: ParsedTurn) -> ParsedTurn:
+        """Add a sampled turn, and return it with ids of its calls, by which their results are known."""
+        first = self.num_results
+        calls = tuple(replace(call, id=call_id(first + place)) for place, call in enumerate(turn.calls))
+        start = len(self.token_ids)
+        self.token_ids += sampled.token_ids
+        self.logprobs += sampled.logprobs
+        self.turns.append((start, len(self.token_ids)))
+        self.turn_rewards.append(0.0 if start else self.opening_reward)
+        self.version = sampled.weight_version
+        self.last_turn = replace(turn, calls=calls)
+        self.num_calls += len(calls)
+        self.num_malformed += len(turn.faults)
+        self._add((Message("assistant", turn.content, calls),))
+        return self.last_turn
+
+    def add_observation(self, token_ids: list[int], messages: Sequence[Message]) -> None:
+        """Add what stands between the last turn and the next one."""
+        self.token_ids += token_ids
+        self._add(messages)
+
+    def _add(self, messages: Sequence[Message]) -> None:
+        self.conversation = replace(self.conversation, messages=(*self.conversation.messages, *messages))
+
+    def generation(self) -> Generation:
+        """Return the response."""
+        facts = Episode(
+            tuple(self.turns),
+            tuple(self.turn_rewards),
+            tuple(map(_AS_OPENAI.entry, self.conversation.messages[self.num_given :])),
+            self.failure,
+            self.prompt_ids if self.opening else None,
+            self.opening,
+            num_calls=self.num_calls,
+            num_malformed=self.num_malformed,
+        )
+        return Generation(self.token_ids, self.logprobs, self.finish_reason, self.version, facts)
+
+
+def begun(request: GenerationRequest, row: Mapping[str, Any]) -> EpisodeProgress:
+    """Return the start of the episode for a request, whose row has its prompt as messages."""
+    messages = tuple(map(message_of, row.get("messages", [])))
+    return EpisodeProgress(request, Conversation(messages), len(messages), request.prompt_ids)
