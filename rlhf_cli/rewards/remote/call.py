@@ -3,8 +3,8 @@
 The wire format is OpenRLHF's: POST `{"query": [...], "prompts": [...], "labels": [...]}`, answered by `{"rewards":
 [...]}` with one finite number for each query. Other keys are ignored but for `details`, in which `rlhf serve-rm`
 explains why a reward is null. Neither numbers of tokens nor whether a response was cut are sent. A server whose
-`/health` reports `"images": true` gets the pictures of prompts too: `"images": [[...], ...]`, a list of `data:` URLs
-for each query. The choice of the server and retries are in client.py.
+`/health` reports `"images": true` gets the pictures of prompts too: each of them once in `"pictures": [...]`, a list of
+`data:` URLs, and `"images": [[...], ...]`, the numbers of its pictures for each query. The choice of the server and retries are in client.py.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ async def post_batch(
     }
     if with_images:
         try:
-            body["images"] = await asyncio.to_thread(_images_of, requests)
+            body |= await asyncio.to_thread(_images_of, requests)
         except RunError as error:  # a file that has changed since its row was read
             raise CallFailed("load", f"was not asked: {error}") from error
     limit = MAX_ANSWER_BYTES + ANSWER_BYTES_EACH * len(requests)
@@ -103,11 +103,14 @@ async def post_batch(
     return outcomes_of(answer, len(requests))
 
 
-def _images_of(requests: Sequence[ScoreRequest]) -> list[list[str]]:
-    """Return the pictures of each request as `data:` URLs; equal ones are encoded once."""
-    distinct = {picture for request in requests for picture in request.pictures}
-    urls = {picture: f"data:image/png;base64,{png_in_base64(picture)}" for picture in distinct}
-    return [[urls[picture] for picture in request.pictures] for request in requests]
+def _images_of(requests: Sequence[ScoreRequest]) -> dict[str, object]:
+    """Return the distinct pictures as `data:` URLs, and the numbers of the pictures of each request."""
+    distinct = list(dict.fromkeys(picture for request in requests for picture in request.pictures))
+    numbers = {picture: number for number, picture in enumerate(distinct)}
+    return {
+        "pictures": [f"data:image/png;base64,{png_in_base64(picture)}" for picture in distinct],
+        "images": [[numbers[picture] for picture in request.pictures] for request in requests],
+    }
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -40,14 +40,15 @@ TEXTS_TOGETHER = 256
 
 
 class _RequestBody(BaseModel):
-    """The body of a request."""
+    """The body of a request. A picture in `images` is the picture itself, or its number in `pictures`."""
 
     model_config = ConfigDict(strict=True)
 
     query: Annotated[list[str], Field(min_length=1)]
     prompts: list[str] | None = None
     labels: list[str | None] | None = None
-    images: list[list[str]] | None = None
+    images: list[list[str | int]] | None = None
+    pictures: list[str] = []
 
 
 def reward_app(score: ScoreJobs, config: ServeConfig, *, key: str, takes_images: bool = False) -> FastAPI:
@@ -129,7 +130,7 @@ def _asked(body: bytes, config: ServeConfig, *, takes_images: bool) -> _RequestB
     return asked
 
 
-def _check_images(images: Sequence[Sequence[str]], config: ServeConfig, *, takes_images: bool) -> None:
+def _check_images(images: Sequence[Sequence[str | int]], config: ServeConfig, *, takes_images: bool) -> None:
     for number, its in enumerate(images):
         if its and not takes_images:
             raise HTTPException(422, "images: the rewards of this server read texts alone")
@@ -144,9 +145,16 @@ async def _pictures(asked: _RequestBody) -> list[tuple[Picture, ...]]:
     if asked.images is None:
         return [()] * len(asked.query)
     try:
-        return await asyncio.to_thread(received_pictures, asked.images)
+        return await asyncio.to_thread(received_pictures, [_found(its, asked.pictures) for its in asked.images])
     except PictureFault as fault:
         raise HTTPException(422, str(fault)) from None
+
+
+def _found(images: Sequence[str | int], pictures: Sequence[str]) -> list[str]:
+    """Return the pictures of a text, numbers replaced by what they name."""
+    if wrong := [one for one in images if isinstance(one, int) and not 0 <= one < len(pictures)]:
+        raise HTTPException(422, f"images names picture {wrong[0]}, and pictures has {len(pictures)}")
+    return [pictures[one] if isinstance(one, int) else one for one in images]
 
 
 def _score_requests(asked: _RequestBody, pictures: Sequence[tuple[Picture, ...]]) -> list[ScoreRequest]:

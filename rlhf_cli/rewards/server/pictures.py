@@ -9,15 +9,18 @@ from rlhf_cli.models.vision.pictures import Picture
 
 
 def received_pictures(images: Sequence[Sequence[str]]) -> list[tuple[Picture, ...]]:
-    """Return the pictures of each text, checked and in their own sizes; `data:` URLs or base64 alone.
+    """Return the pictures of each text, checked and in their own sizes; `data:` URLs or base64 alone. Equal ones are
+    read once.
 
     Raises:
         PictureFault: a picture cannot be read; the message names the text, counted from 0, and the picture.
     """
-    return [
-        tuple(_received(url, f"picture {place} of text {number} of query") for place, url in enumerate(its, 1))
-        for number, its in enumerate(images)
-    ]
+    found: dict[str, Picture] = {}
+    for number, its in enumerate(images):
+        for place, url in enumerate(its, 1):
+            if url not in found:
+                found[url] = _received(url, f"picture {place} of text {number} of query")
+    return [tuple(found[url] for url in its) for its in images]
 
 
 def _received(url: str, where: str) -> Picture:

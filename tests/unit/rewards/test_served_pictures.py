@@ -120,8 +120,8 @@ def test_pictures_go_to_servers_that_report_to_take_them_and_others_are_named_on
     with running(seeing), asking(seeing) as client:
         ask(client, [PICTURED, request("none")])
     (body,) = seeing.asked
-    (url,), none = body["images"]
-    assert none == []
+    assert body["images"] == [[0], []]
+    (url,) = body["pictures"]
     head, _, text = url.partition(",")
     assert head == "data:image/png;base64"
     assert base64.b64decode(text).startswith(b"\x89PNG")
@@ -164,6 +164,7 @@ PNG = f"data:image/png;base64,{base64.b64encode(encoded()).decode()}"
         ([["data:text/plain,abc"]], True, "picture 1 of text 0 of query is no base64 text: "),
         ([["abcd"]], True, "picture 1 of text 0 of query is no picture in a format that is read"),
         ([PNG], True, "images.0: Input should be a valid array"),
+        ([[0]], True, "images names picture 0, and pictures has 0"),
     ],
 )
 def test_pictures_out_of_bounds_are_refused_in_one_sentence(images: Sequence[Any], sees: bool, said: str) -> None:
