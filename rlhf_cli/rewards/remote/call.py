@@ -4,7 +4,8 @@ The wire format is OpenRLHF's: POST `{"query": [...], "prompts": [...], "labels"
 [...]}` with one finite number for each query. Other keys are ignored but for `details`, in which `rlhf serve-rm`
 explains why a reward is null. Neither numbers of tokens nor whether a response was cut are sent. A server whose
 `/health` reports `"images": true` gets the pictures of prompts too: each of them once in `"pictures": [...]`, a list of
-`data:` URLs, and `"images": [[...], ...]`, the numbers of its pictures for each query. The choice of the server and retries are in client.py.
+`data:` URLs, and `"images": [[...], ...]`, the numbers of its pictures for each query. The choice of the server and
+retries are in client.py.
 """
 
 import asyncio

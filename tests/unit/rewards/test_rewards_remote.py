@@ -18,7 +18,7 @@ from server_requests import ask, request
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.rewards.remote import client as remote
+from rlhf_cli.rewards.remote import state
 from rlhf_cli.rewards.remote.call import SERVICE
 from rlhf_cli.rewards.remote.client import RemoteRewards, check_servers
 from rlhf_cli.rewards.scorer import Scorer
@@ -101,7 +101,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def short_absence(monkeypatch):
-    monkeypatch.setattr(remote, "FIRST_ABSENCE", 0.02)
+    monkeypatch.setattr(state, "FIRST_ABSENCE", 0.02)
 
 
 def asking(*servers: Server | str, retries: int = 1, timeout: float = 10.0, batch_size: int = 4) -> RemoteRewards:

@@ -26,6 +26,7 @@ class ScriptedEngines:
         self.batches: list[list[GenerationRequest]] = []
         self._left: list[tuple[int, Generation]] = []
         self.cuts: list[int] = []
+        self.is_slow = False
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         self.batches.append(requests)
@@ -41,7 +42,7 @@ class ScriptedEngines:
         return bool(self._left)
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        return [self._left.pop()]
+        return [] if self.is_slow and timeout is not None else [self._left.pop()]
 
     def cut(self, max_tokens: int) -> None:
         self.cuts.append(max_tokens)
@@ -202,10 +203,12 @@ def test_a_batch_begins_without_the_turns_of_the_one_before():
     environments, engines = FakeEnvironments(game), ScriptedEngines({"a": ["hi", "bye"], "b": ["ok", "go"]})
     episodes = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(4, 100))  # type: ignore[arg-type]
     episodes.begin([request("a")], SAMPLING)
+    engines.is_slow = True
     while not engines.batches:
         episodes.collect(0.001)
     episodes.sleep()
     assert engines.cuts == [0]
+    engines.is_slow = False
     (found,) = episodes.generate([request("b")], SAMPLING)
     assert bytes(found.token_ids).startswith(b"ok")
 
