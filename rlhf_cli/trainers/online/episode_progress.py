@@ -22,7 +22,7 @@ class EpisodeProgress:
     conversation: Conversation
     num_given: int  # messages of the prompt
     prompt_ids: list[int]
-    opening: str = ""  # what the environment added to the prompt
+    opening: str = ""  # words of the environment at the end of the prompt
     opening_reward: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -84,7 +84,7 @@ class EpisodeProgress:
         return self.last_turn
 
     def add_observation(self, token_ids: list[int], messages: Sequence[Message]) -> None:
-        """Add what stands between the last turn and the next one."""
+        """Add the tokens and messages between the last turn and the next one."""
         self.token_ids += token_ids
         self._add(messages)
 
