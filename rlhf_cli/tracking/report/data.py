@@ -20,6 +20,7 @@ from rlhf_cli.tracking.thumbnails import FOLDER, IMAGES
 MAX_SAMPLE_STEPS = 40
 MAX_SAMPLES_PER_STEP = 16
 MAX_TEXT = 12_000  # characters of one prompt or response
+MAX_EPISODE = 48_000  # characters of all texts of an episode, in equal shares
 THUMBNAIL = re.compile(rf"{FOLDER}/[\w-]+\.png", re.ASCII)  # nothing outside the run's own folder
 STEP = re.compile(rb'\{"step": (\d+)')
 
@@ -129,10 +130,15 @@ def spread(items: list[int], limit: int) -> list[int]:
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def shorten(value: Any, file: str) -> Any:
-    """Return the value, a very long text cut with a note of how much is missing."""
-    if isinstance(value, str) and len(value) > MAX_TEXT:
-        return f"{value[:MAX_TEXT]} … ({len(value) - MAX_TEXT} more characters in {file})"
+def shorten(value: Any, file: str, limit: int = MAX_TEXT) -> Any:
+    """Return the value, a very long text cut with a note of how much is missing, also within lists and objects."""
+    if isinstance(value, str) and len(value) > limit:
+        return f"{value[:limit]} … ({len(value) - limit} more characters in {file})"
+    if isinstance(value, list):
+        share = min(limit, MAX_EPISODE // max(1, len(value)))
+        return [shorten(entry, file, share) for entry in value]
+    if isinstance(value, dict):
+        return {name: shorten(entry, file, limit) for name, entry in value.items()}
     return value
 
 

@@ -30,6 +30,7 @@ TOGETHER = {
     "KL of the update": ("approx_kl", "approx_k3"),
     "Probability ratio": ("ratio_mean", "ratio_max"),
     "Values and returns": ("critic/value_mean", "critic/return_mean"),
+    "Turns and tool calls": ("episode/turns", "episode/calls", "episode/malformed_calls"),
     "Memory, GiB": ("memory/host_gib", "memory/gpu_gib"),
 }
 PHASE_COLOURS = {

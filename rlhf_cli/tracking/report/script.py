@@ -66,7 +66,8 @@ for (const chart of document.querySelectorAll("svg.chart")) {
 }
 
 // ---- rollouts
-const SHOWN = ["step", "prompt", "response", "label", "reward", "verdict", "value", "images"];
+const SHOWN = ["step", "prompt", "response", "label", "reward", "verdict", "value", "images", "messages",
+  "turn_rewards"];
 const TEXTS = {prompt: "Prompt", response: "Response", label: "Ground truth"};
 const TONES = {correct: "good", wrong: "bad", invalid: "bad", failed: "warn"};
 const hasReward = row => typeof row.reward === "number";
@@ -108,9 +109,57 @@ function pictures(row, images) {
   return line;
 }
 
+// An episode's messages are its turns and the answers to them, in OpenAI's form.
+const isEpisode = row => Array.isArray(row.messages);
+const asText = value => typeof value === "string" ? value : JSON.stringify(value);
+const callText = call =>
+  Object.entries(call.arguments ?? {}).map(([name, value]) => `${name}: ${asText(value)}`).join("\\n");
+const wordsOfCall = ({function: call}) => `${call.name} ${callText(call)}`;
+const wordsOf = message => [message.content, ...(message.tool_calls ?? []).map(wordsOfCall)].join(" ");
+const wordsOfEpisode = row => isEpisode(row) ? row.messages.map(wordsOf).join(" ") : "";
+
+function answerHeading(message) {
+  return message.name ? `Result of ${message.name}` : "Answer of the environment";
+}
+
+function messageBlock(message, heading, reward) {
+  const block = make("div", message.role === "assistant" ? "message own" : "message");
+  const line = make("h4", "", heading);
+  if (typeof reward === "number")
+    line.append(make("span", "chip " + (reward > 0 ? "good" : reward < 0 ? "bad" : ""), `reward ${number(reward)}`));
+  block.append(line);
+  if (message.content) block.append(make("pre", "", message.content));
+  for (const {function: call} of message.tool_calls ?? [])
+    block.append(make("h4", "", `Call of ${call.name}`), make("pre", "", callText(call) || "(no arguments)"));
+  return block;
+}
+
+function episodeEnd(row) {
+  const line = make("div", "meta end"), rewards = (row.turn_rewards ?? []).filter(Number.isFinite);
+  const count = row.messages.filter(message => message.role === "assistant").length;
+  line.append(make("span", "", count === 1 ? "1 turn" : `${count} turns`));
+  const total = make("span", "", "rewards of all turns ");
+  total.append(make("b", "", number(rewards.reduce((sum, reward) => sum + reward, 0))));
+  if (rewards.length) line.append(total);
+  if (row.finish_reason === "length") line.append(make("span", "chip warn", "truncated"));
+  if (row.verdict === "failed") line.append(make("span", "chip bad", "failed"));
+  return line;
+}
+
+function episodeBlocks(row) {
+  let turn = 0;
+  const blocks = row.messages.map(message => {
+    if (message.role !== "assistant") return messageBlock(message, answerHeading(message));
+    turn += 1;
+    return messageBlock(message, `Turn ${turn}`, (row.turn_rewards ?? [])[turn - 1]);
+  });
+  return [...blocks, episodeEnd(row)];
+}
+
 function listItem(row) {
   const item = make("button", "item");
-  const line = String(row.response ?? "").trim().split("\\n").join(" ").slice(0, 200);
+  const words = String(row.response ?? "").trim() || wordsOfEpisode(row);
+  const line = words.trim().split("\\n").join(" ").slice(0, 200);
   item.append(make("span", "faint", row.step), make("span", "text", line || "(empty)"), verdict(row));
   return item;
 }
@@ -119,7 +168,8 @@ function fits(row, {step, low, high, text}) {
   if (step.value && row.step !== +step.value) return false;
   if (low.value !== "" && !(hasReward(row) && row.reward >= +low.value)) return false;
   if (high.value !== "" && !(hasReward(row) && row.reward <= +high.value)) return false;
-  return `${row.prompt} ${row.response} ${row.label}`.toLowerCase().includes(text.value.toLowerCase());
+  const words = `${row.prompt} ${row.response} ${row.label} ${wordsOfEpisode(row)}`;
+  return words.toLowerCase().includes(text.value.toLowerCase());
 }
 
 const score = row => hasReward(row) ? row.reward : -Infinity;
@@ -144,9 +194,11 @@ for (const browser of document.querySelectorAll(".rollouts")) {
     if (!row) return detail.replaceChildren(make("div", "none", "No response fits."));
     list.children[index].classList.add("on");
     detail.replaceChildren(metaLine(row, browser.dataset.unit), pictures(row, images));
-    for (const [name, heading] of Object.entries(TEXTS))
-      if (row[name] !== null && row[name] !== undefined)
+    for (const [name, heading] of Object.entries(TEXTS)) {
+      if (name === "response" && isEpisode(row)) detail.append(...episodeBlocks(row));
+      else if (row[name] !== null && row[name] !== undefined)
         detail.append(make("h4", "", heading), make("pre", "", String(row[name])));
+    }
     detail.scrollTop = 0;
   };
   const update = () => {

@@ -146,6 +146,11 @@ table.fit { width: auto; min-width: min(100%, 420px); }
 .rollouts pre { margin: 0; padding: 11px 13px; background: var(--wash); border-radius: 8px; white-space: pre-wrap;
   overflow-wrap: anywhere;
   font: 13px/1.55 ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+.rollouts .message { margin: 14px 0; padding-left: 12px; border-left: 3px solid var(--line); }
+.rollouts .message.own { border-left-color: var(--accent); }
+.rollouts .message h4:first-child { margin-top: 0; }
+.rollouts .message .chip { margin-left: 8px; }
+.rollouts .meta.end { margin-top: 14px; }
 .rollouts .none { padding: 28px; color: var(--faint); }
 footer { padding-top: 44px; padding-bottom: 44px; color: var(--faint); font-size: 13px; }
 

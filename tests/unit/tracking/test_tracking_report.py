@@ -12,8 +12,8 @@ from PIL import Image
 
 from rlhf_cli.models.vision.pictures import picture_of_pixels
 from rlhf_cli.tracking.report.charts import Series, binned, line_chart, nice_ticks, smoothed, stacked_bars, tick_label
-from rlhf_cli.tracking.report.data import read_rollouts, read_settings
-from rlhf_cli.tracking.report.page import write_report
+from rlhf_cli.tracking.report.data import read_rollouts, read_settings, read_stage
+from rlhf_cli.tracking.report.page import chart_groups, write_report
 from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, MetricsFile, SamplesFile
 from rlhf_cli.tracking.thumbnails import WITH_IMAGES, Thumbnails
 
@@ -298,3 +298,51 @@ def test_samples_without_pictures_stay_as_they_are(tmp_path):
     rows = [{"prompt": "p", "response": "r"}]
     assert Thumbnails(tmp_path).rows(rows) == rows
     assert not (tmp_path / "sample_images").exists()
+
+
+CALL = {"type": "function", "function": {"name": "calculate", "arguments": {"program": ATTACK}}}
+EPISODE = {
+    "prompt": "p",
+    "response": "It is 42.",
+    "reward": 1.0,
+    "verdict": "scored",
+    "finish_reason": "length",
+    "messages": [
+        {"role": "assistant", "content": ATTACK, "tool_calls": [CALL]},
+        {"role": "tool", "content": ATTACK, "name": ATTACK},
+        {"role": "assistant", "content": "It is 42."},
+    ],
+    "turn_rewards": [0.25, 0.75],
+}
+
+
+def test_turns_of_episodes_are_in_the_page_and_cannot_act(tmp_path):
+    make_run(tmp_path, samples=False)
+    SamplesFile(tmp_path, resume_step=None).log(1, [EPISODE])
+    page = page_of(tmp_path)
+    (row,) = rollouts_of(page)
+    assert (row["messages"], row["turn_rewards"]) == (EPISODE["messages"], [0.25, 0.75])
+    assert "<script>alert" not in page
+    assert Elements(page).open == []
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
+
+
+def test_long_texts_of_an_episode_are_cut_to_equal_shares(tmp_path):
+    said = [{"role": "user", "content": "x" * 20_000, "tool_calls": [{"function": {"arguments": {"a": "y" * 20_000}}}]}]
+    SamplesFile(tmp_path, resume_step=None).log(1, [{"messages": said * 10}, {"messages": said}])
+    many, one = (row["messages"] for row in read_rollouts(tmp_path / "samples.jsonl").rows)
+    assert len(many) == 10
+    assert many[9]["content"] == "x" * 4_800 + " … (15200 more characters in samples.jsonl)"
+    assert many[9]["tool_calls"][0]["function"]["arguments"]["a"].startswith("y" * 4_800 + " … (15200")
+    assert one[0]["content"] == "x" * 12_000 + " … (8000 more characters in samples.jsonl)"
+
+
+def test_metrics_of_episodes_share_a_chart_with_titles_for_people(tmp_path):
+    metrics = MetricsFile(tmp_path, resume_step=None)
+    found = {"turns": 2.5, "calls": 1.5, "malformed_calls": 0.5, "observed_tokens": 40.0, "failed": 0.0}
+    metrics.log(1, {"reward": 1.0, **{f"episode/{name}": value for name, value in found.items()}})
+    metrics.close()
+    headings = dict(chart_groups(read_stage(tmp_path)))
+    assert headings["Turns and tool calls"] == ["episode/turns", "episode/calls", "episode/malformed_calls"]
+    assert headings["observed tokens per episode"] == ["episode/observed_tokens"]
+    assert headings["share of failed environments"] == ["episode/failed"]
