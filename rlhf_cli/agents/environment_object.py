@@ -18,7 +18,7 @@ from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.errors import one_line
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.sandbox.run import SandboxError
-from rlhf_cli.rewards.workers.worker import describe_error
+from rlhf_cli.rewards.workers.worker import describe_error, own_trace
 
 ENDED = "Error: the episode has ended."
 _LONGEST_NAME = 100  # characters of a tool's name that the model made up
@@ -44,7 +44,7 @@ class EnvironmentObject:
         except BadResult as error:
             return Reply(failure=str(error))
         except BaseException as error:  # sys.exit() in an environment is a failure of this environment as well
-            return Reply(failure=describe_error(error))
+            return Reply(failure=describe_error(error), trace=own_trace(error))
 
     def close(self) -> None:
         """Call the object's `close`, if it has one. Its errors are printed: nobody waits for them."""

@@ -44,13 +44,14 @@ class Reply:
     `observations` are the results of `Calls` in their order, the observation after `Text` or `Reset` if there is one,
     nothing after `Finish`. `reward` is the part of the episode's reward that this action added. After `is_done` the
     episode has ended. `failure` completes a sentence about an environment that broke, ran out of time or ended its
-    process; the episode has no reward then.
+    process; the episode has no reward then. `trace` is the traceback of an error in the user's code that broke it.
     """
 
     observations: tuple[str, ...] = ()
     reward: float = 0.0
     is_done: bool = False
     failure: str | None = None
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

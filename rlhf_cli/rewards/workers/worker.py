@@ -152,7 +152,7 @@ def failure_of(error: BaseException) -> dict[str, object]:
     """Return the answer; sys.exit() in a reward is a failure of that reward as well."""
     if isinstance(error, BadResult):
         return {"kind": "bad_result", "reason": str(error), "trace": ""}
-    return {"kind": "raised", "reason": describe_error(error), "trace": _own_trace(error)}
+    return {"kind": "raised", "reason": describe_error(error), "trace": own_trace(error)}
 
 
 def describe_error(error: BaseException) -> str:
@@ -166,7 +166,7 @@ def describe_error(error: BaseException) -> str:
     return raised + place
 
 
-def _own_trace(error: BaseException) -> str:
+def own_trace(error: BaseException) -> str:
     """Return the traceback from the first frame of the user's own on."""
     start = error.__traceback__
     while start is not None and not _is_own(start.tb_frame.f_code.co_filename):

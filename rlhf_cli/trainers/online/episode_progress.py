@@ -33,6 +33,7 @@ class EpisodeProgress:
     num_calls: int = 0
     num_malformed: int = 0
     failure: str | None = None
+    trace: str = ""
     version: int = 0
     is_waiting: bool = True  # for its environment
     is_finished: bool = False
@@ -102,6 +103,7 @@ class EpisodeProgress:
             self.opening,
             num_calls=self.num_calls,
             num_malformed=self.num_malformed,
+            trace=self.trace,
         )
         return Generation(self.token_ids, self.logprobs, self.finish_reason, self.version, facts)
 

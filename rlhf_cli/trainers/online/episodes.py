@@ -195,7 +195,7 @@ class EpisodeEngines:
         episode = self._episodes[number]
         episode.is_waiting = False
         if reply.failure is not None:
-            self._fail(number, reply.failure)
+            self._fail(number, reply.failure, reply.trace)
         elif episode.is_finished or (reply.is_done and episode.turns):
             episode.turn_rewards[-1] += reply.reward
             self._finish(number)
@@ -267,9 +267,10 @@ class EpisodeEngines:
         self._episodes[number].is_waiting = True
         self._environments.send(self._first + number, action)
 
-    def _fail(self, number: int, failure: str) -> None:
+    def _fail(self, number: int, failure: str, trace: str = "") -> None:
         """End an episode whose environment broke."""
-        self._episodes[number].failure = failure
+        episode = self._episodes[number]
+        episode.failure, episode.trace = failure, trace
         self._finish(number)
 
     def _give_up_if_all_are_too_long(self) -> bool:

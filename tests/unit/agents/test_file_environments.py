@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +172,11 @@ def test_episodes_are_separate_and_more_than_there_are_workers(moods: Path) -> N
 def test_an_environment_that_breaks_fails_alone(moods: Path, kind: str, failure: str) -> None:
     with opened(moods) as environments:
         ask(environments, 0, Reset({}, 0))
-        assert ask(environments, 1, Reset({"kind": kind}, 0)) == Reply(failure=failure)
+        begun = ask(environments, 1, Reset({"kind": kind}, 0))
+        assert replace(begun, trace="") == Reply(failure=failure)
+        assert ('raise ValueError("a mood")' in begun.trace) == (kind == "raise")
         ask(environments, 2, Reset({}, 0))
-        assert ask(environments, 2, Text(kind)) == Reply(failure=failure)
+        assert replace(ask(environments, 2, Text(kind)), trace="") == Reply(failure=failure)
         assert seen(ask(environments, 0, Text("fine"))) == "fine"
         assert ask(environments, 1, Reset({}, 0)) == Reply()  # the same episode begins anew
         assert seen(ask(environments, 1, Text("again"))) == "again"
