@@ -1,15 +1,16 @@
 """Turns of an episode as text and tokens, by the chat template of the policy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_cli.data.formats.conversations import Conversation, Message
+from rlhf_cli.data.formats.conversations import Conversation, Message, Tool, ToolCall
 from rlhf_cli.data.templates.chat_template import ChatTemplate
-from rlhf_cli.data.templates.tool_calls import ParsedTurn, call_format_of
-from rlhf_cli.data.templates.turn_bridge import TurnBridge
+from rlhf_cli.data.templates.text import TRIAL, TemplateFault
+from rlhf_cli.data.templates.tool_calls import ParsedTurn, call_format_of, written_call
+from rlhf_cli.data.templates.turn_bridge import TurnBridge, tool_results
 from rlhf_cli.data.tokenizing.decoding import text_of
 
 
@@ -36,7 +37,7 @@ class ChatDialogue:
         end_ids: Sequence[int],
         vocab_size: int,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._template, self._tokenizer = template, tokenizer
         self._tools = tuple(tools)
         self._calls = call_format_of(template, tokenizer, tools) if tools else None
         self.end_ids = tuple(sorted({*end_ids, *self._ends_of_calls()}))
@@ -56,6 +57,33 @@ class ChatDialogue:
         own_ids = token_ids[:-1] if is_ended else token_ids
         return self._calls.parse(text_of(self._tokenizer, own_ids, skip_special_tokens=False))
 
+    def written(self, text: str) -> list[int]:
+        """Return the tokens of a turn that no model sampled, up to its first end, which is added if it has none."""
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        end = next((place for place, token in enumerate(ids) if token in self.end_ids), None)
+        return [*ids, self._end_of(ids)] if end is None else ids[: end + 1]
+
+    def _end_of(self, token_ids: Sequence[int]) -> int:
+        """Return the token that ends such a turn: the template may end a turn before results in a way of its own."""
+        calls = self.read(token_ids).calls
+        try:
+            if calls:
+                result = tool_results([(calls[0].name, "")], first=0)
+                known = self._bridge.after(Conversation(TRIAL[:2]), result, last_id=-1)
+            else:
+                known = self._tokenizer(self._template.ends_of_turn[0], add_special_tokens=False)["input_ids"]
+        except TemplateFault:
+            known = []
+        return next(end for end in (*known, self._tokenizer.eos_token_id, *self.end_ids) if end in self.end_ids)
+
+    def example_calls(self) -> list[str]:
+        """Return a turn with a made-up call of each tool, as the template writes it."""
+        if self._calls is None:
+            return []
+        calls = [ToolCall(tool["function"]["name"], _made_up(tool["function"])) for tool in self._tools]
+        written = (written_call(self._template, self._tokenizer, self._calls, call) for call in calls)
+        return [text for text in written if text is not None]
+
     def between(self, conversation: Conversation, observations: Sequence[Message], *, last_id: int) -> list[int]:
         """Return the tokens from the end of a sampled turn, whose last token is `last_id`, to the start of the next."""
         return self._bridge.after(self._whole(conversation), observations, last_id=last_id)
@@ -66,3 +94,18 @@ class ChatDialogue:
 
     def _whole(self, conversation: Conversation) -> Conversation:
         return replace(conversation, tools=self._tools)
+
+
+_MADE_UP: dict[object, object] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+"""Values of arguments by their JSON type; all others are text."""
+
+
+def _made_up(function: Tool) -> dict[str, object]:
+    """Return arguments for the parameters that a tool needs."""
+    parameters = function.get("parameters") or {}
+    schemas = parameters.get("properties") or {}
+    return {name: _made_up_value(schemas.get(name) or {}) for name in parameters.get("required", ())}
+
+
+def _made_up_value(schema: Mapping[str, Any]) -> object:
+    return schema["enum"][0] if schema.get("enum") else _MADE_UP.get(str(schema.get("type")), "1")

@@ -151,6 +151,20 @@ def call_format_of(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, t
     return replace(found, body=body)
 
 
+def written_call(
+    template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, found: CallFormat, call: ToolCall
+) -> str | None:
+    """Return a turn with this call as the template writes it, without its end; None if the template cannot show it."""
+    turn = _Probe(template, tokenizer).turn(replace(call, id=_FIRST.id))
+    return None if turn is None else _as_sampled(turn, found).strip()
+
+
+def _as_sampled(turn: str, found: CallFormat) -> str:
+    """Return a turn as it follows the generation prompt, without its end."""
+    text = turn.rpartition(found.end)[0] if found.end and found.end in turn else turn
+    return THOUGHT_END + text if found.opens_thought and THOUGHT_END not in text else text
+
+
 def _types(tools: Sequence[Tool]) -> dict[str, dict[str, object]]:
     """Return the types of the parameters of each tool."""
     functions = [tool["function"] for tool in tools]
@@ -252,10 +266,7 @@ class _Probe:
         for calls, turn in shown:
             if turn is None or (len(calls) > 1 and self._divided()[0] is None):
                 continue
-            text = turn.rpartition(found.end)[0] if found.end and found.end in turn else turn
-            if found.opens_thought and THOUGHT_END not in text:
-                text = THOUGHT_END + text
-            parsed = found.parse(text)
+            parsed = found.parse(_as_sampled(turn, found))
             if parsed.faults or parsed.calls != tuple(map(_as_read, calls)):
                 return False
         return True
