@@ -7,11 +7,16 @@ def data(config: DataCommandConfig) -> None:
     """Show how a command will read a data set: format, examples with their trained parts, lengths, lost rows.
 
     The settings of the data are the settings of the command, which refuses the same rows with the same words. Only
-    the tokenizer is loaded. For ppo, DATASET stands for its prompt_data.
+    the tokenizer is loaded. For ppo, DATASET stands for its prompt_data; with --environment one episode is played.
     """
     from rlhf_cli.runs.data_preview import inspect_data
     from rlhf_cli.runs.data_view import show
+    from rlhf_cli.runs.episode_view import line_reader, show_episode
     from rlhf_cli.tracking.terminal.console import LastingStream, open_console
 
-    previews = inspect_data(config)
-    show(previews, open_console(LastingStream(1)), command=config.show.for_)
+    previews, console = inspect_data(config), open_console(LastingStream(1))
+    show(previews, console, command=config.show.for_)
+    for preview in previews:
+        if preview.rehearsal is not None:
+            read_line = line_reader(console, has_script=config.episodes.turns is not None)
+            show_episode(preview.rehearsal, console, special_tokens=preview.special_tokens, read_line=read_line)

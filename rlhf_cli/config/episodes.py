@@ -1,6 +1,7 @@
 """Settings of episodes with an environment."""
 
 from pathlib import Path
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -9,7 +10,7 @@ from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RequestScoringConfig
 
 
-class EpisodeConfig(SettingsGroup):
+class EnvironmentConfig(SettingsGroup):
     """Environment"""
 
     environment: str | None = None
@@ -19,8 +20,11 @@ class EpisodeConfig(SettingsGroup):
     """Turns of the model in an episode at most; max_new_tokens bounds a turn, and max_len the whole episode."""
     environment_timeout: float = Field(30.0, gt=0)
     """Seconds in which an environment has to answer a turn; then it is killed and the reward of its episode fails."""
-    environment_num_workers: int = Field(32, gt=0)
-    """Environments that work at the same time; the others wait."""
+
+    @property
+    def num_workers(self) -> int:
+        """Environments that work at the same time."""
+        return 1
 
     def identity(self, *, max_len: int) -> dict[str, object]:
         """Return the settings that runs which are one have in common; a folder that moved holds the same file."""
@@ -29,11 +33,23 @@ class EpisodeConfig(SettingsGroup):
         return {"environment": Path(self.environment).name, "max_turns": self.max_turns, "max_len": max_len}
 
     @model_validator(mode="after")
-    def _settings_belong_to_an_environment(self) -> "EpisodeConfig":
-        given = self.changed("max_turns", "environment_timeout", "environment_num_workers")
+    def _settings_belong_to_an_environment(self) -> Self:
+        given = self.changed(*(name for name in type(self).model_fields if name != "environment"))
         if self.environment is None and given:
             raise ValueError(f"{given} is about episodes: give --environment FILE.py")
         return self
+
+
+class EpisodeConfig(EnvironmentConfig):
+    """Environment"""
+
+    environment_num_workers: int = Field(32, gt=0)
+    """Environments that work at the same time; the others wait."""
+
+    @property
+    def num_workers(self) -> int:
+        """Environments that work at the same time."""
+        return self.environment_num_workers
 
 
 def check_environment_reward(episodes: EpisodeConfig, reward: RequestScoringConfig) -> None:

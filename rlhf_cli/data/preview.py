@@ -82,8 +82,10 @@ def part_of(
     *,
     behind: Sequence[int] = (),
     pictures: Sequence[PlacedPicture] = (),
+    is_whole: bool = False,
 ) -> PreviewPart:
-    """Return a text with its trained pieces, shortened if it is long. It follows the tokens `behind` it in a sequence.
+    """Return a text with its trained pieces, shortened if it is long, unless `is_whole`. It follows the tokens `behind`
+    it in a sequence.
 
     The tokens before a piece decide how its text is decoded: some tokenizers drop a space at the start of a text. The
     `pictures` stand in the tokens of the text.
@@ -97,7 +99,7 @@ def part_of(
         listed = list(places)
         runs.append((first + listed[0], first + listed[-1] + 1, trained, number))
     pieces: list[Piece] = []
-    hidden = runs[HEAD_RUNS:-TAIL_RUNS]
+    hidden = [] if is_whole else runs[HEAD_RUNS:-TAIL_RUNS]
     for run in runs:
         start, stop, trained, number = run
         if run in hidden:
@@ -105,6 +107,8 @@ def part_of(
                 pieces.append(Piece("", False, hidden[-1][1] - hidden[0][0]))
         elif number:
             pieces.append(_described(number, pictures[number - 1]))
+        elif is_whole:
+            pieces.append(Piece(_text(ids, start, stop, decode), trained))
         else:
             pieces += _pieces(ids, start, stop, trained, decode)
     return PreviewPart(name, len(token_ids), sum(stop - start for start, stop, trained, _ in runs if trained), pieces)

@@ -164,17 +164,20 @@ def folder_of(path: str) -> Path:
     """Return the local folder of a resolved model path; a Hub name is fetched, or found in the cache."""
     if Path(path).is_dir():
         return Path(path)
+    folder = _fetched(path, "*.safetensors", *BESIDE_WEIGHTS)
+    return folder if list(folder.glob("*.safetensors")) else _fetched(path, "pytorch_model*", *BESIDE_WEIGHTS)
+
+
+def description_of(path: str) -> Path:
+    """Return the local folder of a resolved model path; of a Hub name all but the weights is fetched."""
+    return Path(path) if Path(path).is_dir() else _fetched(path, *BESIDE_WEIGHTS)
+
+
+def _fetched(name: str, *patterns: str) -> Path:
     try:
-        folder = Path(
-            snapshot_download(path, allow_patterns=["*.safetensors", *BESIDE_WEIGHTS], ignore_patterns=NOT_READ)
-        )
-        if not list(folder.glob("*.safetensors")):
-            folder = Path(
-                snapshot_download(path, allow_patterns=["pytorch_model*", *BESIDE_WEIGHTS], ignore_patterns=NOT_READ)
-            )
+        return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=NOT_READ))
     except OSError as error:
-        raise UsageError(f"model {path!r}: not a local folder, and the Hub gave none ({error})") from error
-    return folder
+        raise UsageError(f"model {name!r}: not a local folder, and the Hub gave none ({error})") from error
 
 
 def fingerprint(folder: Path) -> str:

@@ -21,17 +21,19 @@ from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.preference_data import LabelledData, LabelledItem, Pair, PairData, load_labelled, load_pairs
 from rlhf_cli.data.preparing import COUNTED
 from rlhf_cli.data.preview import Decode, PreviewPart, ShownExample, part_of, spread
-from rlhf_cli.data.prompts import Prompt, load_prompts
+from rlhf_cli.data.prompts import Prompt, PromptData, load_prompts
 from rlhf_cli.data.reading.sources import ReadSource
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.data.step_data import StepItem, load_steps
 from rlhf_cli.data.tokenizing.control_tokens import ControlReport
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.adapters import base_of, read_config
-from rlhf_cli.models.finding import adapter_folder, find_model
+from rlhf_cli.models.finding import FoundModel, adapter_folder, find_model
 from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.models.vision.pictures import PlacedPicture
 from rlhf_cli.options import build_config
+from rlhf_cli.runs.episode_preview import Rehearsal, read_turns
+from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.trainers.offline.kto import LabelledItems, partners_of
@@ -68,7 +70,8 @@ class Preview:
 
     `lengths` counts the lengths of all rows in the unit `lengths_are`. Rows longer than `limit` are cut or dropped, and
     `limit_is` explains the limit. `num_trained` is None if the data are not trained on. `most_tokens` are the tokens
-    that one of the items takes in a micro-batch at most, in words `most_is`; a micro-batch holds `room`.
+    that one of the items takes in a micro-batch at most, in words `most_is`; a micro-batch holds `room`. `rehearsal` is
+    an episode to play if there is an environment.
     """
 
     title: str
@@ -90,6 +93,7 @@ class Preview:
     room_is: str
     happened: list[Happened]
     special_tokens: list[str]
+    rehearsal: Rehearsal | None = None
 
 
 def inspect_data(config: DataCommandConfig) -> list[Preview]:
@@ -101,9 +105,10 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     command = config.show.for_
     settings: Any = settings_of(command, config.data)
     tokenizer = load_tokenizer(config.model)
-    reader = _picture_reader(config, tokenizer)
+    found = _found_model(config)
+    reader = picture_reader(config.pictures, config.model, found, tokenizer)
     if command == "ppo":
-        return [_prompts(config, settings, tokenizer, reader)]
+        return [_prompts(config, settings, tokenizer, reader, found)]
     named = {"Training data": (settings.dataset, settings.dataset_split)}
     if settings.eval_dataset is not None:
         named["Evaluation data"] = (settings.eval_dataset, settings.eval_split)
@@ -124,12 +129,11 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     return previews
 
 
-def _picture_reader(config: DataCommandConfig, tokenizer: object) -> PictureReader | None:
-    """Return the reader of pictures if the model takes some. Raise UsageError for settings that it does not read."""
+def _found_model(config: DataCommandConfig) -> FoundModel:
+    """Return the model of the settings, the base of an adapter."""
     adapter = adapter_folder(config.model.pretrain)
     base = config.model.pretrain if adapter is None else base_of(adapter, read_config(adapter))
-    found = find_model(ModelSource(pretrain=base, trust_remote_code=config.model.trust_remote_code))
-    return picture_reader(config.pictures, config.model, found, tokenizer)
+    return find_model(ModelSource(pretrain=base, trust_remote_code=config.model.trust_remote_code))
 
 
 def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
@@ -204,10 +208,12 @@ def _offline(title: str, reading: DataReading, data: Any, config: DataCommandCon
 
 
 def _prompts(
-    config: DataCommandConfig, settings: PromptConfig, tokenizer: Any, reader: PictureReader | None
+    config: DataCommandConfig, settings: PromptConfig, tokenizer: Any, reader: PictureReader | None, found: FoundModel
 ) -> Preview:
-    decode, longest = decoder(tokenizer), config.data.max_new_tokens
-    data = load_prompts(settings, tokenizer, max_new_tokens=longest, seed=config.show.seed, reader=reader)
+    decode, longest, seed = decoder(tokenizer), config.data.max_new_tokens, config.show.seed
+    plan = find_episodes(config.episodes, settings, found, tokenizer)
+    environment = None if plan is None else plan.description
+    data = load_prompts(settings, tokenizer, max_new_tokens=longest, seed=seed, reader=reader, environment=environment)
     report = data.report
     shown = [(place, data.prompts[place]) for place in spread(len(data.prompts), config.show.num_rows)]
     room = config.data.max_len - config.data.max_new_tokens
@@ -240,7 +246,16 @@ def _prompts(
         room_is=_room(config.show),
         happened=[happened for happened in counts if happened.count],
         special_tokens=special_tokens_of(tokenizer),
+        rehearsal=None if plan is None else _rehearsal(config, plan, data, decode),
     )
+
+
+def _rehearsal(config: DataCommandConfig, plan: EpisodePlan, data: PromptData, decode: Decode) -> Rehearsal:
+    """Return the episode of the first prompt. Raise UsageError if its row or the script cannot be used."""
+    plan.check_rows(data)
+    first = data.prompts[0]
+    script = None if config.episodes.turns is None else read_turns(config.episodes.turns)
+    return Rehearsal(plan, first, data.where(first), decode, config.data.max_new_tokens, config.show.seed, script)
 
 
 def _room(show: ShowConfig) -> str:

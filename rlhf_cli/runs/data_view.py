@@ -30,7 +30,7 @@ def show(
     `environment` is the terminal's, which names its way to draw pictures.
     """
     for preview in previews:
-        page = _Page(console, preview.special_tokens, environment)
+        page = Page(console, preview.special_tokens, environment)
         page.heading(f"{preview.title} as rlhf {command} reads {'it' if preview.title != 'Prompts' else 'them'}")
         page.sources(preview)
         page.examples(preview)
@@ -38,7 +38,7 @@ def show(
         page.counts(preview)
 
 
-class _Page:
+class Page:
     """Prints lines no wider than the terminal."""
 
     def __init__(self, console: Console, special_tokens: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -48,9 +48,9 @@ class _Page:
         self._special_tokens = list(special_tokens)
 
     def heading(self, text: str) -> None:
-        self._line(Text(text, HEADING))
+        self.line(Text(text, HEADING))
 
-    def _line(self, text: Text | str = "", *, indent: int = 0, hanging: int = 0) -> None:
+    def line(self, text: Text | str = "", *, indent: int = 0, hanging: int = 0) -> None:
         """Print a text, wrapped; all its lines are indented, those after the first further by `hanging`."""
         text = Text(text) if isinstance(text, str) else text
         width = max(20, self._width - indent - hanging)
@@ -62,42 +62,51 @@ class _Page:
     def sources(self, preview: Preview) -> None:
         for source in preview.sources:
             rows = f"{source.num_used:,}" + (f" of {source.num_rows:,}" if source.num_used < source.num_rows else "")
-            self._line(source.name, indent=2, hanging=2)
-            self._line(f"{rows} rows; {source.form}", indent=4, hanging=2)
+            self.line(source.name, indent=2, hanging=2)
+            self.line(f"{rows} rows; {source.form}", indent=4, hanging=2)
             if source.files != (source.name,):
                 named = ", ".join(source.files[:MAX_FILES])
                 more = len(source.files) - MAX_FILES
-                self._line(f"files: {named}{f' and {more:,} more' if more > 0 else ''}", indent=4, hanging=2)
+                self.line(f"files: {named}{f' and {more:,} more' if more > 0 else ''}", indent=4, hanging=2)
 
     def examples(self, preview: Preview) -> None:
         if not preview.examples:
             return
         if preview.num_trained is not None:
-            self._line()
-            text = Text("Trained tokens look ")
-            text.append_text(self._pieces([Piece("like this", is_trained=True)]))
-            self._line(text.append("."))
+            self.legend()
         for example in preview.examples:
             self._example(example, preview)
 
-    def _example(self, example: ShownExample, preview: Preview) -> None:
-        self._line()
-        number = f"{preview.items_are.removesuffix('s').capitalize()} {example.number:,} of {preview.num_items:,}"
-        self._line(Text().append(number, HEADING).append(f": {example.where}", FAINT), hanging=2)
-        for part in example.parts:
-            trained = f", {part.num_trained:,} trained" if part.num_trained else ""
-            name = Text().append(part.name, "bold").append(f": {part.num_tokens:,} tokens{trained}", FAINT)
-            self._line(name, indent=2)
-            self._text(part)
-            self._pictures(part)
-        for fact, value in example.facts.items():
-            self._line(Text().append(fact, "bold").append(f": {visible(value)}"), indent=2, hanging=2)
+    def legend(self) -> None:
+        """Print how trained tokens look."""
+        self.line()
+        text = Text("Trained tokens look ")
+        text.append_text(self._pieces([Piece("like this", is_trained=True)]))
+        self.line(text.append("."))
 
-    def _text(self, part: PreviewPart) -> None:
+    def _example(self, example: ShownExample, preview: Preview) -> None:
+        self.line()
+        number = f"{preview.items_are.removesuffix('s').capitalize()} {example.number:,} of {preview.num_items:,}"
+        self.line(Text().append(number, HEADING).append(f": {example.where}", FAINT), hanging=2)
+        for part in example.parts:
+            self.part(part)
+        self.facts(example.facts)
+
+    def part(self, part: PreviewPart) -> None:
+        """Print a text of an example below its name."""
+        trained = f", {part.num_trained:,} trained" if part.num_trained else ""
+        name = Text().append(part.name, "bold").append(f": {part.num_tokens:,} tokens{trained}", FAINT)
+        self.line(name, indent=2)
         text = self._pieces(part.pieces)
         if text.plain.endswith("\n"):
             text.right_crop(1)
-        self._line(text, indent=4)
+        self.line(text, indent=4)
+        self._pictures(part)
+
+    def facts(self, facts: Mapping[str, str]) -> None:
+        """Print what belongs to an example besides its texts, one fact a line."""
+        for fact, value in facts.items():
+            self.line(Text().append(fact, "bold").append(f": {visible(value)}"), indent=2, hanging=2)
 
     def _pictures(self, part: PreviewPart) -> None:
         """Show the pictures of a text below it, if the terminal can."""
@@ -106,7 +115,7 @@ class _Page:
         pictures = {piece.text: piece.picture for piece in part.pieces if piece.picture is not None}
         for name, picture in pictures.items():
             if len(pictures) > 1:
-                self._line(Text(name, FAINT), indent=4)
+                self.line(Text(name, FAINT), indent=4)
             print_picture(picture.pixels, self._console, self._environment, indent=4)
 
     def _pieces(self, pieces: Sequence[Piece]) -> Text:
@@ -130,36 +139,36 @@ class _Page:
     def lengths(self, preview: Preview) -> None:
         if not preview.lengths:
             return
-        self._line()
-        self._line(Text(f"Lengths of {preview.lengths_are} in tokens", HEADING))
+        self.line()
+        self.line(Text(f"Lengths of {preview.lengths_are} in tokens", HEADING))
         for line in histogram(preview, width=self._width - 2, sign="#" if self._is_plain else "█"):
-            self._line(line, indent=2)
+            self.line(line, indent=2)
         figures = {name: quantile(preview.lengths, share) for name, share in QUANTILES.items()}
-        self._line(", ".join(f"{name} {length:,}" for name, length in figures.items()), indent=2)
+        self.line(", ".join(f"{name} {length:,}" for name, length in figures.items()), indent=2)
         fits = preview.most_tokens <= preview.room
         advice = "" if fits else ", WHICH THE COMMAND REFUSES: raise sequence_parallel_size or train_max_tokens_per_gpu"
         sentence = f"{preview.most_is} of a micro-batch, which holds {preview.room:,} ({preview.room_is}){advice}"
-        self._line(Text(sentence, "" if fits else LEFT_OUT), indent=2, hanging=2)
+        self.line(Text(sentence, "" if fits else LEFT_OUT), indent=2, hanging=2)
 
     def counts(self, preview: Preview) -> None:
-        self._line()
-        self._line(Text("Rows", HEADING))
+        self.line()
+        self.line(Text("Rows", HEADING))
         tokens = f" of {preview.num_tokens:,} tokens" if preview.num_tokens is not None else ""
-        self._line(f"{preview.num_rows:,} rows give {preview.num_items:,} {preview.items_are}{tokens}", indent=2)
+        self.line(f"{preview.num_rows:,} rows give {preview.num_items:,} {preview.items_are}{tokens}", indent=2)
         if preview.num_tokens and preview.num_trained is not None:
             share = preview.num_trained / preview.num_tokens
-            self._line(f"{preview.num_trained:,} tokens are trained ({share:.1%})", indent=2)
+            self.line(f"{preview.num_trained:,} tokens are trained ({share:.1%})", indent=2)
         if preview.end_of_turn:
-            self._line(f"turns end with {preview.end_of_turn}", indent=2)
+            self.line(f"turns end with {preview.end_of_turn}", indent=2)
         for happened in preview.happened:
-            self._line(f"{happened.count:,} {happened.what}", indent=2, hanging=2)
+            self.line(f"{happened.count:,} {happened.what}", indent=2, hanging=2)
             for row in happened.rows:
-                self._line(Text(visible(row), FAINT), indent=4, hanging=2)
+                self.line(Text(visible(row), FAINT), indent=4, hanging=2)
             if happened.rows and happened.count > len(happened.rows):
-                self._line(Text(f"and {happened.count - len(happened.rows):,} more", FAINT), indent=4)
+                self.line(Text(f"and {happened.count - len(happened.rows):,} more", FAINT), indent=4)
         if not any(happened.rows for happened in preview.happened):
-            self._line("nothing is truncated or dropped", indent=2)
-        self._line()
+            self.line("nothing is truncated or dropped", indent=2)
+        self.line()
 
 
 QUANTILES = {"shortest": 0.0, "median": 0.5, "95 % up to": 0.95, "longest": 1.0}

@@ -9,13 +9,13 @@ from rlhf_cli.agents.file_environments import FileEnvironments
 from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.backends.rollout.engine import eos_token_ids
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.config.episodes import EpisodeConfig
+from rlhf_cli.config.episodes import EnvironmentConfig
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.data.templates.dialogue import ChatDialogue
 from rlhf_cli.data.templates.rendering import Renderer
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import FoundModel
-from rlhf_cli.models.weight_files import folder_of
+from rlhf_cli.models.weight_files import description_of
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.interfaces import Engines
 
@@ -24,7 +24,7 @@ from rlhf_cli.trainers.online.interfaces import Engines
 class EpisodePlan:
     """The environment of a run and the dialogue with it, before any engine starts."""
 
-    settings: EpisodeConfig
+    settings: EnvironmentConfig
     prompts: PromptConfig
     environments: FileEnvironments
     dialogue: ChatDialogue
@@ -47,7 +47,7 @@ class EpisodePlan:
 
 
 def find_episodes(
-    settings: EpisodeConfig, prompts: PromptConfig, found: FoundModel, tokenizer: Any
+    settings: EnvironmentConfig, prompts: PromptConfig, found: FoundModel, tokenizer: Any
 ) -> EpisodePlan | None:
     """Return the episodes that the settings ask for, None without an environment.
 
@@ -65,14 +65,14 @@ def find_episodes(
         Renderer(prompts, tokenizer).template,
         tokenizer,
         description.tools,
-        end_ids=eos_token_ids(folder_of(found.path)),
+        end_ids=eos_token_ids(description_of(found.path)),
         vocab_size=found.architecture.get_text_config().vocab_size,
     )
     return EpisodePlan(settings, prompts, environments, dialogue)
 
 
-def _environments(settings: EpisodeConfig) -> FileEnvironments:
+def _environments(settings: EnvironmentConfig) -> FileEnvironments:
     assert settings.environment is not None
     return FileEnvironments(
-        settings.environment, timeout=settings.environment_timeout, num_workers=settings.environment_num_workers
+        settings.environment, timeout=settings.environment_timeout, num_workers=settings.num_workers
     )

@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
+from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig, ShownEpisodeConfig
 from rlhf_cli.config.model import TokenizerSource
 from rlhf_cli.config.pictures import PicturesConfig
 
@@ -19,3 +19,10 @@ class DataCommandConfig(BaseModel):
     model: TokenizerSource
     data: ShownDataConfig
     pictures: PicturesConfig = PicturesConfig()
+    episodes: ShownEpisodeConfig = ShownEpisodeConfig()
+
+    @model_validator(mode="after")
+    def _episodes_begin_with_prompts(self) -> "DataCommandConfig":
+        if self.episodes.environment is not None and self.show.for_ != "ppo":
+            raise ValueError("environment: an episode begins with a prompt of an online command: give --for ppo")
+        return self
