@@ -66,9 +66,9 @@ for (const chart of document.querySelectorAll("svg.chart")) {
 }
 
 // ---- rollouts
-const SHOWN = ["step", "prompt", "response", "label", "reward", "verdict", "value", "images", "messages",
-  "turn_rewards"];
-const TEXTS = {prompt: "Prompt", response: "Response", label: "Ground truth"};
+const SHOWN = ["step", "prompt", "response", "label", "reward", "verdict", "value", "images", "opening",
+  "messages", "turn_rewards"];
+const TEXTS = {prompt: "Prompt", opening: "Added by the environment", response: "Response", label: "Ground truth"};
 const TONES = {correct: "good", wrong: "bad", invalid: "bad", failed: "warn"};
 const hasReward = row => typeof row.reward === "number";
 

@@ -303,6 +303,7 @@ def test_samples_without_pictures_stay_as_they_are(tmp_path):
 CALL = {"type": "function", "function": {"name": "calculate", "arguments": {"program": ATTACK}}}
 EPISODE = {
     "prompt": "p",
+    "opening": ATTACK,
     "response": "It is 42.",
     "reward": 1.0,
     "verdict": "scored",
