@@ -113,7 +113,8 @@ class Rehearsal:
     def play(self, author: Author) -> PlayedEpisode:
         """Return the episode with the turns of this author."""
         engines = WrittenEngines(author, self.plan.dialogue)
-        request = request_of(self.prompt, scattered_seed(self.seed, 0))
+        seed = scattered_seed(self.seed, 0)
+        request = request_of(self.prompt, seed, environment_seed=seed)
         with self.plan.played_by(engines) as episodes:
             (generation,) = episodes.generate([request], SamplingParams(self.max_new_tokens))
         episode = generation.episode
