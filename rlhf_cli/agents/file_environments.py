@@ -5,7 +5,6 @@ at once and environments work while the caller does something else.
 """
 
 import contextlib
-import itertools
 import json
 import logging
 import socket
@@ -18,7 +17,8 @@ from typing import Self, cast
 
 from rlhf_cli.agents.environment_class import ClassFacts, ResetColumns
 from rlhf_cli.agents.episode_processes import EpisodeProcesses, Order
-from rlhf_cli.agents.records import Action, Calls, EnvironmentDescription, Finish, Reply, Reset, Text
+from rlhf_cli.agents.mailbox import Mailbox
+from rlhf_cli.agents.records import Action, EnvironmentDescription, Reply, Reset, method_names
 from rlhf_cli.agents.wire import action_line
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.workers.child import ChildProcess
@@ -43,15 +43,9 @@ class FileEnvironments:
 
     def __init__(self, source: str, *, timeout: float, num_workers: int) -> None:
         self._source, self._timeout, self._num_workers = source, timeout, num_workers
-        self._changed = threading.Condition()  # guards everything below
         self._orders: deque[Order | int] = deque()  # not yet seen by the thread; a number alone is to be dropped
-        self._numbers: dict[int, int] = {}  # of the processes, by episode
-        self._episodes: dict[int, int] = {}  # the inverse
-        self._unanswered: set[int] = set()
-        self._replies: list[tuple[int, Reply]] = []
-        self._defect: BaseException | None = None
+        self._mailbox = Mailbox()
         self._is_closed = False
-        self._count = itertools.count()
 
     def __enter__(self) -> Self:
         """Load the file.
@@ -85,10 +79,9 @@ class FileEnvironments:
 
     def close(self) -> None:
         """End all processes; environments with a method `close` get as much time for it as for an action."""
-        with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._ring()
         self._thread.join()
         self._bell.close()
@@ -108,16 +101,9 @@ class FileEnvironments:
     def send(self, episode: int, action: Action) -> None:
         """Give the environment of that episode an action; `Reset` begins its process."""
         line = action_line(action)
-        with self._changed:
-            self._raise_defect()
-            if isinstance(action, Reset):
-                self._drop(episode)
-                self._numbers[episode] = number = next(self._count)
-                self._episodes[number] = episode
-            number = self._numbers[episode]
-            assert number not in self._unanswered, f"episode {episode} has an action on its way"
-            self._unanswered.add(number)
-            self._orders.append(Order(number, line, _place(action)))
+        if isinstance(action, Reset):
+            self._drop(episode)
+        self._orders.append(Order(self._mailbox.ask(episode, action), line, method_names(action)))
         self._ring()
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
@@ -128,29 +114,20 @@ class FileEnvironments:
         Raises:
             ProcessDied: the process that loaded the file has ended.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._defect or self._replies or not self._unanswered, timeout)
-            self._raise_defect()
-            replies, self._replies = self._replies, []
-            return [(self._episodes[number], reply) for number, reply in replies]
+        return self._mailbox.collect(timeout)
 
     def end(self, episode: int) -> None:
         """End the process of that episode; its reply, if it owes one, never comes.
 
         A method `close` is called, unless the environment is at work on an action.
         """
-        with self._changed:
-            self._drop(episode)
+        self._drop(episode)
         self._ring()
 
     def _drop(self, episode: int) -> None:
-        number = self._numbers.pop(episode, None)
+        number = self._mailbox.drop(episode)
         if number is not None:
-            del self._episodes[number]
-            self._unanswered.discard(number)
-            self._replies = [one for one in self._replies if one[0] != number]
             self._orders.append(number)
-            self._changed.notify_all()  # nothing may be left to wait for
 
     def _load(self) -> ClassFacts:
         """Return the description that the server sends when it has loaded the file."""
@@ -177,10 +154,6 @@ class FileEnvironments:
         with contextlib.suppress(BlockingIOError, OSError):  # it is ringing already, or closed
             self._button.send(b"\0")
 
-    def _raise_defect(self) -> None:
-        if self._defect is not None:
-            raise self._defect
-
     def _serve(self) -> None:
         processes = EpisodeProcesses(
             self._server,
@@ -191,38 +164,14 @@ class FileEnvironments:
         )
         try:
             while not self._is_closed:
-                with self._changed:
-                    orders, self._orders = self._orders, deque()
-                for order in orders:
+                while self._orders:
+                    order = self._orders.popleft()
                     if isinstance(order, Order):
                         processes.put(order)
                     else:
                         processes.drop(order)
-                self._report(processes.work())
+                self._mailbox.deliver(processes.work())
         except BaseException as defect:  # passed to the owner, who waits in another thread
-            with self._changed:
-                self._defect = defect
-                self._changed.notify_all()
+            self._mailbox.break_down(defect)
         finally:
             processes.close()
-
-    def _report(self, replies: list[tuple[int, Reply]]) -> None:
-        with self._changed:
-            awaited = [(number, reply) for number, reply in replies if number in self._unanswered]
-            if awaited:
-                self._unanswered.difference_update(number for number, _ in awaited)
-                self._replies += awaited
-                self._changed.notify_all()
-
-
-def _place(action: Action) -> str:
-    """Return the methods that an action calls, for messages."""
-    match action:
-        case Reset():
-            return "reset"
-        case Calls(calls):
-            return ", ".join(dict.fromkeys(call.name for call in calls))
-        case Text():
-            return "step"
-        case Finish():
-            return "get_reward"

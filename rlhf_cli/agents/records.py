@@ -37,6 +37,19 @@ class Finish:
 Action = Reset | Calls | Text | Finish
 
 
+def method_names(action: Action) -> str:
+    """Return the methods of an environment that an action calls, for messages."""
+    match action:
+        case Reset():
+            return "reset"
+        case Calls(calls):
+            return ", ".join(dict.fromkeys(call.name for call in calls))
+        case Text():
+            return "step"
+        case Finish():
+            return "get_reward"
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The environment's answer to an action.
