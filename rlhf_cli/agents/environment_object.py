@@ -9,7 +9,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from rlhf_cli.agents.environment_class import EnvironmentClass
@@ -86,8 +86,7 @@ class EnvironmentObject:
         if self._is_done():
             return ENDED
         if call.name not in self._found.tools:
-            listed = ", ".join(self._found.tools) or "none"
-            return f"Error: there is no tool {call.name[:_LONGEST_NAME]!r}. Tools: {listed}"
+            return unknown_tool(call.name, self._found.tools)
         method = getattr(self._object, call.name)
         signature = inspect.signature(method)
         try:
@@ -145,6 +144,11 @@ class EnvironmentObject:
 
 async def _awaited(result: Awaitable[object]) -> object:
     return await result
+
+
+def unknown_tool(name: str, tools: Collection[str]) -> str:
+    """Return the observation after a call of a tool that does not exist."""
+    return f"Error: there is no tool {name[:_LONGEST_NAME]!r}. Tools: {', '.join(tools) or 'none'}"
 
 
 def as_text(result: object) -> str:

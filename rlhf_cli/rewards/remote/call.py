@@ -94,11 +94,11 @@ async def post_batch(
         async with session.post(
             url, json=body, timeout=aiohttp.ClientTimeout(total=timeout), allow_redirects=False
         ) as response:
-            answer = await _read(response, limit)
+            answer = await read_answer(response, limit)
     except TimeoutError:
         raise CallFailed("timeout", f"did not answer within {timeout:g} s") from None
     except aiohttp.ClientError as error:
-        raise _broken(error) from None
+        raise connection_failure(error) from None
     if response.status != 200:
         raise _refusal(response, answer)
     return outcomes_of(answer, len(requests))
@@ -114,7 +114,8 @@ def _images_of(requests: Sequence[ScoreRequest]) -> dict[str, object]:
     }
 
 
-async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def read_answer(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """Return the body of an answer. Raises CallFailed if it has more than `limit` bytes."""
     parts, size = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
@@ -124,7 +125,8 @@ async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _broken(error: aiohttp.ClientError) -> CallFailed:
+def connection_failure(error: aiohttp.ClientError) -> CallFailed:
+    """Return the failure of a call without an answer, by aiohttp's error."""
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = getattr(error, "os_error", error)  # a wrong certificate has none
         reason = f"cannot be reached ({getattr(cause, 'strerror', None) or cause})"
@@ -216,14 +218,14 @@ async def health_of(
     limit = aiohttp.ClientTimeout(total=min(timeout, PROBE_SECONDS))
     try:
         async with session.get(urljoin(url, HEALTH), timeout=limit, allow_redirects=False) as response:
-            content = await _read(response, MAX_ANSWER_BYTES)
+            content = await read_answer(response, MAX_ANSWER_BYTES)
     except TimeoutError:
         raise CallFailed("timeout", f"did not answer within {limit.total:g} s") from None
     except aiohttp.ClientConnectorError as error:
-        raise _broken(error) from None
+        raise connection_failure(error) from None
     except aiohttp.ClientError as error:
         if is_sure:
-            raise _broken(error) from None
+            raise connection_failure(error) from None
         return {}  # it took the connection, which is all that can be asked of a server that is not ours
     if response.status in NO_SERVER_BEHIND or (is_sure and response.status >= 500):
         raise CallFailed("raised", f"answered with status {response.status}{_detail(content)}")

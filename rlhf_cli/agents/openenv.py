@@ -1,0 +1,217 @@
+"""Environments at an OpenEnv server, by its WebSocket protocol (read in openenv 0.10.0, which is not a dependency).
+
+A session is a connection to /ws: `{"type": "reset" | "step", "data": ...}`, answered by one message, `{"type":
+"observation", "data": {"observation", "reward", "done"}}` or `{"type": "error", "data": {"message", "code"}}`. The
+schema of actions at /schema decides how turns become actions: calls of tools, or one field of text.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
+
+from rlhf_cli.agents.environment_object import ENDED, as_text, number, unknown_tool
+from rlhf_cli.agents.openenv_connection import Connection, NotNow, Refused
+from rlhf_cli.agents.records import Calls, EnvironmentDescription, Reply, Reset, Text
+from rlhf_cli.agents.session_environments import SessionFailed
+from rlhf_cli.agents.tool_results import error_text, function_schema, result_text, tool_names
+from rlhf_cli.data.formats.conversations import ToolCall
+from rlhf_cli.errors import LONGEST_REASON
+from rlhf_cli.rewards.remote.call import MAX_ANSWER_BYTES, CallFailed, connection_failure, read_answer
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+"""Seconds before a session is asked for again; doubled each time."""
+
+_OWN_FIELDS = ("metadata", "done", "reward")  # of every action or observation
+_CALL_FIELDS = {"type", "tool_name", "arguments"}
+
+
+class OpenEnvServer:
+    """An OpenEnv server at a URL: ws, wss, http or https, with or without /ws at its end.
+
+    A session has to open within `timeout` seconds.
+    """
+
+    def __init__(self, url: str, *, timeout: float) -> None:
+        self.timeout = timeout
+        parts = urlsplit(url)
+        secure = "s" if parts.scheme in ("wss", "https") else ""
+        path = parts.path.rstrip("/").removesuffix("/ws")
+        self.socket_url = urlunsplit((f"ws{secure}", parts.netloc, f"{path}/ws", parts.query, ""))
+        self._schema_url = urlunsplit((f"http{secure}", parts.netloc, f"{path}/schema", parts.query, ""))
+        self.field: str | None = None
+        """The field of an action that has the text of a turn; None if the server has tools."""
+        self.tools: list[str] = []
+
+    async def describe(self) -> EnvironmentDescription:
+        """Return the tools of the server, none for a server of text.
+
+        Raises:
+            SessionFailed: it does not answer, is no such server, or takes actions that a model cannot write.
+            BadResult: it lists tools that cannot be read.
+        """
+        self.field = text_field(await self._action_schema())
+        if self.field is not None:
+            return EnvironmentDescription((), f"OpenEnv server that reads the text of each turn as {self.field!r}")
+        schemas = tuple(map(function_schema, await self._listed_tools()))
+        self.tools = tool_names(schemas)
+        return EnvironmentDescription(schemas, f"OpenEnv server with tools {', '.join(self.tools)}")
+
+    def session(self) -> "OpenEnvSession":
+        """Return a session that is not open yet."""
+        return OpenEnvSession(self)
+
+    async def _action_schema(self) -> Mapping[str, Any]:
+        try:
+            async with (
+                aiohttp.ClientSession() as http,
+                http.get(self._schema_url, allow_redirects=False) as response,
+            ):
+                content = await read_answer(response, MAX_ANSWER_BYTES)
+        except aiohttp.ClientError as error:
+            raise SessionFailed(str(connection_failure(error))) from None
+        except CallFailed as error:
+            raise SessionFailed(str(error)) from None
+        if response.status != 200:
+            raise SessionFailed(f"answered with status {response.status} at /schema: it is no OpenEnv server")
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            schema = json.loads(content)["action"]
+            if isinstance(schema.get("properties", {}), dict):
+                return dict(schema)
+        raise SessionFailed("has no schema of actions at /schema: it is no OpenEnv server")
+
+    async def _listed_tools(self) -> Sequence[Mapping[str, Any]]:
+        async with aiohttp.ClientSession() as http:
+            connection = Connection(http, self.socket_url)
+            try:
+                await connection.open()
+                data = await connection.ask("step", {"type": "list_tools"})
+            except NotNow as error:
+                raise SessionFailed(str(error)) from None
+            finally:
+                await connection.close()
+        match data:
+            case {"observation": {"tools": [_, *_] as tools}}:
+                return [tool if isinstance(tool, dict) else {} for tool in tools]
+            case {"observation": {"metadata": {"error": message}}}:
+                raise SessionFailed(f"does not list its tools: {as_text(message)[:LONGEST_REASON]}")
+        raise SessionFailed("has neither tools nor a field of text in its actions")
+
+
+def text_field(schema: Mapping[str, Any]) -> str | None:
+    """Return the field of an action that has the text of a turn, None if actions are calls of tools.
+
+    That field is the only one which is needed, or the only one of text if none is needed.
+
+    Raises:
+        SessionFailed: a text cannot be such an action.
+    """
+    fields = {name: one for name, one in schema.get("properties", {}).items() if name not in _OWN_FIELDS}
+    if _CALL_FIELDS.issuperset(fields):  # OpenEnv's action for tools, or its general one, which has no fields
+        return None
+    texts = [name for name, one in fields.items() if isinstance(one, dict) and one.get("type") == "string"]
+    needed = [name for name in schema.get("required", ()) if name in fields]
+    possible = [name for name in needed or texts if name in texts]
+    if len(possible) == 1 and len(needed) <= 1:
+        return str(possible[0])
+    raise SessionFailed(
+        f"takes actions with the fields {', '.join(fields)}: a turn can be an action with one field of text, or a "
+        "call of a tool (CallToolAction)"
+    )
+
+
+class OpenEnvSession:
+    """One episode at an OpenEnv server."""
+
+    def __init__(self, server: OpenEnvServer) -> None:
+        self._server = server
+        self._http: aiohttp.ClientSession | None = None
+        self._connection: Connection | None = None
+
+    async def answer(self, action: Reset | Calls | Text) -> Reply:
+        """Return the reply to an action."""
+        match action:
+            case Reset():
+                return await self._reset({"seed": action.seed} | dict(action.row))
+            case Calls(calls):
+                return await self._make_calls(calls)
+            case Text(text):
+                assert self._server.field is not None
+                return await self._step({self._server.field: text})
+
+    async def close(self) -> None:
+        """Close the connection, at which the server drops the environment."""
+        if self._connection is not None:
+            await self._connection.close()
+        if self._http is not None:
+            await self._http.close()
+
+    async def _reset(self, arguments: Mapping[str, Any]) -> Reply:
+        """Open the session as soon as the server has room for one; a server that begins again is found again."""
+        self._http = aiohttp.ClientSession()
+        deadline, pause = time.monotonic() + self._server.timeout, FIRST_PAUSE
+        while True:
+            self._connection = Connection(self._http, self._server.socket_url)
+            try:
+                await self._connection.open()
+                data = await self._connection.ask("reset", arguments)
+            except NotNow as error:
+                await self._connection.close()
+                if time.monotonic() + pause >= deadline:
+                    raise SessionFailed(f"{error}; tried for {self._server.timeout:g} s") from None
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            else:
+                reply = _reply(data)
+                return Reply(tuple(filter(None, reply.observations)), reward=reply.reward, is_done=reply.is_done)
+
+    async def _step(self, action: Mapping[str, Any]) -> Reply:
+        """Return the reply to a step; an action that the server does not take is an error for the model."""
+        assert self._connection is not None
+        try:
+            return _reply(await self._connection.ask("step", action))
+        except Refused as error:
+            return Reply((error_text(str(error)),))
+
+    async def _make_calls(self, calls: Sequence[ToolCall]) -> Reply:
+        """Make calls one after the other until the episode is done."""
+        replies: list[Reply] = []
+        for call in calls:
+            if replies and replies[-1].is_done:
+                replies.append(Reply((ENDED,), is_done=True))
+            elif call.name not in self._server.tools:
+                replies.append(Reply((unknown_tool(call.name, self._server.tools),)))
+            else:
+                action = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+                replies.append(await self._step(action))
+        observations = tuple(text for reply in replies for text in reply.observations)
+        return Reply(observations, reward=sum(reply.reward for reply in replies), is_done=replies[-1].is_done)
+
+
+def _reply(data: Mapping[str, Any]) -> Reply:
+    """Return the reply with one observation. Raises BadResult if the reward is no number."""
+    reward = data.get("reward")
+    gain = 0.0 if reward is None else number(reward, "reward of step")
+    return Reply((observation_text(data.get("observation")),), reward=gain, is_done=bool(data.get("done")))
+
+
+def observation_text(observation: object) -> str:
+    """Return the text of an observation: a tool's result, its only field if that is text, else its fields as JSON.
+
+    Fields that are null, and `metadata`, are left out.
+    """
+    match observation:
+        case {"tool_name": _, "error": {"message": message}}:
+            return error_text(as_text(message))
+        case {"tool_name": _, **others}:
+            return result_text(others.get("result"))
+        case dict():
+            shown = {name: one for name, one in observation.items() if name not in _OWN_FIELDS and one is not None}
+            only = next(iter(shown.values()), "")
+            return as_text(only if len(shown) <= 1 and isinstance(only, str) else shown)
+    return as_text(observation)
