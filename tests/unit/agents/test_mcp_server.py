@@ -1,0 +1,160 @@
+"""Episodes with the tools of a real MCP server: a process each, separate, killed, and refused at the start."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from scoring import is_alive, wait_until
+
+from rlhf_cli.agents.mcp_server import McpServer
+from rlhf_cli.agents.records import Calls, Finish, Reply, Reset
+from rlhf_cli.agents.session_environments import SessionEnvironments
+from rlhf_cli.data.formats.conversations import ToolCall
+from rlhf_cli.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("no_process_is_left")
+
+SERVER = '''
+import os, sys, time
+from mcp.server import MCPServer
+
+server, kept = MCPServer("notes"), []
+
+@server.tool()
+def note(text: str) -> str:
+    """Keep a text."""
+    kept.append(text)
+    return " ".join(kept)
+
+@server.tool()
+def number() -> int:
+    """The number of this process."""
+    return os.getpid()
+
+@server.tool()
+def fail(how: str) -> str:
+    """Go wrong in some way."""
+    if how == "raise":
+        raise ValueError("a mood")
+    if how == "exit":
+        print("this is the end", file=sys.stderr, flush=True)
+        os._exit(3)
+    time.sleep(600)
+    return ""
+
+server.run()
+'''
+
+
+def opened(command: str, *, timeout: float = 60.0) -> SessionEnvironments:
+    return SessionEnvironments(f"mcp:{command}", McpServer(command), timeout=timeout, num_workers=8)
+
+
+def call(environments: SessionEnvironments, episode: int, *calls: ToolCall) -> Reply:
+    environments.send(episode, Calls(calls))
+    ((answered, reply),) = environments.collect(60)
+    assert answered == episode
+    return reply
+
+
+def note(text: str) -> ToolCall:
+    return ToolCall("note", {"text": text})
+
+
+def test_each_episode_has_a_server_of_its_own_which_dies_with_it(tmp_path: Path) -> None:
+    (tmp_path / "notes.py").write_text(SERVER)
+    with opened(f"{sys.executable} {tmp_path / 'notes.py'}") as environments:
+        tools = {tool["function"]["name"]: tool["function"] for tool in environments.description.tools}
+        assert sorted(tools) == ["fail", "note", "number"]
+        assert tools["note"]["description"] == "Keep a text."
+        assert tools["note"]["parameters"]["properties"]["text"]["type"] == "string"
+        for episode in range(4):
+            environments.send(episode, Reset({"question": "?"}, episode))
+        replies: dict[int, Reply] = {}
+        while len(replies) < 4:
+            replies |= dict(environments.collect(60))
+        assert set(replies.values()) == {Reply()}
+
+        assert call(environments, 0, note("a"), note("b")) == Reply(("a", "a b"))
+        assert call(environments, 1, note("c")) == Reply(("c",))
+        pids = [int(call(environments, i, ToolCall("number", {})).observations[0]) for i in range(4)]
+        assert len(set(pids)) == 4
+        wrong = call(environments, 0, ToolCall("fail", {"how": "raise"}), ToolCall("fly", {}), ToolCall("note", {}))
+        assert wrong.failure is None
+        assert all(text.startswith("Error") for text in wrong.observations)
+        assert wrong.observations[0] == "Error executing tool fail"
+        assert wrong.observations[1] == "Error: there is no tool 'fly'. Tools: note, number, fail"
+        assert "text" in wrong.observations[2]
+
+        ended = call(environments, 1, ToolCall("fail", {"how": "exit"}))
+        assert ended.failure == "ended in fail: Connection closed; its last line: this is the end"
+        assert call(environments, 1, note("d")) == ended
+        os.kill(pids[2], signal.SIGKILL)
+        assert (call(environments, 2, note("e")).failure or "").startswith("ended in note: Connection closed")
+        environments.send(0, Finish())
+        assert environments.collect(60) == [(0, Reply(is_done=True))]
+        environments.end(0)
+        wait_until(lambda: not is_alive(pids[0]))
+        assert call(environments, 3, note("f")) == Reply(("f",))
+        environments.send(3, Calls((ToolCall("fail", {"how": "hang"}),)))  # killed by the end of the block
+    assert not any(map(is_alive, pids))
+
+
+FIRST_LINES = (
+    "import json, sys, time\n"
+    "for line in sys.stdin:\n"
+    "    asked = json.loads(line)\n"
+    "    if asked['method'] == 'tools/list':\n"
+    "        result = {'tools': TOOLS}\n"
+    "    elif asked['method'] == 'initialize':\n"
+    "        result = {'protocolVersion': '2025-06-18', 'capabilities': {'tools': {}}, 'serverInfo': {'name': 'a', "
+    "'version': '1'}}\n"
+    "    elif asked['method'] == 'tools/call':\n"
+    "        time.sleep(600)\n"
+    "    elif 'id' in asked:\n"
+    "        print(json.dumps({'jsonrpc': '2.0', 'id': asked['id'], 'error': {'code': -32601, 'message': 'no'}}), "
+    "flush=True)\n"
+    "        continue\n"
+    "    else:\n"
+    "        continue\n"
+    "    print(json.dumps({'jsonrpc': '2.0', 'id': asked['id'], 'result': result}), flush=True)\n"
+)
+"""A server of an older version of the protocol, by hand."""
+
+
+def test_a_tool_that_hangs_is_killed_at_its_limit(tmp_path: Path) -> None:
+    source = FIRST_LINES.replace("TOOLS", "[{'name': 'wait', 'inputSchema': {'type': 'object'}}]")
+    (tmp_path / "old.py").write_text(source)
+    with opened(f"{sys.executable} {tmp_path / 'old.py'}", timeout=5.0) as environments:
+        environments.send(0, Reset({}, 0))
+        assert environments.collect(60) == [(0, Reply())]
+        assert call(environments, 0, ToolCall("wait", {})) == Reply(failure="ran out of time (5 s) in wait")
+
+
+def test_servers_that_do_not_work_are_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text(FIRST_LINES.replace("TOOLS", "[]"))
+    (tmp_path / "broken.py").write_text("raise SystemExit('no key was given')")
+    command = f"{sys.executable} {tmp_path}"
+    with pytest.raises(UsageError, match=r"none.py has no tools$"), opened(f"{command}/none.py"):
+        pass
+    with (
+        pytest.raises(UsageError, match=r"broken.py could not be started: .*; its last line: no key was given$"),
+        opened(f"{command}/broken.py"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("nowhere-to-be-found server.py", "there is no program 'nowhere-to-be-found'"),
+        ("", "there is no program ''"),
+        ("python 'server.py", "No closing quotation"),
+    ],
+)
+def test_commands_that_cannot_run_are_refused(command: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        McpServer(command)
+    assert str(caught.value) == f"--environment mcp:{command}: {sentence}"
