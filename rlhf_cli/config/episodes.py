@@ -1,7 +1,8 @@
 """Settings of episodes with an environment."""
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -9,13 +10,26 @@ from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RequestScoringConfig
 
+URL_SCHEMES = ("ws", "wss", "http", "https")
+MCP_PREFIX = "mcp:"
+
+EnvironmentKind = Literal["file", "openenv", "mcp"]
+
+
+def environment_kind(environment: str) -> EnvironmentKind:
+    """Return the kind of an environment, by the form of the setting."""
+    if environment.startswith(MCP_PREFIX):
+        return "mcp"
+    return "openenv" if "://" in environment else "file"
+
 
 class EnvironmentConfig(SettingsGroup):
     """Environment"""
 
     environment: str | None = None
-    """Python file with an environment, or FILE.py:NAME. A response is an episode of several turns then: public methods
-    of the class are the model's tools, and step(text) answers a model without tools."""
+    """Python file with an environment, or FILE.py:NAME; the URL of an OpenEnv server (ws, wss, http, https); or
+    "mcp:COMMAND", an MCP server that the command starts. A response is an episode of several turns then: public methods
+    of the class, or the tools of the server, are the model's tools, and step(text) answers a model without tools."""
     max_turns: int = Field(8, gt=0)
     """Turns of the model in an episode at most; max_new_tokens bounds a turn, and max_len the whole episode."""
     environment_timeout: float = Field(30.0, gt=0)
@@ -27,10 +41,13 @@ class EnvironmentConfig(SettingsGroup):
         return 1
 
     def identity(self, *, max_len: int) -> dict[str, object]:
-        """Return the settings that runs which are one have in common; a folder that moved holds the same file."""
+        """Return the settings that runs which are one have in common.
+
+        A folder that moved holds the same file, and a server that moved to another host or port has the same path.
+        """
         if self.environment is None:
             return {"environment": None, "max_turns": self.max_turns}
-        return {"environment": Path(self.environment).name, "max_turns": self.max_turns, "max_len": max_len}
+        return {"environment": _identity(self.environment), "max_turns": self.max_turns, "max_len": max_len}
 
     @model_validator(mode="after")
     def _settings_belong_to_an_environment(self) -> Self:
@@ -38,6 +55,26 @@ class EnvironmentConfig(SettingsGroup):
         if self.environment is None and given:
             raise ValueError(f"{given} is about episodes: give --environment FILE.py")
         return self
+
+    @model_validator(mode="after")
+    def _a_url_has_a_host(self) -> Self:
+        if self.environment is None or environment_kind(self.environment) != "openenv":
+            return self
+        parts = urlsplit(self.environment)
+        if parts.scheme not in URL_SCHEMES or not parts.hostname:
+            raise ValueError(f"environment {self.environment}: an OpenEnv server has a URL like ws://host:8000")
+        return self
+
+
+def _identity(environment: str) -> str:
+    match environment_kind(environment):
+        case "openenv":
+            return f"openenv:{urlsplit(environment).path.rstrip('/').removesuffix('/ws')}"
+        case "mcp":
+            words = environment.removeprefix(MCP_PREFIX).split()
+            return MCP_PREFIX + " ".join(Path(word).name for word in words)
+        case _:
+            return Path(environment).name
 
 
 class EpisodeConfig(EnvironmentConfig):
@@ -54,5 +91,9 @@ class EpisodeConfig(EnvironmentConfig):
 
 def check_environment_reward(episodes: EpisodeConfig, reward: RequestScoringConfig) -> None:
     """Raise ValueError if the reward of an environment is named and there is none."""
-    if episodes.environment is None and any(call.name == ENVIRONMENT for call in reward.rewards):
+    if not any(call.name == ENVIRONMENT for call in reward.rewards):
+        return
+    if episodes.environment is None:
         raise ValueError(f"reward_funcs {ENVIRONMENT} is the reward of an environment: give --environment FILE.py")
+    if environment_kind(episodes.environment) == "mcp":
+        raise ValueError(f"reward_funcs {ENVIRONMENT}: an MCP server has tools and no reward; name another reward")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlhf_cli.config.episodes import environment_kind
 from rlhf_cli.config.plugins import is_target
 from rlhf_cli.config.policy import READ_BY
 from rlhf_cli.config.preference import LOSS_DEFAULTS
@@ -73,8 +74,10 @@ def defaults_of_baseline(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def defaults_of_environment(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults that go with a given environment: its own reward."""
-    return {} if given.get("environment") is None else {"reward_funcs": [ENVIRONMENT]}
+    """Return the defaults that go with a given environment: its own reward, if its kind has one."""
+    environment = given.get("environment")
+    has_reward = environment is not None and environment_kind(str(environment)) != "mcp"
+    return {"reward_funcs": [ENVIRONMENT]} if has_reward else {}
 
 
 def defaults_of_teacher(given: Mapping[str, object]) -> dict[str, object]:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.agents.file_environments import FileEnvironments
+from rlhf_cli.agents.mcp_server import McpServer
+from rlhf_cli.agents.openenv import OpenEnvServer
 from rlhf_cli.agents.records import EnvironmentDescription
+from rlhf_cli.agents.session_environments import Provider, SessionEnvironments
 from rlhf_cli.backends.rollout.engine import eos_token_ids
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.config.episodes import EnvironmentConfig
+from rlhf_cli.config.episodes import MCP_PREFIX, EnvironmentConfig, environment_kind
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.data.templates.dialogue import ChatDialogue
 from rlhf_cli.data.templates.rendering import Renderer
@@ -26,7 +29,7 @@ class EpisodePlan:
 
     settings: EnvironmentConfig
     prompts: PromptConfig
-    environments: FileEnvironments
+    environments: FileEnvironments | SessionEnvironments
     dialogue: ChatDialogue
 
     @property
@@ -35,12 +38,16 @@ class EpisodePlan:
         return self.environments.description
 
     def check_rows(self, data: PromptData) -> None:
-        """Raise UsageError if `reset` needs a column that the first row of a data set does not have."""
-        self.environments.check_columns(tuple(data.row_of(data.prompts[0])))
+        """Raise UsageError if `reset` of a file needs a column that the first row of a data set does not have.
+
+        A server takes the columns that its `reset` knows; its protocol has no list of them.
+        """
+        if isinstance(self.environments, FileEnvironments):
+            self.environments.check_columns(tuple(data.row_of(data.prompts[0])))
 
     @contextmanager
     def played_by(self, engines: Engines) -> Iterator[EpisodeEngines]:
-        """Yield engines whose responses are episodes, as long as the environments' processes live."""
+        """Yield engines whose responses are episodes, as long as the environments live."""
         limits = EpisodeLimits(self.settings.max_turns, self.prompts.max_len)
         with _environments(self.settings) as environments:
             yield EpisodeEngines(engines, environments, self.dialogue, limits)
@@ -52,14 +59,15 @@ def find_episodes(
     """Return the episodes that the settings ask for, None without an environment.
 
     Raises:
-        UsageError: the file has no environment, or the chat template has no place for its observations and calls.
+        UsageError: the file or the server is no environment, or the chat template has no place for its observations
+            and calls.
     """
     if settings.environment is None:
         return None
     if prompts.prompt_template is not None or not prompts.apply_chat_template:
         given = "--prompt_template" if prompts.prompt_template is not None else "--no_apply_chat_template"
         raise UsageError(f"{given}: turns of an environment need the chat template of the model")
-    with _environments(settings) as environments:  # loads the file; its processes end here
+    with _environments(settings) as environments:  # loads the file or asks the server; what it started ends here
         description = environments.description
     dialogue = ChatDialogue(
         Renderer(prompts, tokenizer).template,
@@ -71,8 +79,17 @@ def find_episodes(
     return EpisodePlan(settings, prompts, environments, dialogue)
 
 
-def _environments(settings: EnvironmentConfig) -> FileEnvironments:
-    assert settings.environment is not None
-    return FileEnvironments(
-        settings.environment, timeout=settings.environment_timeout, num_workers=settings.num_workers
-    )
+def _environments(settings: EnvironmentConfig) -> FileEnvironments | SessionEnvironments:
+    """Return the environments of a file, or the sessions with a server, by the form of the setting."""
+    source = settings.environment
+    assert source is not None
+    timeout, num_workers = settings.environment_timeout, settings.num_workers
+    provider: Provider
+    match environment_kind(source):
+        case "file":
+            return FileEnvironments(source, timeout=timeout, num_workers=num_workers)
+        case "openenv":
+            provider = OpenEnvServer(source, timeout=timeout)
+        case "mcp":
+            provider = McpServer(source.removeprefix(MCP_PREFIX))
+    return SessionEnvironments(source, provider, timeout=timeout, num_workers=num_workers)

@@ -1,0 +1,43 @@
+"""The form of --environment decides its kind, its identity and whether it has a reward."""
+
+import pytest
+
+from rlhf_cli.config.commands.grpo import GRPOConfig
+from rlhf_cli.config.episodes import EpisodeConfig, environment_kind
+from rlhf_cli.errors import UsageError
+from rlhf_cli.options import build_config
+
+NEEDED = {"pretrain": "model", "prompt_data": "rows.jsonl", "output": "run"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "kind", "identity"),
+    [
+        ("games/higher.py:Game", "file", "higher.py:Game"),
+        ("ws://host:8000", "openenv", "openenv:"),
+        ("https://other/ws", "openenv", "openenv:"),
+        ("http://host/games/one/", "openenv", "openenv:/games/one"),
+        ("mcp:python /home/me/server.py --root data", "mcp", "mcp:python server.py --root data"),
+    ],
+)
+def test_kind_and_identity_follow_from_the_form(environment: str, kind: str, identity: str) -> None:
+    assert environment_kind(environment) == kind
+    found = EpisodeConfig(environment=environment).identity(max_len=100)
+    assert found == {"environment": identity, "max_turns": 8, "max_len": 100}
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "ws://", "ws:///path"])
+def test_a_url_without_a_host_or_of_another_scheme_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="an OpenEnv server has a URL like ws://host:8000"):
+        build_config(GRPOConfig, {**NEEDED, "environment": url})
+
+
+def test_a_server_has_its_own_reward_by_default_and_an_mcp_server_needs_another_one() -> None:
+    config = build_config(GRPOConfig, {**NEEDED, "environment": "ws://host:8000"})
+    assert [call.name for call in config.reward.rewards] == ["environment"]
+    with pytest.raises(UsageError, match="no reward: give --reward_funcs"):
+        build_config(GRPOConfig, {**NEEDED, "environment": "mcp:python server.py"})
+    with pytest.raises(UsageError, match="an MCP server has tools and no reward; name another reward"):
+        build_config(GRPOConfig, {**NEEDED, "environment": "mcp:python server.py", "reward_funcs": "environment,math"})
+    config = build_config(GRPOConfig, {**NEEDED, "environment": "mcp:python server.py", "reward_funcs": "math"})
+    assert [call.name for call in config.reward.rewards] == ["math"]
