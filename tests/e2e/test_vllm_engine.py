@@ -139,16 +139,18 @@ def test_samples_of_a_prompt_share_its_cache_and_a_batch_begins_without_any(engi
 
 
 def test_next_turns_of_episodes_begin_with_what_is_computed_and_repeat_to_the_bit(engine, model_dir):
+    sampling = SamplingParams(4)
+
     def play():
-        turns = engine.generate(SHARING, SamplingParams(4))
+        turns = engine.generate(SHARING, sampling)
         later = [
             replace(request, prompt_ids=[*request.prompt_ids, *turn.token_ids, 9], seed=request.seed + 1)
             for request, turn in zip(SHARING, turns, strict=True)
         ]
-        return later, engine.generate(later, SamplingParams(4, continues=True))
+        return later, engine.generate(later, replace(sampling, continues=True))
 
     later, turns = play()
-    assert largest_difference(trainer_model(model_dir), turns, later) < 1e-3
+    assert largest_difference(trainer_model(model_dir), turns, later, sampling=sampling) < 1e-3
     assert play() == (later, turns)
 
 
