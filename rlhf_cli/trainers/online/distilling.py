@@ -25,9 +25,9 @@ from rlhf_cli.trainers.online.loop import (
     run_iterations,
     scored_batch,
 )
+from rlhf_cli.trainers.online.lookahead import Lookahead
 from rlhf_cli.trainers.online.metrics import iteration_rows
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
-from rlhf_cli.trainers.online.rollout import mean_lengths, prompt_lengths
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.update_plan import plan_updates
 
@@ -83,25 +83,26 @@ class Distilling:
         """Train as `run_iterations`."""
         roles, tracker = self.roles, hooks.tracker
         source = RolloutSource(roles.engines, roles.scorer, self.settings, prompts, decode, tell=tracker.message)
-        iterations = Iterations[Batch](
-            lambda state, timer: self._collect(source, state, timer),
-            lambda batch, state, timer: self._learn(batch, state, tracker, timer),
-            source.is_used_up,
-        )
-        return run_iterations(
-            iterations,
-            roles.engines,
-            state=state,
-            total_iterations=total_iterations,
-            save_steps=save_steps,
-            max_skipped_steps=self.settings.optim.max_skipped_steps,
-            hooks=hooks,
-        )
+        with Lookahead(source, roles.turns, lag=0, total_iterations=total_iterations) as lookahead:
+            iterations = Iterations[Batch](
+                lambda state, timer: self._collect(lookahead, state, timer),
+                lambda batch, state, timer: self._learn(batch, state, tracker, timer),
+                lookahead.is_used_up,
+            )
+            return run_iterations(
+                iterations,
+                roles.engines,
+                state=state,
+                total_iterations=total_iterations,
+                save_steps=save_steps,
+                max_skipped_steps=self.settings.optim.max_skipped_steps,
+                hooks=hooks,
+            )
 
-    def _collect(self, source: RolloutSource, state: LoopState, timer: PhaseTimer) -> Batch | None:
+    def _collect(self, lookahead: Lookahead, state: LoopState, timer: PhaseTimer) -> Batch | None:
         """Return what the next iteration learns from."""
         if self.mixture.is_own(state.iteration):
-            return scored_batch(self.roles, self.settings, source, state, timer)
+            return scored_batch(self.roles, self.settings, lookahead, state, timer)
         self.roles.engines.sleep()  # they hold weights for responses that this iteration does not need
         return self.mixture.fixed_batch(state.iteration)
 
@@ -120,18 +121,7 @@ class Distilling:
         metrics |= {} if own is None else batch_metrics(own, settings.reward)
         metrics |= {OWN_RESPONSES: float(own is not None), "num_tokens": float(sum(map(len, sequences)))}
         tracker.log(iteration, metrics, timer.take())
-        after = replace(state, iteration=iteration)
-        if own is None:
-            return after, metrics
+        if own is None:  # the prompts of the iteration are passed over
+            return replace(state, iteration=iteration, source=replace(state.source, iteration=iteration)), metrics
         tracker.samples(iteration, iteration_rows(own.sampled, own.trainable, has_reward=settings.reward.is_given))
-        return _with_lengths(after, own, is_asked_again=settings.rollout.num_episodes > 1), metrics
-
-
-def _with_lengths(state: LoopState, batch: ScoredBatch, *, is_asked_again: bool) -> LoopState:
-    """Return the state with the lengths of this iteration's responses, by which later prompts are dealt."""
-    groups = batch.rollout.groups
-    return replace(
-        state,
-        lengths={**state.lengths, **mean_lengths(groups)},
-        prompt_lengths=prompt_lengths(state.prompt_lengths, groups) if is_asked_again else {},
-    )
+        return replace(state, iteration=iteration, source=own.taken.source), metrics

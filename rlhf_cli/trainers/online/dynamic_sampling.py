@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.rewards.parts import stop_if_too_many_failed
@@ -9,17 +10,17 @@ from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.groups import PromptGroup, longest_needed, sort_round, usefulness
 from rlhf_cli.trainers.online.metrics import rollout_metrics
 from rlhf_cli.trainers.online.rollout import AskedPrompt, Rollout, Round, Sampler
-from rlhf_cli.trainers.online.state import LoopState
+from rlhf_cli.trainers.online.state import SourceState
 
 
 class DynamicBatch:
     """The groups of one iteration, as rounds of prompts fill it.
 
-    Surplus of the last iteration comes first; it counts in the iteration that trains on it. `num_places` counts the
-    prompts in the order of the run.
+    Surplus of the last batch comes first; it counts in the iteration that trains on it. `num_places` counts the prompts
+    in the order of the run.
     """
 
-    def __init__(self, config: DynamicSamplingConfig, state: LoopState, *, batch_size: int, num_places: int) -> None:
+    def __init__(self, config: DynamicSamplingConfig, state: SourceState, *, batch_size: int, num_places: int) -> None:
         self.config = config
         self._batch_size = batch_size
         self._num_places = num_places
@@ -77,7 +78,7 @@ class DynamicBatch:
         stop_if_too_many_failed(scores, max_failures, num_to_come=self.most_to_come * num_samples)
 
     def rollout(self) -> Rollout:
-        """Return the batch as far as it is filled, and the data that it leaves for the next iteration."""
+        """Return the batch as far as it is filled."""
         metrics = _filter_metrics(self._judged, self.config) | {
             "dynamic/rounds": float(self._num_rounds),
             "dynamic/prompts": float(self._num_asked),
@@ -90,11 +91,12 @@ class DynamicBatch:
             greedy=[],
             filtered=self.filtered,
             num_carried=self._num_carried,
-            surplus=self._surplus,
-            postponed=self._postponed,
-            num_taken=self._num_taken,
             metrics=metrics,
         )
+
+    def left(self, state: SourceState) -> SourceState:
+        """Return the state of the source with the data that the batch leaves for the next one."""
+        return replace(state, surplus=self._surplus, postponed=self._postponed, num_taken=self._num_taken)
 
 
 def sample_until_full(

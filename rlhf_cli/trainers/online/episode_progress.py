@@ -77,7 +77,7 @@ class EpisodeProgress:
         self.logprobs += sampled.logprobs
         self.turns.append((start, len(self.token_ids)))
         self.turn_rewards.append(0.0 if start else self.opening_reward)
-        self.version = sampled.weight_version
+        self.version = min(self.version, sampled.weight_version) if start else sampled.weight_version
         self.last_turn = replace(turn, calls=calls)
         self.num_calls += len(calls)
         self.num_malformed += len(turn.faults)

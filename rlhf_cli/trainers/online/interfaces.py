@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.trainers.online.actor_turns import ActorTurns
 
 
 class Sleeper(Protocol):
@@ -174,7 +175,10 @@ SampledT = TypeVar("SampledT", bound=Sampled)
 
 @dataclass(frozen=True)
 class Roles(Generic[SampledT_co]):
-    """Everything heavy that takes part; `moving_reference` is the reference if it moves."""
+    """Everything heavy that takes part; `moving_reference` is the reference if it moves.
+
+    `turns` keeps engines that are started again from an actor in training.
+    """
 
     actor: SampledT_co
     critic: Critic | None
@@ -185,3 +189,4 @@ class Roles(Generic[SampledT_co]):
     moving_reference: MovingReference | None = None
     teacher: Teacher | None = None
     steps: Steps | None = None
+    turns: ActorTurns = field(default_factory=ActorTurns)

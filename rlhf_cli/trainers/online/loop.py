@@ -24,6 +24,7 @@ from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished, is_due, too_many_skipped
 from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, with_last_states
 from rlhf_cli.trainers.online.interfaces import Actor, Engines, RewardModel, Roles, RunTracker, Sampled, awake
+from rlhf_cli.trainers.online.lookahead import Lookahead, Taken
 from rlhf_cli.trainers.online.metrics import (
     failure_metrics,
     greedy_metrics,
@@ -31,11 +32,12 @@ from rlhf_cli.trainers.online.metrics import (
     length_metrics,
     rollout_metrics,
     source_metrics,
+    staleness_metrics,
     zero_std_metrics,
 )
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.responses import Responses, of_groups
-from rlhf_cli.trainers.online.rollout import Rollout, mean_lengths, prompt_lengths
+from rlhf_cli.trainers.online.rollout import Rollout
 from rlhf_cli.trainers.online.scoring import add_model_scores
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 from rlhf_cli.trainers.online.step_scoring import step_metrics
@@ -83,19 +85,22 @@ def train_online(
     Under dynamic sampling training ends earlier if no prompt is left, or if the remaining prompts teach nothing.
     """
     source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
-    return run_iterations(
-        Iterations(
-            lambda state, timer: scored_batch(roles, settings, source, state, timer),
-            lambda batch, state, timer: _learn(roles, settings, batch, state=state, tracker=hooks.tracker, timer=timer),
-            source.is_used_up,
-        ),
-        roles.engines,
-        state=state,
-        total_iterations=total_iterations,
-        save_steps=save_steps,
-        max_skipped_steps=settings.optim.max_skipped_steps,
-        hooks=hooks,
-    )
+    with Lookahead(source, roles.turns, lag=settings.lag, total_iterations=total_iterations) as lookahead:
+        return run_iterations(
+            Iterations(
+                lambda state, timer: scored_batch(roles, settings, lookahead, state, timer),
+                lambda batch, state, timer: _learn(
+                    roles, settings, lookahead, batch, state=state, tracker=hooks.tracker, timer=timer
+                ),
+                lookahead.is_used_up,
+            ),
+            roles.engines,
+            state=state,
+            total_iterations=total_iterations,
+            save_steps=save_steps,
+            max_skipped_steps=settings.optim.max_skipped_steps,
+            hooks=hooks,
+        )
 
 
 def run_iterations(
@@ -176,22 +181,28 @@ class ScoredBatch:
     are all scores of the iteration, also of groups that taught nothing.
     """
 
-    rollout: Rollout
+    taken: Taken
     sampled: Responses
     trainable: Responses
     greedy: Responses | None
     scores: list[Score]
 
+    @property
+    def rollout(self) -> Rollout:
+        """The groups of the iteration."""
+        return self.taken.rollout
+
 
 def scored_batch(
-    roles: Roles[Sampled], settings: OnlineSettings, source: RolloutSource, state: LoopState, timer: PhaseTimer
+    roles: Roles[Sampled], settings: OnlineSettings, lookahead: Lookahead, state: LoopState, timer: PhaseTimer
 ) -> ScoredBatch | None:
     """Return sampled and scored responses; None if the last prompts gave nothing to train on."""
-    rollout = source.sample(state, timer)
-    if rollout is None:
+    taken = lookahead.take(state, timer)
+    if taken is None:
         return_weights(roles, state.iteration)  # for an evaluation at the end
         return None
-    with timer("reward"):
+    rollout = taken.rollout
+    with lookahead.ended_on_failure(), timer("reward"):
         sampled, greedy = of_groups(rollout.groups), of_groups(rollout.greedy)
         if roles.reward_model is not None:
             sampled, greedy = _with_model_scores(roles.reward_model, settings.reward, sampled, greedy)
@@ -204,7 +215,7 @@ def scored_batch(
         _check_trainable(trainable, scores, settings.policy, iteration=state.iteration + 1)
         if roles.steps is not None:
             trainable.step_rewards = roles.steps.rewards(trainable.prompts, trainable.generations)
-    return ScoredBatch(rollout, sampled, trainable, greedy if settings.algorithm.greedy else None, scores)
+    return ScoredBatch(taken, sampled, trainable, greedy if settings.algorithm.greedy else None, scores)
 
 
 def _with_model_scores(
@@ -231,6 +242,7 @@ def _check_trainable(trainable: Responses, scores: Sequence[Score], policy: Poli
 def _learn(
     roles: Roles[Actor],
     settings: OnlineSettings,
+    lookahead: Lookahead,
     batch: ScoredBatch,
     *,
     state: LoopState,
@@ -241,9 +253,9 @@ def _learn(
 
     The order of sleeping and waking keeps the memory peak of shared accelerators low.
     """
-    iteration, rollout, responses = state.iteration + 1, batch.rollout, batch.trainable
+    iteration, responses = state.iteration + 1, batch.trainable
     plan = _plan(settings, responses, iteration=iteration)
-    on_policy = plan.on_policy and not rollout.num_carried
+    on_policy = plan.on_policy and not batch.rollout.num_carried and not settings.lag
     with timer("forward"):
         _evaluate(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
     with timer("advantage"):
@@ -251,12 +263,15 @@ def _learn(
     with timer("train"):
         updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
         metrics |= updates.metrics
-    metrics |= push_weights(roles, iteration, timer)
+    taken, found = lookahead.wait(batch.taken, timer, version=iteration)
+    metrics |= found | push_weights(roles, iteration, timer)
     if roles.moving_reference is not None and settings.reference_moves(iteration):
         with timer("transfer"), awake(roles.moving_reference):
             roles.moving_reference.move()
     metrics |= batch_metrics(batch, settings.reward)
-    after = _next_state(settings, metrics, updates, state=state, rollout=rollout, num_sequences=len(responses))
+    if settings.lag:
+        metrics |= staleness_metrics(responses.generations, iteration=iteration)
+    after = _next_state(settings, metrics, updates, state=state, taken=taken, num_sequences=len(responses))
     tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
     tracker.samples(iteration, iteration_rows(batch.sampled, responses, has_reward=settings.reward.is_given))
     return after, metrics
@@ -357,12 +372,11 @@ def _next_state(
     updates: _Updates,
     *,
     state: LoopState,
-    rollout: Rollout,
+    taken: Taken,
     num_sequences: int,
 ) -> LoopState:
     """Return the state after an iteration, with its controllers moved as the actor's ranks have moved theirs."""
     policy, weights, kl_coef = settings.policy, state.weights, state.kl_coef
-    is_asked_again = settings.rollout.num_episodes > 1
     for step in updates.of_actor:
         weights = next_weights(weights, step, settings=policy)
     if "kl" in metrics:
@@ -378,11 +392,8 @@ def _next_state(
         kl_coef,
         weights.entropy.coef,
         weights.entropy.applied,
-        lengths={**state.lengths, **mean_lengths(rollout.groups)},
-        prompt_lengths=prompt_lengths(state.prompt_lengths, rollout.groups) if is_asked_again else {},
-        num_taken=rollout.num_taken,
-        postponed=rollout.postponed,
-        surplus=rollout.surplus,
+        source=taken.source,
+        ahead=taken.ahead,
     )
 
 

@@ -107,6 +107,14 @@ def episode_metrics(generations: Sequence[Generation]) -> dict[str, float]:
     }
 
 
+def staleness_metrics(generations: Sequence[Generation], *, iteration: int) -> dict[str, float]:
+    """Return by how many pushes the weights that sampled the responses are older than the weights before this
+    iteration's update.
+    """
+    staleness = [iteration - 1 - generation.weight_version for generation in generations]
+    return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
+
+
 def sample_rows(
     requests: Sequence[ScoreRequest], generations: Sequence[Generation], scores: Sequence[Score]
 ) -> list[dict[str, object]]:

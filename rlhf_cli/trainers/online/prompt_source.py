@@ -1,7 +1,7 @@
 """The source of an iteration's responses: which prompts are asked, in which order, until none is left."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.sampling import StepBatches
@@ -9,8 +9,15 @@ from rlhf_cli.errors import RunError
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.dynamic_sampling import DynamicBatch, sample_until_full
 from rlhf_cli.trainers.online.interfaces import Engines, Scoring
-from rlhf_cli.trainers.online.rollout import AskedPrompt, Rollout, Sampler, sample_once
-from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
+from rlhf_cli.trainers.online.rollout import (
+    AskedPrompt,
+    Rollout,
+    Sampler,
+    mean_lengths,
+    prompt_lengths,
+    sample_once,
+)
+from rlhf_cli.trainers.online.state import OnlineSettings, SourceState
 
 
 def planned_iterations(num_prompts: int, settings: OnlineSettings) -> int:
@@ -31,13 +38,20 @@ def _batches(num_prompts: int, settings: OnlineSettings, *, batch_size: int) -> 
 
 
 def prompt_at(place: int, prompts: Sequence[Prompt], settings: OnlineSettings) -> Prompt:
-    """Return the prompt at a place in the order of the run under dynamic sampling."""
-    return prompts[int(_batches(len(prompts), settings, batch_size=1)[place][0])]
+    """Return the prompt at a place in the order of the run.
+
+    Dynamic sampling counts places from 0 through all prompts; else every batch has places of its own, from the second
+    `rollout_batch_size` on.
+    """
+    if settings.dynamic is not None:
+        return prompts[int(_batches(len(prompts), settings, batch_size=1)[place][0])]
+    size = settings.rollout.rollout_batch_size
+    return prompts[int(_batches(len(prompts), settings, batch_size=size)[place // size - 1][place % size])]
 
 
 @dataclass(frozen=True)
 class RolloutSource:
-    """The source of an iteration's responses."""
+    """The source of an iteration's responses; `check_wanted` raises when nobody needs them any more."""
 
     engines: Engines
     scorer: Scoring
@@ -45,30 +59,50 @@ class RolloutSource:
     prompts: Sequence[Prompt]
     decode: Callable[[Sequence[int]], str]
     tell: Callable[[str], None]
+    check_wanted: Callable[[], None] = lambda: None
 
-    def is_used_up(self, state: LoopState) -> bool:
-        """Return whether nothing is left to train on; known beforehand under dynamic sampling alone."""
+    def is_used_up(self, state: SourceState) -> bool:
+        """Return whether nothing is left to sample; known beforehand under dynamic sampling alone."""
         is_taken = state.num_taken == self._num_places and not (state.postponed or state.surplus)
         return self.settings.dynamic is not None and is_taken
 
-    def sample(self, state: LoopState, timer: PhaseTimer) -> Rollout | None:
-        """Return groups to train on, or None if the last prompts gave none. Raise RunError if earlier ones did."""
+    def sample(self, state: SourceState, timer: PhaseTimer) -> tuple[Rollout | None, SourceState]:
+        """Return (groups to train on, state after them); None for the groups if the last prompts gave none.
+
+        Raises:
+            RunError: earlier prompts gave no group, or too many rewards failed.
+        """
         if self.settings.dynamic is None:
-            return sample_once(self._sampler, self._asked_once(state), timer)
+            rollout = sample_once(self._sampler, self._asked_once(state), timer)
+            return rollout, self._after(state, rollout)
+        batch = DynamicBatch(
+            self.settings.dynamic,
+            state,
+            batch_size=self.settings.rollout.rollout_batch_size,
+            num_places=self._num_places,
+        )
         rollout = sample_until_full(
             self._sampler,
-            DynamicBatch(
-                self.settings.dynamic,
-                state,
-                batch_size=self.settings.rollout.rollout_batch_size,
-                num_places=self._num_places,
-            ),
+            batch,
             lambda place: self._asked(place, prompt_at(place, self.prompts, self.settings), state),
             max_failures=self.settings.reward.reward_max_failures,
             timer=timer,
         )
-        self._report_shortage(rollout, state)
-        return rollout if rollout.groups else None
+        left = batch.left(state)
+        self._report_shortage(rollout, left)
+        if not rollout.groups:
+            return None, replace(left, iteration=state.iteration + 1, postponed=(), surplus=())
+        return rollout, self._after(left, rollout)
+
+    def _after(self, state: SourceState, rollout: Rollout) -> SourceState:
+        """Return the state after a batch, whose lengths deal later prompts."""
+        is_asked_again = self.settings.rollout.num_episodes > 1
+        return replace(
+            state,
+            iteration=state.iteration + 1,
+            lengths={**state.lengths, **mean_lengths(rollout.groups)},
+            prompt_lengths=prompt_lengths(state.prompt_lengths, rollout.groups) if is_asked_again else {},
+        )
 
     @property
     def _num_places(self) -> int:
@@ -84,21 +118,23 @@ class RolloutSource:
             num_samples=self.settings.rollout.n_samples_per_prompt,
             greedy=self.settings.algorithm.greedy,
             seed=self.settings.batch.seed,
+            check_wanted=self.check_wanted,
         )
 
-    def _asked_once(self, state: LoopState) -> list[AskedPrompt]:
+    def _asked_once(self, state: SourceState) -> list[AskedPrompt]:
         size = self.settings.rollout.rollout_batch_size
         chosen = _batches(len(self.prompts), self.settings, batch_size=size)[state.iteration]
         first = (state.iteration + 1) * size
         return [self._asked(first + number, self.prompts[int(index)], state) for number, index in enumerate(chosen)]
 
-    def _asked(self, place: int, prompt: Prompt, state: LoopState) -> AskedPrompt:
+    def _asked(self, place: int, prompt: Prompt, state: SourceState) -> AskedPrompt:
         known = state.lengths.get(prompt.source, max(state.lengths.values(), default=0))
         own = state.prompt_lengths.get(prompt.source, {}).get(str(prompt.index), round(known))
         return AskedPrompt(place, prompt, own)
 
-    def _report_shortage(self, rollout: Rollout, state: LoopState) -> None:
-        size, iteration = self.settings.rollout.rollout_batch_size, state.iteration + 1
+    def _report_shortage(self, rollout: Rollout, left: SourceState) -> None:
+        """Report a batch that is not full; `left` is the state after its rounds."""
+        size, iteration = self.settings.rollout.rollout_batch_size, left.iteration + 1
         if len(rollout.groups) == size:
             return
         shares = ", ".join(
@@ -106,11 +142,11 @@ class RolloutSource:
             for name, words in (("too_easy", "all right"), ("too_hard", "all wrong"), ("alike", "all alike"))
         )
         asked = f"{rollout.metrics['dynamic/prompts']:.0f} prompts in {rollout.metrics['dynamic/rounds']:.0f} rounds"
-        if not rollout.groups and (rollout.num_taken < self._num_places or not state.iteration):
+        if not rollout.groups and (left.num_taken < self._num_places or not left.iteration):
             raise RunError(
                 f"iteration {iteration}: {asked} gave no group to learn from ({shares}); choose prompts that the model "
                 "solves sometimes, raise n_samples_per_prompt, or train without --dynamic_filtering"
             )
-        used_up = rollout.num_taken == self._num_places and not rollout.postponed
+        used_up = left.num_taken == self._num_places and not left.postponed
         reason = "no prompt is left" if used_up else "dynamic_max_rounds is reached"
         self.tell(f"Iteration {iteration}: {asked} gave {len(rollout.groups)} of {size} groups ({shares}); {reason}")

@@ -14,7 +14,7 @@ from rlhf_cli.trainers.online.groups import PromptGroup
 from rlhf_cli.trainers.online.interfaces import Engines, Scoring
 from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests
 
-_LOOK_SECONDS = 0.1  # between looks at scores that may make the batch full
+_LOOK_SECONDS = 0.1  # between looks at scores that may make the batch full, and at whether it is wanted
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,10 @@ class AskedPrompt:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Turns prompts into scored groups. `greedy` asks for a greedy response to each prompt too."""
+    """Turns prompts into scored groups. `greedy` asks for a greedy response to each prompt too.
+
+    `check_wanted` raises, and so ends the sampling, when nobody needs the responses any more.
+    """
 
     engines: Engines
     scorer: Scoring
@@ -37,6 +40,7 @@ class Sampler:
     num_samples: int
     greedy: bool
     seed: int
+    check_wanted: Callable[[], None] = lambda: None
 
 
 class Round:
@@ -76,7 +80,8 @@ class Round:
         sampler, is_cut = self._sampler, enough is None
         sampler.engines.begin(self._requests, sampler.sampling)
         while sampler.engines.is_generating:
-            self._take(sampler.engines.collect(None if is_cut else _LOOK_SECONDS))
+            sampler.check_wanted()
+            self._take(sampler.engines.collect(_LOOK_SECONDS))
             if not is_cut and enough is not None and self._has_new_scores():
                 longest = enough(self)
                 if longest is not None and sampler.engines.is_generating:
@@ -87,8 +92,11 @@ class Round:
                 request_of(one.prompt, 0, one.expected_tokens, scattered_seed(sampler.seed, one.place))
                 for one in self._asked
             ]
-            found = sampler.engines.generate(likeliest, replace(sampler.sampling, greedy=True))
-            self._take(list(enumerate(found, start=len(self._requests))))
+            sampler.engines.begin(likeliest, replace(sampler.sampling, greedy=True))
+            while sampler.engines.is_generating:
+                sampler.check_wanted()
+                found = sampler.engines.collect(_LOOK_SECONDS)
+                self._take([(len(self._requests) + number, generation) for number, generation in found])
 
     def finish(self, *, is_all: bool) -> None:
         """Wait for the missing scores. Raise RunError if they complete an iteration and too many failed."""
@@ -154,20 +162,16 @@ class Round:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The groups of an iteration, and the data that it leaves for the next one.
+    """The groups of an iteration.
 
-    `greedy` are the greedy responses to the same prompts; `filtered` the groups that taught nothing; `num_taken` counts
-    the prompts taken from the order of the run so far, `num_carried` the first of the groups, which an earlier policy
-    sampled.
+    `greedy` are the greedy responses to the same prompts; `filtered` the groups that taught nothing; `num_carried`
+    counts the first of the groups, which an earlier policy sampled.
     """
 
     groups: list[PromptGroup]
     greedy: list[PromptGroup]
     filtered: list[PromptGroup]
     num_carried: int
-    surplus: list[PromptGroup]
-    postponed: list[int]
-    num_taken: int
     metrics: dict[str, float]
 
 
@@ -181,7 +185,7 @@ def sample_once(sampler: Sampler, asked: Sequence[AskedPrompt], timer: PhaseTime
         with timer("reward"):
             one.finish(is_all=True)
         groups = [group for group in one.groups() if group is not None]
-        return Rollout(groups, one.greedy_groups(), [], 0, [], [], 0, {})
+        return Rollout(groups, one.greedy_groups(), [], 0, {})
 
 
 def request_of(prompt: Prompt, seed: int, expected_tokens: int = 0, environment_seed: int = 0) -> GenerationRequest:

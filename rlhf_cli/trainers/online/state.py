@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from rlhf_cli.algorithms.entropy import EntropyState
 from rlhf_cli.algorithms.objective import LossWeights
@@ -14,6 +15,7 @@ from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.trainers.online.groups import PromptGroup
+from rlhf_cli.trainers.online.rollout import Rollout
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class OnlineSettings:
     dynamic: DynamicSamplingConfig | None = None  # None where every prompt's group is trained on
     distill_coef: float | None = None  # None without a teacher
     step_weight: float = 1.0  # of the rewards of steps
+    lag: int = 0  # batches that are sampled ahead of training
 
     @property
     def sampling(self) -> SamplingParams:
@@ -63,19 +66,16 @@ class OnlineSettings:
 
 
 @dataclass(frozen=True)
-class LoopState:
-    """The state of the loop from one iteration to the next besides the models.
+class SourceState:
+    """The state of the source of responses, which moves when a batch is sampled.
 
-    `lengths` are mean response lengths in tokens by source. In runs of several episodes `prompt_lengths` holds the
-    lengths of single prompts when they were last trained on, by source and number of the row. Under dynamic sampling
-    `num_taken` counts the prompts taken from the order of the run; `postponed` ones are asked again; `surplus` are
-    groups for the next iteration.
+    `iteration` counts the batches so far. `lengths` are mean response lengths in tokens by source. In runs of several
+    episodes `prompt_lengths` holds the lengths of single prompts when they were last sampled, by source and number of
+    the row. Under dynamic sampling `num_taken` counts the prompts taken from the order of the run; `postponed` ones are
+    asked again; `surplus` are groups for the next batch.
     """
 
-    iteration: int
-    kl_coef: float
-    entropy_coef: float
-    entropy_applied: bool = True
+    iteration: int = 0
     lengths: Mapping[str, float] = field(default_factory=dict)
     prompt_lengths: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     num_taken: int = 0
@@ -85,6 +85,35 @@ class LoopState:
     def plain(self) -> dict[str, object]:
         """Return all but the groups, as it goes into JSON."""
         return {name: value for name, value in vars(self).items() if name != "surplus"}
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """The state of the loop from one iteration to the next besides the models.
+
+    `iteration` counts the iterations of training so far. `ahead` are batches of the next iterations, which are sampled
+    already; `source` is the state after the last of them.
+    """
+
+    iteration: int
+    kl_coef: float
+    entropy_coef: float
+    entropy_applied: bool = True
+    source: SourceState = field(default_factory=SourceState)
+    ahead: Sequence[Rollout] = ()
+
+    def plain(self) -> dict[str, object]:
+        """Return all but the groups, as it goes into JSON."""
+        own = {name: value for name, value in vars(self).items() if name not in ("source", "ahead")}
+        return own | {"source": self.source.plain()}
+
+    @classmethod
+    def of(
+        cls, plain: Mapping[str, Any], *, surplus: Sequence[PromptGroup] = (), ahead: Sequence[Rollout] = ()
+    ) -> Self:
+        """Return the state of which `plain` made this, with its groups."""
+        source = SourceState(**plain["source"], surplus=surplus)
+        return cls(**{**plain, "source": source, "ahead": ahead})
 
     @property
     def weights(self) -> LossWeights:

@@ -176,10 +176,10 @@ def test_a_resumed_run_has_the_same_surplus_and_asks_the_same(tmp_path):
         return prompt_at(place, PROMPTS, whole.settings)
 
     whole(total_iterations=6, save_steps=1)
-    carrying = [state for state in whole.saved[:-1] if state.surplus and state.postponed]
+    carrying = [state for state in whole.saved[:-1] if state.source.surplus and state.source.postponed]
     for state in carrying or [whole.saved[2]]:
-        save_surplus(tmp_path, state.surplus)
-        saved.append(LoopState(**json.loads(json.dumps(state.plain())), surplus=load_surplus(tmp_path, of_run)))
+        save_surplus(tmp_path, state.source.surplus)
+        saved.append(LoopState.of(json.loads(json.dumps(state.plain())), surplus=load_surplus(tmp_path, of_run)))
     assert carrying
     for state in saved:
         again = run()
@@ -211,7 +211,7 @@ def test_no_place_in_the_order_of_the_run_is_trained_on_twice_and_training_ends_
     made(total_iterations=16, save_steps=1)
     last = made.saved[-1]
     assert last.iteration < 16
-    assert last.num_taken == NUM_PROMPTS * 8
+    assert last.source.num_taken == NUM_PROMPTS * 8
     asked = sum(metrics["dynamic/prompts"] for _, metrics in made.tracker.logged)
     postponed = sum(metrics["dynamic/postponed"] for _, metrics in made.tracker.logged)
     assert asked == NUM_PROMPTS * 8 + postponed > NUM_PROMPTS * 8

@@ -28,7 +28,7 @@ from rlhf_cli.data.rollouts import SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.rollout import request_seed
-from rlhf_cli.trainers.online.state import LoopState
+from rlhf_cli.trainers.online.state import LoopState, SourceState
 from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
 
 TWO_STEPS = OnlineBatchConfig(train_batch_size=BATCH * SAMPLES_EACH, max_epochs=2)
@@ -223,7 +223,7 @@ def test_too_many_skipped_steps_end_the_run_after_their_iteration_which_is_saved
     getattr(run, role).found = {"skipped_in_a_row": 3.0}
     message = r"in 3 optimizer steps in a row \(--max_skipped_steps 2\).* --load_checkpoint goes on after iteration 2"
     with pytest.raises(RunError, match=message):
-        run(state=LoopState(1, 0.0, 0.0))
+        run(state=LoopState(1, 0.0, 0.0, source=SourceState(1)))
     assert [state.iteration for state in run.saved] == [2]
     assert [step for step, _ in run.tracker.logged] == [1, 2]
     assert run.journal[-3:] == ["engines.receive_weights 2", "actor.sleep", "engines.sleep"]
@@ -275,7 +275,7 @@ def test_the_weight_of_the_entropy_follows_every_step_and_goes_on_after_a_resume
     assert [metrics["entropy_coef"] for _, metrics in run.tracker.logged] == pytest.approx([0.0, 2e-3])
     assert [weights.entropy.coef for weights in run.actor.weights if weights] == pytest.approx([0.0, 2e-3])
     again = Run(policy=policy, batch=TWO_STEPS)
-    again(state=LoopState(**json.loads(json.dumps(run.saved[0].plain()))), total_iterations=2)
+    again(state=LoopState.of(json.loads(json.dumps(run.saved[0].plain()))), total_iterations=2)
     assert again.actor.weights == run.actor.weights[1:]
     above = Run(policy=policy, batch=ONE_STEP)
     above.actor.found = {"entropy": 0.3}
@@ -462,14 +462,14 @@ def test_a_prompt_is_expected_to_get_responses_as_long_as_last_time_or_as_those_
     assert {expected for _, expected in asked[1]} == {round(np.mean(lengths[0]))}  # never asked before
     assert asked[2] == [(prompt, own[prompt]) for prompt, _ in asked[2]]
     assert len(set(own.values())) > 1
-    assert sum(len(of_source) for of_source in run.saved[-1].prompt_lengths.values()) == NUM_PROMPTS
+    assert sum(len(of_source) for of_source in run.saved[-1].source.prompt_lengths.values()) == NUM_PROMPTS
 
 
 def test_a_run_of_one_episode_keeps_no_lengths_of_prompts():
     run = Run(episodes=1, stop_after=1)
     run()
-    assert run.saved[-1].lengths
-    assert not run.saved[-1].prompt_lengths
+    assert run.saved[-1].source.lengths
+    assert not run.saved[-1].source.prompt_lengths
 
 
 def test_no_two_requests_of_a_run_share_a_seed():
@@ -518,7 +518,7 @@ def test_a_resumed_run_repeats_requests_steps_and_coefficients(policy):
     whole, first = Run(policy=policy, batch=TWO_STEPS), Run(policy=policy, batch=TWO_STEPS, stop_after=2)
     whole()
     first()
-    state = LoopState(**json.loads(json.dumps(first.saved[-1].plain())))  # as it goes through a checkpoint
+    state = LoopState.of(json.loads(json.dumps(first.saved[-1].plain())))  # as it goes through a checkpoint
     second = Run(policy=policy, batch=TWO_STEPS)
     second(state=state)
     assert first.engines.requests + second.engines.requests == whole.engines.requests

@@ -212,7 +212,7 @@ def write_checkpoint(folder: Path, roles: Mapping[str, TrainedRank], state: Loop
 def restored(folder: Path, roles: Mapping[str, TrainedRank]) -> LoopState:
     for name, role in roles.items():
         role.load(folder / name)
-    return LoopState(**json.loads((folder / "state.json").read_text()))
+    return LoopState.of(json.loads((folder / "state.json").read_text()))
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def run(config: GKDConfig, folder: Path, *, resume: Path | None = None, iteratio
     state = first_state(config.policy_settings)
     if resume is not None:
         student.role.load(resume)
-        state = LoopState(**json.loads((resume / "state.json").read_text()))
+        state = LoopState.of(json.loads((resume / "state.json").read_text()))
         engine.receive_weights(state.iteration)
     else:
         (folder / "saved").mkdir(exist_ok=True)

@@ -1,0 +1,52 @@
+"""The turns of two threads at the actor: the thread that trains, and the thread that samples meanwhile."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+
+class NotWanted(Exception):
+    """Ends the sampling of a batch that nobody will train on, because the run ends."""
+
+
+class ActorTurns:
+    """Whose turn it is.
+
+    The thread that trains holds the actor while it trains. An engine that the thread that samples starts again needs
+    the actor's weights, and waits until they are whole.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._version: int | None = None
+        self._is_over = False
+
+    def take(self) -> None:
+        """Hold the actor from now on."""
+        self._lock.acquire()
+
+    def give(self, version: int) -> None:
+        """Leave the actor, whose weights have this version, to others."""
+        self._version = version
+        self._lock.release()
+
+    def end(self) -> None:
+        """End the sampling soon, also if it waits for the actor; to be called while the actor is held."""
+        self._is_over = True
+        self._lock.release()
+
+    def check_wanted(self) -> None:
+        """Raise NotWanted after the end."""
+        if self._is_over:
+            raise NotWanted
+
+    @contextmanager
+    def borrowed(self) -> Iterator[int | None]:
+        """Hold the actor for the block; yield the version of its weights, None if it is the engines' version.
+
+        Raises:
+            NotWanted: the run ended instead.
+        """
+        with self._lock:
+            self.check_wanted()
+            yield self._version
