@@ -116,6 +116,27 @@ class RolloutConfig(EngineConfig):
     """How weights reach the engines: nccl between GPUs, ipc on shared GPUs, shm through files on one machine."""
 
 
+class AsyncConfig(SettingsGroup):
+    """Asynchronous training"""
+
+    async_train: bool = False
+    """Sample the responses of later iterations while the models train; engines need GPUs of their own."""
+    max_staleness: int = Field(1, ge=0)
+    """Iterations that sampling is ahead of training: iteration k learns on responses of the policy after iteration
+    k - 1 - max_staleness. 0 samples before each iteration, as without --async_train."""
+
+    @property
+    def lag(self) -> int:
+        """Iterations that sampling is ahead of training."""
+        return self.max_staleness if self.async_train else 0
+
+    @model_validator(mode="after")
+    def _staleness_comes_of_sampling_ahead(self) -> "AsyncConfig":
+        if not self.async_train and self.changed("max_staleness"):
+            raise ValueError("max_staleness is about responses that are sampled ahead of training: give --async_train")
+        return self
+
+
 class DynamicSamplingConfig(SettingsGroup):
     """Dynamic sampling"""
 

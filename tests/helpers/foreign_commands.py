@@ -130,7 +130,9 @@ COMMAND_LINES = {
     f"ppo {PPO} {CRITIC} {FILE} --enable_vllm_is_correction --vllm_is_correction_type icepop "
     "--vllm_is_truncated_threshold 0.5 5.0": "parses: --rollout_correction token_mask | --rollout_correction_range 0.5 5.0",
     f"ppo {PPO} {CRITIC} {FILE} --agent_func_path agent.py": "refused: an agent is a class with step(text) or tools in --environment FILE.py",
-    f"ppo {PPO} {CRITIC} {FILE} --async_train": "refused: training beside generation",
+    f"ppo {PPO} {CRITIC} {FILE} --async_train --async_queue_size 2": "parses: --max_staleness 2",
+    f"ppo {PPO} {CRITIC} {FILE} --async_train --partial_rollout": "refused: weights are pushed between batches",
+    f"{SFT} --async_train": "refused: ppo, reinforce++, grpo, rloo and remax sample ahead",
     f"ppo {PPO} {CRITIC} {FILE} --use_dynamic_batch --rollout_max_tokens_per_gpu 16192": "parses: --use_dynamic_batch",
     f"ppo {PPO} {CRITIC} {FILE} --actor_init_on_gpu --perf --ptx_coef 0.05": "parses: --ptx_coef 0.05",
     f"ppo {PPO} {CRITIC} {FILE} --use_tensorboard ./tb": "parses: go to the output, not to ./tb",

@@ -6,6 +6,7 @@ Leaves out the engines themselves (`vllm_engine`, `transformers_engine`) and how
 import importlib.util
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -89,6 +90,8 @@ class EngineGroup:
         sync_backend: how weights travel.
         ranks_per_engine: GPUs that share one engine.
         adapter_alone: whether pushes are of the adapter, and engines keep the model under it while they sleep.
+        borrowed_actor: holds the actor for the push to an engine that is started again; gives the version of its
+            weights, None for the version of the last push.
     """
 
     def __init__(
@@ -100,8 +103,10 @@ class EngineGroup:
         sync_backend: SyncBackend,
         ranks_per_engine: int,
         adapter_alone: bool = False,
+        borrowed_actor: Callable[[], AbstractContextManager[int | None]] = nullcontext,
     ) -> None:
         self._start = start
+        self._borrowed_actor = borrowed_actor
         self._actor: SampledRole | None = None
         self._takes_turns = takes_turns
         self._sync_backend = sync_backend
@@ -203,8 +208,8 @@ class EngineGroup:
             return
         self._restart({number: error})
         if self._actor is not None:
-            with self._actor.awake():
-                self._push(self._version, [number])
+            with self._borrowed_actor() as version, self._actor.awake():
+                self._push(self._version if version is None else version, [number])
         self._ask_for_share(number)
 
     def _repeat_with(self, actor: SampledRole, number: int, error: Exception) -> None:
@@ -219,9 +224,9 @@ class EngineGroup:
         self._restart(died)
         if self._takes_turns:
             self._sleep(died)
-        with actor.awake():
+        with self._borrowed_actor() as version, actor.awake():
             actor.sleep_optimizer()
-            self.receive_weights(self._version)
+            self.receive_weights(self._version if version is None else version)
         self.wake_cache()
         for other in unfinished:
             self._ask_for_share(other)

@@ -24,7 +24,7 @@ from rlhf_cli.config.placement import ActorPlacementConfig, CriticPlacementConfi
 from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
 from rlhf_cli.config.presets import defaults_of_loss, defaults_of_roles
 from rlhf_cli.config.rewards import REWARDS
-from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
+from rlhf_cli.config.rollout import AsyncConfig, DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig, RemoteScoringConfig, StepRewardConfig
 from rlhf_cli.config.teacher import LEARN_ALONE, TeacherConfig
 from rlhf_cli.config.train import OnlineCheckpointConfig, TrackingConfig
@@ -89,6 +89,11 @@ class OwnResponsesConfig(BaseModel):
         return "actor" if role in self.hosted_roles else role
 
     @property
+    def lag(self) -> int:
+        """Iterations that sampling is ahead of training."""
+        return 0
+
+    @property
     def dynamic_sampling(self) -> DynamicSamplingConfig | None:
         """The settings of dynamic sampling; None if it is off or the command has none."""
         return None
@@ -119,6 +124,7 @@ class OnlineConfig(OwnResponsesConfig):
     """Settings of an online command without a critic."""
 
     episodes: EpisodeConfig = EpisodeConfig()
+    asynchronous: AsyncConfig = AsyncConfig()
     reward: OnlineRewardConfig = OnlineRewardConfig()
     teacher: TeacherConfig = TeacherConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -135,6 +141,11 @@ class OnlineConfig(OwnResponsesConfig):
     def episode_settings(self) -> EpisodeConfig:
         """The settings of episodes with an environment."""
         return self.episodes
+
+    @property
+    def lag(self) -> int:
+        """Iterations that sampling is ahead of training."""
+        return self.asynchronous.lag
 
     @property
     def policy_settings(self) -> PolicyConfig:

@@ -109,3 +109,17 @@ def check_episodes(config: OwnResponsesConfig) -> None:
     named = f"--{given}" if given else f"--reward_funcs {by_length[0]}" if by_length else None
     if named is not None:
         raise UsageError(f"{named} is about one response of at most max_new_tokens, and an episode has several turns")
+
+
+def check_lag(config: OwnResponsesConfig) -> None:
+    """Raise UsageError if engines cannot sample while the models train, because they share GPUs with them."""
+    placement = config.placement
+    named = (
+        ("--colocate_all_models", placement.colocate_all_models),
+        ("--vllm_enable_sleep", config.rollout.vllm_enable_sleep),
+    )
+    for flag, is_given in named:
+        if config.lag and is_given:
+            raise UsageError(
+                f"--async_train samples while the models train, so that engines need GPUs of their own: drop {flag}"
+            )

@@ -69,6 +69,7 @@ def online_identity(
             config.teacher_settings, besides=frozenset({"teacher_pretrain"})
         ),  # the teacher has hashes
         **_filtering(config),
+        "max_staleness": config.lag,
         "seed": config.batch.seed,
         "iterations": iterations,
     }

@@ -35,7 +35,7 @@ from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
-from rlhf_cli.runs.online.checks import check_batches, check_episodes, check_filtering, check_step_rewards
+from rlhf_cli.runs.online.checks import check_batches, check_episodes, check_filtering, check_lag, check_step_rewards
 from rlhf_cli.runs.online.evaluation import (
     best_facts,
     evaluation_task,
@@ -43,6 +43,7 @@ from rlhf_cli.runs.online.evaluation import (
     load_evaluation_prompts,
     make_evaluator,
 )
+from rlhf_cli.runs.online.group_files import check_state, load_state, save_groups
 from rlhf_cli.runs.online.identity import online_identity
 from rlhf_cli.runs.online.models import (
     OnlineModels,
@@ -62,7 +63,6 @@ from rlhf_cli.runs.online.restarts import with_restarts
 from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
 from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.runs.online.student import StudentData, load_student_data
-from rlhf_cli.runs.online.surplus_file import load_surplus, save_surplus
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.reward_check import check_rewards
@@ -123,6 +123,7 @@ class _OnlineRun:
             config.dynamic_sampling,
             config.teacher_settings.weight,
             config.steps.prm_weight if config.steps else 1.0,
+            config.lag,
         )
 
     @property
@@ -241,6 +242,7 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
     }
     if resume is not None:
         check_same_run(resume, identity, default_settings(config))
+        check_state(resume)
         layout_notices(resume, config, models)
     run = replace(run, identity=identity)
     if not run.total_steps.actor:
@@ -256,6 +258,7 @@ def _check_settings(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
     check_filtering(config)
     check_step_rewards(config, algorithm)
     check_episodes(config)
+    check_lag(config)
     if config.reference_settings.ref_sync_steps and not config.policy_settings.init_kl_coef:
         raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
     for role in ("actor", "critic"):
@@ -377,10 +380,7 @@ def _train(
     """Train, and return the way it ended and the facts about the best model."""
     state = first_state(run.config.policy_settings)
     if run.resume is not None:
-        state = LoopState(
-            **run.resume.state["loop"],
-            surplus=load_surplus(run.resume.path, lambda place: prompt_at(place, run.data.prompts, run.settings)),
-        )
+        state = load_state(run.resume, lambda place: prompt_at(place, run.data.prompts, run.settings))
         started.load(run.resume.path, iteration=state.iteration)
 
     def decode(token_ids: Sequence[int]) -> str:
@@ -401,7 +401,7 @@ def _train(
         }
         with run.store.writing(state.iteration, saved, needed_bytes=started.checkpoint_bytes()) as folder:
             started.save(folder)
-            save_surplus(folder, state.surplus)
+            save_groups(folder, state)
 
     finished = _training(run, started, scorer)(
         prompts=run.data.prompts,

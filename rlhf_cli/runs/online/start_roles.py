@@ -40,6 +40,7 @@ from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.online.models import OnlineModels, role_names
 from rlhf_cli.runs.online.student import hosted_teacher, shares_prompts
 from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.trainers.online.actor_turns import ActorTurns
 from rlhf_cli.trainers.online.interfaces import Engines, Roles, SampledT, awake
 from rlhf_cli.trainers.online.step_scoring import StepScorer, step_finder
 from rlhf_cli.trainers.online.update_plan import StepCounts
@@ -83,6 +84,7 @@ class OnlineRoles:
             shares_gpus=shares_gpus(where.layout),
         )
         self._takes_turns = config.placement.deepspeed_enable_sleep
+        self._turns = ActorTurns()
         # An engine measures free memory while it starts: on shared GPUs the models sleep by then. Elsewhere engines
         # start first, because they take longest.
         engines_last = shares_gpus(where.layout) and where.cluster.has_gpus
@@ -114,6 +116,7 @@ class OnlineRoles:
             self._moving,
             self.teacher,
             steps,
+            self._turns,
         )
 
     def _step_scorer(self) -> StepScorer | None:
@@ -203,6 +206,7 @@ class OnlineRoles:
             sync_backend=self._sync_backend,
             ranks_per_engine=rollout.vllm_tensor_parallel_size,
             adapter_alone=self._adapter is not None,
+            borrowed_actor=self._turns.borrowed,
         )
 
     def _all_trained(self) -> dict[str, TrainedRole[Any]]:

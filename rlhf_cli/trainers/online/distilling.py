@@ -15,6 +15,7 @@ from rlhf_cli.data.sampling import SEED_MASK, StepBatches
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.interfaces import Roles, RunTracker, Student
+from rlhf_cli.trainers.online.lookahead import Lookahead
 from rlhf_cli.trainers.online.loop import (
     Iterations,
     OnlineHooks,
@@ -25,7 +26,6 @@ from rlhf_cli.trainers.online.loop import (
     run_iterations,
     scored_batch,
 )
-from rlhf_cli.trainers.online.lookahead import Lookahead
 from rlhf_cli.trainers.online.metrics import iteration_rows
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings

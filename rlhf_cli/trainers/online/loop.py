@@ -264,6 +264,8 @@ def _learn(
         updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
         metrics |= updates.metrics
     taken, found = lookahead.wait(batch.taken, timer, version=iteration)
+    if settings.lag:
+        roles.actor.wake()  # a push to an engine that was started again has put it to sleep
     metrics |= found | push_weights(roles, iteration, timer)
     if roles.moving_reference is not None and settings.reference_moves(iteration):
         with timer("transfer"), awake(roles.moving_reference):

@@ -15,7 +15,7 @@ from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.errors import RunError
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.runs.online.surplus_file import FILE, load_surplus, save_surplus
+from rlhf_cli.runs.online.group_files import SURPLUS, load_surplus, save_surplus
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.groups import PromptGroup, longest_needed, sort_round, usefulness
 from rlhf_cli.trainers.online.prompt_source import planned_iterations, prompt_at
@@ -110,7 +110,7 @@ def test_surplus_gets_the_pictures_of_its_prompt_again_and_no_checkpoint_has_pix
     score_requests = [dataclasses.replace(request, pictures=(picture,)) for request in plain.score_requests]
     carried = dataclasses.replace(plain, prompt=prompt, score_requests=score_requests)
     save_surplus(tmp_path, [carried])
-    assert (tmp_path / FILE).stat().st_size < 500
+    assert (tmp_path / SURPLUS).stat().st_size < 500
     assert load_surplus(tmp_path, lambda place: prompt) == [carried]
 
 

@@ -1,0 +1,121 @@
+"""Groups of scored responses that a checkpoint keeps for later iterations.
+
+The surplus of `--dynamic_filtering` goes into one file, the batches of `--async_train` that wait for training into
+another.
+"""
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.backends.training.checkpoint import Checkpoint
+from rlhf_cli.data.prompts import Prompt
+from rlhf_cli.data.rollouts import Episode, Generation
+from rlhf_cli.errors import UsageError
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.trainers.online.groups import PromptGroup
+from rlhf_cli.trainers.online.rollout import Rollout
+from rlhf_cli.trainers.online.state import LoopState
+
+SURPLUS = "surplus.jsonl.gz"
+AHEAD = "ahead.jsonl.gz"
+
+
+def save_groups(folder: Path, state: LoopState) -> None:
+    """Write all groups of the loop's state into a checkpoint's folder; the rest is `state.plain()`."""
+    save_surplus(folder, state.source.surplus)
+    save_ahead(folder, state.ahead)
+
+
+def check_state(checkpoint: Checkpoint) -> None:
+    """Raise UsageError if the checkpoint has no state of the source of responses: an earlier version wrote it."""
+    if "source" not in checkpoint.state["loop"]:
+        raise UsageError(
+            f"checkpoint {checkpoint.path} was written by an earlier version of rlhf, which kept the order of prompts "
+            "in another form; use another --output, or --overwrite to start again"
+        )
+
+
+def load_state(checkpoint: Checkpoint, prompt_at: Callable[[int], Prompt]) -> LoopState:
+    """Return the loop's state of a checkpoint. `prompt_at` gives the prompt at a place in the order of the run."""
+    return LoopState.of(
+        checkpoint.state["loop"],
+        surplus=load_surplus(checkpoint.path, prompt_at),
+        ahead=load_ahead(checkpoint.path, prompt_at),
+    )
+
+
+def save_surplus(folder: Path, groups: Sequence[PromptGroup]) -> None:
+    """Write the groups into a checkpoint's folder, to the last bit. Their prompts, with pictures, are the data's."""
+    _write(folder / SURPLUS, map(_plain, groups))
+
+
+def load_surplus(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[PromptGroup]:
+    """Return the groups of a checkpoint. `prompt_at` gives the prompt at a place in the order of the run."""
+    return [_group(row, prompt_at(row["place"])) for row in _read(folder / SURPLUS)]
+
+
+def save_ahead(folder: Path, rollouts: Sequence[Rollout]) -> None:
+    """Write finished batches into a checkpoint's folder, as `save_surplus`; no file if there is none."""
+    if rollouts:
+        _write(folder / AHEAD, map(_plain_rollout, rollouts))
+
+
+def load_ahead(folder: Path, prompt_at: Callable[[int], Prompt]) -> list[Rollout]:
+    """Return the finished batches of a checkpoint, as `load_surplus`."""
+    rows = _read(folder / AHEAD) if (folder / AHEAD).exists() else []
+    return [_rollout(row, prompt_at) for row in rows]
+
+
+def _write(path: Path, rows: Iterable[object]) -> None:
+    with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _read(path: Path) -> list[Any]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def _plain_rollout(rollout: Rollout) -> dict[str, object]:
+    groups = {name: [_plain(group) for group in getattr(rollout, name)] for name in ("groups", "greedy", "filtered")}
+    return groups | {"num_carried": rollout.num_carried, "metrics": rollout.metrics}
+
+
+def _rollout(row: Mapping[str, Any], prompt_at: Callable[[int], Prompt]) -> Rollout:
+    groups, greedy, filtered = (
+        [_group(one, prompt_at(one["place"])) for one in row[name]] for name in ("groups", "greedy", "filtered")
+    )
+    return Rollout(groups, greedy, filtered, row["num_carried"], row["metrics"])
+
+
+def _plain(group: PromptGroup) -> dict[str, object]:
+    return {
+        "place": group.place,
+        "generations": [asdict(generation) for generation in group.generations],
+        "score_requests": [asdict(replace(request, pictures=())) for request in group.score_requests],
+        "scores": [asdict(score) for score in group.scores],
+    }
+
+
+def _group(row: Mapping[str, Any], prompt: Prompt) -> PromptGroup:
+    pictures = tuple(placed.picture for placed in prompt.pictures)
+    return PromptGroup(
+        row["place"],
+        prompt,
+        [_generation(plain) for plain in row["generations"]],
+        [_score_request(plain | {"pictures": pictures}) for plain in row["score_requests"]],
+        [Score(**score) for score in row["scores"]],
+    )
+
+
+def _generation(plain: Mapping[str, Any]) -> Generation:
+    episode = None if plain.get("episode") is None else Episode.of(plain["episode"])
+    return Generation(**{**plain, "episode": episode})
+
+
+def _score_request(plain: Mapping[str, Any]) -> ScoreRequest:
+    return ScoreRequest(**{**plain, "messages": tuple(plain.get("messages", ()))})

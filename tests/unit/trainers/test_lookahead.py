@@ -1,0 +1,283 @@
+"""Sampling ahead of training, with fakes of models, engines and rewards: versions, repeats, resumes, failures, ends."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from online_fakes import (
+    BATCH,
+    EXACT,
+    NUM_PROMPTS,
+    PROMPTS,
+    SAMPLES_EACH,
+    WITHOUT_REFERENCE,
+    FakeEngines,
+    FakeModel,
+    Run,
+)
+
+from rlhf_cli.config.rollout import DynamicSamplingConfig
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.errors import ProcessDied, RunError
+from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.runs.online.group_files import load_ahead, load_surplus, save_groups
+from rlhf_cli.trainers.offline.loop import Finished
+from rlhf_cli.trainers.online.prompt_source import prompt_at
+from rlhf_cli.trainers.online.state import LoopState
+
+WAIT = 30.0  # seconds until a test gives up
+
+
+class WatchedEngines(FakeEngines):
+    """Notes the version of the weights that each batch is sampled by; responses depend on this version too."""
+
+    def __init__(self, journal: list[str]) -> None:
+        super().__init__(journal)
+        self.versions: list[int] = []
+        self.begun: Callable[[], None] = lambda: None
+        self.held: threading.Event | None = None  # no response comes before it is set
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        self.versions.append(self.version)
+        super().begin(requests, sampling)
+        self.begun()
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        if self.held is not None and not self.held.wait(timeout):
+            return []
+        return super().collect(timeout)
+
+    def _answer(self, request: GenerationRequest) -> Generation:
+        found = super()._answer(request)
+        return Generation(
+            [(token + self.version) % 9 for token in found.token_ids],
+            found.logprobs,
+            found.finish_reason,
+            found.weight_version,
+        )
+
+
+def run(lag: int, **settings: Any) -> Run:
+    made = Run(lag=lag, **settings)
+    made.engines = WatchedEngines(made.journal)
+    return made
+
+
+def watched(made: Run) -> WatchedEngines:
+    assert isinstance(made.engines, WatchedEngines)
+    return made.engines
+
+
+def logged(made: Run) -> list[tuple[int, dict[str, float]]]:
+    """Return the metrics of each iteration that are equal in equal runs."""
+    return [
+        (step, {name: value for name, value in metrics.items() if not name.startswith("perf/")})
+        for step, metrics in made.tracker.logged
+    ]
+
+
+def trained(made: Run) -> list[list[list[int]]]:
+    """Tokens of every sample of every update."""
+    return [[sample.sequence.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
+
+
+def through_files(state: LoopState, made: Run, folder: Path) -> LoopState:
+    """Return the state as it comes out of a checkpoint."""
+    folder.mkdir()
+    save_groups(folder, state)
+
+    def of_run(place: int) -> Any:
+        return prompt_at(place, PROMPTS, made.settings)
+
+    plain = json.loads(json.dumps(state.plain()))
+    return LoopState.of(plain, surplus=load_surplus(folder, of_run), ahead=load_ahead(folder, of_run))
+
+
+def goes_on(state: LoopState, made: Run, **given: Any) -> Finished:
+    """Train from a state, with the weights that engines get on a resume."""
+    made.engines.version = state.iteration
+    return made(state=state, **given)
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("sampling")]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 3])
+def test_the_number_of_a_batch_decides_about_the_weights_that_sample_it(lag):
+    made = run(lag)
+    assert made() == Finished(4, interrupted=False)
+    assert watched(made).versions == [max(0, number - 1 - lag) for number in (1, 2, 3, 4)]
+    own = [[request.prompt_ids for request in batch] for batch in made.engines.requests]
+    whole = run(0)
+    whole()
+    assert own == [[request.prompt_ids for request in batch] for batch in whole.engines.requests]
+    assert not threads()
+    if lag:
+        staleness = [(metrics["staleness/mean"], metrics["staleness/max"]) for _, metrics in made.tracker.logged]
+        assert staleness == [(min(lag, number - 1),) * 2 for number in (1, 2, 3, 4)]
+    else:
+        assert not [name for _, metrics in made.tracker.logged for name in metrics if name.startswith("staleness")]
+
+
+def test_batches_are_sampled_while_the_models_train():
+    made, begun = run(1), threading.Semaphore(0)
+    watched(made).begun = begun.release
+    update = made.actor.update
+
+    def trains(*given: Any, **named: Any) -> Any:
+        if len(made.actor.updates) < 3:  # nothing is sampled beside the last iteration
+            assert begun.acquire(timeout=WAIT)
+        return update(*given, **named)
+
+    made.actor.update = trains  # type: ignore[method-assign]
+
+    def is_first() -> None:
+        watched(made).begun = begun.release  # the first batch is sampled before any training
+
+    watched(made).begun = is_first
+    made()
+    assert len(made.actor.updates) == 4
+    times = [sorted(name for name in metrics if name.startswith("perf/")) for _, metrics in made.tracker.logged]
+    assert times == [["perf/engines_idle_seconds", "perf/sampling_seconds", "perf/sampling_wait_seconds"]] * 3 + [[]]
+
+
+def test_a_push_waits_for_the_batch_in_flight_and_old_policies_are_corrected():
+    made = run(1)
+    made()
+    pushes = [number for number, entry in enumerate(made.journal) if entry.startswith("engines.receive")]
+    begun = [number for number, entry in enumerate(made.journal) if entry == "engines.generate"]
+    scored = [number for number, entry in enumerate(made.journal) if entry == "scorer.score"]
+    assert begun[0] < scored[0] < begun[1] < scored[1] < pushes[0] < begun[2] < scored[2] < pushes[1] < begun[3]
+    assert made.actor.on_policy == [False] * 4
+    assert all("old_logprobs" in sample.columns for samples, _ in made.actor.updates for sample in samples)
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("algorithm", ["ppo", "remax"])
+def test_a_run_that_goes_on_after_any_iteration_equals_the_run_that_never_stopped(lag, algorithm, tmp_path):
+    whole = run(lag, algorithm=algorithm, policy=WITHOUT_REFERENCE)
+    whole(save_steps=1)
+    assert [len(state.ahead) for state in whole.saved] == [min(lag, 4 - number) for number in (1, 2, 3, 4)]
+    for state in whole.saved[:-1]:
+        again = run(lag, algorithm=algorithm)
+        goes_on(through_files(state, whole, tmp_path / f"{state.iteration}"), again)
+        assert trained(again) == trained(whole)[state.iteration :]
+        assert logged(again) == logged(whole)[state.iteration :]
+        assert again.tracker.rows == whole.tracker.rows[state.iteration :]
+
+
+def test_a_stop_keeps_the_batches_that_wait_for_training(tmp_path):
+    whole, stopped = run(1), run(1, stop_after=2)
+    whole()
+    assert stopped() == Finished(2, interrupted=True)
+    again = run(1)
+    assert goes_on(through_files(stopped.saved[-1], stopped, tmp_path / "s"), again) == Finished(4, interrupted=False)
+    assert trained(stopped) + trained(again) == trained(whole)
+    assert not threads()
+
+
+@pytest.mark.parametrize("error", [RunError("too many rewards failed"), ProcessDied("engine 0 died")])
+def test_an_error_of_the_sampling_comes_when_the_iteration_beside_it_is_whole_and_saved(error):
+    made = run(1)
+
+    def fails(index: int) -> bool:
+        if len(watched(made).versions) == 3:  # batch 3 is sampled while iteration 2 trains
+            raise error
+        return False
+
+    made.scorer.fails = fails
+    with pytest.raises(RunError) as raised:
+        made()
+    assert raised.value is error
+    assert [step for step, _ in made.tracker.logged] == [1, 2]
+    assert made.journal[-1] == ("actor.sleep" if isinstance(error, ProcessDied) else "engines.sleep")
+    assert not threads()
+    if isinstance(error, ProcessDied):
+        assert not made.saved
+        return
+    (state,) = made.saved
+    assert (state.iteration, state.source.iteration, state.ahead) == (2, 2, ())
+    again = run(1)
+    assert goes_on(state, again) == Finished(4, interrupted=False)
+    assert watched(again).versions == [2, 2]  # of batch 3 these are the oldest weights there are
+
+
+@pytest.mark.parametrize("place", ["training", "reward model"])
+def test_an_error_beside_the_sampling_ends_it(place):
+    whole, broken, error = run(1), run(1), RunError("a rank failed")
+    whole(total_iterations=3, save_steps=1)
+    begun = threading.Event()
+    watched(broken).begun, watched(broken).held = begun.set, threading.Event()  # its responses never come
+
+    def fails(*given: Any, **named: Any) -> Any:
+        assert begun.wait(WAIT)
+        raise error
+
+    if place == "training":
+        broken.actor.update = fails  # type: ignore[method-assign]
+    else:
+        broken.reward_model = FakeModel("reward", broken.journal)
+        broken.reward_model.scores = fails  # type: ignore[method-assign]
+    with pytest.raises(RunError) as raised:
+        goes_on(whole.saved[0], broken)
+    assert raised.value is error
+    assert not threads()
+    assert not broken.saved  # the state before the iteration came out of a checkpoint
+
+
+def test_after_a_failed_reward_model_the_state_before_the_iteration_has_its_batch_yet(tmp_path):
+    whole, broken = run(1), run(1, reward=EXACT.model_copy(update={"reward_pretrain": "m"}))
+    whole()
+    assert broken.reward_model is not None
+    scores = broken.reward_model.scores
+
+    def fails_once(sequences: Any) -> list[float]:
+        if len(broken.tracker.logged) == 2:
+            raise RunError("the reward model is gone")
+        return scores(sequences)
+
+    broken.reward_model.scores = fails_once  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="gone"):
+        broken()
+    (state,) = broken.saved
+    assert (state.iteration, len(state.ahead), broken.journal[-1]) == (2, 1, "engines.sleep")
+    again = run(1)
+    goes_on(through_files(state, broken, tmp_path / "s"), again)
+    assert trained(again) == trained(whole)[2:]
+
+
+def even(request: ScoreRequest) -> Score:
+    """Right if the sum of the digits is even."""
+    return Score(1.0, "correct") if sum(map(int, request.response)) % 2 == 0 else Score(0.0, "wrong")
+
+
+def filtered(lag: int, **settings: Any) -> Run:
+    dynamic = DynamicSamplingConfig(dynamic_filtering=True, dynamic_oversample=3.0, dynamic_max_rounds=8)
+    made = run(lag, algorithm="rloo", policy=WITHOUT_REFERENCE, dynamic=dynamic, episodes=8, **settings)
+    made.scorer.judge = even  # type: ignore[method-assign]
+    made.engines.longest = 60
+    return made
+
+
+def test_replaced_prompts_are_neither_lost_nor_trained_on_twice(tmp_path):
+    made = filtered(1)
+    made(total_iterations=16, save_steps=1)
+    last = made.saved[-1]
+    assert (last.source.num_taken, list(last.ahead), list(last.source.surplus)) == (NUM_PROMPTS * 8, [], [])
+    asked = {request.group for requests in made.scorer.asked for request in requests}
+    assert asked == {str(place) for place in range(NUM_PROMPTS * 8)}
+    waiting = [group.place for state in made.saved for rollout in state.ahead for group in rollout.groups]
+    assert len(set(waiting)) == len(waiting) == sum(len(samples) for samples, _ in made.actor.updates[1:]) / 2
+    full = [samples for samples, _ in made.actor.updates if len(samples) == BATCH * SAMPLES_EACH]
+    assert len(full) >= len(made.actor.updates) - 1
+    carrying = [state for state in made.saved if state.source.surplus and state.ahead]
+    assert carrying
+    for state in carrying:
+        again = filtered(1)
+        goes_on(through_files(state, made, tmp_path / f"{state.iteration}"), again, total_iterations=16)
+        assert trained(again) == trained(made)[state.iteration :]
+        assert logged(again) == logged(made)[state.iteration :]
