@@ -76,7 +76,7 @@ COMMAND_LINES = {
     f"ppo {PPO} {CRITIC} {FILE} --freezing_actor_steps -1": "parses",
     f"ppo {SECTIONS} {SECTIONS_PPO}": "parses: names have no sections here: --ref.num_nodes is --ref_num_nodes",
     f"ppo {SECTIONS} {SECTIONS_PPO} --actor.optim lion": "refused: --optim",
-    f"ppo {SECTIONS} {SECTIONS_PPO} --train.async_enable": "refused: training beside generation",
+    f"ppo {SECTIONS} {SECTIONS_PPO} --train.partial_rollout_enable": "refused: weights are pushed between batches",
     f"ppo {SECTIONS} {SECTIONS_PPO} --critic.lr_scheduler constant": "refused: actor and critic share --lr_scheduler",
     f"grpo {SECTIONS} --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 8 --actor.eps_clip 0.2": "parses",
     "sft --model.model_name_or_path m --data.dataset d --ckpt.output_dir out --train.batch_size 8 --adam.lr 5e-6 "

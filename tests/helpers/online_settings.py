@@ -27,4 +27,6 @@ def online_settings(config: OwnResponsesConfig, row: str) -> OnlineSettings:
         config.batch,
         config.reference_settings,
         config.optim,
+        config.dynamic_sampling,
+        lag=config.lag,
     )

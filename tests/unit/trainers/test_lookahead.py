@@ -1,9 +1,7 @@
 """Sampling ahead of training, with fakes of models, engines and rewards: versions, repeats, resumes, failures, ends."""
 
-import json
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +16,13 @@ from online_fakes import (
     FakeModel,
     Run,
 )
+from saved_loops import through_files
 
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied, RunError
 from rlhf_cli.rewards.records import Score, ScoreRequest
-from rlhf_cli.runs.online.group_files import load_ahead, load_surplus, save_groups
 from rlhf_cli.trainers.offline.loop import Finished
-from rlhf_cli.trainers.online.prompt_source import prompt_at
 from rlhf_cli.trainers.online.state import LoopState
 
 WAIT = 30.0  # seconds until a test gives up
@@ -82,18 +79,6 @@ def logged(made: Run) -> list[tuple[int, dict[str, float]]]:
 def trained(made: Run) -> list[list[list[int]]]:
     """Tokens of every sample of every update."""
     return [[sample.sequence.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
-
-
-def through_files(state: LoopState, made: Run, folder: Path) -> LoopState:
-    """Return the state as it comes out of a checkpoint."""
-    folder.mkdir()
-    save_groups(folder, state)
-
-    def of_run(place: int) -> Any:
-        return prompt_at(place, PROMPTS, made.settings)
-
-    plain = json.loads(json.dumps(state.plain()))
-    return LoopState.of(plain, surplus=load_surplus(folder, of_run), ahead=load_ahead(folder, of_run))
 
 
 def goes_on(state: LoopState, made: Run, **given: Any) -> Finished:
@@ -164,7 +149,7 @@ def test_a_run_that_goes_on_after_any_iteration_equals_the_run_that_never_stoppe
     assert [len(state.ahead) for state in whole.saved] == [min(lag, 4 - number) for number in (1, 2, 3, 4)]
     for state in whole.saved[:-1]:
         again = run(lag, algorithm=algorithm)
-        goes_on(through_files(state, whole, tmp_path / f"{state.iteration}"), again)
+        goes_on(through_files(state, tmp_path / f"{state.iteration}", PROMPTS, whole.settings), again)
         assert trained(again) == trained(whole)[state.iteration :]
         assert logged(again) == logged(whole)[state.iteration :]
         assert again.tracker.rows == whole.tracker.rows[state.iteration :]
@@ -175,7 +160,7 @@ def test_a_stop_keeps_the_batches_that_wait_for_training(tmp_path):
     whole()
     assert stopped() == Finished(2, interrupted=True)
     again = run(1)
-    assert goes_on(through_files(stopped.saved[-1], stopped, tmp_path / "s"), again) == Finished(4, interrupted=False)
+    assert goes_on(through_files(stopped.saved[-1], tmp_path / "s", PROMPTS, stopped.settings), again) == Finished(4, interrupted=False)
     assert trained(stopped) + trained(again) == trained(whole)
     assert not threads()
 
@@ -246,7 +231,7 @@ def test_after_a_failed_reward_model_the_state_before_the_iteration_has_its_batc
     (state,) = broken.saved
     assert (state.iteration, len(state.ahead), broken.journal[-1]) == (2, 1, "engines.sleep")
     again = run(1)
-    goes_on(through_files(state, broken, tmp_path / "s"), again)
+    goes_on(through_files(state, tmp_path / "s", PROMPTS, broken.settings), again)
     assert trained(again) == trained(whole)[2:]
 
 
@@ -278,6 +263,6 @@ def test_replaced_prompts_are_neither_lost_nor_trained_on_twice(tmp_path):
     assert carrying
     for state in carrying:
         again = filtered(1)
-        goes_on(through_files(state, made, tmp_path / f"{state.iteration}"), again, total_iterations=16)
+        goes_on(through_files(state, tmp_path / f"{state.iteration}", PROMPTS, made.settings), again, total_iterations=16)
         assert trained(again) == trained(made)[state.iteration :]
         assert logged(again) == logged(made)[state.iteration :]

@@ -1,7 +1,5 @@
 """Every online command in this process, on real engines and tiny models: equal settings give equal runs, bit for bit.
 
-With pictures also a run that goes on from its checkpoint.
-
 Leaves out Ray: the ranks and the rollout engine are called in this process. Everything else is as in a run.
 """
 
@@ -20,6 +18,7 @@ from episode_fakes import FakeDialogue, FakeEnvironments
 from online_fakes import FakeScorer, FakeTracker
 from online_settings import online_settings, resolve
 from safetensors.torch import load_file
+from saved_loops import read_state, write_state
 from site_hooks import undocumented
 from tiny_vision import save_tiny_vision
 from vision_sequences import vision_sequences
@@ -50,7 +49,7 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
-from rlhf_cli.trainers.online.state import LoopState, first_state
+from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -172,7 +171,9 @@ def train(
     state = first_state(config.policy)
     roles_by_name = {"actor": actor.role} | ({"critic": critic.role} if critic else {})
     if goes_on := checkpoint is not None and checkpoint.exists():
-        state = restored(checkpoint, roles_by_name)
+        for name, role in roles_by_name.items():
+            role.load(checkpoint / name)
+        state = read_state(checkpoint, prompts, online_settings(config, row))
         engine.receive_weights(state.iteration)
 
     def save(state: LoopState) -> None:
@@ -206,13 +207,7 @@ def write_checkpoint(folder: Path, roles: Mapping[str, TrainedRank], state: Loop
     for name, role in roles.items():
         (folder / name).mkdir(parents=True)
         role.save(folder / name)
-    (folder / "state.json").write_text(json.dumps(state.plain()))
-
-
-def restored(folder: Path, roles: Mapping[str, TrainedRank]) -> LoopState:
-    for name, role in roles.items():
-        role.load(folder / name)
-    return LoopState.of(json.loads((folder / "state.json").read_text()))
+    write_state(folder, state)
 
 
 @pytest.mark.parametrize(
