@@ -1,6 +1,6 @@
-"""`rlhf grpo --dynamic_filtering` as a user runs it, killed and continued.
+"""`rlhf grpo --dynamic_filtering --async_train` as a user runs it, killed and continued.
 
-Surplus groups are part of a checkpoint, and so is which model was the best so far.
+Surplus groups and batches that wait for training are part of a checkpoint, and so is which model was the best so far.
 """
 
 import gzip
@@ -12,10 +12,12 @@ from forked import run_rlhf
 from safetensors.torch import load_file
 from test_ppo import assert_nothing_left, assert_same_run, kill_driver, plain_metrics, rlhf, wait_for
 
+from rlhf_cli.runs.online.group_files import AHEAD, SURPLUS
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_a_run_that_replaces_prompts_is_continued_with_its_surplus_and_its_best_model(tmp_path: Path):
+def test_a_run_that_replaces_prompts_and_samples_ahead_is_continued_with_its_groups_and_its_best_model(tmp_path: Path):
     problems, held_out = tmp_path / "problems.jsonl", tmp_path / "held_out.jsonl"
     model, reward = tmp_path / "tiny", tmp_path / "odd.py"
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 14) for b in range(10, 14)]
@@ -31,7 +33,7 @@ def test_a_run_that_replaces_prompts_is_continued_with_its_surplus_and_its_best_
         f"grpo --pretrain {model} --prompt_data {problems} --label_key answer --reward_func {reward} --max_len 64 "
         "--max_new_tokens 6 --rollout_batch_size 4 --n_samples_per_prompt 2 --train_batch_size 8 --max_iterations 3 "
         "--num_episodes 9 --init_kl_coef 0 --actor_learning_rate 1e-3 --save_steps 1 --rollout_backend transformers "
-        f"--dynamic_filtering --dynamic_oversample 2 --eval_dataset {held_out} --eval_steps 1 "
+        f"--dynamic_filtering --dynamic_oversample 2 --async_train --eval_dataset {held_out} --eval_steps 1 "
         "--best_metric_key eval/reward"
     ).split()
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -47,6 +49,14 @@ def test_a_run_that_replaces_prompts_is_continued_with_its_surplus_and_its_best_
         best, untrained = (load_file(folder / "model.safetensors") for folder in (run / "best", model))
         assert all(weight.to(best[name].dtype).equal(best[name]) for name, weight in untrained.items())
     metrics = plain_metrics(whole)
-    assert metrics[1]["dynamic/carried_over"] > 0
-    with gzip.open(whole / "checkpoints" / "step_000001" / "surplus.jsonl.gz", "rt") as file:
-        assert len(list(file)) == metrics[1]["dynamic/carried_over"] <= metrics[2]["dynamic/carried_in"]
+    # Surplus is one update older than the batch that it comes into.
+    assert [metrics[step]["staleness/max"] for step in (1, 2, 3)] == [0.0, 1.0, 2.0]
+    assert metrics[2]["dynamic/carried_over"] > 0  # by the batch that was sampled beside iteration 1
+    surplus, ahead = (groups_in(whole / "checkpoints" / "step_000001", name) for name in (SURPLUS, AHEAD))
+    assert surplus == metrics[2]["dynamic/carried_over"] <= metrics[3]["dynamic/carried_in"]
+    assert ahead == 1
+
+
+def groups_in(checkpoint: Path, name: str) -> int:
+    with gzip.open(checkpoint / name, "rt") as file:
+        return len(list(file))

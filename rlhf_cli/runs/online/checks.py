@@ -123,3 +123,13 @@ def check_lag(config: OwnResponsesConfig) -> None:
             raise UsageError(
                 f"--async_train samples while the models train, so that engines need GPUs of their own: drop {flag}"
             )
+
+
+def lag_notice(config: OwnResponsesConfig) -> list[str]:
+    """Return a line if responses of older policies are trained on without a correction."""
+    if not config.lag or config.policy_settings.rollout_correction != "off":
+        return []
+    return [
+        "--rollout_correction off: with --async_train responses of older policies count as if the present policy had "
+        "written them"
+    ]

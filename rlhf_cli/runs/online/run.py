@@ -35,7 +35,14 @@ from rlhf_cli.options import to_yaml
 from rlhf_cli.rewards.scorer import Scorer
 from rlhf_cli.runs.conclusion import conclude
 from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
-from rlhf_cli.runs.online.checks import check_batches, check_episodes, check_filtering, check_lag, check_step_rewards
+from rlhf_cli.runs.online.checks import (
+    check_batches,
+    check_episodes,
+    check_filtering,
+    check_lag,
+    check_step_rewards,
+    lag_notice,
+)
 from rlhf_cli.runs.online.evaluation import (
     best_facts,
     evaluation_task,
@@ -241,8 +248,8 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
         **(student.identity if student else {}),
     }
     if resume is not None:
-        check_same_run(resume, identity, default_settings(config))
         check_state(resume)
+        check_same_run(resume, identity, default_settings(config))
         layout_notices(resume, config, models)
     run = replace(run, identity=identity)
     if not run.total_steps.actor:
@@ -333,7 +340,7 @@ def _notices(run: _OnlineRun) -> list[str]:
     idle = idle_settings(config, role_names(config, run.models))
     files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, contents_of_plugins(config))]
     layouts = layout_notices(run.resume, config, run.models) if run.resume else []
-    return [*idle, *truncation_notice(config.rollout), *files, *layouts]
+    return [*idle, *truncation_notice(config.rollout), *lag_notice(config), *files, *layouts]
 
 
 def _placement(run: _OnlineRun, where: OnlineCluster) -> str:

@@ -1,5 +1,6 @@
 """What happens when rollout engines die within a batch: with fakes of Ray, of the engines and of the actor."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,11 @@ from remote_calls import FakeCall, FakeRay, recorded
 
 from rlhf_cli.backends.rollout import engine_group
 from rlhf_cli.backends.rollout.engine import Arrivals
-from rlhf_cli.backends.rollout.engine_group import EngineGroup
+from rlhf_cli.backends.rollout.engine_group import EngineGroup, balanced_shares
 from rlhf_cli.backends.weight_sync.transfer import PushReport
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import ProcessDied
+from rlhf_cli.trainers.online.actor_turns import ActorTurns, NotWanted
 
 REQUESTS = [GenerationRequest([number], seed=number) for number in range(6)]
 VERSION = 4
@@ -137,6 +139,39 @@ def test_after_the_death_of_engines_every_request_has_one_response_by_the_presen
     assert group.generate(REQUESTS, SamplingParams(1)) == [(number, VERSION) for number in range(len(REQUESTS))]
     assert [worker.number for worker in started[3:]] == sorted(dying)
     assert not any(worker.asleep for worker in started if worker.alive)
+
+
+@pytest.mark.parametrize(("backend", "pushed"), [("shm", {1}), ("nccl", {0, 1, 2})])
+def test_an_engine_that_dies_beside_a_training_actor_gets_the_weights_that_the_actor_has_when_it_is_free(
+    backend, pushed
+):
+    turns = ActorTurns()
+    group, started = make_group(backend, takes_turns=False, dying={1}, borrowed_actor=turns.borrowed)
+    shares = balanced_shares(REQUESTS, 3)
+    turns.take()
+    with ThreadPoolExecutor(1) as thread:
+        sampling = thread.submit(group.generate, REQUESTS, SamplingParams(1))
+        while len(started) == 3:  # the new engine is started while the actor trains
+            assert not sampling.done()
+        assert started[3].version == 0
+        turns.give(VERSION + 1)
+        found = dict(sampling.result(30))
+    assert all(found[number] == VERSION + 1 for number in shares[1])
+    assert {engine for engine in range(3) if found[shares[engine][-1]] == VERSION + 1} == pushed
+
+
+def test_a_run_that_ends_does_not_wait_for_an_engine_that_waits_for_the_actor():
+    turns = ActorTurns()
+    group, started = make_group("shm", takes_turns=False, dying={1}, borrowed_actor=turns.borrowed)
+    turns.take()
+    with ThreadPoolExecutor(1) as thread:
+        sampling = thread.submit(group.generate, REQUESTS, SamplingParams(1))
+        while len(started) == 3:
+            assert not sampling.done()
+        turns.end()
+        with pytest.raises(NotWanted):
+            sampling.result(30)
+    assert started[3].version == 0
 
 
 def test_engines_that_have_finished_are_not_asked_again_when_another_one_dies():

@@ -8,16 +8,19 @@ from online_settings import LEAST, resolve
 
 from rlhf_cli import cli
 from rlhf_cli.algorithms.table import ALGORITHMS
+from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import config_class, flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml
-from rlhf_cli.runs.online.checks import check_batches, check_filtering, check_step_rewards
+from rlhf_cli.runs.online.checks import check_batches, check_filtering, check_lag, check_step_rewards, lag_notice
 from rlhf_cli.runs.online.evaluation import evaluation_task
-from rlhf_cli.trainers.online.state import OnlineSettings
+from rlhf_cli.runs.online.group_files import check_state
+from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
 
 ONLINE = [name for name, entry in cli.COMMANDS.items() if entry.panel == cli.ONLINE]
 POLICY = [name for name in ONLINE if name != "gkd"]
+AHEAD = {"async_train": "true"}
 NEEDED = {"gkd": {"teacher_pretrain": "x"}}
 """Settings that a command needs besides the ones of all."""
 CRITIC = {
@@ -286,3 +289,34 @@ def test_a_run_without_reward_and_teacher_is_refused(command):
         resolve_alone(command, teacher_pretrain=None)
     with pytest.raises(UsageError, match="distill_coef is about a teacher: give --teacher_pretrain MODEL"):
         resolve(command, distill_coef="0.5")
+
+
+@pytest.mark.parametrize("command", POLICY)
+def test_sampling_ahead_is_bounded_by_the_staleness_that_is_asked_for(command):
+    assert [resolve(command, **given).lag for given in ({}, AHEAD, AHEAD | {"max_staleness": 3})] == [0, 1, 3]
+    assert resolve(command, **AHEAD, max_staleness=0).lag == 0
+    with pytest.raises(UsageError, match="max_staleness is about responses that are sampled ahead of training"):
+        resolve(command, max_staleness=2)
+    with pytest.raises(UsageError, match="max_staleness"):
+        resolve(command, **AHEAD, max_staleness=-1)
+
+
+@pytest.mark.parametrize("flag", ["colocate_all_models", "vllm_enable_sleep"])
+def test_engines_that_give_their_gpus_to_training_do_not_sample_ahead(flag):
+    with pytest.raises(UsageError, match=f"engines need GPUs of their own: drop --{flag}"):
+        check_lag(resolve("grpo", **AHEAD, **{flag: "true"}))
+    check_lag(resolve("grpo", **AHEAD, max_staleness=0, **{flag: "true"}))
+    check_lag(resolve("grpo", **AHEAD, colocate_actor_ref="true"))
+
+
+def test_a_run_without_a_correction_of_older_policies_is_reported():
+    assert not lag_notice(resolve("grpo", rollout_correction="off"))
+    assert not lag_notice(resolve("grpo", **AHEAD))
+    (line,) = lag_notice(resolve("grpo", **AHEAD, rollout_correction="off"))
+    assert line.startswith("--rollout_correction off: with --async_train")
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_by_its_form(tmp_path):
+    check_state(Checkpoint(tmp_path, 2, {"loop": LoopState(2, 0.0, 0.0).plain()}))
+    with pytest.raises(UsageError, match="was written by an earlier version of rlhf"):
+        check_state(Checkpoint(tmp_path, 2, {"loop": {"iteration": 2, "lengths": {}}}))

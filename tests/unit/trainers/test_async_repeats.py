@@ -67,7 +67,9 @@ def test_groups_that_are_replaced_and_batches_that_wait_are_kept_together(tiny_m
     )
 
     def run(folder: Path | None) -> Found:
-        return train(config, "grpo", tmp_path, PROMPTS * 4, folder, scorer=Scorer([], lambda index: False), iterations=4)
+        return train(
+            config, "grpo", tmp_path, PROMPTS * 4, folder, scorer=Scorer([], lambda index: False), iterations=4
+        )
 
     whole, resumed = run(tmp_path / "saved"), run(tmp_path / "saved")
     assert_same(whole, resumed, after=1)

@@ -160,7 +160,9 @@ def test_a_stop_keeps_the_batches_that_wait_for_training(tmp_path):
     whole()
     assert stopped() == Finished(2, interrupted=True)
     again = run(1)
-    assert goes_on(through_files(stopped.saved[-1], tmp_path / "s", PROMPTS, stopped.settings), again) == Finished(4, interrupted=False)
+    assert goes_on(through_files(stopped.saved[-1], tmp_path / "s", PROMPTS, stopped.settings), again) == Finished(
+        4, interrupted=False
+    )
     assert trained(stopped) + trained(again) == trained(whole)
     assert not threads()
 
@@ -263,6 +265,8 @@ def test_replaced_prompts_are_neither_lost_nor_trained_on_twice(tmp_path):
     assert carrying
     for state in carrying:
         again = filtered(1)
-        goes_on(through_files(state, tmp_path / f"{state.iteration}", PROMPTS, made.settings), again, total_iterations=16)
+        goes_on(
+            through_files(state, tmp_path / f"{state.iteration}", PROMPTS, made.settings), again, total_iterations=16
+        )
         assert trained(again) == trained(made)[state.iteration :]
         assert logged(again) == logged(made)[state.iteration :]

@@ -49,7 +49,7 @@ from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
-from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
+from rlhf_cli.trainers.online.state import LoopState, first_state
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
