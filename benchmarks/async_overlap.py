@@ -122,9 +122,16 @@ def overlap(lag: int, *, training: float, sampling: float, iterations: int) -> O
     settings, total, marks = settings_of(lag), iterations + lag + 1, list[float]()
     prompts = [Prompt([1, 2, 3], "prompt", "1", "rows.jsonl", number) for number in range(BATCH * total)]
     with TemporaryDirectory() as folder:
-        console = Console(file=io.StringIO())
-        options = {"command": "rloo", "total_steps": total, "unit": "iteration"}
-        with Tracker(TrackingConfig(), Path(folder), console=console, resume_step=None, **options) as tracker:
+        tracker = Tracker(
+            TrackingConfig(),
+            Path(folder),
+            command="rloo",
+            total_steps=total,
+            console=Console(file=io.StringIO()),
+            resume_step=None,
+            unit="iteration",
+        )
+        with tracker:
             train_online(
                 Roles(WaitingActor(training), None, None, None, WaitingEngines(sampling), FakeScorer(Elsewhere())),
                 settings,

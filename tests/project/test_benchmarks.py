@@ -407,3 +407,11 @@ def test_photos_are_files_much_smaller_than_their_pixels(tmp_path):
     assert len({file.read_bytes() for file in files}) == 2
     assert all(4 * file.stat().st_size < 1008 * 756 * 3 for file in files)
     assert all(row["prompt"].startswith("<image>") for row in rows)
+
+
+def test_sampling_ahead_is_measured_by_the_waits_of_both_sides():
+    bench = load("async_overlap")
+    found = {lag: bench.overlap(lag, training=0.02, sampling=0.02, iterations=3) for lag in (0, 1)}
+    assert found[0].seconds >= 0.04
+    assert all(0 <= share <= 1 for one in found.values() for share in (one.actor_waited, one.engines_waited))
+    assert "| 0 | 25.00 | 1.00 | 50% | 50% |" in bench.table({0: bench.Overlap(0.04, 0.5, 0.5), 1: found[1]})

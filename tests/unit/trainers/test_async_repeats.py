@@ -1,4 +1,4 @@
-"""Sampling ahead on real engines and tiny models: a run repeats and goes on from its checkpoint bit for bit, and learns.
+"""Sampling ahead on real engines and tiny models: runs repeat, go on from checkpoints bit for bit, and learn.
 
 Leaves out Ray, as test_online_repeats.
 """
@@ -12,7 +12,6 @@ from online_settings import resolve
 from site_hooks import undocumented
 from test_online_repeats import (
     PROMPTS,
-    Scorer,
     WorthOfEpisodes,
     episode_prompts,
     episodes_config,
@@ -67,12 +66,11 @@ def test_groups_that_are_replaced_and_batches_that_wait_are_kept_together(tiny_m
     )
 
     def run(folder: Path | None) -> Found:
-        return train(
-            config, "grpo", tmp_path, PROMPTS * 4, folder, scorer=Scorer([], lambda index: False), iterations=4
-        )
+        return train(config, "grpo", tmp_path, PROMPTS * 4, folder, iterations=4)
 
     whole, resumed = run(tmp_path / "saved"), run(tmp_path / "saved")
     assert_same(whole, resumed, after=1)
+    assert sum(metrics["dynamic/carried_in"] for _, metrics in whole[0]) > 0
 
 
 @pytest.mark.parametrize("command", ["grpo", "ppo"])
