@@ -94,7 +94,7 @@ class Lookahead:
             raise
 
     def wait(self, taken: Taken, timer: PhaseTimer, *, version: int) -> tuple[Taken, dict[str, float]]:
-        """Wait for the batch in flight; return what was taken with this batch added, and metrics of the time.
+        """Wait for the batch in flight; return `taken` with this batch added, and metrics of the time.
 
         An error of the sampling is kept for the next `take`: the iteration in training is completed and can be saved.
 
