@@ -19,21 +19,24 @@ class ActorTurns:
     def __init__(self) -> None:
         self._lock = Lock()
         self._version: int | None = None
+        self._is_taken = False
         self._is_over = False
 
     def take(self) -> None:
         """Hold the actor from now on."""
         self._lock.acquire()
+        self._is_taken = True
 
     def give(self, version: int) -> None:
         """Leave the actor, whose weights have this version, to others."""
         self._version = version
-        self._lock.release()
+        self._leave()
 
     def end(self) -> None:
-        """End the sampling soon, also if it waits for the actor; to be called while the actor is held."""
+        """End the sampling soon, also if it waits for the actor."""
         self._is_over = True
-        self._lock.release()
+        if self._is_taken:
+            self._leave()
 
     def check_wanted(self) -> None:
         """Raise NotWanted after the end."""
@@ -50,3 +53,7 @@ class ActorTurns:
         with self._lock:
             self.check_wanted()
             yield self._version
+
+    def _leave(self) -> None:
+        self._is_taken = False
+        self._lock.release()

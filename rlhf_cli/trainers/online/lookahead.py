@@ -101,13 +101,14 @@ class Lookahead:
         Args:
             version: the version of the weights that the actor has now.
         """
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None:
             return taken, {}
         self._turns.give(version)
         begin = time.perf_counter()
         with timer("generate"):
             self._failure = flight.sampling.exception()
+        self._flight = None
         if self._failure is not None:
             return taken, {}
         (rollout, source), seconds = flight.sampling.result()

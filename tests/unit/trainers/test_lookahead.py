@@ -114,16 +114,14 @@ def test_batches_are_sampled_while_the_models_train():
     update = made.actor.update
 
     def trains(*given: Any, **named: Any) -> Any:
-        if len(made.actor.updates) < 3:  # nothing is sampled beside the last iteration
+        number = len(made.actor.updates)
+        if number == 0:
+            assert begun.acquire(timeout=WAIT)  # of the batch of this iteration
+        if number < 3:  # nothing is sampled beside the last iteration
             assert begun.acquire(timeout=WAIT)
         return update(*given, **named)
 
     made.actor.update = trains  # type: ignore[method-assign]
-
-    def is_first() -> None:
-        watched(made).begun = begun.release  # the first batch is sampled before any training
-
-    watched(made).begun = is_first
     made()
     assert len(made.actor.updates) == 4
     times = [sorted(name for name in metrics if name.startswith("perf/")) for _, metrics in made.tracker.logged]
@@ -214,6 +212,24 @@ def test_an_error_beside_the_sampling_ends_it(place):
     assert raised.value is error
     assert not threads()
     assert not broken.saved  # the state before the iteration came out of a checkpoint
+
+
+def test_an_interrupt_while_the_run_waits_for_a_batch_ends_its_sampling():
+    made, begun, never = run(1), threading.Semaphore(0), threading.Event()
+    watched(made).begun = begun.release
+
+    def is_interrupted(name: str | None) -> None:
+        if name == "train":
+            watched(made).held = never
+        if name == "generate" and watched(made).held is never:
+            assert begun.acquire(timeout=WAIT)  # of the first batch
+            assert begun.acquire(timeout=WAIT)  # of the batch whose responses never come
+            raise KeyboardInterrupt
+
+    made.tracker.phase = is_interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        made()
+    assert not threads()
 
 
 def test_after_a_failed_reward_model_the_state_before_the_iteration_has_its_batch_yet(tmp_path):
