@@ -14,7 +14,7 @@ import numpy as np
 from ray import cloudpickle
 
 from rlhf_cli.backends.roles.serialization import UpdateSteps
-from rlhf_cli.backends.rollout.engine_group import balanced_shares
+from rlhf_cli.backends.rollout.engine_shares import balanced_shares
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
 

@@ -14,6 +14,7 @@ URL_SCHEMES = ("ws", "wss", "http", "https")
 MCP_PREFIX = "mcp:"
 
 EnvironmentKind = Literal["file", "openenv", "mcp"]
+TurnSchedule = Literal["step", "free"]
 
 
 def environment_kind(environment: str) -> EnvironmentKind:
@@ -39,6 +40,11 @@ class EnvironmentConfig(SettingsGroup):
     def num_workers(self) -> int:
         """Environments that work at the same time."""
         return 1
+
+    @property
+    def schedule(self) -> TurnSchedule:
+        """The order in which turns of a batch are sampled."""
+        return "step"
 
     def identity(self, *, max_len: int) -> dict[str, object]:
         """Return the settings that runs which are one have in common.
@@ -82,11 +88,19 @@ class EpisodeConfig(EnvironmentConfig):
 
     environment_num_workers: int = Field(32, gt=0)
     """Environments that work at the same time; the others wait."""
+    turn_schedule: TurnSchedule = "step"
+    """step samples a turn of all episodes at once, when the last environment has answered, and repeats bit for bit on a
+    CPU. free samples each turn as soon as its environment has answered: faster, and its rounding depends on timing."""
 
     @property
     def num_workers(self) -> int:
         """Environments that work at the same time."""
         return self.environment_num_workers
+
+    @property
+    def schedule(self) -> TurnSchedule:
+        """The order in which turns of a batch are sampled."""
+        return self.turn_schedule
 
 
 def check_environment_reward(episodes: EpisodeConfig, reward: RequestScoringConfig) -> None:

@@ -14,6 +14,7 @@ SyncBackend = Literal["nccl", "ipc", "shm"]
 ENGINE_METHODS = (
     "generate",
     "begin",
+    "add",
     "collect",
     "cut",
     "check_alive",

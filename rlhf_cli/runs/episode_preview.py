@@ -43,6 +43,10 @@ class WrittenEngines:
         """Ask the author for the next turn."""
         self._written = [(number, self._turn(request, sampling)) for number, request in enumerate(requests)]
 
+    def add(self, requests: list[GenerationRequest]) -> None:
+        """Raise AssertionError: one episode has no turn beside another."""
+        raise AssertionError("turns that are written go in step")
+
     def _turn(self, request: GenerationRequest, sampling: SamplingParams) -> Generation:
         """Return a turn, cut at its limit as a sampled one; without a turn the episode is at a limit too."""
         text = self._author(request.prompt_ids, self._num_read)

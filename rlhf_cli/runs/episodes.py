@@ -20,7 +20,7 @@ from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.weight_files import description_of
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
-from rlhf_cli.trainers.online.interfaces import Engines
+from rlhf_cli.trainers.online.interfaces import TurnEngines
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ class EpisodePlan:
             self.environments.check_columns(tuple(data.row_of(data.prompts[0])))
 
     @contextmanager
-    def played_by(self, engines: Engines) -> Iterator[EpisodeEngines]:
+    def played_by(self, engines: TurnEngines) -> Iterator[EpisodeEngines]:
         """Yield engines whose responses are episodes, as long as the environments live."""
         limits = EpisodeLimits(self.settings.max_turns, self.prompts.max_len)
         with _environments(self.settings) as environments:
-            yield EpisodeEngines(engines, environments, self.dialogue, limits)
+            in_step = self.settings.schedule == "step"
+            yield EpisodeEngines(engines, environments, self.dialogue, limits, in_step=in_step)
 
 
 def find_episodes(

@@ -127,10 +127,10 @@ def test_samples_of_a_prompt_share_its_cache_and_a_batch_begins_without_any(engi
     assert largest_difference(trainer_model(model_dir), responses[2], SHARING) < 1e-3
 
     async def num_cached_tokens(name):
-        from rlhf_cli.backends.rollout.vllm_engine import _vllm_sampling
+        from rlhf_cli.backends.rollout.vllm_batch import vllm_sampling
 
         prompt = {"type": "token", "prompt_token_ids": LONG[0]}
-        params = _vllm_sampling(SHARING[0], SamplingParams(1), END)
+        params = vllm_sampling(SHARING[0], SamplingParams(1), END)
         return [output.num_cached_tokens async for output in engine.engine._llm.generate(prompt, params, name)]
 
     engine.generate(REQUESTS, SAMPLING)

@@ -58,7 +58,8 @@ class EngineSettings:
 class Arrivals:
     """The news of a batch since the last look.
 
-    `responses` are (number of the request in the batch, response); `is_last` is true if no more will come.
+    `responses` are (number of the request in the batch, response); `is_last` is true if no more will come, unless
+    requests are added.
     """
 
     responses: list[tuple[int, Generation]]
@@ -77,6 +78,12 @@ class RolloutEngine(Protocol):
 
     async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start a batch; the place of a request in the list is its number."""
+
+    async def add(self, requests: list[GenerationRequest]) -> None:
+        """Join requests to the batch, also when all its responses have come; their numbers go on from the batch's.
+
+        Errors are raised by `collect`.
+        """
 
     async def collect(self) -> Arrivals:
         """Return the responses since the last call; wait for one if more are to come."""
@@ -120,8 +127,9 @@ class RolloutEngine(Protocol):
 class RequestBatch:
     """A batch in the making: responses on their way from an engine to whom collects them.
 
-    `max_tokens` may be lowered while the batch runs: responses with more tokens than that are given up. Takes no
-    notice of threads and event loops.
+    Requests come in parts: those that begin the batch, and those that are added. The batch is complete when each part
+    is closed, and another part opens it again. `max_tokens` may be lowered while the batch runs: responses with more
+    tokens than that are given up. Takes no notice of threads and event loops.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -129,7 +137,15 @@ class RequestBatch:
         self._change = threading.Condition()
         self._responses: list[tuple[int, Generation]] = []
         self._error: Exception | None = None
-        self._is_closed = False
+        self._num_requests = 0
+        self._num_open = 0  # parts
+
+    def open(self, count: int) -> range:
+        """Return the numbers of `count` requests, which are one part of the batch."""
+        with self._change:
+            first, self._num_requests = self._num_requests, self._num_requests + count
+            self._num_open += 1
+            return range(first, first + count)
 
     def add(self, number: int, response: Generation) -> None:
         """Add the response to the request of that number."""
@@ -138,10 +154,15 @@ class RequestBatch:
             self._change.notify_all()
 
     def close(self, error: Exception | None = None) -> None:
-        """End the batch, because of an error or because all responses have come."""
+        """End a part, because all its responses have come, or the batch because of an error."""
         with self._change:
-            self._is_closed, self._error = True, error
+            self._num_open, self._error = self._num_open - 1, self._error or error
             self._change.notify_all()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no part is open."""
+        return self._num_open == 0
 
     async def collect(self) -> Arrivals:
         """Return the responses since the last call; wait for one while there is any to come. Raise the error that
@@ -165,14 +186,14 @@ class RequestBatch:
         with self._change:
             if self._error is not None:
                 raise self._error
-            if not (self._responses or self._is_closed):
+            if not (self._responses or self.is_complete):
                 return None
             responses, self._responses = self._responses, []
-            return Arrivals(responses, self._is_closed)
+            return Arrivals(responses, self.is_complete)
 
     def _wait(self) -> None:
         with self._change:
-            if not (self._responses or self._is_closed):
+            if not (self._responses or self._error or self.is_complete):
                 self._change.wait(_WAIT_SECONDS)
 
 

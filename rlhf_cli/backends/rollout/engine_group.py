@@ -7,7 +7,7 @@ import importlib.util
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ray
@@ -17,6 +17,7 @@ from rlhf_cli.backends.roles.groups import SampledRole
 from rlhf_cli.backends.roles.settings import EngineLink
 from rlhf_cli.backends.rollout.engine import Arrivals, EngineDead
 from rlhf_cli.backends.rollout.engine_host import EngineHost
+from rlhf_cli.backends.rollout.engine_shares import Listening, SharedBatch, balanced_shares, same_shares
 from rlhf_cli.backends.weight_sync.transfer import PushReport
 from rlhf_cli.backends.weight_sync.vllm_trainer import HostCall, Rendezvous
 from rlhf_cli.config.generate import SamplingConfig
@@ -62,25 +63,6 @@ class CallWorkers:
         _get_all([worker.call.remote(call, value) for worker, value in pairs])
 
 
-@dataclass
-class _Batch:
-    """The work of the engines: shares are numbers of requests by engine, `calls` those that will bring responses."""
-
-    requests: list[GenerationRequest]
-    sampling: SamplingParams
-    shares: list[list[int]]
-    calls: dict[object, int] = field(default_factory=dict)
-    max_tokens: int | None = None
-    seen: set[int] = field(default_factory=set)
-
-    def news(self, engine: int, arrivals: Arrivals) -> list[tuple[int, Generation]]:
-        """Return the new responses, under the numbers of the whole batch."""
-        named = [(self.shares[engine][place], response) for place, response in arrivals.responses]
-        new = [(number, response) for number, response in named if number not in self.seen]
-        self.seen |= {number for number, _ in new}
-        return new
-
-
 class EngineGroup:
     """All rollout engines.
 
@@ -116,7 +98,8 @@ class EngineGroup:
         self._version = 0
         self._adapter: dict[str, object] | None = None
         self._restarts = 0
-        self._batch = _Batch([], SamplingParams(0), [])
+        self._batch = SharedBatch([], SamplingParams(0), [])
+        self._num_begun = 0  # batches of engines
         started = [start(number) for number in range(num_engines)]
         self._workers = [worker for worker, _ in started]
         self._building = [building for _, building in started]
@@ -158,10 +141,27 @@ class EngineGroup:
             shares = same_shares(requests, self._batch)
         else:
             shares = balanced_shares(requests, len(self._workers))
-        self._batch = _Batch(requests, sampling, shares)
+        self._batch = SharedBatch([*requests], sampling, shares)
         for number, share in enumerate(shares):
             if share:
                 self._ask_for_share(number)
+
+    def add(self, requests: list[GenerationRequest]) -> None:
+        """Join requests to the batch; their numbers go on from the batch's."""
+        batch = self._batch
+        for number, added in batch.add(requests).items():
+            if number not in batch.begun:
+                self._ask_for_share(number)
+            else:
+                self._join(number, added)
+
+    def _join(self, number: int, added: list[GenerationRequest]) -> None:
+        """Ask an engine for more, and listen to it if it had finished."""
+        batch, share = self._batch, [replace(request, row=None) for request in added]
+        begun, first = batch.begun[number], len(batch.shares[number]) - len(share)
+        self._call(number, lambda host: host.add(begun, first, share))
+        if number not in batch.heard:
+            self._listen(number)
 
     @property
     def is_generating(self) -> bool:
@@ -177,29 +177,36 @@ class EngineGroup:
         batch, found = self._batch, []
         ready, _ = ray.wait(list(batch.calls), num_returns=1, timeout=timeout) if batch.calls else ([], [])
         for call in ready:
-            number = batch.calls.pop(call)
+            listening = batch.calls.pop(call)
             try:
                 arrivals: Arrivals = ray.get(call)
             except (RayActorError, RayTaskError) as error:
-                self._replace(number, error)
+                self._replace(listening.engine, error)
                 continue
-            found += batch.news(number, arrivals)
-            if not arrivals.is_last:
-                batch.calls[self._call(number, lambda host: host.engine.collect())] = number
+            found += batch.news(listening.engine, arrivals)
+            if not batch.is_over(listening, arrivals):
+                self._listen(listening.engine)
         return found
 
     def cut(self, max_tokens: int) -> None:
         """Give up the responses of the batch that have, or get, more than so many tokens; the others still come."""
         self._batch.max_tokens = max_tokens
-        for number in self._batch.calls.values():
+        for number in self._batch.heard:
             self._call(number, lambda host: host.engine.cut(max_tokens))
 
     def _ask_for_share(self, number: int) -> None:
         batch = self._batch
-        share = [replace(batch.requests[i], row=None) for i in batch.shares[number]]
-        sampling, max_tokens = batch.sampling, batch.max_tokens
-        call = self._call(number, lambda host: host.begin(share, sampling, max_tokens))
-        batch.calls[call] = number
+        share = [replace(request, row=None) for request in batch.share_again(number)]
+        self._num_begun += 1
+        begun, sampling, max_tokens = self._num_begun, batch.sampling, batch.max_tokens
+        call = self._call(number, lambda host: host.begin(begun, share, sampling, max_tokens))
+        batch.begun[number] = begun
+        batch.calls[call] = Listening(number, len(share))
+
+    def _listen(self, number: int) -> None:
+        begun, count = self._batch.begun[number], len(self._batch.shares[number])
+        call = self._call(number, lambda host: host.collect(begun, count))
+        self._batch.calls[call] = Listening(number, count)
 
     def _replace(self, number: int, error: Exception) -> None:
         """Start an engine that died within a batch again, with the present weights, and ask for its share again."""
@@ -217,7 +224,7 @@ class EngineGroup:
 
         A push by nccl or ipc needs every engine; on shared GPUs the actor needs the memory of their caches.
         """
-        unfinished = [number, *self._batch.calls.values()]
+        unfinished = [number, *sorted(self._batch.heard)]
         died = {number: error} | self._stop()
         if self._takes_turns:
             self._sleep(other for other in range(len(self._workers)) if other not in died)
@@ -233,16 +240,18 @@ class EngineGroup:
 
     def _stop(self) -> dict[int, Exception]:
         """Make all engines give up their work; return the engines that died meanwhile."""
-        running, self._batch.calls = self._batch.calls, {}
-        for number in running.values():
+        batch, died = self._batch, {}
+        for number in batch.heard:
             self._call(number, lambda host: host.engine.cut(0))
-        died: dict[int, Exception] = {}
-        for call, number in running.items():
+        while batch.calls:
+            call, listening = batch.calls.popitem()
             try:
-                while not ray.get(call).is_last:
-                    call = self._call(number, lambda host: host.engine.collect())
+                is_over = batch.is_over(listening, ray.get(call))
             except (RayActorError, RayTaskError) as error:
-                died[number] = error
+                died[listening.engine] = error
+                continue
+            if not is_over:
+                self._listen(listening.engine)
         return died
 
     def wake_cache(self) -> None:
@@ -360,36 +369,3 @@ def _get_all(calls: list[object]) -> list[Any]:
         raise error.cause if isinstance(error.cause, ValueError | RuntimeError) else error from error
     except RayActorError as error:
         raise ProcessDied(f"a rollout engine died ({_reason(error)})") from error
-
-
-def balanced_shares(requests: list[GenerationRequest], count: int) -> list[list[int]]:
-    """Return the numbers of the requests of each engine, ascending: about as many expected tokens for each.
-
-    The samples of a prompt stay together, so that an engine reads it once. Prompts are dealt by their cost, highest
-    first, each to the engine with the least so far (longest processing time first, Graham 1969).
-    """
-    prompts: dict[object, list[int]] = {}
-    for number, request in enumerate(requests):
-        prompts.setdefault(request.prompt, []).append(number)
-    costs = {
-        prompt: sum(len(requests[number].prompt_ids) + requests[number].expected_tokens for number in numbers)
-        for prompt, numbers in prompts.items()
-    }
-    shares: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for prompt in sorted(prompts, key=lambda prompt: -costs[prompt]):
-        engine = loads.index(min(loads))
-        shares[engine] += prompts[prompt]
-        loads[engine] += costs[prompt]
-    return [sorted(share) for share in shares]
-
-
-def same_shares(requests: list[GenerationRequest], before: _Batch) -> list[list[int]]:
-    """Return the numbers of the requests of each engine: each goes where the turn before of its episode was."""
-    engine_of = {
-        before.requests[place].episode: engine for engine, share in enumerate(before.shares) for place in share
-    }
-    shares: list[list[int]] = [[] for _ in before.shares]
-    for number, request in enumerate(requests):
-        shares[engine_of[request.episode]].append(number)
-    return shares

@@ -3,6 +3,7 @@
 Imports nothing that trains: the process of an engine starts as early as it can.
 """
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -78,19 +79,47 @@ def host_engine(backend: str, model_path: str, settings: EngineSettings) -> "Eng
 
 
 class EngineHost:
-    """Holds an engine in its own process and joins verbs that always follow each other into one call."""
+    """Holds an engine in its own process and joins verbs that always follow each other into one call.
+
+    A Ray actor may run calls in another order than the caller made them, so calls about a batch name it by a number
+    that grows, and wait until the batch has the requests before theirs.
+    """
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
+        self._asked = asyncio.Condition()
+        self._batch, self._num_requests = 0, 0
 
     async def begin(
-        self, requests: list[GenerationRequest], sampling: SamplingParams, max_tokens: int | None
+        self, batch: int, requests: list[GenerationRequest], sampling: SamplingParams, max_tokens: int | None
     ) -> Arrivals:
         """Start a batch, cut at the limit of before, and wait for its first responses."""
         await self.engine.begin(requests, sampling)
         if max_tokens is not None:
             await self.engine.cut(max_tokens)
+        await self._note(batch, len(requests))
         return await self.engine.collect()
+
+    async def add(self, batch: int, first: int, requests: list[GenerationRequest]) -> None:
+        """Join requests to the batch as soon as it has the `first` ones."""
+        if await self._has(batch, first):
+            await self.engine.add(requests)
+            await self._note(batch, first + len(requests))
+
+    async def collect(self, batch: int, count: int) -> Arrivals:
+        """Return the responses since the last call, as soon as the batch has `count` requests; wait for one."""
+        return await self.engine.collect() if await self._has(batch, count) else Arrivals([], is_last=True)
+
+    async def _note(self, batch: int, count: int) -> None:
+        async with self._asked:
+            self._batch, self._num_requests = batch, count
+            self._asked.notify_all()
+
+    async def _has(self, batch: int, count: int) -> bool:
+        """Wait until the batch has so many requests; return whether it is the present batch."""
+        async with self._asked:
+            await self._asked.wait_for(lambda: (self._batch, self._num_requests) >= (batch, count))
+            return self._batch == batch
 
     async def take_push(self, manifest: dict[str, object], version: int) -> None:
         """Load a push from shared memory."""

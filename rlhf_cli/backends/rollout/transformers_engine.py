@@ -5,9 +5,11 @@ end, tensor parallelism and weight pushes other than through shared memory.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -80,34 +82,55 @@ class TransformersEngine:
         self._asleep = False
         self._updating = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
-        self._batch = RequestBatch(0)
+        self._batch = _Batch(RequestBatch(0), SamplingParams(0))
 
     async def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
         """Return one response per request, in their order; the same requests give the same responses from the same
         weights.
         """
-        return await self._begin(requests, sampling).all(len(requests))
+        return await self._begin(requests, sampling).arrivals.all(len(requests))
 
     async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start a batch, whose responses are to be collected."""
         self._batch = self._begin(requests, sampling)
 
+    async def add(self, requests: list[GenerationRequest]) -> None:
+        """Join requests to the batch: they are generated together as soon as the engine is through with the rows that
+        it works on.
+        """
+        batch = self._batch
+        numbers = batch.arrivals.open(len(requests))
+        try:
+            self._check(requests, batch.sampling)
+        except Exception as error:  # it belongs to whom collects
+            batch.arrivals.close(error)
+            return
+        self._submit(batch, numbers, requests)
+
     async def collect(self) -> Arrivals:
         """Return the responses of the batch that finished since the last call; waits for one."""
-        return await self._batch.collect()
+        return await self._batch.arrivals.collect()
 
     async def cut(self, max_tokens: int) -> None:
         """Give up those responses of the batch that have, or get, more than so many tokens."""
-        self._batch.max_tokens = max_tokens
+        self._batch.arrivals.max_tokens = max_tokens
 
-    def _begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> RequestBatch:
+    def _begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> "_Batch":
+        self._check(requests, sampling)
+        batch = _Batch(RequestBatch(sampling.max_new_tokens), sampling)
+        self._submit(batch, batch.arrivals.open(len(requests)), requests)
+        return batch
+
+    def _check(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         if self._asleep or self._updating:
             raise RunError("the rollout engine was asked to generate while asleep or between two sets of weights")
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
         check_pictures(requests, max_images=self._settings.max_images_per_prompt)
-        batch = RequestBatch(sampling.max_new_tokens)
-        self._thread.submit(self._generate, requests, sampling, batch)
-        return batch
+
+    def _submit(self, batch: "_Batch", numbers: range, requests: list[GenerationRequest]) -> None:
+        for one in zip(numbers, requests, strict=True):
+            batch.waiting.put(one)
+        self._thread.submit(self._generate, batch)
 
     async def check_alive(self) -> None:
         """Nothing to check: the engine has no process of its own."""
@@ -195,44 +218,63 @@ class TransformersEngine:
         self._pushed_checksum = checksum
 
     @torch.inference_mode()
-    def _generate(self, requests: list[GenerationRequest], sampling: SamplingParams, batch: RequestBatch) -> None:
+    def _generate(self, batch: "_Batch") -> None:
+        """Generate for all requests of the batch that wait, which may be more than one part of it."""
+        arrivals, sampling = batch.arrivals, batch.sampling
         try:
             stop = self._stop_strings(sampling)
-            for indices in self._waves(requests, sampling):
+            pending: dict[int, GenerationRequest] = {}
+            while pending := pending | batch.arrived():
+                numbers = self._wave(pending, sampling)
                 wave = TransformersBatch(
                     self._model,
-                    [requests[index] for index in indices],
+                    [pending.pop(number) for number in numbers],
                     sampling,
                     eos=self._eos,
                     stop=stop,
                     tower=self._tower,
                 )
-                wave.run(self._version, add=partial(_add, batch, indices), max_tokens=lambda: batch.max_tokens)
+                wave.run(self._version, add=partial(_add, arrivals, numbers), max_tokens=lambda: arrivals.max_tokens)
         except Exception as error:  # of a thread: it belongs to whom collects
-            batch.close(error)
+            arrivals.close(error)
         else:
-            batch.close()
+            arrivals.close()
 
     def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
         if not sampling.stop:
             return None
         return stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
 
-    def _waves(self, requests: list[GenerationRequest], sampling: SamplingParams) -> Iterator[list[int]]:
-        """Yield the indices of the requests generated together: prompts of similar length, within the cache's size."""
-        order = sorted(range(len(requests)), key=lambda index: (len(requests[index].prompt_ids), index))
+    def _wave(self, requests: Mapping[int, GenerationRequest], sampling: SamplingParams) -> list[int]:
+        """Return the numbers of the requests generated together: the shortest prompts, within the cache's size."""
+        order = sorted(requests, key=lambda number: (len(requests[number].prompt_ids), number))
         per_token = bytes_per_token(self._model.config.get_text_config(), self._model.dtype)
         budget = self._settings.kv_cache_gib * 2**30
         wave: list[int] = []
-        for index in order:
-            length = len(requests[index].prompt_ids) + requests[index].limit(sampling)
+        for number in order:
+            length = len(requests[number].prompt_ids) + requests[number].limit(sampling)
             full = len(wave) == self._settings.max_num_seqs or (len(wave) + 1) * length * per_token > budget
             if wave and full:
-                yield wave
-                wave = []
-            wave.append(index)
-        if wave:
-            yield wave
+                break
+            wave.append(number)
+        return wave
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch: `waiting` has the requests, with their numbers, that the thread has not seen yet."""
+
+    arrivals: RequestBatch
+    sampling: SamplingParams
+    waiting: SimpleQueue[tuple[int, GenerationRequest]] = field(default_factory=SimpleQueue)
+
+    def arrived(self) -> dict[int, GenerationRequest]:
+        """Return the requests since the last call, by number."""
+        found: dict[int, GenerationRequest] = {}
+        while not self.waiting.empty():  # one thread alone takes from it
+            number, request = self.waiting.get_nowait()
+            found[number] = request
+        return found
 
 
 def _add(batch: RequestBatch, indices: list[int], row: int, response: Generation) -> None:

@@ -1,10 +1,11 @@
 """A rollout engine on vLLM's AsyncLLM: token in, token out, reproducible, with weight pushes and sleep.
 
 Leaves out Ray and placement: the class is plain, so that an actor can wrap it and evaluation can use it in-process.
-Its start is in `vllm_start`, the form of its prompts in `vllm_prompts`.
+Its start is in `vllm_start`, its batches in `vllm_batch`.
 """
 
 import asyncio
+import itertools
 import os
 from collections.abc import Awaitable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,28 +14,23 @@ from rlhf_cli.backends.rollout.engine import (
     Arrivals,
     EngineDead,
     EngineSettings,
-    RequestBatch,
     check_lengths,
     check_pictures,
     eos_token_ids,
 )
 from rlhf_cli.backends.rollout.processes import end_processes, process_tree
 from rlhf_cli.backends.rollout.stop_strings import stop_strings
-from rlhf_cli.backends.rollout.vllm_prompts import engine_prompt, rendered_prompts
+from rlhf_cli.backends.rollout.vllm_batch import VllmBatch
 from rlhf_cli.backends.rollout.vllm_start import cpu_probe, engine_environment, started
 from rlhf_cli.backends.weight_sync.adapter_push import read_adapter, written_adapter
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError
 
 if TYPE_CHECKING:
-    from vllm.logprobs import FlatLogprobs
     from vllm.lora.request import LoRARequest
-    from vllm.outputs import RequestOutput
-    from vllm.v1.engine.output_processor import RequestOutputCollector
 
 _POLL_SECONDS = 0.25  # between looks at whether the engine's processes still live
 _DEAD = "a vLLM engine process ended unexpectedly; the engine's log has its last words"
-_CUT_POLL_SECONDS = 0.05  # between looks at how long the responses are that may be given up
 _ADAPTER = "policy"
 """vLLM's name for the one adapter there is."""
 _SHUTDOWN_SECONDS = 2.0
@@ -57,18 +53,18 @@ class VllmEngine:
         self._eos = eos_token_ids(model_path)
         self._lock = asyncio.Lock()
         self._version = 0
-        self._num_requests = 0
+        self._names = map("r{}".format, itertools.count())  # of requests
         self._asleep = False
         self._updating = False
         self._weights_lost = False
         self._adapter: LoRARequest | None = None
         self._adapter_checksum: int | None = None
-        self._batch = RequestBatch(0)
-        self._serving: asyncio.Task[None] | None = None
+        self._serving: set[asyncio.Task[None]] = set()
         with cpu_probe() as on_cpu, engine_environment(settings, on_cpu=on_cpu):
             self._on_cpu = on_cpu
             self._llm = started(model_path, settings, on_cpu=on_cpu)
         self._processes = process_tree(os.getpid())
+        self._batch = self._new_batch(SamplingParams(0))
 
     @property
     def _takes_adapters(self) -> bool:
@@ -81,98 +77,80 @@ class VllmEngine:
         """
         batch, serving = self._begin(requests, sampling)
         try:
-            return await batch.all(len(requests))
+            return await batch.arrivals.all(len(requests))
         finally:
             serving.cancel()
             await asyncio.wait({serving})
 
     async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start a batch, whose responses are to be collected. RunError while asleep."""
-        self._batch, self._serving = self._begin(requests, sampling)
+        self._batch, _ = self._begin(requests, sampling)
+
+    async def add(self, requests: list[GenerationRequest]) -> None:
+        """Join requests to the batch: the scheduler takes them beside those that run, and keeps the prefix cache."""
+        batch = self._batch
+        self._serve(batch, batch.arrivals.open(len(requests)), requests, begins=False)
 
     async def collect(self) -> Arrivals:
         """Return the responses of the batch that finished since the last call; waits for one. EngineDead as of
         `generate`.
         """
-        return await self._batch.collect()
+        return await self._batch.arrivals.collect()
 
     async def cut(self, max_tokens: int) -> None:
         """Give up those responses of the batch that have, or get, more than so many tokens."""
-        self._batch.max_tokens = max_tokens
+        self._batch.cut(max_tokens)
 
     def _begin(
         self, requests: list[GenerationRequest], sampling: SamplingParams
-    ) -> tuple[RequestBatch, asyncio.Task[None]]:
-        """Return (the batch, what fills it)."""
+    ) -> tuple[VllmBatch, asyncio.Task[None]]:
+        """Return (the batch, the task that serves its requests)."""
+        self._check(requests, sampling)
+        batch = self._new_batch(sampling)
+        return batch, self._serve(batch, batch.arrivals.open(len(requests)), requests, begins=True)
+
+    def _new_batch(self, sampling: SamplingParams) -> VllmBatch:
+        return VllmBatch(
+            self._llm,
+            self._lock,
+            sampling,
+            names=self._names,
+            eos=self._eos,
+            adapter=self._adapter,
+            version=self._version,
+            on_cpu=self._on_cpu,
+        )
+
+    def _check(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         if self._asleep or self._updating or self._weights_lost:
             raise RunError("the rollout engine was asked to generate while asleep or without complete weights")
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
         check_pictures(requests, max_images=self._settings.max_images_per_prompt)
         if sampling.stop:  # a fault is found here: in the engine's core it would end the engine
             stop_strings(self._model_path, sampling.stop, trust_remote_code=self._settings.trust_remote_code)
-        batch = RequestBatch(sampling.max_new_tokens)
-        return batch, asyncio.create_task(self._serve(batch, requests, sampling))
 
-    async def _serve(self, batch: RequestBatch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+    def _serve(
+        self, batch: VllmBatch, numbers: range, requests: list[GenerationRequest], *, begins: bool
+    ) -> asyncio.Task[None]:
+        """Begin to serve a part of a batch; return the task that does."""
+        task = asyncio.create_task(self._serve_part(batch, numbers, requests, begins=begins))
+        self._serving.add(task)  # an event loop keeps no task alive
+        task.add_done_callback(self._serving.discard)
+        return task
+
+    async def _serve_part(
+        self, batch: VllmBatch, numbers: range, requests: list[GenerationRequest], *, begins: bool
+    ) -> None:
         try:
+            if not begins:
+                self._check(requests, batch.sampling)
             if requests:
-                async with self._lock:
-                    await self._while_alive(self._generate(batch, requests, sampling))
+                async with batch.held():
+                    await self._while_alive(batch.serve(numbers, requests, begins=begins))
         except Exception as error:  # of a task: it belongs to whom collects
-            batch.close(error)
+            batch.arrivals.close(error)
         else:
-            batch.close()
-
-    async def _generate(self, batch: RequestBatch, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
-        rendered = await rendered_prompts(self._llm.renderer, requests)
-        await self._llm.pause_generation(mode="keep", clear_cache=not sampling.continues)
-        names = [f"r{self._num_requests + index}" for index in range(len(requests))]
-        self._num_requests += len(requests)
-        queues: list[RequestOutputCollector] = []
-        try:
-            for name, request in zip(names, requests, strict=True):
-                prompt = engine_prompt(self._llm.input_processor, request, rendered)
-                params = _vllm_sampling(request, sampling, self._eos)
-                queues.append(await self._llm.add_request(name, prompt, params, lora_request=self._adapter))
-            await self._llm.resume_generation()
-            cutting = asyncio.create_task(self._cut(batch, queues, limit=sampling.max_new_tokens))
-            try:
-                await asyncio.gather(*(self._deliver(batch, number, queue) for number, queue in enumerate(queues)))
-            finally:
-                cutting.cancel()
-        except BaseException:
-            await self._drop(names[: len(queues)])
-            raise
-        finally:
-            for queue in queues:
-                queue.close()
-
-    async def _deliver(self, batch: RequestBatch, number: int, queue: "RequestOutputCollector") -> None:
-        """Add a response when it is finished, unless it was given up."""
-        output: Any = await queue.get()
-        if output.outputs[0].finish_reason != "abort":
-            batch.add(number, _generation(output, self._version))
-
-    async def _cut(self, batch: RequestBatch, queues: list["RequestOutputCollector"], *, limit: int) -> None:
-        """Abort responses that got longer than the batch allows.
-
-        On a CPU not before every other one has ended, whose rounding the abort would change otherwise.
-        """
-        while True:
-            await asyncio.sleep(_CUT_POLL_SECONDS)
-            if batch.max_tokens >= limit:
-                continue
-            states = (self._llm.output_processor.request_states.get(queue.request_id) for queue in queues)
-            running = {state.request_id: state.detokenizer.num_output_tokens() for state in states if state}
-            too_long = [name for name, length in running.items() if length > batch.max_tokens]
-            if too_long and (len(too_long) == len(running) or not self._on_cpu):
-                await self._llm.abort(too_long, internal=True)
-
-    async def _drop(self, names: list[str]) -> None:
-        """Leave the scheduler running and empty after a batch that was cancelled or refused."""
-        if not self._llm.errored:
-            await self._llm.abort(names)
-            await self._llm.resume_generation()
+            batch.arrivals.close()
 
     async def check_alive(self) -> None:
         """Raise EngineDead if a process of the engine has ended."""
@@ -295,47 +273,6 @@ class VllmEngine:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=_POLL_SECONDS)
-
-
-def _vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: list[int]) -> object:
-    from vllm import SamplingParams as VllmSampling
-    from vllm.sampling_params import RequestOutputKind
-
-    from rlhf_cli.backends.rollout.vllm_scheduler import STOP
-
-    return VllmSampling(
-        max_tokens=request.limit(sampling),
-        temperature=0.0 if sampling.greedy else sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=request.seed,
-        logprobs=0,
-        flat_logprobs=True,  # else one dict and one object for each token, which the garbage collector walks
-        stop_token_ids=sorted({*eos, *sampling.end_ids}),
-        ignore_eos=True,  # the list above is complete
-        extra_args={STOP: list(sampling.stop)},
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _generation(output: "RequestOutput", version: int) -> Generation:
-    response = output.outputs[0]
-    if response.finish_reason not in ("stop", "length"):
-        raise RunError(f"vLLM ended a response with {response.finish_reason!r}")
-    token_ids = list(response.token_ids)
-    assert response.logprobs is not None
-    logprobs = sampled_logprobs(response.logprobs, token_ids)
-    return Generation(token_ids, logprobs, response.finish_reason, version)
-
-
-def sampled_logprobs(flat: "FlatLogprobs", token_ids: list[int]) -> list[float]:
-    """Return the log-prob of each sampled token, which vLLM stores before any others of its position."""
-    starts = flat.start_indices
-    assert [flat.token_ids[start] for start in starts] == token_ids, "vLLM's log-probs are of other tokens"
-    return [flat.logprobs[start] for start in starts]
 
 
 def _worker_message(error: Exception) -> str:

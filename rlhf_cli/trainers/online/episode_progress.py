@@ -35,7 +35,6 @@ class EpisodeProgress:
     failure: str | None = None
     trace: str = ""
     version: int = 0
-    is_waiting: bool = True  # for its environment
     is_finished: bool = False
 
     @property

@@ -4,8 +4,10 @@ The loop, the algorithms and the packing know nothing of turns: a response is th
 observations between them, and `Generation.turns` names the sampled tokens. No token is tokenised twice: the prompt of a
 turn is the tokens of all turns before it and the tokens of the observation.
 
-Turns go in step: the engines get one batch for each turn of all episodes, and environments answer meanwhile. So a batch
+Turns in step: the engines get one batch for each turn of all episodes, and environments answer meanwhile. So a batch
 depends on nothing but seeds and answers, however long an environment takes, and equal runs repeat bit for bit on a CPU.
+Free turns: the next turn of an episode joins the batch of the engines as soon as its environment has answered. So no
+turn waits for another episode, and the rounding of a turn depends on the turns that happen to be beside it.
 """
 
 import json
@@ -21,7 +23,7 @@ from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.templates.tool_calls import ParsedTurn
 from rlhf_cli.data.templates.turn_bridge import tool_results
 from rlhf_cli.trainers.online.episode_progress import EpisodeProgress, begun
-from rlhf_cli.trainers.online.interfaces import Engines
+from rlhf_cli.trainers.online.interfaces import TurnEngines
 
 _WAIT_SECONDS = 0.05  # for responses of the engines while replies of environments may come too
 _CHARACTERS_PER_TOKEN = 16  # more than any tokenizer puts into one, but for rows of blanks
@@ -63,13 +65,24 @@ class EpisodeLimits:
 class EpisodeEngines:
     """Rollout engines whose response is an episode: the verbs are those of the engines inside."""
 
-    def __init__(self, engines: Engines, environments: Environments, dialogue: Dialogue, limits: EpisodeLimits) -> None:
+    def __init__(
+        self,
+        engines: TurnEngines,
+        environments: Environments,
+        dialogue: Dialogue,
+        limits: EpisodeLimits,
+        *,
+        in_step: bool = True,
+    ) -> None:
         self._engines = engines
         self._environments = environments
         self._dialogue = dialogue
         self._limits = limits
+        self._in_step = in_step
         self._sampling = SamplingParams(0)
         self._episodes: dict[int, EpisodeProgress] = {}  # that are not finished
+        self._waiting: set[int] = set()  # for their environments
+        self._ready: list[int] = []  # for their next turns
         self._asked: list[int] = []  # the episode of each request of the engines' batch
         self._finished: list[tuple[int, Generation]] = []
         self._max_tokens: int | None = None
@@ -86,8 +99,9 @@ class EpisodeEngines:
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start an episode for each request, whose row its environment gets."""
-        self._drain()
+        self._drop_all()
         self._sampling, self._max_tokens = replace(sampling, end_ids=self._dialogue.end_ids), None
+        self._ready, self._asked = [], []
         self._first, self._num_started = self._num_started, self._num_started + len(requests)
         rows = [json.loads(request.row or "{}") for request in requests]
         self._episodes = {number: begun(requests[number], row) for number, row in enumerate(rows)}
@@ -116,10 +130,11 @@ class EpisodeEngines:
     def cut(self, max_tokens: int) -> None:
         """Give up the episodes of the batch that have, or get, more tokens in their response.
 
-        They stay until no other is left, because the rounding of the others depends on what is beside them in a batch.
+        In step they stay until no other is left, because the rounding of the others depends on what is beside them in a
+        batch.
         """
         self._max_tokens = max_tokens
-        self._give_up_if_all_are_too_long()
+        self._give_up_long()
 
     def wake_cache(self) -> None:
         """Be ready to generate."""
@@ -147,32 +162,40 @@ class EpisodeEngines:
             self._engines.collect()
 
     def _advance(self, timeout: float | None) -> None:
-        """Wait a moment for turns of the engines and replies of the environments; begin the next turn when all of both
-        are there.
-        """
-        waiting = any(episode.is_waiting for episode in self._episodes.values())
+        """Begin turns, and wait a moment for turns of the engines and replies of the environments."""
+        self._begin_turns()
         if self._engines.is_generating:
-            for place, sampled in self._engines.collect(_WAIT_SECONDS if waiting else timeout):
+            for place, sampled in self._engines.collect(_WAIT_SECONDS if self._waiting else timeout):
                 self._take_turn(self._asked[place], sampled)
             self._take_replies(0.0)
-        elif waiting:
+        elif self._waiting:
             self._take_replies(_WAIT_SECONDS)
-        else:
-            self._begin_turn()
 
-    def _begin_turn(self) -> None:
-        self._asked = sorted(self._episodes)
-        max_len = self._limits.max_len
-        requests = [self._episodes[number].turn_request(self._first + number, max_len) for number in self._asked]
-        self._engines.begin(requests, self._sampling)
-        self._sampling = replace(self._sampling, continues=True)
+    def _begin_turns(self) -> None:
+        """Ask for the next turns of the episodes whose environments have answered: in step if these are all episodes,
+        else at once.
+        """
+        if self._in_step and (len(self._ready) < len(self._episodes) or self._engines.is_generating):
+            return
+        ready, self._ready = sorted(number for number in self._ready if number in self._episodes), []
+        if not ready:
+            return
+        requests = [self._episodes[number].turn_request(self._first + number, self._limits.max_len) for number in ready]
+        if self._in_step or not self._asked:
+            self._asked = ready
+            self._engines.begin(requests, self._sampling)
+            self._sampling = replace(self._sampling, continues=True)
+        else:
+            self._asked += ready
+            self._engines.add(requests)
 
     def _take_turn(self, number: int, sampled: Generation) -> None:
         episode = self._episodes.get(number)
         if episode is None:
             return  # it was given up
         turn = episode.add_turn(sampled, self._dialogue.read(sampled.token_ids))
-        if self._give_up_if_all_are_too_long():
+        self._give_up_long()
+        if number not in self._episodes:
             return
         if sampled.finish_reason == "length":
             self._end(number, "length")
@@ -193,7 +216,7 @@ class EpisodeEngines:
 
     def _take_reply(self, number: int, reply: Reply) -> None:
         episode = self._episodes[number]
-        episode.is_waiting = False
+        self._waiting.remove(number)
         if reply.failure is not None:
             self._fail(number, reply.failure, reply.trace)
         elif episode.is_finished or (reply.is_done and episode.turns):
@@ -218,6 +241,8 @@ class EpisodeEngines:
                 return
         if reply.is_done or episode.num_tokens >= self._limits.max_len:
             self._fail(number, "was done before the first turn" if reply.is_done else "left no room for a turn")
+        else:
+            self._ready.append(number)
 
     def _observe(self, number: int, observations: Sequence[str]) -> None:
         """Add the answers to a turn, unless the episode is at one of its limits."""
@@ -235,6 +260,7 @@ class EpisodeEngines:
             self._end(number, "length")
             return
         episode.add_observation(tokens, messages)
+        self._ready.append(number)
 
     def _messages(self, episode: EpisodeProgress, observations: Sequence[str]) -> tuple[Message, ...]:
         """Return the answers to a turn: results of its calls and their faults, or the next words of the other side."""
@@ -264,7 +290,7 @@ class EpisodeEngines:
         self._finished.append((number, episode.generation()))
 
     def _send(self, number: int, action: Action) -> None:
-        self._episodes[number].is_waiting = True
+        self._waiting.add(number)
         self._environments.send(self._first + number, action)
 
     def _fail(self, number: int, failure: str, trace: str = "") -> None:
@@ -273,13 +299,19 @@ class EpisodeEngines:
         episode.failure, episode.trace = failure, trace
         self._finish(number)
 
-    def _give_up_if_all_are_too_long(self) -> bool:
+    def _give_up_long(self) -> None:
         most = self._max_tokens
-        if most is None or any(len(episode.token_ids) <= most for episode in self._episodes.values()):
-            return False
-        self._drop_all()
-        return True
+        if most is None:
+            return
+        too_long = [number for number, episode in self._episodes.items() if len(episode.token_ids) > most]
+        if self._in_step and len(too_long) < len(self._episodes):
+            return
+        for number in too_long:
+            self._drop(number)
+        if not self._episodes:
+            self._drain()
 
     def _drop(self, number: int) -> None:
         self._environments.end(self._first + number)
+        self._waiting.discard(number)
         del self._episodes[number]

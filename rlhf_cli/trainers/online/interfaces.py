@@ -132,6 +132,16 @@ class Engines(Protocol):
         """Take the actor's present weights; metrics of the transfer."""
 
 
+class TurnEngines(Engines, Protocol):
+    """Engines whose batch takes further requests."""
+
+    def add(self, requests: list[GenerationRequest]) -> None:
+        """Join requests to the batch, also when all its responses have come; their numbers go on from the batch's.
+
+        They are sampled like the others, and go where the beginning of their episode is.
+        """
+
+
 class ScoringSession(Protocol):
     """Responses on their way through the scorer."""
 

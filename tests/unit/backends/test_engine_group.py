@@ -40,7 +40,7 @@ class FakeWorker:
 
         return FakeCall(do, waits=method == "collect")
 
-    def begin(self, share, sampling, max_tokens):
+    def begin(self, batch, share, sampling, max_tokens):
         assert not self.asleep
         assert not self.share, "the engine still generates"
         self.share, self.done = share, 0
@@ -49,7 +49,7 @@ class FakeWorker:
             return HAS_DIED
         return self._answers(1)
 
-    def collect(self):
+    def collect(self, batch, count):
         return self._answers(len(self.share))
 
     def _answers(self, count):

@@ -9,7 +9,7 @@ from remote_calls import recorded
 from tiny_training import make_sequences
 
 from rlhf_cli.backends.roles.groups import Dealer, FrozenRole, RewardRole
-from rlhf_cli.backends.rollout.engine_group import _Batch, balanced_shares, same_shares
+from rlhf_cli.backends.rollout.engine_shares import SharedBatch, balanced_shares, same_shares
 from rlhf_cli.config.train import BatchConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
@@ -114,11 +114,11 @@ def test_a_question_about_another_picture_is_another_prompt():
 
 def test_turns_go_to_the_engine_of_the_turns_before():
     first = [GenerationRequest([number], number, episode=10 + number) for number in range(5)]
-    before = _Batch(first, SamplingParams(1), [[0, 3], [], [1, 2, 4]])
+    before = SharedBatch(first, SamplingParams(1), [[0, 3], [], [1, 2, 4]])
     later = [GenerationRequest([number, 9], number, episode=10 + number) for number in (1, 3, 4)]
     shares = same_shares(later, before)
     assert shares == [[1], [], [0, 2]]
-    assert same_shares(later[1:], _Batch(later, SamplingParams(1), shares)) == [[0], [], [1]]
+    assert same_shares(later[1:], SharedBatch(later, SamplingParams(1), shares)) == [[0], [], [1]]
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 3, 7, 12])

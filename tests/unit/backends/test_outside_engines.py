@@ -43,7 +43,7 @@ def test_the_page_s_engine_generates_to_the_end(tmp_path, tiny_model_dir) -> Non
 
 def test_a_class_without_the_methods_of_an_engine_is_refused(tmp_path) -> None:
     (tmp_path / "own.py").write_text("class Own:\n    def begin(self): pass\n")
-    with pytest.raises(UsageError, match="Own has no method generate; it needs generate, begin, collect, cut"):
+    with pytest.raises(UsageError, match="Own has no method generate; it needs generate, begin, add, collect, cut"):
         require_plugins(resolve("rloo", rollout_backend=f"{tmp_path}/own.py:Own"))
 
 

@@ -12,7 +12,7 @@ import torch
 from remote_calls import recorded
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
-from rlhf_cli.backends.rollout.vllm_engine import sampled_logprobs
+from rlhf_cli.backends.rollout.vllm_batch import sampled_logprobs
 from rlhf_cli.backends.rollout.vllm_start import engine_environment
 from rlhf_cli.backends.weight_sync.transfer import (
     WeightSender,
