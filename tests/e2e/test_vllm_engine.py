@@ -154,6 +154,61 @@ def test_next_turns_of_episodes_begin_with_what_is_computed_and_repeat_to_the_bi
     assert play() == (later, turns)
 
 
+def test_requests_that_join_a_batch_have_the_responses_of_a_batch_of_their_own(engine, first_responses):
+    """They come beside others that run, and after the batch had delivered all."""
+
+    async def responses_in_parts():
+        found = {}
+
+        async def collect():
+            while not (arrivals := await engine.engine.collect()).is_last:
+                found.update(arrivals.responses)
+            found.update(arrivals.responses)
+
+        await engine.engine.begin(REQUESTS[:20], SAMPLING)
+        found.update((await engine.engine.collect()).responses)
+        assert len(found) < 20
+        for first in range(20, 40, 5):
+            await engine.engine.add(REQUESTS[first : first + 5])
+        await collect()
+        assert sorted(found) == list(range(40))
+        await engine.engine.add(REQUESTS[40:])
+        await collect()
+        return [found[number] for number in range(len(REQUESTS))]
+
+    found = engine.runner.run(responses_in_parts())
+    assert [one.token_ids for one in found] == [one.token_ids for one in first_responses]
+    for one, same in zip(found, first_responses, strict=True):
+        assert one.logprobs == pytest.approx(same.logprobs, abs=1e-4)
+    assert engine.generate(REQUESTS, SAMPLING) == first_responses
+
+
+def test_a_request_that_does_not_fit_fails_the_batch_that_it_joins_and_no_other(engine, first_responses):
+    async def joined():
+        await engine.engine.begin(REQUESTS[:3], SAMPLING)
+        await engine.engine.add([GenerationRequest([5] * 150, 0)])
+        while not (await engine.engine.collect()).is_last:
+            pass
+
+    with pytest.raises(UsageError, match="prompt 0 has 150 tokens"):
+        engine.runner.run(joined())
+    assert engine.generate(REQUESTS, SAMPLING) == first_responses
+
+
+def test_a_cut_gives_up_what_runs_and_what_joins_later(engine, first_responses):
+    async def joined():
+        await engine.engine.begin(REQUESTS, SamplingParams(140))
+        await engine.engine.cut(0)
+        await engine.engine.add(REQUESTS[:5])
+        found = []
+        while not (arrivals := await engine.engine.collect()).is_last:
+            found += arrivals.responses
+        return len(found + arrivals.responses)
+
+    assert engine.runner.run(joined()) < len(REQUESTS)
+    assert engine.generate(REQUESTS, SAMPLING) == first_responses
+
+
 def test_responses_do_not_depend_on_what_the_engine_did_before(engine, first_responses):
     engine.generate(REQUESTS[::-1], SamplingParams(7))
     engine.sleep(2)

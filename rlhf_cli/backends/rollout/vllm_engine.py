@@ -59,12 +59,12 @@ class VllmEngine:
         self._weights_lost = False
         self._adapter: LoRARequest | None = None
         self._adapter_checksum: int | None = None
+        self._begun: VllmBatch | None = None
         self._serving: set[asyncio.Task[None]] = set()
         with cpu_probe() as on_cpu, engine_environment(settings, on_cpu=on_cpu):
             self._on_cpu = on_cpu
             self._llm = started(model_path, settings, on_cpu=on_cpu)
         self._processes = process_tree(os.getpid())
-        self._batch = self._new_batch(SamplingParams(0))
 
     @property
     def _takes_adapters(self) -> bool:
@@ -84,7 +84,7 @@ class VllmEngine:
 
     async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start a batch, whose responses are to be collected. RunError while asleep."""
-        self._batch, _ = self._begin(requests, sampling)
+        self._begun, _ = self._begin(requests, sampling)
 
     async def add(self, requests: list[GenerationRequest]) -> None:
         """Join requests to the batch: the scheduler takes them beside those that run, and keeps the prefix cache."""
@@ -100,6 +100,11 @@ class VllmEngine:
     async def cut(self, max_tokens: int) -> None:
         """Give up those responses of the batch that have, or get, more than so many tokens."""
         self._batch.cut(max_tokens)
+
+    @property
+    def _batch(self) -> VllmBatch:
+        assert self._begun is not None, "no batch was begun"
+        return self._begun
 
     def _begin(
         self, requests: list[GenerationRequest], sampling: SamplingParams
@@ -240,6 +245,7 @@ class VllmEngine:
     async def shutdown(self) -> None:
         """End the engine and every process it started; a second call does nothing."""
         llm, self._llm = self._llm, None
+        self._begun = None  # has vLLM's engine too
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # it would report the end of the core as a crash
