@@ -23,13 +23,17 @@ HAS_DIED = RayActorError()
 
 
 class FakeWorker:
-    """An engine that answers a share in two parts, each response being the version of its weights."""
+    """An engine that answers a share in two parts, each response being the version of its weights.
+
+    Responses to requests that were added come one by one.
+    """
 
     def __init__(self, number, *, dies_in_batch=False):
         self.number, self.dies_in_batch = number, dies_in_batch
         self.alive, self.asleep, self.version, self.level = True, False, 0, 0
         self.share: list[GenerationRequest] = []
         self.done = 0
+        self.has_added = False
         self.call = SimpleNamespace(remote=self._remote)
 
     def _remote(self, call):
@@ -40,32 +44,38 @@ class FakeWorker:
 
         return FakeCall(do, waits=method == "collect")
 
+    @property
+    def is_generating(self):
+        return self.done < len(self.share)
+
     def begin(self, batch, share, sampling, max_tokens):
         assert not self.asleep
-        assert not self.share, "the engine still generates"
-        self.share, self.done = share, 0
+        assert not self.is_generating, "the engine still generates"
+        self.batch, self.share, self.done, self.has_added = batch, share, 0, False
         if self.dies_in_batch:
             self.alive = False
             return HAS_DIED
         return self._answers(1)
 
+    def add(self, batch, first, requests):
+        assert (batch, first) == (self.batch, len(self.share))
+        self.share, self.has_added = [*self.share, *requests], True
+
     def collect(self, batch, count):
-        return self._answers(len(self.share))
+        assert batch == self.batch
+        return self._answers(self.done + 1 if self.has_added else len(self.share))
 
     def _answers(self, count):
-        first, self.done = self.done, max(count, self.done)
+        first, self.done = self.done, min(max(count, self.done), len(self.share))
         found = [(place, (self.share[place].seed, self.version)) for place in range(first, self.done)]
-        is_last = self.done == len(self.share)
-        if is_last:
-            self.share = []
-        return Arrivals(found, is_last)  # type: ignore[arg-type]
+        return Arrivals(found, not self.is_generating)  # type: ignore[arg-type]
 
     def cut(self, max_tokens):
         assert max_tokens == 0
         self.share = self.share[: self.done]
 
     def sleep(self, level):
-        assert not self.share, "an engine sleeps that still generates"
+        assert not self.is_generating, "an engine sleeps that still generates"
         self.asleep, self.level = True, level
 
     def wake(self, tags):
@@ -100,7 +110,9 @@ class FakeActor:
         if method != "push_weights":
             return [None]
         if self.backend != "shm":
-            assert not any(worker.share for worker in self.workers.values()), "a push came to an engine that generates"
+            assert not any(worker.is_generating for worker in self.workers.values()), (
+                "a push came to an engine that generates"
+            )
             for worker in self.workers.values():
                 worker.version = args[0]
         manifest: dict[str, Any] | None = {"files": []} if self.backend == "shm" else None
@@ -181,8 +193,8 @@ def test_engines_that_have_finished_are_not_asked_again_when_another_one_dies():
     found = []
     for _ in range(4):  # the first part of each engine's share, then the rest of the first engine's
         found += group.collect()
-    assert not finished.share
-    assert dead.share
+    assert not finished.is_generating
+    assert dead.is_generating
     dead.alive = False
     finished.begin = None  # type: ignore[assignment]
     while group.is_generating:
@@ -219,3 +231,70 @@ def test_engines_that_die_again_and_again_end_the_run():
     with pytest.raises(ProcessDied, match="the last one was engine 1"):
         group.generate(REQUESTS, SamplingParams(1))
     assert len(started) == 3
+
+
+def turn(episode, number, prompt_ids):
+    return GenerationRequest(prompt_ids, seed=100 * episode + number, episode=episode)
+
+
+def collected(group):
+    found = []
+    while group.is_generating:
+        found += group.collect()
+    return found
+
+
+def test_turns_of_an_episode_join_the_batch_on_the_engine_that_has_their_beginning():
+    group, started = make_group("shm", takes_turns=False, dying=set())
+    group.begin([turn(0, 0, [1]), turn(1, 0, [2, 2, 2])], SamplingParams(1))
+    homes = {request.episode: worker for worker in started for request in worker.share}
+    group.add([turn(2, 0, [3]), turn(3, 0, [3])])  # samples of a prompt, for the third engine, which has nothing to do
+    group.add([turn(1, 1, [2, 2, 2, 7])])
+    assert collected(group)
+    group.add([turn(0, 1, [1, 8]), turn(3, 1, [3, 9])])  # after all had come
+    assert group.is_generating
+    assert [number for number, _ in collected(group)] in ([5, 6], [6, 5])
+    third = next(worker for worker in started if worker not in homes.values())
+    shares = {worker: [request.seed for request in worker.share] for worker in started}
+    assert shares == {homes[0]: [0, 1], homes[1]: [100, 101], third: [200, 300, 301]}
+
+
+def test_a_new_prompt_joins_the_engine_that_has_the_least_to_do():
+    group, started = make_group("shm", takes_turns=False, dying=set())
+    group.begin([GenerationRequest([number] * 9, seed=number) for number in range(3)], SamplingParams(1))
+    assert len(collected(group)) == 3
+    group.add([GenerationRequest([7] * length, seed=length) for length in (5, 2, 1, 1)])
+    lengths = [[len(request.prompt_ids) for request in worker.share[1:]] for worker in started]
+    assert lengths == [[5], [2], [1, 1]]
+
+
+@pytest.mark.parametrize(("backend", "takes_turns"), [("ipc", True), ("nccl", False), ("shm", True), ("shm", False)])
+def test_an_engine_that_dies_repeats_what_is_unfinished_of_its_own_and_nothing_else(backend, takes_turns):
+    group, started = make_group(backend, takes_turns=takes_turns, dying=set())
+    group.begin([turn(episode, 0, [episode]) for episode in range(3)], SamplingParams(1))
+    found = collected(group)
+    group.add([turn(episode, 1, [episode, 5]) for episode in range(3)])
+    found += group.collect()
+    (finished,) = (request for number, _ in found[3:] for request in [group._batch.requests[number]])
+    victim = next(worker for worker in started if worker.share[0].episode != finished.episode)
+    group.add([turn(episode, 2, [episode, 6]) for episode in (0, 1, 2)])
+    victim.alive = False
+    found += collected(group)
+    assert sorted(number for number, _ in found) == list(range(9))
+    assert {number: seed for number, (seed, _) in found} == {
+        number: request.seed for number, request in enumerate(group._batch.requests)
+    }
+    (again,) = started[3:]
+    assert again.number == victim.number
+    assert [request.seed % 100 for request in again.share] == [1, 2]
+    assert {version for _, (_, version) in found} == {VERSION}
+
+
+def test_requests_join_an_engine_that_died_while_it_had_nothing_to_do():
+    group, started = make_group("shm", takes_turns=False, dying=set())
+    group.begin([turn(episode, 0, [episode]) for episode in range(3)], SamplingParams(1))
+    assert len(collected(group)) == 3
+    started[1].alive = False
+    group.add([turn(episode, 1, [episode, 5]) for episode in range(3)])
+    assert sorted(number for number, _ in collected(group)) == [3, 4, 5]
+    assert [worker.number for worker in started[3:]] == [1]

@@ -1,0 +1,115 @@
+"""Requests that join a batch: on the real transformers engine, and in the process that holds an engine."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from test_rollout_transformers import REQUESTS, SAMPLING, SETTINGS, Engine, Shapes, collected
+
+from rlhf_cli.backends.rollout.engine import Arrivals
+from rlhf_cli.backends.rollout.engine_host import EngineHost
+from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_dir):
+    engine = Engine(tiny_model_dir)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def whole(engine):
+    return dict(enumerate(engine.generate(REQUESTS, SAMPLING)))
+
+
+def assert_same(found, whole):
+    assert {number: one.token_ids for number, one in found.items()} == {n: one.token_ids for n, one in whole.items()}
+    for number, one in found.items():
+        assert one.logprobs == pytest.approx(whole[number].logprobs, abs=1e-4)
+
+
+def test_all_that_joins_while_the_engine_works_on_something_else_is_generated_together(engine, whole):
+    is_free = threading.Event()
+    engine.engine._thread.submit(is_free.wait)
+    engine.begin(REQUESTS[:6], SAMPLING)
+    engine.add(REQUESTS[6:7])
+    engine.add(REQUESTS[7:])
+    with Shapes(engine.engine._model) as seen:
+        is_free.set()
+        assert collected(engine) == whole
+    assert seen[:2] == [(3, 6), (18, 1)]
+
+
+def test_requests_join_between_the_waves_of_a_batch_and_after_it_had_delivered_all(engine, whole, tiny_model_dir):
+    small = Engine(tiny_model_dir)
+    small.engine._settings = SETTINGS.__class__(max_model_len=64, dtype="fp32", max_num_seqs=4)
+    small.begin(REQUESTS[:9], SAMPLING)
+    found = dict(small.collect().responses)
+    small.add(REQUESTS[9:12])
+    found |= collected(small)
+    assert len(found) == 12
+    small.add(REQUESTS[12:])
+    found |= collected(small)
+    assert_same(found, whole)
+    small.shutdown()
+
+
+def test_a_request_that_does_not_fit_raises_where_responses_are_collected(engine, whole):
+    engine.begin(REQUESTS[:2], SAMPLING)
+    engine.add([GenerationRequest([5] * 50, 0)])
+    with pytest.raises(UsageError, match="prompt 0 has 50 tokens"):
+        collected(engine)
+    assert dict(enumerate(engine.generate(REQUESTS, SAMPLING))) == whole
+
+
+class ListingEngine:
+    """Lists its requests, and brings a response to each at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.num_told = 0
+
+    async def begin(self, requests, sampling):
+        self.asked, self.num_told = [*requests], 0
+
+    async def add(self, requests):
+        self.asked += requests
+
+    async def collect(self):
+        first, self.num_told = self.num_told, len(self.asked)
+        return Arrivals(list(enumerate(self.asked))[first:], is_last=True)
+
+
+def test_calls_about_a_batch_that_overtake_each_other_wait_for_the_requests_before_theirs():
+    async def scenario() -> None:
+        engine: Any = ListingEngine()
+        host = EngineHost(engine)
+        late = asyncio.create_task(host.add(1, 5, ["f"]))  # type: ignore[list-item]
+        early = asyncio.create_task(host.add(1, 3, ["d", "e"]))  # type: ignore[list-item]
+        listening = asyncio.create_task(host.collect(1, 6))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert engine.asked == []
+        first = await host.begin(1, ["a", "b", "c"], SamplingParams(1), None)  # type: ignore[list-item]
+        await asyncio.gather(late, early)
+        assert engine.asked == ["a", "b", "c", "d", "e", "f"]
+        assert [*first.responses, *(await listening).responses] == list(enumerate("abcdef"))
+
+    asyncio.run(scenario())
+
+
+def test_calls_about_an_earlier_batch_change_nothing_in_the_present_one():
+    async def scenario() -> None:
+        engine: Any = ListingEngine()
+        host = EngineHost(engine)
+        await host.begin(1, ["a"], SamplingParams(1), None)  # type: ignore[list-item]
+        await engine.begin(["x"], SamplingParams(1))
+        await host._note(2, 1)
+        await host.add(1, 1, ["b"])  # type: ignore[list-item]
+        assert await host.collect(1, 2) == Arrivals([], is_last=True)
+        assert (await host.collect(2, 1)).responses == [(0, "x")]
+
+    asyncio.run(scenario())
