@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,8 +43,7 @@ AIMS = {"step": 1.6, "free": 1.3}
 """Seconds of a schedule for each second of generation."""
 NUM_TURNS = 4
 MAX_LEN = 2048
-VOCABULARY, NUM_ENDS = 320, 10
-"""The model draws its tokens almost evenly, so a turn has 32 tokens on average."""
+VOCABULARY = 320
 ENVIRONMENT = f"""
 import random, time
 
@@ -58,11 +58,14 @@ class Environment:
 """
 
 
-def save_model(path: Path, *, hidden: int, layers: int) -> PreTrainedTokenizerBase:
-    """A random Qwen2 with heads of 32 and ten end tokens, and its tokenizer, which is returned."""
+def save_model(path: Path, *, hidden: int, layers: int, turn_tokens: int) -> PreTrainedTokenizerBase:
+    """A random Qwen2 with heads of 32, and its tokenizer, which is returned.
+
+    It draws its tokens almost evenly, so that as many of them have to end a turn as give turns of that mean length.
+    """
     tokenizer = train_tokenizer(["result of the tool in the turn"], vocab_size=VOCABULARY)
     torch.manual_seed(0)
-    ends = [*range(100, 100 + NUM_ENDS - 1), tokenizer.eos_token_id]
+    ends = [*range(100, 99 + max(1, VOCABULARY // turn_tokens)), tokenizer.eos_token_id]
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
@@ -81,11 +84,11 @@ def save_model(path: Path, *, hidden: int, layers: int) -> PreTrainedTokenizerBa
     return tokenizer
 
 
-def make_engines(path: Path, logs: Path) -> EngineGroup:
+def make_engines(path: Path, logs: Path, *, num_threads: int | None) -> EngineGroup:
     """One vLLM engine in a Ray actor, ready to generate."""
     import ray
 
-    settings = EngineSettings(max_model_len=MAX_LEN, dtype="fp32", enforce_eager=True)
+    settings = EngineSettings(max_model_len=MAX_LEN, dtype="fp32", enforce_eager=True, num_threads=num_threads)
 
     def start(number: int) -> tuple[Any, object]:
         worker: Any = ray.remote(AsyncRayWorker).remote(environment={}, log_file=logs / f"engine-{number}.log")
@@ -175,10 +178,9 @@ def measure(bench: Bench, runs: int) -> dict[str, list[float]]:
     print(f"{len(step)} episodes, {num_tokens:,} tokens in {len(batches)} turns; {same} the same in both schedules")
     seconds: dict[str, list[float]] = {name: [] for name in ("tokens alone", *AIMS)}
     for _ in range(runs):
-        seconds["tokens alone"].append(timed(lambda: bench.generate(batches)))
+        seconds["tokens alone"].append(timed(partial(bench.generate, batches)))
         for name in AIMS:
-            in_step = name == "step"
-            seconds[name].append(timed(lambda in_step=in_step: bench.play(bench.engines, in_step=in_step)))
+            seconds[name].append(timed(partial(bench.play, bench.engines, in_step=name == "step")))
     return seconds
 
 
@@ -189,19 +191,21 @@ def main() -> int:
     parser.add_argument("--latency_ms", type=float, default=80.0, help="the longest that a tool takes")
     parser.add_argument("--num_workers", type=int, default=64, help="environments that work at the same time")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--turn_tokens", type=int, default=32, help="tokens of a turn on average")
+    parser.add_argument("--threads", type=int, help="of the engine; all cores if absent")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     args = parser.parse_args()
     with TemporaryDirectory() as folder, ray_cluster():
         path = Path(folder)
-        tokenizer = save_model(path / "model", hidden=args.hidden, layers=args.layers)
+        tokenizer = save_model(path / "model", hidden=args.hidden, layers=args.layers, turn_tokens=args.turn_tokens)
         source = path / "tool.py"
         source.write_text(ENVIRONMENT.format(seconds=args.latency_ms / 1000))
         prompts = PromptConfig(prompt_data="none", max_len=MAX_LEN)
         template = Renderer(prompts, tokenizer).template
         ends = Qwen2Config.from_pretrained(path / "model").eos_token_id
         dialogue = ChatDialogue(template, tokenizer, (), end_ids=ends, vocab_size=VOCABULARY)
-        engines = make_engines(path / "model", path)
+        engines = make_engines(path / "model", path, num_threads=args.threads)
         try:
             with FileEnvironments(str(source), timeout=30.0, num_workers=args.num_workers) as environments:
                 requests = make_requests(tokenizer, args.episodes)
@@ -211,7 +215,8 @@ def main() -> int:
             engines.shutdown()
     found = ratios(seconds)
     print(f"{machine()}; tool of 0 to {args.latency_ms:g} ms, {args.num_workers} at a time\n")
-    print("| schedule | seconds, median | ratio to the tokens alone, median | least and most | aim |\n|---|---|---|---|---|")
+    print("| schedule | seconds, median | ratio to the tokens alone, median | least and most | aim |")
+    print("|---|---|---|---|---|")
     for name, taken in seconds.items():
         of_name = found.get(name, [1.0])
         print(

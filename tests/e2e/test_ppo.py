@@ -25,6 +25,7 @@ from killed_runs import (
 )
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from two_turns import game_file, with_many_ends
 
 from rlhf_cli.backends.process.signals import INTERRUPTED, STOP_SIGNALS
 from rlhf_cli.tracking.sinks import read_metrics
@@ -97,15 +98,23 @@ def goes_on(process: psutil.Process) -> bool:
 
 ENGINE_ARGUMENTS = '{"max_num_seqs": 200}'
 """An engine argument that changes no schedule here: 8 responses are in an engine at a time."""
-ADDED = {"transformers": ["--param_dtype", "fp32"], "vllm": ["--vllm_args", ENGINE_ARGUMENTS]}
-"""Words for each engine: one runs in float32, the other in bfloat16, which is the default."""
+
+
+def run_words(model: Path, problems: Path, output: Path, *, backend: str) -> list[str]:
+    """Words of a run with each engine: one has single turns in float32, the other episodes in bfloat16, the default."""
+    if backend == "transformers":
+        return [*ppo_words(model, problems, output, backend=backend), "--param_dtype", "fp32"]
+    words = ppo_words(with_many_ends(model), problems, output, backend=backend)
+    words[words.index("exact")] = "exact,environment"
+    played = f"--environment {game_file(problems.parent)} --max_turns 2"
+    return [*words, *played.split(), "--vllm_args", ENGINE_ARGUMENTS]
 
 
 @pytest.fixture(scope="module", params=["transformers", "vllm"])
 def finished_run(request, tmp_path_factory, model, problems) -> tuple[str, Path]:
     """(backend, run directory) of a run that was never stopped."""
     backend, output = request.param, tmp_path_factory.mktemp("ppo") / "whole"
-    run_rlhf(*ppo_words(model, problems, output, backend=backend), *ADDED[backend])
+    run_rlhf(*run_words(model, problems, output, backend=backend))
     assert_nothing_left(output)
     return backend, output
 
@@ -119,6 +128,18 @@ def test_a_run_leaves_a_model_metrics_samples_and_a_report(finished_run):
     assert (output / "report.html").stat().st_size > 10_000
     AutoModelForCausalLM.from_pretrained(output / "model")
     assert AutoTokenizer.from_pretrained(output / "model").chat_template
+
+
+@pytest.mark.parametrize("finished_run", ["vllm"], indirect=True)
+def test_responses_are_episodes_with_an_environment_in_its_processes(finished_run):
+    _, output = finished_run
+    for metrics in plain_metrics(output).values():
+        assert 1.8 < metrics["episode/turns"] <= 2
+        assert metrics["episode/failed"] == 0
+        assert metrics["reward/environment"] > 0
+    for line in (output / "samples.jsonl").open():
+        roles = [message["role"] for message in json.loads(line)["messages"]]
+        assert roles in (["assistant"], ["assistant", "user", "assistant"])
 
 
 @pytest.mark.parametrize("finished_run", ["vllm"], indirect=True)
@@ -153,7 +174,7 @@ def test_a_run_whose_engine_and_then_whose_driver_is_killed_goes_on_as_if_unharm
     """vLLM's process is started again with the present weights; the killed run is continued."""
     backend, whole = finished_run
     output = tmp_path / "killed"
-    words = [*ppo_words(model, problems, output, backend=backend), *ADDED[backend]]
+    words = run_words(model, problems, output, backend=backend)
     process = rlhf(*words)
     try:
         wait_for(output / "checkpoints" / "step_000001" / "manifest.json", process)
@@ -175,7 +196,7 @@ def test_a_run_whose_engine_and_then_whose_actor_is_killed_goes_on_by_itself_as_
     """An engine is started again without a restart of the run, an actor with the one restart that is allowed."""
     backend, whole = finished_run
     output = tmp_path / "restarted"
-    words = [*ppo_words(model, problems, output, backend=backend), *ADDED[backend]]
+    words = run_words(model, problems, output, backend=backend)
     process = rlhf(*words, "--max_restarts", "1")
     try:
         wait_for(output / "checkpoints" / "step_000001" / "manifest.json", process)
@@ -203,9 +224,7 @@ def test_two_ranks_and_two_engines_do_what_one_of_each_does(finished_run, shared
     backend, alone = finished_run
     output = tmp_path / "two"
     many = "--actor_num_gpus_per_node 2 --critic_num_gpus_per_node 2 --vllm_num_engines 2"
-    said = run_rlhf(
-        *ppo_words(model, problems, output, backend=backend), *ADDED[backend], *many.split(), *shared.split()
-    )
+    said = run_rlhf(*run_words(model, problems, output, backend=backend), *many.split(), *shared.split())
     assert ("2 ranks share each sequence of actor, which may have 32,384 tokens" in said) == bool(shared)
     assert_nothing_left(output)
     one, two = plain_metrics(alone), plain_metrics(output)

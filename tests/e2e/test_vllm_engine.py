@@ -25,14 +25,17 @@ from engine_under_test import (
     REQUESTS,
     SAMPLING,
     Engine,
+    Turns,
     change_weights,
     largest_difference,
     make_engine_model,
     trainer_model,
 )
+from episode_fakes import FakeDialogue, FakeEnvironments
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
+from rlhf_cli.agents.records import Reply
 from rlhf_cli.backends.rollout.engine import EngineSettings
 from rlhf_cli.backends.rollout.transformers_sampling import processed_logits
 from rlhf_cli.backends.rollout.vllm_arguments import argument_names, parsed_arguments
@@ -41,6 +44,7 @@ from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import WeightSender
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 
 pytestmark = [
     pytest.mark.e2e,
@@ -478,6 +482,38 @@ def test_after_a_push_of_other_weights_the_engine_agrees_with_them(engine, model
     engine.push(original, 3)
     assert engine.generate(REQUESTS, SAMPLING) == [replace(one, weight_version=3) for one in first_responses]
     sender.close()
+
+
+class ShortTurns(FakeDialogue):
+    end_ids = tuple(range(60, 200))
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_turns_of_episodes_have_the_log_probs_of_one_forward_pass_also_after_a_push(
+    engine, model_dir, tmp_path, in_step
+):
+    requests = [GenerationRequest(PROMPTS[index % 5], seed=index) for index in range(24)]
+    environments = FakeEnvironments(lambda episode, turn, action: Reply(("ok",) if turn else (), is_done=turn == 3))
+    episodes = EpisodeEngines(Turns(engine), environments, ShortTurns(), EpisodeLimits(3, 150), in_step=in_step)  # type: ignore[arg-type]
+    model, sender = trainer_model(model_dir), WeightSender(ShmTransport(folders=(str(tmp_path),)))
+    for version in (11, 12):
+        engine.push(sender.send(model.named_parameters(), version).manifest, version)
+        found = episodes.generate(requests, SamplingParams(16))
+        assert sum(len(one.turns) == 3 for one in found) > 20
+        assert {one.weight_version for one in found} == {version}
+        for request, one in zip(requests, found, strict=True):
+            logprobs = logprobs_of_turns(model, request, one)
+            assert one.logprobs == pytest.approx(logprobs, abs=1e-4)
+        change_weights(model)
+    sender.close()
+
+
+def logprobs_of_turns(model, request, episode):
+    """Return the log-probs of the sampled tokens by one forward pass over the whole episode."""
+    tokens = torch.tensor(request.prompt_ids + episode.token_ids)
+    first = len(request.prompt_ids)
+    every = model(tokens[None]).logits[0].float().log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+    return [value for start, end in episode.turns for value in every[first + start - 1 : first + end - 1].tolist()]
 
 
 @pytest.mark.slow

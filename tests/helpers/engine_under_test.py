@@ -58,6 +58,27 @@ class Engine:
         self.finish_weight_update(version)
 
 
+class Turns:
+    """The verbs of the engine that episodes use."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.is_generating = False
+
+    def begin(self, requests, sampling):
+        self._engine.begin(requests, sampling)
+        self.is_generating = True
+
+    def add(self, requests):
+        self._engine.add(requests)
+        self.is_generating = True
+
+    def collect(self, timeout=None):
+        arrivals = self._engine.collect()
+        self.is_generating = not arrivals.is_last
+        return arrivals.responses
+
+
 def processed_logprobs(model, request, generation, sampling):
     """Log-probs of a response after temperature and top-p, written out."""
     tokens = torch.tensor([request.prompt_ids + generation.token_ids])

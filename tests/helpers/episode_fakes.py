@@ -42,7 +42,7 @@ class FakeEnvironments:
 class FakeDialogue:
     """A turn's text is its characters; `c` calls the tool, `n` another one, and `x` cannot be read."""
 
-    end_ids = (0,)
+    end_ids: tuple[int, ...] = (0,)
 
     def read(self, token_ids: Sequence[int]) -> ParsedTurn:
         text = "".join(map(chr, token_ids))

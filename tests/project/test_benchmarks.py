@@ -415,3 +415,8 @@ def test_sampling_ahead_is_measured_by_the_waits_of_both_sides():
     assert found[0].seconds >= 0.04
     assert all(0 <= share <= 1 for one in found.values() for share in (one.actor_waited, one.engines_waited))
     assert "| 0 | 25.00 | 1.00 | 50% | 50% |" in bench.table({0: bench.Overlap(0.04, 0.5, 0.5), 1: found[1]})
+
+
+def test_a_schedule_is_compared_with_the_tokens_alone_of_its_own_round():
+    seconds = {"tokens alone": [2.0, 4.0], "step": [3.0, 5.0], "free": [2.0, 6.0]}
+    assert load("episode_latency").ratios(seconds) == {"step": [1.5, 1.25], "free": [1.0, 1.5]}

@@ -38,6 +38,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "ema_beta": {"enable_ema": True},
     "environment": {"for": "ppo"},
     "environment_num_workers": {"environment": "x"},
+    "turn_schedule": {"environment": "x"},
     "environment_timeout": {"environment": "x", "for": "ppo"},
     "max_turns": {"environment": "x", "for": "ppo"},
     "turns": {"environment": "x", "for": "ppo"},

@@ -191,7 +191,7 @@ class EngineGroup:
     def cut(self, max_tokens: int) -> None:
         """Give up the responses of the batch that have, or get, more than so many tokens; the others still come."""
         self._batch.max_tokens = max_tokens
-        for number in self._batch.heard:
+        for number in self._batch.begun:  # also of what is added later to an engine that has finished
             self._call(number, lambda host: host.engine.cut(max_tokens))
 
     def _ask_for_share(self, number: int) -> None:

@@ -25,7 +25,7 @@ from rlhf_cli.data.templates.turn_bridge import tool_results
 from rlhf_cli.trainers.online.episode_progress import EpisodeProgress, begun
 from rlhf_cli.trainers.online.interfaces import TurnEngines
 
-_WAIT_SECONDS = 0.05  # for responses of the engines while replies of environments may come too
+_WAIT_SECONDS = 0.01  # for responses of the engines while replies of environments may come too
 _CHARACTERS_PER_TOKEN = 16  # more than any tokenizer puts into one, but for rows of blanks
 _SHORTENED = " [shortened]"
 

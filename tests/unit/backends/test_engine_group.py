@@ -34,6 +34,7 @@ class FakeWorker:
         self.share: list[GenerationRequest] = []
         self.done = 0
         self.has_added = False
+        self.limits: list[int] = []
         self.call = SimpleNamespace(remote=self._remote)
 
     def _remote(self, call):
@@ -71,7 +72,7 @@ class FakeWorker:
         return Arrivals(found, not self.is_generating)  # type: ignore[arg-type]
 
     def cut(self, max_tokens):
-        assert max_tokens == 0
+        self.limits.append(max_tokens)
         self.share = self.share[: self.done]
 
     def sleep(self, level):
@@ -298,3 +299,11 @@ def test_requests_join_an_engine_that_died_while_it_had_nothing_to_do():
     group.add([turn(episode, 1, [episode, 5]) for episode in range(3)])
     assert sorted(number for number, _ in collected(group)) == [3, 4, 5]
     assert [worker.number for worker in started[3:]] == [1]
+
+
+def test_a_cut_reaches_engines_that_have_finished_and_may_be_joined():
+    group, started = make_group("shm", takes_turns=False, dying=set())
+    group.begin([turn(episode, 0, [episode]) for episode in range(2)], SamplingParams(1))
+    assert len(collected(group)) == 2
+    group.cut(7)
+    assert [worker.limits for worker in started] == [[7], [7], []]
