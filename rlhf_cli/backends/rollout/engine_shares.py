@@ -30,10 +30,8 @@ class SharedBatch:
     max_tokens: int | None = None
     seen: set[int] = field(default_factory=set)
     has_added: bool = False
-
-    def __post_init__(self) -> None:
-        self._homes: dict[object, int] = {}  # the engine of a prompt and of an episode, and the work of engines, which
-        self._loads = [0] * len(self.shares)  # are known as soon as requests are added
+    _homes: dict[object, int] = field(default_factory=dict)  # the engine of a prompt and of an episode
+    _loads: list[int] = field(default_factory=list)  # tokens of each engine's open requests
 
     @property
     def heard(self) -> set[int]:
@@ -65,7 +63,7 @@ class SharedBatch:
         for engine, share in enumerate(self.shares):
             for number in share:
                 self._settle(self.requests[number], engine)
-            self._loads[engine] = sum(_cost(self.requests[number]) for number in share if number not in self.seen)
+            self._loads.append(sum(_cost(self.requests[number]) for number in share if number not in self.seen))
 
     def _settle(self, request: GenerationRequest, engine: int) -> None:
         self._homes[request.prompt] = engine
