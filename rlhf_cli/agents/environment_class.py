@@ -47,12 +47,14 @@ class ResetColumns:
 class ClassFacts(TypedDict):
     """The facts about a class that the driver gets. `about` describes how the model reaches it.
 
-    With `has_close` an object is closed at the end of its episode, not just killed.
+    With `has_close` an object is closed at the end of its episode, not just killed; with `owns_reward` its
+    `get_reward` computes the reward then.
     """
 
     name: str
     about: str
     has_close: bool
+    owns_reward: bool
     tools: list[dict[str, object]]
     columns: ResetColumns
 

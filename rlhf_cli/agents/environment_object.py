@@ -10,6 +10,7 @@ import math
 import random
 import sys
 from collections.abc import Awaitable, Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from rlhf_cli.agents.environment_class import EnvironmentClass
@@ -103,9 +104,10 @@ class EnvironmentObject:
     def _step(self, text: str) -> Reply:
         if not self._found.has_step:
             raise BadResult("has no step(text)")
-        observation, reward, is_done = step_result(self._resolve(self._object.step(text)))
-        self._reward += reward
-        return Reply((as_text(observation),), reward=reward + (self._end() if is_done else 0.0), is_done=is_done)
+        found = step_result(self._resolve(self._object.step(text)))
+        self._reward += found.reward
+        reward = found.reward + (self._end() if found.is_done else 0.0)
+        return replace(found, reward=reward)
 
     def _is_done(self) -> bool:
         """Return the attribute `done`; a method of that name is a tool."""
@@ -163,24 +165,27 @@ def as_text(result: object) -> str:
     return str(result).encode(errors="replace").decode()  # a lone surrogate cannot be tokenised
 
 
-def step_result(result: object) -> tuple[object, float, bool]:
-    """Return (observation, reward, whether the episode is done) of any form that `step` may return.
+def step_result(result: object) -> Reply:
+    """Return the reply of any form that `step` may return. An end of Gymnasium that is none of the task is a limit.
 
     Raises:
         BadResult: it has no such form.
     """
     match result:
         case {"observation": observation, **others}:
-            return observation, _reward(others.get("reward")), bool(others.get("done"))
+            is_over = others.get("done") or others.get("terminated")
+            return _stepped(observation, others.get("reward"), is_over, others.get("truncated"))
         case (observation, reward, done) | (observation, reward, done, dict()):
-            return observation, _reward(reward), bool(done)
+            return _stepped(observation, reward, done)
         case (observation, reward, terminated, truncated, _):
-            return observation, _reward(reward), bool(terminated or truncated)
+            return _stepped(observation, reward, terminated, truncated)
     raise BadResult(f"returned {type(result).__name__} from step, not (observation, reward, done)")
 
 
-def _reward(value: object) -> float:
-    return 0.0 if value is None else number(value, "reward of step")
+def _stepped(observation: object, reward: object, done: object, truncated: object = False) -> Reply:
+    gain = 0.0 if reward is None else number(reward, "reward of step")
+    is_cut = bool(truncated) and not done
+    return Reply((as_text(observation),), reward=gain, is_done=bool(done) or is_cut, is_truncated=is_cut)
 
 
 def number(value: object, origin: str) -> float:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rlhf_cli.agents.records import Reply
+from rlhf_cli.agents.records import Reply, late_reply
 from rlhf_cli.agents.wire import read_reply
 from rlhf_cli.errors import ProcessDied
 from rlhf_cli.rewards.workers.child import ChildProcess, describe_end
@@ -103,7 +103,7 @@ class EpisodeProcesses:
         for key, _ in self._selector.select(self._patience()):
             key.data()
         for process in [one for one in self._running if one.deadline <= time.monotonic()]:
-            self._fail(process, f"ran out of time ({self._timeout:g} s) in {process.place}")
+            self._fail(process, late_reply(self._timeout, process.place))
         replies, self._replies = self._replies, []
         return replies
 
@@ -127,7 +127,7 @@ class EpisodeProcesses:
         if process.end is None and process.channel is None:
             self._begin(process)
         if process.end is not None:
-            self._fail(process, process.end)
+            self._fail(process, Reply(failure=process.end))
             return
         process.outgoing += order.line
         self._flush(process)
@@ -180,11 +180,11 @@ class EpisodeProcesses:
             process.received.clear()
         return bool(data)
 
-    def _fail(self, process: _Process, reason: str) -> None:
+    def _fail(self, process: _Process, failure: Reply) -> None:
         """Reply to the current order with a failure; no order is answered from here on."""
         self._running.discard(process)
-        self._replies.append((process.number, Reply(failure=reason)))
-        process.end = reason
+        self._replies.append((process.number, failure))
+        process.end = failure.failure
         self._end(process, seconds=0.0)
 
     def _end(self, process: _Process, *, seconds: float) -> None:
@@ -243,7 +243,7 @@ class EpisodeProcesses:
             self._forget(process)
         process.end = process.end or end
         if process in self._running:
-            self._fail(process, end)
+            self._fail(process, Reply(failure=end))
 
     def _listen(self, channel: socket.socket, attend: Callable[[], object], *, writes: bool = False) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writes else 0)

@@ -65,7 +65,7 @@ class FileEnvironments:
         self._columns, self._class_name = facts["columns"], facts["name"]
         self._close_seconds = self._timeout if facts["has_close"] else 0.0
         about = f"{facts['name']} of {path.name}: {facts['about']}"
-        self._description = EnvironmentDescription(tuple(facts["tools"]), about)
+        self._description = EnvironmentDescription(tuple(facts["tools"]), about, facts["owns_reward"])
         self._bell, self._button = socket.socketpair()
         self._button.setblocking(False)
         self._thread = threading.Thread(target=self._serve, name="environments", daemon=True)

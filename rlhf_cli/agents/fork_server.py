@@ -71,6 +71,7 @@ def _facts(found: EnvironmentClass) -> dict[str, object]:
         "name": found.type.__name__,
         "about": found.about,
         "has_close": found.has_close,
+        "owns_reward": found.owns_reward,
         "tools": _schemas(found),
         "columns": asdict(found.columns),
     }

@@ -56,15 +56,23 @@ class Reply:
 
     `observations` are the results of `Calls` in their order, the observation after `Text` or `Reset` if there is one,
     nothing after `Finish`. `reward` is the part of the episode's reward that this action added. After `is_done` the
-    episode has ended. `failure` completes a sentence about an environment that broke, ran out of time or ended its
-    process; the episode has no reward then. `trace` is the traceback of an error in the user's code that broke it.
+    episode has ended, at a limit of the environment if it `is_truncated`. `failure` completes a sentence about an
+    environment that broke, ran out of time (`is_late`) or ended its process: it answers no further action. `trace` is
+    the traceback of an error in the user's code that broke it.
     """
 
     observations: tuple[str, ...] = ()
     reward: float = 0.0
     is_done: bool = False
+    is_truncated: bool = False
     failure: str | None = None
+    is_late: bool = False
     trace: str = ""
+
+
+def late_reply(seconds: float, methods: str) -> Reply:
+    """Return the reply in the place of one that did not come within so many seconds."""
+    return Reply(failure=f"ran out of time ({seconds:g} s) in {methods}", is_late=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +80,13 @@ class EnvironmentDescription:
     """The facts about an environment that rendering needs.
 
     `tools` are JSON schemas in OpenAI's form, {"type": "function", "function": {...}}. An environment without tools
-    reads the text of turns. `about` is a line for the start of a run.
+    reads the text of turns. `about` is a line for the start of a run. With `rewards_at_end` nothing is known of the
+    reward before the episode ends, as with `get_reward`.
     """
 
     tools: tuple[dict[str, Any], ...]
     about: str
+    rewards_at_end: bool = False
 
 
 class Environments(Protocol):

@@ -12,7 +12,17 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from rlhf_cli.agents.mailbox import Mailbox
-from rlhf_cli.agents.records import Action, Calls, EnvironmentDescription, Finish, Reply, Reset, Text, method_names
+from rlhf_cli.agents.records import (
+    Action,
+    Calls,
+    EnvironmentDescription,
+    Finish,
+    Reply,
+    Reset,
+    Text,
+    late_reply,
+    method_names,
+)
 from rlhf_cli.errors import UsageError
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.workers.process import LOAD_LIMIT
@@ -193,6 +203,6 @@ class SessionEnvironments:
                 async with asyncio.timeout(self._timeout):
                     return await session.answer(action)
             except TimeoutError:
-                return Reply(failure=f"ran out of time ({self._timeout:g} s) in {method_names(action)}")
+                return late_reply(self._timeout, method_names(action))
             except (SessionFailed, BadResult) as error:
                 return Reply(failure=str(error))

@@ -34,7 +34,8 @@ class EnvironmentConfig(SettingsGroup):
     max_turns: int = Field(8, gt=0)
     """Turns of the model in an episode at most; max_new_tokens bounds a turn, and max_len the whole episode."""
     environment_timeout: float = Field(30.0, gt=0)
-    """Seconds in which an environment has to answer a turn; then it is killed and the reward of its episode fails."""
+    """Seconds in which an environment has to answer a turn; then it is killed. A late tool truncates its episode, which
+    keeps the reward so far; a late reset fails it."""
 
     @property
     def num_workers(self) -> int:

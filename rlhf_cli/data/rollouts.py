@@ -84,8 +84,9 @@ class Episode:
     `turns` are the spans of sampled tokens in the response, one a turn; tokens between them are observations, which
     nothing trains on. `turn_rewards` are the environment's rewards by turn. `messages` are turns and observations in
     OpenAI's form. `failure` completes a sentence about an environment that broke, and `trace` is the traceback of its
-    error. `prompt_ids` replace the prompt's if the environment added the text `opening` to it. The counts are of tool
-    calls, and of calls that could not be read.
+    error; `cut` completes a sentence about an environment that truncated the episode. `prompt_ids` replace the
+    prompt's if the environment added the text `opening` to it. The counts are of tool calls, and of calls that could
+    not be read.
     """
 
     turns: tuple[tuple[int, int], ...]
@@ -97,6 +98,7 @@ class Episode:
     num_calls: int = 0
     num_malformed: int = 0
     trace: str = ""
+    cut: str = ""
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "Episode":

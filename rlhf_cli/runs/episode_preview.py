@@ -177,6 +177,8 @@ class Rehearsal:
         if generation.finish_reason == "stop":
             is_answered = "tool_calls" in episode.messages[-1] or not self.plan.description.tools
             return "the environment is done" if is_answered else "a turn without calls"
+        if episode.cut:
+            return f"truncated, for the environment {episode.cut}"
         return f"truncated at {self._limit(generation, episode)}"
 
     def _limit(self, generation: Generation, episode: Episode) -> str:

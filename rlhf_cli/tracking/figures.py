@@ -52,6 +52,7 @@ TITLES = {
     "episode/malformed_calls": "malformed calls per episode",
     "episode/observed_tokens": "observed tokens per episode",
     "episode/failed": "share of failed environments",
+    "episode/cut": "share truncated by environments",
     "num_tokens": "tokens",
     "num_sequences": "sequences",
     "perf/tokens_per_second": "tokens/s",

@@ -141,7 +141,8 @@ function episodeEnd(row) {
   const total = make("span", "", "rewards of all turns ");
   total.append(make("b", "", number(rewards.reduce((sum, reward) => sum + reward, 0))));
   if (rewards.length) line.append(total);
-  if (row.finish_reason === "length") line.append(make("span", "chip warn", "truncated"));
+  const cut = row.cut ? `truncated: the environment ${row.cut}` : "truncated";
+  if (row.finish_reason === "length") line.append(make("span", "chip warn", cut));
   if (row.verdict === "failed") line.append(make("span", "chip bad", "failed"));
   return line;
 }

@@ -34,6 +34,7 @@ class EpisodeProgress:
     num_malformed: int = 0
     failure: str | None = None
     trace: str = ""
+    cut: str = ""
     version: int = 0
     is_finished: bool = False
 
@@ -103,6 +104,7 @@ class EpisodeProgress:
             num_calls=self.num_calls,
             num_malformed=self.num_malformed,
             trace=self.trace,
+            cut=self.cut,
         )
         return Generation(self.token_ids, self.logprobs, self.finish_reason, self.version, facts)
 

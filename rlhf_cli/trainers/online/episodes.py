@@ -217,9 +217,14 @@ class EpisodeEngines:
     def _take_reply(self, number: int, reply: Reply) -> None:
         episode = self._episodes[number]
         self._waiting.remove(number)
-        if reply.failure is not None:
+        if reply.is_late and self._has_reward_so_far(episode):
+            episode.finish_reason, episode.cut = "length", reply.failure or ""
+            self._finish(number)
+        elif reply.failure is not None:
             self._fail(number, reply.failure, reply.trace)
         elif episode.is_finished or (reply.is_done and episode.turns):
+            if reply.is_truncated:
+                episode.finish_reason, episode.cut = "length", "ended it at a limit"
             episode.turn_rewards[-1] += reply.reward
             self._finish(number)
         elif not episode.turns:
@@ -227,6 +232,16 @@ class EpisodeEngines:
         else:
             episode.turn_rewards[-1] += reply.reward
             self._observe(number, reply.observations)
+
+    def _has_reward_so_far(self, episode: EpisodeProgress) -> bool:
+        """Return whether an episode without an answer in time can end with the rewards that it has.
+
+        A model can make a tool hang in any turn. A `step` that hangs in the first turn is a fault of the environment.
+        A reward that is computed at the end is not known without the environment.
+        """
+        description = self._environments.description
+        is_answered = len(episode.turns) > (0 if description.tools else 1)
+        return is_answered and not episode.is_finished and not description.rewards_at_end
 
     def _open(self, number: int, reply: Reply) -> None:
         """Begin the first turn of an episode, whose environment may have added to its prompt."""

@@ -104,6 +104,7 @@ def episode_metrics(generations: Sequence[Generation]) -> dict[str, float]:
         "episode/malformed_calls": float(np.mean([episode.num_malformed for _, episode in found])),
         "episode/observed_tokens": float(np.mean(observed)),
         "episode/failed": float(np.mean([episode.failure is not None for _, episode in found])),
+        "episode/cut": float(np.mean([episode.cut != "" for _, episode in found])),
     }
 
 
@@ -144,8 +145,8 @@ def episode_cells(generation: Generation) -> dict[str, object]:
     if generation.episode is None:
         return {}
     episode = generation.episode
-    opening = {"opening": episode.opening} if episode.opening else {}
-    return {**opening, "messages": list(episode.messages), "turn_rewards": list(episode.turn_rewards)}
+    texts = {name: text for name, text in (("opening", episode.opening), ("cut", episode.cut)) if text}
+    return {**texts, "messages": list(episode.messages), "turn_rewards": list(episode.turn_rewards)}
 
 
 def iteration_rows(sampled: Responses, judged: Responses, *, has_reward: bool) -> list[dict[str, object]]:

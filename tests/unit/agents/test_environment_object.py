@@ -206,7 +206,12 @@ def test_a_game_of_gymnasium_runs_to_its_end_or_its_truncation() -> None:
     assert environment.answer(Text("y")) == Reply(("y?",))
     assert environment.answer(Text("x")) == Reply(("x?",), reward=1.0, is_done=True)
     environment = begun(Guess)
-    assert [environment.answer(Text("y")).is_done for _ in range(3)] == [False, False, True]
+    replies = [environment.answer(Text("y")) for _ in range(3)]
+    assert replies == [*[Reply(("y?",))] * 2, Reply(("y?",), is_done=True, is_truncated=True)]
+    environment = begun(Guess)
+    first, second, won = (environment.answer(Text(text)) for text in "yyx")
+    assert first == second == Reply(("y?",))
+    assert won == Reply(("x?",), reward=1.0, is_done=True)  # the end of the task, though at the limit too
 
 
 @pytest.mark.parametrize(
@@ -217,6 +222,8 @@ def test_a_game_of_gymnasium_runs_to_its_end_or_its_truncation() -> None:
         (("seen", True, 1, {"info": 0}), Reply(("seen",), 1.0, True)),
         ({"observation": "seen", "reward": 2, "done": True}, Reply(("seen",), 2.0, True)),
         ({"observation": "seen", "reward": None}, Reply(("seen",), 0.0, False)),
+        ({"observation": "seen", "terminated": True}, Reply(("seen",), 0.0, True)),
+        ({"observation": "seen", "truncated": True}, Reply(("seen",), 0.0, True, True)),
         ("seen", Reply(failure="returned str from step, not (observation, reward, done)")),
         (("seen", 1), Reply(failure="returned tuple from step, not (observation, reward, done)")),
         (("", "1.0", 0), Reply(failure="has the reward of step '1.0', which is not a finite number")),

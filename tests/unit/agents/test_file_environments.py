@@ -186,7 +186,7 @@ def test_an_environment_that_breaks_fails_alone(moods: Path, kind: str, failure:
 def test_an_environment_that_hangs_is_killed_at_its_limit(moods: Path, kind: str) -> None:
     with opened(moods, timeout=0.5) as environments:
         environments.send(0, Reset({"kind": kind}, 0))
-        assert environments.collect() == [(0, Reply(failure="ran out of time (0.5 s) in reset"))]
+        assert environments.collect() == [(0, Reply(failure="ran out of time (0.5 s) in reset", is_late=True))]
         assert ask(environments, 0, Text("")) == Reply(failure="ran out of time (0.5 s) in reset")
         wait_until(lambda: len(process_tree(os.getpid())) == 1)
 

@@ -1,18 +1,20 @@
 """Episodes of several turns on fakes: tokens, masks, rewards and limits."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from episode_fakes import SEPARATOR, FakeDialogue, FakeEnvironments
 
-from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text
+from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text, late_reply, method_names
 from rlhf_cli.data.formats.conversations import Conversation, Message, plain_message
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.templates.turn_bridge import MALFORMED
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
+from rlhf_cli.trainers.online.metrics import length_metrics
 from rlhf_cli.trainers.online.responses import as_sequence
 
 SAMPLING = SamplingParams(5)
@@ -163,6 +165,57 @@ def test_an_environment_that_breaks_ends_its_own_episode_alone():
     found = play(FakeEnvironments(answer), engines, [request(name) for name in "abc"])
     assert [one.episode.failure if one.episode else "" for one in found] == [None, "ran out of time (1 s)", None]
     assert bytes(found[1].token_ids) == b"hm"
+
+
+def late_in(turn_of_failure: int) -> Callable[[int, int, Action], Reply]:
+    """Return answers with a reward of 0.5 each, the last of which does not come in time."""
+
+    def answer(episode: int, turn: int, action: Action) -> Reply:
+        if turn == turn_of_failure:
+            return late_reply(1.0, method_names(action))
+        return Reply(("seen",) * (turn > 0), 0.5)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("tools", "scripts", "turn", "rewards"),
+    [(True, ["c"], 1, (0.5,)), (True, ["c", "c"], 2, (1.0, 0.0)), (False, ["hi", "go"], 2, (1.0, 0.0))],
+)
+def test_an_answer_out_of_time_truncates_the_episode_with_the_reward_so_far(tools, scripts, turn, rewards):
+    environments = FakeEnvironments(late_in(turn), tools=tools)
+    (found,) = play(environments, ScriptedEngines({"a": scripts}), [request("a")])
+    assert found.episode is not None
+    assert (found.finish_reason, found.episode.failure, found.episode.turn_rewards) == ("length", None, rewards)
+    assert found.episode.cut == f"ran out of time (1 s) in {'look' if tools else 'step'}"
+    assert found.episode.turns[-1][1] == len(found.token_ids)
+    assert length_metrics([found])["episode/cut"] == 1.0
+    assert not environments.open
+
+
+@pytest.mark.parametrize(
+    ("tools", "at_end", "script", "turn"),
+    [(True, False, "c", 0), (False, False, "hi", 1), (True, True, "c", 1), (True, False, "end", 1)],
+)
+def test_an_episode_out_of_time_without_a_known_reward_fails(tools, at_end, script, turn):
+    """In reset, in the first step, in a tool of a class with `get_reward`, and in the last word on the reward."""
+    environments = FakeEnvironments(late_in(turn), tools=tools)
+    environments.description = replace(environments.description, rewards_at_end=at_end)
+    (found,) = play(environments, ScriptedEngines({"a": [script]}), [request("a")])
+    assert found.episode is not None
+    assert str(found.episode.failure).startswith("ran out of time (1 s) in ")
+    assert length_metrics([found])["episode/cut"] == 0.0
+
+
+@pytest.mark.parametrize(("is_truncated", "reason"), [(True, "length"), (False, "stop")])
+def test_an_end_at_a_limit_of_the_environment_is_truncated(is_truncated, reason):
+    def answer(episode: int, turn: int, action: Action) -> Reply:
+        return Reply(reward=turn, is_done=turn == 1, is_truncated=is_truncated and turn == 1)
+
+    (found,) = play(FakeEnvironments(answer), ScriptedEngines({"a": ["hi"]}), [request("a")])
+    assert found.episode is not None
+    assert (found.finish_reason, found.episode.turn_rewards) == (reason, (1.0,))
+    assert bool(found.episode.cut) == is_truncated
 
 
 def test_the_words_of_reset_belong_to_the_prompt():
