@@ -3,11 +3,9 @@
 Modules that the file imports are not looked at.
 """
 
-import hashlib
-
 from rlhf_cli.backends.training.checkpoint import Checkpoint
 from rlhf_cli.config.scoring import RequestScoringConfig
-from rlhf_cli.rewards.workers.user_module import file_and_name
+from rlhf_cli.runs.plugin_files import file_hash
 
 REWARD_FILE = "contents of the reward file"
 """Name of the hash in the state of a checkpoint and in the identity of answers."""
@@ -15,10 +13,7 @@ REWARD_FILE = "contents of the reward file"
 
 def reward_file_hash(reward: RequestScoringConfig) -> str | None:
     """Return a hash of the reward file; None without one, or if it cannot be read, which its loading reports."""
-    if reward.reward_func is None:
-        return None
-    path, _ = file_and_name(reward.reward_func)
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:32] if path.is_file() else None
+    return None if reward.reward_func is None else file_hash(reward.reward_func)
 
 
 def reward_file_notice(checkpoint: Checkpoint | None, reward: RequestScoringConfig) -> list[str]:

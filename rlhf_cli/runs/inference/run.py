@@ -27,6 +27,7 @@ from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.runs.inference.workers import Models, started_models
 from rlhf_cli.runs.pictured_roles import check_engine_pictures, check_role_pictures
 from rlhf_cli.runs.pictures import picture_reader
+from rlhf_cli.runs.plugin_files import ENVIRONMENT_FILE, environment_file_hash
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.interfaces import Engines, RewardModel, Scoring
@@ -195,6 +196,7 @@ def settings_identity(config: InferenceConfig, reward_model: RewardModelPlan | N
         "fingerprint of the reward model": None if reward_model is None else reward_model.found.fingerprint(),
         "reward_model_weight": reward.reward_model_weight,
         **config.episodes.identity(max_len=config.prompts.max_len),
+        ENVIRONMENT_FILE: environment_file_hash(config.episodes),
         "rewards of servers": bool(reward.remote_rm_url),
         "remote_rm_weight": reward.remote_rm_weight,
         "normalize_reward": reward.normalize_reward,

@@ -71,7 +71,7 @@ from rlhf_cli.runs.online.sleep_memory import sleep_memory_fact
 from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.runs.online.student import StudentData, load_student_data
 from rlhf_cli.runs.pictures import picture_reader
-from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
+from rlhf_cli.runs.plugin_files import PLUGIN_FILES, environment_contents, plugin_notice
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
 from rlhf_cli.runs.run_directory import (
@@ -338,9 +338,14 @@ def _notices(run: _OnlineRun) -> list[str]:
     """Return lines about settings that mean nothing in this run, or something else than one might expect."""
     config = run.config
     idle = idle_settings(config, role_names(config, run.models))
-    files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, contents_of_plugins(config))]
+    files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, _code_of_others(config))]
     layouts = layout_notices(run.resume, config, run.models) if run.resume else []
     return [*idle, *truncation_notice(config.rollout), *lag_notice(config), *files, *layouts]
+
+
+def _code_of_others(config: OwnResponsesConfig) -> dict[str, str]:
+    """Return a hash of each file with others' code but the reward's, by the setting that names it."""
+    return contents_of_plugins(config) | environment_contents(config.episode_settings)
 
 
 def _placement(run: _OnlineRun, where: OnlineCluster) -> str:
@@ -393,7 +398,7 @@ def _train(
     def decode(token_ids: Sequence[int]) -> str:
         return text_of(run.tokenizer, token_ids, skip_special_tokens=True)
 
-    reward_file, plugin_files = reward_file_hash(run.config.reward), contents_of_plugins(run.config)
+    reward_file, plugin_files = reward_file_hash(run.config.reward), _code_of_others(run.config)
     task = evaluation_task(run.config, run.eval_data, decode, total_iterations=run.total_iterations)
     evaluator = make_evaluator(task, started, scorer, tracker, paths=run.paths, resume=run.resume)
 

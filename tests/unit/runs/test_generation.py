@@ -331,6 +331,16 @@ def test_rows_scored_by_another_text_of_the_reward_file_are_those_of_other_setti
     assert "contents of the reward file" in differences(written, settings_identity(settings, None))
 
 
+def test_rows_of_an_environment_file_that_was_mended_are_those_of_other_settings(tmp_path):
+    file = tmp_path / "game.py"
+    file.write_text("class Game: ...")
+    settings = config(environment=f"{file}:Game")
+    written = settings_identity(settings, None)
+    assert differences(written, settings_identity(settings, None)) == ""
+    file.write_text("class Game: mended = True")
+    assert "contents of the environment file" in differences(written, settings_identity(settings, None))
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
