@@ -1,4 +1,5 @@
-"""Environments that are the tools of an MCP server: one process of the server an episode, by its standard streams.
+"""Environments that are the tools of an MCP server: one process of the server an episode, by its standard streams, or
+one session with a server that runs already, by HTTP.
 
 The package `mcp` (2.x) is optional, and imported when a server is started. A server knows nothing of rows, and gives no
 reward.
@@ -14,35 +15,48 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.agents.environment_object import unknown_tool
 from rlhf_cli.agents.records import Calls, EnvironmentDescription, Reply, Reset, Text
+from rlhf_cli.agents.server_key import server_headers
 from rlhf_cli.agents.session_environments import SessionFailed
 from rlhf_cli.agents.tool_results import error_text, function_schema, result_text, tool_names
+from rlhf_cli.config.episodes import is_url
 from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.errors import LONGEST_REASON, UsageError, one_line
 
 if TYPE_CHECKING:
     from mcp import Client
+    from mcp.client import Transport
 
 _TAIL_BYTES = 4096  # of a server's error stream, in which its last line is looked for
 
 
 class McpServer:
-    """An MCP server as a command line. Each session starts it anew, and ends it."""
+    """An MCP server as a command line, which each session starts anew and ends; or as a URL (streamable HTTP).
+
+    `url` is None for a command, and `words` are empty for a URL.
+    """
 
     def __init__(self, command: str) -> None:
         """Check the command.
 
         Raises:
-            UsageError: the package is not installed, or there is no such program.
+            UsageError: the package is not installed, there is no such program, or no header can carry the server's key.
         """
         if importlib.util.find_spec("mcp") is None:
             raise UsageError("--environment mcp: needs the package mcp: pip install 'rlhf-cli[mcp]'")
+        self.tools: list[str] = []
+        self.words: list[str] = []
+        self.url = command if is_url(command) else None
+        self.headers = server_headers(command) if self.url is not None else {}
+        if self.url is None:
+            self._read(command)
+
+    def _read(self, command: str) -> None:
         try:
             self.words = shlex.split(command)
         except ValueError as error:
             raise UsageError(f"--environment mcp:{command}: {error}") from None
         if not self.words or shutil.which(self.words[0]) is None:
             raise UsageError(f"--environment mcp:{command}: there is no program {''.join(self.words[:1])!r}")
-        self.tools: list[str] = []
 
     async def describe(self) -> EnvironmentDescription:
         """Start the server once and return its tools.
@@ -62,12 +76,15 @@ class McpServer:
         return EnvironmentDescription(schemas, f"MCP server with tools {', '.join(self.tools)}")
 
     def session(self) -> "McpSession":
-        """Return a session whose process is not started yet."""
+        """Return a session that is not open yet."""
         return McpSession(self)
+
+    async def check_sessions(self, count: int) -> None:
+        """Pass: a session has a process of its own, or the protocol shows no limit of sessions."""
 
 
 class McpSession:
-    """One episode: a process of the server, and the connection to it."""
+    """One episode: a process of the server and the connection to it, or a session by HTTP."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -76,7 +93,7 @@ class McpSession:
         self._stack.enter_context(self._errors)
 
     async def answer(self, action: Reset | Calls | Text) -> Reply:
-        """Return the reply to an action: `Reset` starts the process, calls are made one after the other."""
+        """Return the reply to an action: `Reset` opens the session, calls are made one after the other."""
         match action:
             case Reset():
                 self._client = await self._opened()
@@ -87,7 +104,7 @@ class McpSession:
                 raise SessionFailed("has tools, and does not read texts")
 
     async def listed_tools(self) -> list[dict[str, Any]]:
-        """Start the process and return its tools, of all pages."""
+        """Open the session and return its tools, of all pages."""
         client = await self._opened()
         tools, cursor = [], None
         while True:
@@ -98,19 +115,29 @@ class McpSession:
                 return tools
 
     async def close(self) -> None:
-        """End the process: by the end of its input, and after a grace by signals to its group."""
+        """End the session. A process ends by the end of its input, and after a grace by signals to its group."""
         with contextlib.suppress(Exception):  # a connection that broke cannot be closed in good order
             await self._stack.aclose()
 
     async def _opened(self) -> "Client":
-        from mcp import Client, StdioServerParameters, stdio_client
+        from mcp import Client
 
-        command, *arguments = self._server.words
-        parameters = StdioServerParameters(command=command, args=arguments)
         try:
-            return await self._stack.enter_async_context(Client(stdio_client(parameters, self._errors)))
+            return await self._stack.enter_async_context(Client(await self._transport()))
         except Exception as error:
-            raise SessionFailed(f"could not be started: {self._last_words(error)}") from error
+            began = "could not be started" if self._server.url is None else "cannot be reached"
+            raise SessionFailed(f"{began}: {self._last_words(error)}") from error
+
+    async def _transport(self) -> "Transport":
+        if self._server.url is None:
+            from mcp import StdioServerParameters, stdio_client
+
+            command, *arguments = self._server.words
+            return stdio_client(StdioServerParameters(command=command, args=arguments), self._errors)
+        from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+        http = await self._stack.enter_async_context(create_mcp_http_client(self._server.headers))
+        return streamable_http_client(self._server.url, http_client=http)
 
     async def _call(self, call: ToolCall) -> str:
         """Return the result of a call, or the error for the model."""

@@ -8,8 +8,8 @@ schema of actions at /schema decides how turns become actions: calls of tools, o
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -18,15 +18,18 @@ import aiohttp
 from rlhf_cli.agents.environment_object import ENDED, as_text, number, unknown_tool
 from rlhf_cli.agents.openenv_connection import Connection, NotNow, Refused
 from rlhf_cli.agents.records import Calls, EnvironmentDescription, Reply, Reset, Text
+from rlhf_cli.agents.server_key import KEY_ADVICE, NEEDS_KEY, server_headers
 from rlhf_cli.agents.session_environments import SessionFailed
 from rlhf_cli.agents.tool_results import error_text, function_schema, result_text, tool_names
 from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.errors import LONGEST_REASON
 from rlhf_cli.rewards.remote.call import MAX_ANSWER_BYTES, CallFailed, connection_failure, read_answer
+from rlhf_cli.rewards.workers.process import LOAD_LIMIT
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
-"""Seconds before a session is asked for again; doubled each time."""
+CLOSING_SECONDS = 5.0
+"""Time in which a server ends the sessions that were closed, before it counts as full."""
 
+_MAX_OPENING = 32  # connections of the check at the start that open at the same time
 _OWN_FIELDS = ("metadata", "done", "reward")  # of every action or observation
 _CALL_FIELDS = {"type", "tool_name", "arguments"}
 
@@ -34,11 +37,13 @@ _CALL_FIELDS = {"type", "tool_name", "arguments"}
 class OpenEnvServer:
     """An OpenEnv server at a URL: ws, wss, http or https, with or without /ws at its end.
 
-    A session has to open within `timeout` seconds.
+    A session has to open within `timeout` seconds. A key in the environment goes with every request, see
+    `server_headers`.
     """
 
     def __init__(self, url: str, *, timeout: float) -> None:
         self.timeout = timeout
+        self._headers = server_headers(url)
         parts = urlsplit(url)
         secure = "s" if parts.scheme in ("wss", "https") else ""
         path = parts.path.rstrip("/").removesuffix("/ws")
@@ -66,10 +71,44 @@ class OpenEnvServer:
         """Return a session that is not open yet."""
         return OpenEnvSession(self)
 
+    def http_session(self) -> aiohttp.ClientSession:
+        """Return a session of HTTP that shows the key."""
+        return aiohttp.ClientSession(headers=self._headers)
+
+    async def check_sessions(self, count: int) -> None:
+        """Open so many sessions at a time and close them, as far as the server does it in time.
+
+        Raises:
+            SessionFailed: the server refuses one.
+        """
+        slots, num_open = asyncio.Semaphore(_MAX_OPENING), 0
+
+        async def open_one(connection: Connection) -> None:
+            nonlocal num_open
+            async with slots:
+                with contextlib.suppress(SessionFailed):  # any answer shows that there is a session
+                    await connection.begin("state", None, seconds=CLOSING_SECONDS)
+            num_open += 1
+
+        async with self.http_session() as http:
+            connections = [Connection(http, self.socket_url) for _ in range(count)]
+            tasks = [asyncio.create_task(open_one(connection)) for connection in connections]
+            try:
+                await asyncio.wait_for(asyncio.gather(*tasks), LOAD_LIMIT)
+            except TimeoutError:
+                return  # sessions that open slowly are bounded by the time of each episode
+            except NotNow as refusal:
+                needed = f"a batch has {count:,} episodes at the same time"
+                raise SessionFailed(f"has room for {num_open:,} sessions, and {needed}: {refusal}") from None
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*(connection.close() for connection in connections))
+
     async def _action_schema(self) -> Mapping[str, Any]:
         try:
             async with (
-                aiohttp.ClientSession() as http,
+                self.http_session() as http,
                 http.get(self._schema_url, allow_redirects=False) as response,
             ):
                 content = await read_answer(response, MAX_ANSWER_BYTES)
@@ -77,6 +116,8 @@ class OpenEnvServer:
             raise SessionFailed(str(connection_failure(error))) from None
         except CallFailed as error:
             raise SessionFailed(str(error)) from None
+        if response.status in NEEDS_KEY:
+            raise SessionFailed(f"answered with status {response.status} at /schema: {KEY_ADVICE}")
         if response.status != 200:
             raise SessionFailed(f"answered with status {response.status} at /schema: it is no OpenEnv server")
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -86,7 +127,7 @@ class OpenEnvServer:
         raise SessionFailed("has no schema of actions at /schema: it is no OpenEnv server")
 
     async def _listed_tools(self) -> Sequence[Mapping[str, Any]]:
-        async with aiohttp.ClientSession() as http:
+        async with self.http_session() as http:
             connection = Connection(http, self.socket_url)
             try:
                 await connection.open()
@@ -153,22 +194,13 @@ class OpenEnvSession:
 
     async def _reset(self, arguments: Mapping[str, Any]) -> Reply:
         """Open the session as soon as the server has room for one; a server that begins again is found again."""
-        self._http = aiohttp.ClientSession()
-        deadline, pause = time.monotonic() + self._server.timeout, FIRST_PAUSE
-        while True:
-            self._connection = Connection(self._http, self._server.socket_url)
-            try:
-                await self._connection.open()
-                data = await self._connection.ask("reset", arguments)
-            except NotNow as error:
-                await self._connection.close()
-                if time.monotonic() + pause >= deadline:
-                    raise SessionFailed(f"{error}; tried for {self._server.timeout:g} s") from None
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-            else:
-                reply = _reply(data)
-                return Reply(tuple(filter(None, reply.observations)), reward=reply.reward, is_done=reply.is_done)
+        self._http, seconds = self._server.http_session(), self._server.timeout
+        self._connection = Connection(self._http, self._server.socket_url)
+        try:
+            reply = _reply(await self._connection.begin("reset", arguments, seconds=seconds))
+        except NotNow as error:
+            raise SessionFailed(f"{error}; tried for {seconds:g} s") from None
+        return replace(reply, observations=tuple(filter(None, reply.observations)))
 
     async def _step(self, action: Mapping[str, Any]) -> Reply:
         """Return the reply to a step; an action that the server does not take is an error for the model."""

@@ -61,6 +61,9 @@ class Provider(Protocol):
         """Return a session that is not open yet; its owner bounds the time of its actions."""
         ...
 
+    async def check_sessions(self, count: int) -> None:
+        """Raise SessionFailed if the server does not take so many sessions at the same time."""
+
 
 @dataclass(eq=False)
 class _Episode:
@@ -124,6 +127,13 @@ class SessionEnvironments:
     def description(self) -> EnvironmentDescription:
         return self._description
 
+    def check_sessions(self, count: int) -> None:
+        """Raise UsageError if the server does not take so many episodes at the same time."""
+        try:
+            asyncio.run(self._provider.check_sessions(count))
+        except SessionFailed as error:
+            raise UsageError(f"--environment {self._source} {error}") from None
+
     def send(self, episode: int, action: Action) -> None:
         """Give the environment of that episode an action; `Reset` opens its session."""
         if isinstance(action, Reset):
@@ -182,11 +192,7 @@ class SessionEnvironments:
         """Answer the actions of one episode; after a failure with the same failure."""
         session = self._provider.session()
         try:
-            failure = None
-            while failure is None:
-                reply = await self._reply(session, await episode.actions.get())
-                failure = reply.failure
-                self._mailbox.deliver([(number, reply)])
+            reply = await self._failure(number, session, episode)
         finally:
             episode.is_closing = True
             await session.close()
@@ -194,6 +200,28 @@ class SessionEnvironments:
         while not episode.is_dropped:
             await episode.actions.get()
             self._mailbox.deliver([(number, reply)])
+
+    async def _failure(self, number: int, session: Session, episode: _Episode) -> Reply:
+        """Answer actions up to the first failure, and return it.
+
+        The package `mcp` cancels the task that uses a connection when the connection breaks, also between actions.
+        """
+        action = None
+        try:
+            while True:
+                action = await episode.actions.get()
+                reply = await self._reply(session, action)
+                self._mailbox.deliver([(number, reply)])
+                if reply.failure is not None:
+                    return reply
+                action = None
+        except asyncio.CancelledError:
+            if episode.is_dropped:
+                raise
+            reply = Reply(failure="broke the connection off")
+            if action is not None:
+                self._mailbox.deliver([(number, reply)])
+            return reply
 
     async def _reply(self, session: Session, action: Action) -> Reply:
         if isinstance(action, Finish):

@@ -10,18 +10,24 @@ from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RequestScoringConfig
 
-URL_SCHEMES = ("ws", "wss", "http", "https")
+MCP_SCHEMES = ("http", "https")
+URL_SCHEMES = ("ws", "wss", *MCP_SCHEMES)
 MCP_PREFIX = "mcp:"
 
 EnvironmentKind = Literal["file", "openenv", "mcp"]
 TurnSchedule = Literal["step", "free"]
 
 
+def is_url(text: str) -> bool:
+    """Return whether a text names a server that runs already."""
+    return "://" in text.partition(" ")[0]
+
+
 def environment_kind(environment: str) -> EnvironmentKind:
     """Return the kind of an environment, by the form of the setting."""
     if environment.startswith(MCP_PREFIX):
         return "mcp"
-    return "openenv" if "://" in environment else "file"
+    return "openenv" if is_url(environment) else "file"
 
 
 class EnvironmentConfig(SettingsGroup):
@@ -29,8 +35,9 @@ class EnvironmentConfig(SettingsGroup):
 
     environment: str | None = None
     """Python file with an environment, or FILE.py:NAME; the URL of an OpenEnv server (ws, wss, http, https); or
-    "mcp:COMMAND", an MCP server that the command starts. A response is an episode of several turns then: public methods
-    of the class, or the tools of the server, are the model's tools, and step(text) answers a model without tools."""
+    "mcp:COMMAND", an MCP server that the command starts; or mcp:URL, an MCP server that runs. A response is an episode
+    of several turns then: public methods of the class, or the tools of the server, are the model's tools, and
+    step(text) answers a model without tools."""
     max_turns: int = Field(8, gt=0)
     """Turns of the model in an episode at most; max_new_tokens bounds a turn, and max_len the whole episode."""
     environment_timeout: float = Field(30.0, gt=0)
@@ -65,11 +72,16 @@ class EnvironmentConfig(SettingsGroup):
 
     @model_validator(mode="after")
     def _a_url_has_a_host(self) -> Self:
-        if self.environment is None or environment_kind(self.environment) != "openenv":
+        url = (self.environment or "").removeprefix(MCP_PREFIX)
+        if not is_url(url):
             return self
-        parts = urlsplit(self.environment)
-        if parts.scheme not in URL_SCHEMES or not parts.hostname:
-            raise ValueError(f"environment {self.environment}: an OpenEnv server has a URL like ws://host:8000")
+        schemes: tuple[str, ...] = URL_SCHEMES
+        form = "an OpenEnv server has a URL like ws://host:8000"
+        if url != self.environment:
+            schemes, form = MCP_SCHEMES, "an MCP server has a URL like http://host:8000/mcp"
+        parts = urlsplit(url)
+        if parts.scheme not in schemes or not parts.hostname:
+            raise ValueError(f"environment {self.environment}: {form}")
         return self
 
 
@@ -78,8 +90,10 @@ def _identity(environment: str) -> str:
         case "openenv":
             return f"openenv:{urlsplit(environment).path.rstrip('/').removesuffix('/ws')}"
         case "mcp":
-            words = environment.removeprefix(MCP_PREFIX).split()
-            return MCP_PREFIX + " ".join(Path(word).name for word in words)
+            command = environment.removeprefix(MCP_PREFIX)
+            if is_url(command):
+                return f"{MCP_PREFIX}{urlsplit(command).path}"
+            return MCP_PREFIX + " ".join(Path(word).name for word in command.split())
         case _:
             return Path(environment).name
 

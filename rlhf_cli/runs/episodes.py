@@ -45,6 +45,11 @@ class EpisodePlan:
         if isinstance(self.environments, FileEnvironments):
             self.environments.check_columns(tuple(data.row_of(data.prompts[0])))
 
+    def check_sessions(self, count: int) -> None:
+        """Raise UsageError if the server has no room for so many episodes, which a batch plays at the same time."""
+        if isinstance(self.environments, SessionEnvironments):
+            self.environments.check_sessions(count)
+
     @contextmanager
     def played_by(self, engines: TurnEngines) -> Iterator[EpisodeEngines]:
         """Yield engines whose responses are episodes, as long as the environments live."""

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from aiohttp import WSMsgType, web
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Stepped = tuple[dict[str, Any], float | None, bool]
 """Observation, reward, done."""
 
@@ -67,9 +68,11 @@ class OpenEnvLike:
         action: dict[str, Any] | None = TEXT_ACTION,
         max_sessions: int = 64,
         port: int = 0,
+        key: str | None = None,
     ) -> None:
         self._make, self._action, self._max_sessions, self.port = make, action, max_sessions, port
-        self.num_sessions = 0
+        self._key = key
+        self.num_sessions = self.most_sessions = 0
         self.num_pongs = 0
         self._sockets: dict[web.WebSocketResponse, asyncio.Task[Any] | None] = {}  # and the tasks that serve them
 
@@ -113,7 +116,7 @@ class OpenEnvLike:
         self.run(ping_all())
 
     async def _start(self) -> None:
-        app = web.Application()
+        app = web.Application(middlewares=[self._check_key])
         app.router.add_get("/ws", self._serve)
         if self._action is not None:
             app.router.add_get("/schema", self._schema)
@@ -130,6 +133,12 @@ class OpenEnvLike:
                 task.cancel()  # it may hang
         await self._runner.cleanup()
 
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._key is not None and request.headers.get("Authorization") != f"Bearer {self._key}":
+            return web.Response(status=401)
+        return await handler(request)
+
     async def _schema(self, request: web.Request) -> web.Response:
         return web.json_response({"action": self._action, "observation": {}, "state": {}})
 
@@ -141,6 +150,7 @@ class OpenEnvLike:
             await socket.send_json({"type": "error", "data": {"message": message, "code": "CAPACITY_REACHED"}})
             return socket
         self.num_sessions += 1
+        self.most_sessions = max(self.most_sessions, self.num_sessions)
         self._sockets[socket] = asyncio.current_task()
         try:
             with contextlib.suppress(Dead, ConnectionError):
@@ -158,7 +168,7 @@ class OpenEnvLike:
             elif message.type is WSMsgType.TEXT:
                 asked = json.loads(message.data)
                 try:
-                    await socket.send_str(await _answer(environment, asked["type"], asked["data"]))
+                    await socket.send_str(await _answer(environment, asked["type"], asked.get("data", {})))
                 except Dead:
                     _cut(socket)
                     raise
@@ -171,6 +181,8 @@ def _cut(socket: web.WebSocketResponse) -> None:
 
 
 async def _answer(environment: Environment, kind: str, data: dict[str, Any]) -> str:
+    if kind == "state":
+        return json.dumps({"type": "state", "data": {"episode_id": None, "step_count": 0}})
     try:
         stepped = environment.reset(**data) if kind == "reset" else environment.step(data)
         observation, reward, done = await stepped

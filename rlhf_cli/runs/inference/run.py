@@ -117,6 +117,8 @@ def examinee(
     )
     if episodes is not None:
         episodes.check_rows(data)
+        num_prompts = min(sampling.rollout_batch_size, len(data.prompts))
+        episodes.check_sessions(num_prompts * sampling.n_samples_per_prompt)
     check_token_ids(data.report, model.tokenizer, model.architecture, pretrain=config.model.pretrain)
     process_model = None
     if prm_pretrain is not None and episodes is not None:

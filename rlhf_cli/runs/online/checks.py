@@ -1,5 +1,7 @@
 """Whether the sizes of an online command fit together, seen from its settings and the row of its algorithm."""
 
+import math
+
 from rlhf_cli.algorithms.table import ALGORITHMS, Algorithm
 from rlhf_cli.config.commands.online import OwnResponsesConfig
 from rlhf_cli.config.online import OnlineBatchConfig
@@ -133,3 +135,10 @@ def lag_notice(config: OwnResponsesConfig) -> list[str]:
         "--rollout_correction off: with --async_train responses of older policies count as if the present policy had "
         "written them"
     ]
+
+
+def most_episodes(config: OwnResponsesConfig, *, num_prompts: int) -> int:
+    """Return the largest number of episodes that are played at the same time."""
+    rollout, dynamic = config.rollout, config.dynamic_sampling
+    share = 0.0 if dynamic is None else dynamic.dynamic_oversample
+    return min(math.ceil(rollout.rollout_batch_size * (1 + share)), num_prompts) * rollout.n_samples_per_prompt

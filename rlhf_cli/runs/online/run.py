@@ -42,6 +42,7 @@ from rlhf_cli.runs.online.checks import (
     check_lag,
     check_step_rewards,
     lag_notice,
+    most_episodes,
 )
 from rlhf_cli.runs.online.evaluation import (
     best_facts,
@@ -295,6 +296,8 @@ def _load_data(
     for read in (data, eval_data):
         if episodes is not None and read is not None:
             episodes.check_rows(read)
+    if episodes is not None:
+        episodes.check_sessions(most_episodes(config, num_prompts=len(data.prompts)))
     student = None
     if isinstance(config, GKDConfig):
         student = load_student_data(config, model, reader, num_prompts=len(data.prompts))

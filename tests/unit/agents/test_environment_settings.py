@@ -17,6 +17,8 @@ NEEDED = {"pretrain": "model", "prompt_data": "rows.jsonl", "output": "run"}
         ("ws://host:8000", "openenv", "openenv:"),
         ("https://other/ws", "openenv", "openenv:"),
         ("http://host/games/one/", "openenv", "openenv:/games/one"),
+        ("mcp:http://host:8000/mcp", "mcp", "mcp:/mcp"),
+        ("mcp:python server.py --at http://host", "mcp", "mcp:python server.py --at host"),
         ("mcp:python /home/me/server.py --root data", "mcp", "mcp:python server.py --root data"),
     ],
 )
@@ -29,6 +31,12 @@ def test_kind_and_identity_follow_from_the_form(environment: str, kind: str, ide
 @pytest.mark.parametrize("url", ["ftp://host", "ws://", "ws:///path"])
 def test_a_url_without_a_host_or_of_another_scheme_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="an OpenEnv server has a URL like ws://host:8000"):
+        build_config(GRPOConfig, {**NEEDED, "environment": url})
+
+
+@pytest.mark.parametrize("url", ["mcp:ws://host/mcp", "mcp:http://", "mcp:https:///mcp"])
+def test_a_url_of_an_mcp_server_without_a_host_or_of_another_scheme_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="an MCP server has a URL like http://host:8000/mcp"):
         build_config(GRPOConfig, {**NEEDED, "environment": url})
 
 

@@ -2,7 +2,11 @@
 
 import os
 import signal
+import socket
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from scoring import is_alive, wait_until
 from rlhf_cli.agents.mcp_server import McpServer
 from rlhf_cli.agents.records import Calls, Finish, Reply, Reset
 from rlhf_cli.agents.session_environments import SessionEnvironments
+from rlhf_cli.backends.training.distributed_env import free_port
 from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.errors import UsageError
 
@@ -44,6 +49,8 @@ def fail(how: str) -> str:
     time.sleep(600)
     return ""
 
+if len(sys.argv) > 1:
+    server.run("streamable-http", port=int(sys.argv[1]))
 server.run()
 '''
 
@@ -159,3 +166,58 @@ def test_commands_that_cannot_run_are_refused(command: str, sentence: str) -> No
     with pytest.raises(UsageError) as caught:
         McpServer(command)
     assert str(caught.value) == f"--environment mcp:{command}: {sentence}"
+
+
+@contextmanager
+def listening(path: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run the server at a port of this machine until the end of the block."""
+    process = subprocess.Popen([sys.executable, str(path), str(port)])
+    try:
+        wait_until(lambda: _answers(port))
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_server_by_http_has_a_session_an_episode_and_is_found_again_when_it_is_back(tmp_path: Path) -> None:
+    (tmp_path / "notes.py").write_text(SERVER)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/mcp"
+    with listening(tmp_path / "notes.py", port), opened(url) as environments:
+        assert environments.description.about == "MCP server with tools note, number, fail"
+        for episode in range(3):
+            environments.send(episode, Reset({}, episode))
+        replies: dict[int, Reply] = {}
+        while len(replies) < 3:
+            replies |= dict(environments.collect(60))
+        assert set(replies.values()) == {Reply()}
+        assert call(environments, 0, note("a")).observations == ("a",)
+        assert call(environments, 1, ToolCall("fail", {"how": "exit"})).failure == "broke the connection off"
+        assert call(environments, 0, note("b")).failure == "broke the connection off"
+        environments.end(2)
+        environments.send(2, Reset({}, 2))
+        ((_, reply),) = environments.collect(60)
+        assert str(reply.failure).startswith("cannot be reached: ")
+        with listening(tmp_path / "notes.py", port):
+            environments.end(3)
+            environments.send(3, Reset({}, 3))
+            assert environments.collect(60) == [(3, Reply())]
+            assert call(environments, 3, note("c")).observations == ("c",)
+
+
+def test_a_server_by_http_gets_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_ENVIRONMENT_API_KEY", "of-mine")
+    assert McpServer("http://127.0.0.1:1/mcp").headers == {"Authorization": "Bearer of-mine"}
+    assert McpServer(sys.executable).headers == {}
+
+
+def test_a_server_by_http_that_is_not_there_is_refused_at_the_start() -> None:
+    url = f"http://127.0.0.1:{free_port()}/mcp"
+    with pytest.raises(UsageError, match=f"^--environment mcp:{url} cannot be reached: "), opened(url):
+        pass

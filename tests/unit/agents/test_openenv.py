@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ from episode_fakes import FakeDialogue
 from openenv_like import TEXT_ACTION, TOOL_ACTION, Dead, Environment, InvalidAction, OpenEnvLike, RawAnswer, Stepped
 from scoring import wait_until
 
+from rlhf_cli.agents import openenv
 from rlhf_cli.agents.openenv import OpenEnvServer, observation_text, text_field
 from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text
+from rlhf_cli.agents.server_key import server_headers
 from rlhf_cli.agents.session_environments import SessionEnvironments, SessionFailed
 from rlhf_cli.data.formats.conversations import Message, ToolCall, plain_message
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
@@ -167,6 +170,58 @@ def test_an_episode_without_a_session_fails_at_its_limit() -> None:
             "has no session to spare: Server at capacity: 1/1 sessions active (raise its max_concurrent_envs); "
             "tried for 0.5 s"
         )
+
+
+def test_a_server_with_fewer_sessions_than_a_batch_has_episodes_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openenv, "CLOSING_SECONDS", 0.3)
+    with OpenEnvLike(Moods, max_sessions=3) as server, opened(server) as environments:
+        environments.check_sessions(3)
+        assert server.most_sessions == 3
+        wait_until(lambda: server.num_sessions == 0)
+        with pytest.raises(UsageError) as caught:
+            environments.check_sessions(8)
+        assert str(caught.value) == (
+            f"--environment {server.url} has room for 3 sessions, and a batch has 8 episodes at the same time: has no "
+            "session to spare: Server at capacity: 3/3 sessions active (raise its max_concurrent_envs)"
+        )
+        wait_until(lambda: server.num_sessions == 0)
+
+
+def test_a_session_that_is_still_closing_does_not_count_as_taken() -> None:
+    with OpenEnvLike(Moods, max_sessions=1) as server, opened(server) as environments:
+        ask(environments, 0, Reset({}, 0))
+        threading.Timer(0.3, environments.end, [0]).start()
+        environments.check_sessions(1)
+
+
+def test_a_server_gets_the_key_of_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with OpenEnvLike(Moods, key="of-mine") as server:
+        with pytest.raises(UsageError, match=r"401 at /schema: the server asks for a key: put it .* RLHF_ENVIRONMENT"):
+            opened(server).__enter__()
+        monkeypatch.setenv("RLHF_ENVIRONMENT_API_KEY", "of-mine")
+        with opened(server) as environments:
+            environments.check_sessions(2)
+            assert ask(environments, 0, Reset({"name": "ann"}, 0)).failure is None
+
+
+def test_the_key_of_hugging_face_goes_to_its_spaces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLHF_ENVIRONMENT_API_KEY", raising=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert server_headers("https://user-space.hf.space/ws") == {"Authorization": "Bearer hf_secret"}
+    others = (
+        "ws://user-space.hf.space",
+        "wss://hf.space.example.org",
+        "wss://evil-hf.space.org",
+        "ws://localhost:8000",
+    )
+    assert [server_headers(url) for url in others] == [{}] * 4
+    monkeypatch.setenv("RLHF_ENVIRONMENT_API_KEY", "own")
+    assert server_headers("wss://user-space.hf.space") == {"Authorization": "Bearer own"}
+    monkeypatch.setenv("RLHF_ENVIRONMENT_API_KEY", "own\nHost: x")
+    with pytest.raises(UsageError, match="the key in RLHF_ENVIRONMENT_API_KEY has to be printable"):
+        server_headers("ws://localhost:8000")
 
 
 def test_a_server_that_died_fails_its_episodes_and_is_found_again_at_the_next() -> None:

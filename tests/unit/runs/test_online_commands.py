@@ -13,7 +13,14 @@ from rlhf_cli.config.commands.online import OnlineConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.flags import config_class, flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml
-from rlhf_cli.runs.online.checks import check_batches, check_filtering, check_lag, check_step_rewards, lag_notice
+from rlhf_cli.runs.online.checks import (
+    check_batches,
+    check_filtering,
+    check_lag,
+    check_step_rewards,
+    lag_notice,
+    most_episodes,
+)
 from rlhf_cli.runs.online.evaluation import evaluation_task
 from rlhf_cli.runs.online.group_files import check_state
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings
@@ -320,3 +327,10 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_its_form(tmp_path):
     check_state(Checkpoint(tmp_path, 2, {"loop": LoopState(2, 0.0, 0.0).plain()}))
     with pytest.raises(UsageError, match="was written by an earlier version of rlhf"):
         check_state(Checkpoint(tmp_path, 2, {"loop": {"iteration": 2, "lengths": {}}}))
+
+
+def test_a_batch_of_episodes_counts_samples_and_the_extra_prompts_of_dynamic_sampling():
+    batch = {"rollout_batch_size": 6, "n_samples_per_prompt": 4, "train_batch_size": 24}
+    assert most_episodes(resolve("grpo", **batch), num_prompts=100) == 24
+    assert most_episodes(resolve("grpo", **batch), num_prompts=5) == 20
+    assert most_episodes(resolve("grpo", **batch, dynamic_filtering=True), num_prompts=100) == 36
