@@ -332,6 +332,31 @@ def test_episodes_do_not_depend_on_the_order_of_answers() -> None:
     assert len({tuple(one.token_ids) for one in found}) == 9
 
 
+def test_a_server_that_dies_in_a_batch_fails_its_episodes_and_serves_the_next_batch_when_it_is_back() -> None:
+    asked = {"columns": {}, "messages": [plain_message(Message("user", "A"))]}
+    requests = [GenerationRequest([65], seed, row=json.dumps(asked), environment_seed=seed) for seed in range(4)]
+    with OpenEnvLike(Moods) as server, opened(server) as environments:
+
+        class Killing(SeededEngines):
+            """Kills the server before the second turn."""
+
+            num_turns = 0
+
+            def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+                super().begin(requests, sampling)
+                self.num_turns += 1
+                if self.num_turns == 2:
+                    server.kill()
+
+        engines = Killing(backwards=False)
+        played = EpisodeEngines(engines, environments, FakeDialogue(), EpisodeLimits(3, 200))  # type: ignore[arg-type]
+        broken = [generation.episode for generation in played.generate(requests, SamplingParams(5))]
+        assert [one and one.failure for one in broken] == ["closed the connection (code 1006)"] * 4
+        with OpenEnvLike(Moods, port=server.port):
+            sound = [generation.episode for generation in played.generate(requests, SamplingParams(5))]
+        assert [one and (one.failure, one.turn_rewards) for one in sound] == [(None, (0.5, 0.5, 0.5))] * 4
+
+
 def fields(needed: tuple[str, ...] = (), **types: str) -> dict[str, Any]:
     return {"properties": {name: {"type": kind} for name, kind in types.items()}, "required": list(needed)}
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from saved_loops import read_state, write_state
 from site_hooks import undocumented
 from tiny_vision import save_tiny_vision
+from transformers import AutoModelForCausalLM
 from vision_sequences import vision_sequences
 
 from rlhf_cli.agents.records import Action, Reply, Reset, Text
@@ -41,14 +42,21 @@ from rlhf_cli.backends.rollout.transformers_engine import TransformersEngine
 from rlhf_cli.backends.weight_sync.shm import ShmTransport
 from rlhf_cli.backends.weight_sync.transfer import WeightSender
 from rlhf_cli.config.commands.online import OnlineConfig
+from rlhf_cli.config.evaluation import EvaluationConfig
+from rlhf_cli.config.model import ModelConfig
 from rlhf_cli.data.formats.conversations import Message, plain_message
+from rlhf_cli.data.packing.packs import pack
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.data.rollouts import Episode, Generation, GenerationRequest, SamplingParams
 from rlhf_cli.models.adapters import plan_adapter
+from rlhf_cli.models.loading import load_causal_lm
+from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
+from rlhf_cli.trainers.online.evaluation import EvaluationState, EvaluationTask, Evaluator
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
+from rlhf_cli.trainers.online.responses import as_sequence
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -144,6 +152,21 @@ def reference_of(settings: RoleSettings, policy: TrainedRole, dealer: Dealer) ->
     return ReferenceRole(FrozenRole(reference, dealer, takes_turns=False), actor=policy, alpha=0.0)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Parts of a run that differ from the plain ones. `play` makes other engines of the one engine, whose responses are
+    episodes. Held-out prompts are evaluated before the first and after each iteration.
+    """
+
+    play: Callable[[OneEngine], Any] = lambda engine: engine
+    scorer: FakeScorer | None = None
+    held_out: Sequence[Prompt] = ()
+    tracker: FakeTracker | None = None
+
+
+PLAIN = Parts()
+
+
 def train(
     config: OnlineConfig,
     row: str,
@@ -151,14 +174,12 @@ def train(
     prompts: Sequence[Prompt] = PROMPTS,
     checkpoint: Path | None = None,
     *,
-    play: Callable[[OneEngine], Any] = lambda engine: engine,
-    scorer: FakeScorer | None = None,
     iterations: int = ITERATIONS,
+    parts: Parts = PLAIN,
 ) -> tuple[list[Any], list[Any], dict[str, torch.Tensor]]:
     """(metrics and samples of each iteration, the weights that came out).
 
-    The first iteration is saved in the folder `checkpoint`; if that is there already, the run goes on from it. `play`
-    makes other engines of the one engine, whose responses are episodes.
+    The first iteration is saved in the folder `checkpoint`; if that is there already, the run goes on from it.
     """
     algorithm, settings, dealer = ALGORITHMS[row], role_settings(config, 1e-2), Dealer(1, config.batch, 0.0)
 
@@ -167,7 +188,7 @@ def train(
 
     actor = ActorRank(settings)
     critic = CriticRank(settings) if algorithm.critic else None
-    engine, tracker = OneEngine(config.model.pretrain, actor, folder), FakeTracker()
+    engine, tracker = OneEngine(config.model.pretrain, actor, folder), parts.tracker or FakeTracker()
     state = first_state(config.policy)
     roles_by_name = {"actor": actor.role} | ({"critic": critic.role} if critic else {})
     if goes_on := checkpoint is not None and checkpoint.exists():
@@ -186,18 +207,29 @@ def train(
         CriticRole(trained(critic)) if critic else None,
         reference_of(settings, policy, dealer),
         None,
-        play(engine),
-        scorer or Scorer([], fails=lambda index: False),
+        parts.play(engine),
+        parts.scorer or Scorer([], fails=lambda index: False),
     )
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    every = EvaluationConfig(eval_dataset="sets", eval_steps=1)
+    settings_of_loop = online_settings(config, row)
+    greedy = replace(settings_of_loop.sampling, greedy=True)
+    task = EvaluationTask(
+        every, config.reward, parts.held_out, decode, greedy, 42, iterations, engines_lose_weights=False
+    )
+    evaluator = Evaluator(task, roles, tracker, save_best=lambda best: None, state=EvaluationState())  # type: ignore[arg-type]
     train_online(
         roles,
-        online_settings(config, row),
+        settings_of_loop,
         prompts=prompts,
-        decode=lambda token_ids: "".join(map(chr, token_ids)),
+        decode=decode,
         state=state,
         total_iterations=iterations,
         save_steps=1,
-        hooks=OnlineHooks(tracker, save, lambda: False),
+        hooks=OnlineHooks(tracker, save, lambda: False, evaluator),
     )
     engine.end()
     return tracker.logged, tracker.rows, {name: weight.clone() for name, weight in actor.engine_weights()}
@@ -356,6 +388,111 @@ def play_parity(engine: OneEngine, *, is_shown: bool = True) -> EpisodeEngines:
     return EpisodeEngines(StoppedTurns(engine), parity_game(is_shown=is_shown), FakeDialogue(), EpisodeLimits(4, 32))  # type: ignore[arg-type]
 
 
+class Recorded:
+    """Plays the parity game and keeps the seeds with which environments began."""
+
+    def __init__(self) -> None:
+        self._games: list[FakeEnvironments] = []
+
+    def __call__(self, engine: OneEngine) -> EpisodeEngines:
+        game = parity_game()
+        self._games.append(game)
+        return EpisodeEngines(StoppedTurns(engine), game, FakeDialogue(), EpisodeLimits(4, 32))  # type: ignore[arg-type]
+
+    @property
+    def seeds(self) -> list[int]:
+        return [action.seed for _, action in self._games[-1].actions if isinstance(action, Reset)]
+
+
+def play_episodes(command: str, folder: str, tmp_path: Path, **given: Any) -> tuple[Any, Recorded]:
+    """Return the run of a command on the parity game, and what the environments got."""
+    recorded, config = Recorded(), episodes_config(command, folder, **given.pop("settings", {}))
+    prompts = given.pop("prompts", episode_prompts(8))
+    parts = Parts(recorded, WorthOfEpisodes([], fails=lambda index: False), **given)
+    return train(config, command, tmp_path, prompts, parts=parts), recorded
+
+
+def test_the_greedy_episode_of_remax_begins_in_the_same_environment_as_the_sampled_ones(tiny_model_dir, tmp_path):
+    settings = {"n_samples_per_prompt": 2, "train_batch_size": 8}
+    (logged, rows, _), recorded = play_episodes("remax", tiny_model_dir, tmp_path, settings=settings)
+    assert len(recorded.seeds) == ITERATIONS * (8 + 4)
+    for first in (0, 12):
+        sampled, greedy = recorded.seeds[first : first + 8], recorded.seeds[first + 8 : first + 12]
+        assert sampled[::2] == sampled[1::2] == greedy
+        assert len(set(greedy)) == 4
+    for (_, metrics), (_, cells) in zip(logged, rows, strict=True):
+        assert metrics["episode/turns"] == 2.0
+        assert metrics["greedy_reward"] in {0.0, 0.25, 0.5, 0.75, 1.0}
+        assert metrics["reward"] == sum(row["reward"] for row in cells) / 8
+        assert metrics["rollout_diff_max"] < 1e-5
+
+
+def test_dynamic_sampling_replaces_prompts_whose_episodes_are_all_alike(tiny_model_dir, tmp_path):
+    settings = {
+        "dynamic_filtering": True,
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "train_batch_size": 4,
+    }
+    given = {"settings": settings, "prompts": episode_prompts(40)}
+    (first, recorded), (second, _) = (play_episodes("grpo", tiny_model_dir, tmp_path, **given) for _ in range(2))
+    assert first[:2] == second[:2]
+    assert len(recorded.seeds) > ITERATIONS * 4  # some prompts were replaced
+    for _, cells in first[1]:
+        by_prompt: dict[str, set[float]] = {}
+        for row in cells:
+            assert [message["role"] for message in row["messages"]] == ["assistant", "user", "assistant"]
+            by_prompt.setdefault(row["prompt"], set()).add(row["reward"])
+        assert [*by_prompt.values()] == [{0.0, 1.0}] * 2
+
+
+class EvaluationTracker(FakeTracker):
+    """Writes down evaluations too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluations: list[tuple[dict[str, float], list[dict[str, Any]]]] = []
+
+    def evaluation(self, step: int, metrics: dict[str, float], phases: dict[str, float]) -> None:
+        self.evaluations.append((metrics, []))
+
+    def evaluation_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        self.evaluations[step][1].extend(rows)
+
+
+def test_held_out_prompts_are_episodes_too_and_change_nothing_in_training(tiny_model_dir, tmp_path):
+    plain, _ = play_episodes("grpo", tiny_model_dir, tmp_path)
+    tracker = EvaluationTracker()
+    given = {"held_out": episode_prompts(3), "tracker": tracker}
+    evaluated, recorded = play_episodes("grpo", tiny_model_dir, tmp_path, **given)
+    assert evaluated[:2] == plain[:2]
+    assert all(weight.equal(plain[2][name]) for name, weight in evaluated[2].items())
+    assert len(tracker.evaluations) == ITERATIONS + 1
+    for metrics, cells in tracker.evaluations:
+        assert metrics["reward"] == sum(row["reward"] for row in cells) / 3
+        assert [len(row["messages"]) for row in cells] == [3, 3, 3]
+    starts = [(3 + 32) * number for number in range(ITERATIONS + 1)]
+    assert len({tuple(recorded.seeds[start : start + 3]) for start in starts}) == 1  # the same tasks each time
+
+
+def test_only_sampled_tokens_have_a_gradient(tiny_model_dir):
+    """The gradient of an episode is that of its turns, each behind all tokens before it, by the plain model."""
+    turns = ((0, 3), (7, 9), (12, 16))
+    generation = Generation([*range(30, 46)], [0.0] * 9, "stop", 0, Episode(turns, (0.0, 0.0, 1.0)))
+    policy = PolicyModel(load_causal_lm(ModelConfig(pretrain=tiny_model_dir, param_dtype="fp32")))
+    logprobs, _ = policy(pack([as_sequence(Prompt([5, 6, 7], "p", None, "d", 0), generation)]))
+    assert logprobs.shape == (9,)
+    logprobs.sum().backward()
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, *generation.token_ids]])
+    for start, end in turns:
+        log_p = plain(input_ids=ids[:, : 3 + end]).logits[0].log_softmax(-1)
+        log_p[range(2 + start, 2 + end), ids[0, 3 + start : 3 + end]].sum().backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name.removeprefix("model.")], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("command", ["grpo", "ppo"])
 def test_episodes_repeat_and_go_on_as_if_never_stopped(command, tiny_model_dir, tmp_path):
     def run(folder: Path | None) -> tuple[list[Any], list[Any], dict[str, torch.Tensor]]:
@@ -365,8 +502,7 @@ def test_episodes_repeat_and_go_on_as_if_never_stopped(command, tiny_model_dir, 
             tmp_path,
             episode_prompts(8),
             folder,
-            play=play_parity,
-            scorer=WorthOfEpisodes([], fails=lambda index: False),
+            parts=Parts(play_parity, WorthOfEpisodes([], fails=lambda index: False)),
         )
 
     first, again, resumed = run(tmp_path / "checkpoint"), run(None), run(tmp_path / "checkpoint")
@@ -387,8 +523,7 @@ def test_the_answer_to_an_observation_is_learned_and_nothing_without_one(command
         command,
         tmp_path,
         episode_prompts(240),
-        play=partial(play_parity, is_shown=is_shown),
-        scorer=WorthOfEpisodes([], fails=lambda index: False),
+        parts=Parts(partial(play_parity, is_shown=is_shown), WorthOfEpisodes([], fails=lambda index: False)),
         iterations=60,
     )
     reward = sum(metrics["reward"] for _, metrics in logged[-5:]) / 5
