@@ -4,6 +4,7 @@ The file itself is imported only in the processes of environments (fork_server.p
 """
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.workers.user_module import import_file
 
 OWN_NAME = "Environment"
+
+_OPENRLHF_AGENT = re.compile(r"^class\s+Agent(?:Instance|Executor)\b", re.MULTILINE)
+_OWN_CLASS = re.compile(rf"^class\s+{OWN_NAME}\b", re.MULTILINE)
 
 NOT_TOOLS = ("reset", "step", "close", "get_reward", "render")
 """Public methods that a model cannot call."""
@@ -73,7 +77,11 @@ class EnvironmentClass:
 
     @property
     def about(self) -> str:
-        return f"tools {', '.join(self.tools)}" if self.tools else "step reads the text of each turn"
+        if self.tools:
+            return f"tools {', '.join(self.tools)}"
+        others = [name for name in _tools(self.type) if name in vars(self.type)]
+        beside = f", so {', '.join(others)} cannot be called" if others else ""
+        return f"step reads the text of each turn{beside}"
 
     @property
     def has_close(self) -> bool:
@@ -92,20 +100,54 @@ def load_class(path: Path, name: str | None) -> EnvironmentClass:
         BadResult: there is no such class; the message ends the sentence "calculator.py ...".
         Exception: whatever the file raises while it is imported.
     """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if _OPENRLHF_AGENT.search(text) and not _OWN_CLASS.search(text):
+        raise BadResult(
+            "is an agent of OpenRLHF: write it as class Environment with reset(self, **row), which gets the columns of "
+            "the row, and step(self, text), which returns the feedback without marks of a template, the reward and "
+            "whether the episode is done (docs/coming-from.md has an example)"
+        )
     module = import_file(path, "environment_file")
     return described(_named(module, name) if name or hasattr(module, OWN_NAME) else _only(module))
 
 
 def described(found: type) -> EnvironmentClass:
     """Return the form of a class. Raises BadResult if it has none."""
+    if (needed := _first_needed(found)) is not None:
+        raise BadResult(f"has class {found.__name__} that is made without arguments, and __init__ needs {needed!r}")
     reset = getattr(found, "reset", None)
     if not callable(reset):
         raise BadResult(f"has class {found.__name__} without a method reset")
     has_step = callable(getattr(found, "step", None))
+    if has_step and not _takes_text(found):
+        raise BadResult(f"has {found.__name__}.step, which has to take the text of a turn: step(self, text)")
     tools = () if has_step else _tools(found)
     if not has_step and not tools:
         raise BadResult(f"has class {found.__name__} without tools: give it public methods, or step(text)")
     return EnvironmentClass(found, tools, _columns(reset))
+
+
+def _first_needed(found: type) -> str | None:
+    """Return the first argument that a class cannot be made without, None if it needs no argument."""
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        return str(error).rpartition(": ")[2].strip("'")
+    except ValueError:
+        return None  # some classes in C have no signature
+    return None
+
+
+def _takes_text(found: type) -> bool:
+    step = inspect.getattr_static(found, "step")
+    given = ("text",) if isinstance(step, staticmethod | classmethod) else ("self", "text")
+    try:
+        inspect.signature(getattr(found, "step")).bind(*given)  # noqa: B009 - of any class
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # some methods in C have no signature
+    return True
 
 
 def _named(module: object, name: str | None) -> type:
@@ -172,7 +214,7 @@ def tool_schemas(found: EnvironmentClass) -> list[dict[str, object]]:
             schemas.append(get_json_schema(getattr(found.type, name)))
         except Exception as error:
             raise BadResult(
-                f"has {found.type.__name__}.{name}, which cannot be a tool: {one_line(error)} "
+                f"has {found.type.__name__}.{name}, which cannot be a tool: {one_line(error).rstrip('.!')}. "
                 "A tool has a docstring, type hints, and under `Args:` a line for each argument; a method that is no "
                 "tool begins with _"
             ) from error

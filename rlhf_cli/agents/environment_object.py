@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from rlhf_cli.rewards.sandbox.run import SandboxError
 from rlhf_cli.rewards.workers.worker import describe_error, own_trace
 
 ENDED = "Error: the episode has ended."
+_IN_MEMORY = re.compile(r" at 0x[0-9a-fA-F]+")
 _LONGEST_NAME = 100  # characters of a tool's name that the model made up
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ class EnvironmentObject:
         result = self._resolve(self._object.reset(**self._found.columns.arguments(action.row, action.seed)))
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
             result = result[0]  # Gymnasium's (observation, info)
-        return Reply(() if result is None else (as_text(result),), reward=self._gain())
+        return Reply(() if result is None else (as_text(result, "reset"),), reward=self._gain())
 
     def _make_calls(self, calls: Sequence[ToolCall]) -> Reply:
         observations = tuple(self._call(call) for call in calls)
@@ -95,11 +97,12 @@ class EnvironmentObject:
         except TypeError as error:
             return f"Error: {call.name}: {one_line(error)}. Arguments: {', '.join(signature.parameters) or 'none'}"
         try:
-            return as_text(self._resolve(method(**call.arguments)))
+            result = self._resolve(method(**call.arguments))
         except SandboxError:
             raise
         except BaseException as error:
             return f"Error: {one_line(error)}"
+        return as_text(result, call.name)
 
     def _step(self, text: str) -> Reply:
         if not self._found.has_step:
@@ -153,15 +156,21 @@ def unknown_tool(name: str, tools: Collection[str]) -> str:
     return f"Error: there is no tool {name[:_LONGEST_NAME]!r}. Tools: {', '.join(tools) or 'none'}"
 
 
-def as_text(result: object) -> str:
-    """Return a result as the text of an observation: "" for None, JSON for an object that JSON can have."""
+def as_text(result: object, method: str = "") -> str:
+    """Return a result of a method as the text of an observation: "" for None, JSON for an object that JSON can have.
+
+    Raises:
+        BadResult: the object has no text but its place in memory, which differs from run to run.
+    """
     if result is None:
         return ""
     if not isinstance(result, str):
         try:
             result = json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
-            result = str(result)
+            kind, result = type(result).__name__, str(result)
+            if _IN_MEMORY.search(result):
+                raise BadResult(f"returned {kind} from {method}, which has no text: {result[:80]}") from None
     return str(result).encode(errors="replace").decode()  # a lone surrogate cannot be tokenised
 
 
@@ -185,7 +194,7 @@ def step_result(result: object) -> Reply:
 def _stepped(observation: object, reward: object, done: object, truncated: object = False) -> Reply:
     gain = 0.0 if reward is None else number(reward, "reward of step")
     is_cut = bool(truncated) and not done
-    return Reply((as_text(observation),), reward=gain, is_done=bool(done) or is_cut, is_truncated=is_cut)
+    return Reply((as_text(observation, "step"),), reward=gain, is_done=bool(done) or is_cut, is_truncated=is_cut)
 
 
 def number(value: object, origin: str) -> float:

@@ -145,7 +145,8 @@ class FileEnvironments:
             received += data
         answer = json.loads(received)
         if "value" not in answer:
-            logger.warning("%s %s\n%s", self._source, answer["reason"], answer["trace"])
+            if answer["trace"]:
+                logger.warning("%s %s\n%s", self._source, answer["reason"], answer["trace"])
             raise UsageError(f"--environment {self._source} {answer['reason']}")
         facts = cast(ClassFacts, answer["value"])
         return facts | {"columns": ResetColumns(**answer["value"]["columns"])}

@@ -186,7 +186,7 @@ PENALTY = (
 )
 
 NO_IMAGES = "this command reads no images"
-AN_AGENT = "an agent is a class with step(text) or tools in --environment FILE.py: docs/howto/environments.md"
+AN_AGENT = "an agent is a class with step(text) or tools in --environment FILE.py: docs/coming-from.md has an example"
 NO_LAG = "ppo, reinforce++, grpo, rloo and remax sample ahead of training, and this command does not"
 WHOLE_BATCHES = "weights are pushed between batches: --async_train alone keeps engines and trainers busy"
 SHARED = "actor and critic share --lr_scheduler, --lr_warmup_ratio, --min_lr_ratio, --max_norm and --l2"
@@ -414,9 +414,7 @@ TABLE: dict[str, Foreign] = {
     **LLAMA_FACTORY,
     **SLIME,
     **EASYR1,
-    "agent_func_path": Foreign(
-        1, _refused("an agent is a class with step(text) or tools in --environment FILE.py: docs/howto/environments.md")
-    ),
+    "agent_func_path": Foreign(1, _refused(AN_AGENT)),
     "async_train": Foreign(0, _refused(NO_LAG)),
     "max_staleness": Foreign(1, _refused(NO_LAG)),
     "pretrain_data": Foreign(1, _refused("a second loss on pre-training data is not there")),

@@ -3,17 +3,21 @@
 import asyncio
 import json
 import random
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_cli.agents.environment_class import described, tool_schemas
+from rlhf_cli.agents.environment_class import described, load_class, tool_schemas
 from rlhf_cli.agents.environment_object import ENDED, EnvironmentObject
 from rlhf_cli.agents.records import Calls, Finish, Reply, Reset, Text
 from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.sandbox.run import SandboxError
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def begun(kind: type[Any], row: Mapping[str, Any] | None = None, *, seed: int = 0) -> EnvironmentObject:
@@ -116,6 +120,19 @@ def test_results_become_text(result: object, text: str) -> None:
             return result
 
     assert call(begun(Source), "get").observations == (text,)
+
+
+def test_a_result_without_text_fails_the_environment() -> None:
+    """Its place in memory would stand in the observation, another one in each run."""
+
+    class Source:
+        def reset(self): ...
+
+        def get(self) -> Any:
+            return {"found": [self]}
+
+    failure = call(begun(Source), "get").failure or ""
+    assert failure.startswith("returned dict from get, which has no text: {'found': [<")
 
 
 class Vault:
@@ -338,6 +355,69 @@ def test_a_class_without_a_form_is_refused() -> None:
         described(Nothing)
     with pytest.raises(BadResult, match="has class NoReset without a method reset"):
         described(NoReset)
+
+    class Sized:
+        def __init__(self, size, depth=1): ...
+
+        def reset(self): ...
+
+        def tool(self): ...
+
+    class Deaf:
+        def reset(self): ...
+
+        def step(self): ...
+
+    with pytest.raises(BadResult, match="has class Sized that is made without arguments, and __init__ needs 'size'"):
+        described(Sized)
+    with pytest.raises(BadResult, match=r"has Deaf\.step, which has to take the text of a turn: step\(self, text\)"):
+        described(Deaf)
+
+
+def test_public_methods_beside_step_are_named_because_no_model_can_call_them() -> None:
+    class Game:
+        def reset(self): ...
+
+        @staticmethod
+        def step(text): ...
+
+        def look(self): ...
+
+    assert described(Game).about == "step reads the text of each turn, so look cannot be called"
+    assert described(Guess).about == "step reads the text of each turn"
+
+
+# An agent in the form of OpenRLHF, whose package is not there.
+AGENT = """
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class AgentInstance(AgentInstanceBase):
+    async def reset(self, states: dict, **kwargs):
+        return {"observation": states["observation"]}
+
+    async def step(self, states: dict, **kwargs):
+        feedback = "<|im_end|>\\n<|im_start|>user\\nNo.<|im_end|>\\n<|im_start|>assistant\\n"
+        return {"rewards": 0.0, "scores": 0.0, "environment_feedback": feedback, "done": False}
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+
+
+def test_an_agent_of_openrlhf_is_refused_with_the_form_to_write_instead(tmp_path: Path) -> None:
+    path = tmp_path / "agent_func.py"
+    path.write_text(AGENT)
+    with pytest.raises(BadResult, match=r"is an agent of OpenRLHF: write it as class Environment with reset\(self, "):
+        load_class(path, None)
+    (example,) = re.findall(r"```python\n(.*?)```", (DOCS / "coming-from.md").read_text(), flags=re.DOTALL)
+    path.write_text(example)
+    found = EnvironmentObject(load_class(path, None))
+    assert found.answer(Reset({"answer": "42"}, 0)) == Reply()
+    assert found.answer(Text("41")) == Reply(("No. Try again.",))
+    assert found.answer(Text("It is 42")) == Reply(("Right.",), reward=1.0, is_done=True)
 
 
 @pytest.mark.parametrize("problem", ["no docstring", "no hint", "no line"])

@@ -110,6 +110,66 @@ def test_turns_of_calls_earn_the_reward_of_the_calculator(calculator):
     assert facts["calls"] == "2, and 0 that could not be read"
 
 
+# A class as TRL's `environment_factory` takes it: no base class, `**kwargs`, Returns in docstrings, errors as answers.
+SAFE = '''
+class SafeEnv:
+    def __init__(self):
+        self.opened = 0
+
+    def reset(self, **kwargs) -> str | None:
+        self.digits, self.tries, self.reward, self.done = kwargs["answer"], 0, 0.0, False
+        return f"\\nThe code has {len(self.digits)} digits."
+
+    def try_code(self, code: int, loudly: bool = False) -> str:
+        """
+        Try to open the safe.
+
+        Args:
+            code: The digits to dial.
+            loudly: Whether to knock.
+
+        Returns:
+            What the safe does.
+        """
+        if self.done:
+            raise ValueError("The safe is open.")
+        self.tries += 1
+        if str(code) != self.digits:
+            return "It stays shut."
+        self.reward, self.done = 1.0 / self.tries, True
+        return "It opens."
+'''
+
+
+def call_of(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_a_class_of_trl_plays_unchanged_in_a_process_of_its_own(files, model):
+    (files / "safe.py").write_text(SAFE)
+    played = play(
+        rehearsal_of(model, "safe.py"),
+        call_of("try_code", code=41),
+        call_of("try_code", code="a", loudly=True, hard=1),
+        call_of("try_code", code=42) + "\n" + call_of("try_code", code=42),
+    )
+    (_, prompt), *parts = texts(played)
+    assert "The digits to dial." in prompt
+    assert "What is 6 times 7?\nThe code has 2 digits.<|im_end|>" in prompt
+    assert [name for name, _ in parts] == [
+        "turn 1, reward 0",
+        "answer",
+        "turn 2, reward 0",
+        "answer",
+        "turn 3, reward 0.5",
+    ]
+    assert "<tool_response>\nIt stays shut.\n</tool_response>" in parts[1][1]
+    assert "Error: try_code: got an unexpected keyword argument 'hard'. Arguments: code, loudly" in parts[3][1]
+    facts = played.example.facts
+    assert (facts["reward"], facts["end"]) == ("0.5", "the environment is done")
+    assert facts["calls"] == "4, and 0 that could not be read"
+
+
 def test_without_a_script_each_tool_is_called_and_trained_text_is_marked(calculator):
     text = page(calculator)
     assert text.startswith("Episode with Environment of calculator.py: tools calculate, submit\n")
