@@ -193,6 +193,11 @@ def signature_of(reward: Callable[..., object], args: Mapping[str, object]) -> S
         parameters = list(inspect.signature(reward).parameters.values())
     except ValueError:  # a built-in without a signature
         return Signature(OWN_FORM, frozenset(), frozenset(), takes_all=False, by_place=True)
+    if any(one.name == "environments" and one.default is one.empty for one in parameters):
+        raise BadResult(
+            "has a function that takes `environments`, as TRL's do: their objects are in other processes, and their "
+            "attribute `reward` is the reward with the name environment (--reward_funcs environment)"
+        )
     found = _signature(parameters)
     if found is None:
         forms = "; ".join(form.signature for form in (OWN_FORM, *FORMS))

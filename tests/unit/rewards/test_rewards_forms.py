@@ -183,6 +183,15 @@ def test_the_form_is_named_in_a_line(reward_file: WriteFile, source: str, name: 
         assert (f"is called as {name} calls it" in scorer.form) == bool(name)
 
 
+@pytest.mark.parametrize("parameters", ["environments, **kwargs", "completions, environments, **kwargs"])
+def test_a_function_that_reads_trls_environments_is_refused_with_the_reward_to_name(
+    reward_file: WriteFile, parameters: str
+) -> None:
+    source = f"def reward_func({parameters}): return [one.reward for one in environments]"
+    with pytest.raises(UsageError, match=r"takes `environments`.*--reward_funcs environment"):
+        Scorer(config(reward_func=reward_file(source))).__enter__()
+
+
 PROMPTS = [Prompt([5, 6], "<user>What?", "18", "rows.jsonl", place, "openai/gsm8k", row()) for place in range(3)]
 
 
