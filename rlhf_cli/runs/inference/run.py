@@ -21,7 +21,7 @@ from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.reward_model import RewardModelPlan, find_process_reward_model, find_reward_model
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.rewards.scorer import Scorer
-from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
+from rlhf_cli.runs.episodes import EpisodePlan, find_episodes, refuse_length_rewards
 from rlhf_cli.runs.inference.model import InferenceModel, find_inference_model
 from rlhf_cli.runs.inference.output_folder import WHOLE_MODEL, Chunks
 from rlhf_cli.runs.inference.workers import Models, started_models
@@ -105,6 +105,8 @@ def examinee(
     check_engine_pictures(model.architecture, backend=backend)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
+    if config.episodes.environment is not None:
+        refuse_length_rewards(config.reward)
     episodes = find_episodes(config.episodes, config.prompts, model.found, model.tokenizer)
     data = load_prompts(
         config.prompts,

@@ -8,6 +8,7 @@ from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import GroupPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.errors import UsageError
+from rlhf_cli.runs.episodes import OF_ONE_TURN, refuse_length_rewards
 
 
 def check_batches(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
@@ -105,12 +106,9 @@ def check_episodes(config: OwnResponsesConfig) -> None:
         raise UsageError(
             "--prm_pretrain: the steps of a response with observations of an environment are not found yet"
         )
-    reward = config.reward_settings
-    by_length = [call.name for call in reward.rewards if call.row.kind == "length"]
-    given = "overlong_buffer_len" if reward.overlong_buffer_len is not None else None
-    named = f"--{given}" if given else f"--reward_funcs {by_length[0]}" if by_length else None
-    if named is not None:
-        raise UsageError(f"{named} is about one response of at most max_new_tokens, and an episode has several turns")
+    if config.reward_settings.overlong_buffer_len is not None:
+        raise UsageError(f"--overlong_buffer_len {OF_ONE_TURN}")
+    refuse_length_rewards(config.reward_settings)
 
 
 def check_lag(config: OwnResponsesConfig) -> None:

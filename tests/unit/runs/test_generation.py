@@ -35,6 +35,7 @@ from rlhf_cli.runs.inference.run import (
     InferenceRun,
     ModelUnderTest,
     answer_chunks,
+    examinee,
     settings_identity,
 )
 from rlhf_cli.trainers.online.step_scoring import StepFinder, StepScorer, step_metrics
@@ -329,6 +330,12 @@ def test_rows_scored_by_another_text_of_the_reward_file_are_those_of_other_setti
     assert differences(written, settings_identity(settings, None)) == ""
     file.write_text(file.read_text().replace("0.0", "1.0"))
     assert "contents of the reward file" in differences(written, settings_identity(settings, None))
+
+
+def test_a_reward_by_length_is_refused_beside_an_environment(tiny_model_dir):
+    given = {"pretrain": tiny_model_dir, "environment": "none.py", "reward_funcs": "soft_overlong(max_len=60,buffer=8)"}
+    with pytest.raises(UsageError, match="--reward_funcs soft_overlong is about one response"):
+        examinee(config(max_len=512, max_new_tokens=64, **given))
 
 
 def test_rows_of_an_environment_file_that_was_mended_are_those_of_other_settings(tmp_path):

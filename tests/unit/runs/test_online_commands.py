@@ -15,6 +15,7 @@ from rlhf_cli.flags import config_class, flags_of
 from rlhf_cli.options import build_config, from_yaml, to_yaml
 from rlhf_cli.runs.online.checks import (
     check_batches,
+    check_episodes,
     check_filtering,
     check_lag,
     check_step_rewards,
@@ -334,3 +335,18 @@ def test_a_batch_of_episodes_counts_samples_and_the_extra_prompts_of_dynamic_sam
     assert most_episodes(resolve("grpo", **batch), num_prompts=100) == 24
     assert most_episodes(resolve("grpo", **batch), num_prompts=5) == 20
     assert most_episodes(resolve("grpo", **batch, dynamic_filtering=True), num_prompts=100) == 36
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "complaint"),
+    [
+        ("ppo", {"prm_pretrain": "x"}, "--prm_pretrain: the steps of a response with observations"),
+        ("grpo", {"overlong_buffer_len": 8}, "--overlong_buffer_len is about one response"),
+        ("grpo", {"reward_funcs": "environment,soft_overlong(max_len=60,buffer=8)"}, "--reward_funcs soft_overlong is"),
+    ],
+)
+def test_settings_about_one_response_are_refused_beside_an_environment(command, given, complaint):
+    config = resolve(command, **{"environment": "calculator.py", "reward_funcs": "environment", **given})
+    with pytest.raises(UsageError, match=complaint):
+        check_episodes(config)
+    check_episodes(resolve(command, **{"reward_funcs": "exact", **given, **LEAST}))
