@@ -44,7 +44,7 @@ class FakeDialogue:
 
     end_ids: tuple[int, ...] = (0,)
 
-    def read(self, token_ids: Sequence[int]) -> ParsedTurn:
+    def read(self, token_ids: Sequence[int], *, behind: Sequence[int] | None = None) -> ParsedTurn:
         text = "".join(map(chr, token_ids))
         calls = [ToolCall("look", {"at": i}) for i in range(text.count("c"))]
         calls += [ToolCall("none", {})] if text == "n" else []

@@ -9,9 +9,12 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_cli.data.formats.conversations import Conversation, Message, Tool, ToolCall
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.text import TRIAL, TemplateFault
-from rlhf_cli.data.templates.tool_calls import ParsedTurn, call_format_of, written_call
+from rlhf_cli.data.templates.tool_calls import ParsedTurn, begins_thought, call_format_of, written_call
 from rlhf_cli.data.templates.turn_bridge import TurnBridge, tool_results
 from rlhf_cli.data.tokenizing.decoding import text_of
+
+_NUM_LAST = 16
+"""Tokens in which the mark of a thought fits."""
 
 
 class ChatDialogue:
@@ -49,13 +52,23 @@ class ChatDialogue:
             return []
         return [self._tokenizer.convert_tokens_to_ids(self._calls.end)]
 
-    def read(self, token_ids: Sequence[int]) -> ParsedTurn:
-        """Return the text and the calls of a sampled turn."""
+    def read(self, token_ids: Sequence[int], *, behind: Sequence[int] | None = None) -> ParsedTurn:
+        """Return the text and the calls of a sampled turn.
+
+        Args:
+            behind: the tokens before the turn, which may begin a thought; None for the first turn. DeepSeek R1's
+                template begins none behind the result of a tool.
+        """
         if self._calls is None:
             return ParsedTurn(text_of(self._tokenizer, token_ids, skip_special_tokens=True), (), ())
         is_ended = bool(token_ids) and token_ids[-1] in self.end_ids
         own_ids = token_ids[:-1] if is_ended else token_ids
-        return self._calls.parse(text_of(self._tokenizer, own_ids, skip_special_tokens=False))
+        opens_thought = None
+        if behind is not None:
+            last = text_of(self._tokenizer, behind[-_NUM_LAST:], skip_special_tokens=False)
+            opens_thought = begins_thought(last)
+        text = text_of(self._tokenizer, own_ids, skip_special_tokens=False)
+        return self._calls.parse(text, opens_thought=opens_thought)
 
     def written(self, text: str) -> list[int]:
         """Return the tokens of a turn that no model sampled, up to its first end, which is added if it has none."""

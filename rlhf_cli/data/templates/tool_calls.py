@@ -65,14 +65,18 @@ class CallFormat:
         leading = "|".join(map(re.escape, self.controls))  # as Llama 3's <|python_tag|>
         return re.compile(rf"\s*(?:{leading})?\s*{loose(self.opening)}(?=\s*{self.body.start})")
 
-    def parse(self, text: str) -> ParsedTurn:
+    def parse(self, text: str, *, opens_thought: bool | None = None) -> ParsedTurn:
         """Return the calls of a turn, which is decoded with special tokens and without its end.
 
         Text in a thought makes no call. A thought that does not end holds all that follows.
+
+        Args:
+            opens_thought: whether the text before the turn begins a thought, by default as the generation prompt.
         """
         calls: list[ToolCall] = []
         faults: list[str] = []
-        kept, written, place = "", 0, self._end_of_opened_thought(text)
+        is_opened = self.opens_thought if opens_thought is None else opens_thought
+        kept, written, place = "", 0, _end_of_thought(text) if is_opened else 0
         while (opened := self._next_opening(text, place)) is not None:
             try:
                 found, place = self._calls_at(text, opened.end())
@@ -92,23 +96,14 @@ class CallFormat:
             return True
         return re.compile(r"\s*" + self.body.start).match(text, opened.end()) is not None
 
-    def _end_of_opened_thought(self, text: str) -> int:
-        if not self.opens_thought:
-            return 0
-        end = text.find(THOUGHT_END)
-        return len(text) if end < 0 else end + len(THOUGHT_END)
-
     def _next_opening(self, text: str, place: int) -> re.Match[str] | None:
         """Return the next opening mark from a place on that is in no thought."""
         while True:
             opened = self._opens.match(text, place) if self._is_at_start else self._opens.search(text, place)
-            thought = text.find(THOUGHT_START, place)
-            if thought < 0 or (opened is not None and opened.start() < thought):
+            thought = _THOUGHT_OPENS.search(text, place)
+            if thought is None or (opened is not None and opened.start() < thought.start()):
                 return opened
-            end = text.find(THOUGHT_END, thought)
-            if end < 0:
-                return None
-            place = end + len(THOUGHT_END)
+            place = _end_of_thought(text, thought.end())
 
     def _calls_at(self, text: str, place: int) -> tuple[list[ToolCall], int]:
         """Return the calls behind an opening mark, and the end of the closing mark. Raise CallFault for a fault."""
@@ -124,6 +119,21 @@ class CallFormat:
                 return calls, closed.end()
             else:
                 raise CallFault(f"of {call.name} does not end with {self.closing.strip()}")
+
+
+_THOUGHT_OPENS = re.compile(rf"{re.escape(THOUGHT_START)}|\[THINK\]")
+"""The marks of thoughts: most models', and Mistral's."""
+_THOUGHT_ENDS = re.compile(rf"{re.escape(THOUGHT_END)}|\[/THINK\]")
+
+
+def begins_thought(text: str) -> bool:
+    """Return whether a text ends with the mark that begins a thought."""
+    return re.search(rf"(?:{_THOUGHT_OPENS.pattern})\s*\Z", text) is not None
+
+
+def _end_of_thought(text: str, place: int = 0) -> int:
+    end = _THOUGHT_ENDS.search(text, place)
+    return len(text) if end is None else end.end()
 
 
 def call_format_of(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> CallFormat:
@@ -218,7 +228,7 @@ class _Probe:
             body = replace(body, barred=(opening, *self._ends))
         if between is not None and re.fullmatch(loose(closing + " " + opening), between.strip()):
             between = None
-        opens_thought = self._template.text.header.rstrip().endswith(THOUGHT_START)
+        opens_thought = begins_thought(self._template.text.header)
         return CallFormat(opening, between, closing, body, end, opens_thought, self._controls)
 
     def _divided(self) -> tuple[str | None, str | None]:

@@ -44,8 +44,13 @@ class EpisodeProgress:
         return sum(message.role == "tool" for message in self.conversation.messages[self.num_given :])
 
     @property
-    def num_tokens(self) -> int:
+    def all_ids(self) -> list[int]:
         """The tokens of prompt and response."""
+        return self.prompt_ids + self.token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     def open(self, opening: str, prompt_ids: list[int]) -> None:
@@ -61,7 +66,7 @@ class EpisodeProgress:
         seed = self.request.seed if number == 0 else zlib.crc32(f"{self.request.seed} {number}".encode()) & 0x7FFFFFFF
         return replace(
             self.request,
-            prompt_ids=self.prompt_ids + self.token_ids,
+            prompt_ids=self.all_ids,
             seed=seed,
             row=None,
             episode=name,

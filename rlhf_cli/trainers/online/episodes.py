@@ -38,8 +38,8 @@ class Dialogue(Protocol):
         """Tokens at which a turn ends."""
         ...
 
-    def read(self, token_ids: Sequence[int]) -> ParsedTurn:
-        """Return the text and the calls of a sampled turn."""
+    def read(self, token_ids: Sequence[int], *, behind: Sequence[int] | None = None) -> ParsedTurn:
+        """Return the text and the calls of a sampled turn `behind` these tokens, or behind a prompt."""
         ...
 
     def between(self, conversation: Conversation, observations: Sequence[Message], *, last_id: int) -> list[int]:
@@ -193,7 +193,7 @@ class EpisodeEngines:
         episode = self._episodes.get(number)
         if episode is None:
             return  # it was given up
-        turn = episode.add_turn(sampled, self._dialogue.read(sampled.token_ids))
+        turn = episode.add_turn(sampled, self._dialogue.read(sampled.token_ids, behind=episode.all_ids))
         self._give_up_long()
         if number not in self._episodes:
             return

@@ -4,9 +4,10 @@ import pytest
 from model_templates import FAMILIES
 from tool_templates import TOOL_FAMILIES
 
-from rlhf_cli.data.formats.conversations import ToolCall
+from rlhf_cli.data.formats.conversations import Conversation, Message, ToolCall
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.dialogue import ChatDialogue
+from rlhf_cli.data.templates.turn_bridge import tool_results
 
 ALL = {**FAMILIES, **TOOL_FAMILIES}
 CALLING = sorted(name for name, family in ALL.items() if family.calls)
@@ -43,6 +44,22 @@ def test_made_up_calls_are_read_as_they_are_written(name):
     assert [dialogue.read(turn).calls for turn in turns] == [(call,) for call in expected]
     end = {"GLM": "<|observation|>", "gpt-oss": "<|call|>", "Gemma 4": "<|tool_response>"}.get(name, ALL[name].end)
     assert [tokenizer.convert_ids_to_tokens(turn[-1]) for turn in turns] == [end, end]
+
+
+@pytest.mark.parametrize("name", ["DeepSeek R1", "DeepSeek V3", "Qwen 3"])
+def test_a_turn_is_in_a_thought_only_if_the_text_before_it_begins_one(name):
+    """DeepSeek R1's template begins a thought in the first turn, and none behind the results of tools."""
+    dialogue, tokenizer = dialogue_of(name, TOOLS)
+    call = ToolCall("now", {})
+    written = [
+        token for token in dialogue.written(dialogue.example_calls()[1]) if tokenizer.decode([token]) != "</think>"
+    ]
+    prompt = ChatTemplate(tokenizer).prompt(Conversation((Message("user", "When?"),), tuple(TOOLS)))
+    first = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    asked = Conversation((Message("user", "When?"), Message("assistant", "", (call,))))
+    later = dialogue.between(asked, tool_results([("now", "noon")], first=0), last_id=written[-1])
+    assert dialogue.read(written, behind=first).calls == (() if name == "DeepSeek R1" else (call,))
+    assert dialogue.read(written, behind=[*first, *written, *later]).calls == (call,)
 
 
 @pytest.mark.parametrize("name", sorted(ALL))

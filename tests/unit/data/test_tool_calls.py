@@ -9,7 +9,7 @@ from tool_templates import TOOL_FAMILIES, UNREADABLE
 
 from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.data.templates.chat_template import ChatTemplate
-from rlhf_cli.data.templates.tool_calls import ParsedTurn, call_format_of
+from rlhf_cli.data.templates.tool_calls import ParsedTurn, begins_thought, call_format_of
 from rlhf_cli.errors import UsageError
 
 ALL = {**FAMILIES, **TOOL_FAMILIES}
@@ -89,6 +89,20 @@ def test_call_in_a_thought_is_no_call(name):
     parsed = found.parse(thought + written(name, ("weather", PARIS)))
     assert (parsed.content, parsed.calls, parsed.faults) == (thought.strip(), (ToolCall("weather", PARIS),), ())
     assert found.parse(thought.replace("</think>", "")).calls == ()
+
+
+def test_marks_of_mistrals_thoughts_are_known():
+    call, found = written("Mistral 11", ("weather", PARIS)), format_of("Mistral 11")
+    parsed = found.parse(f"[THINK]Perhaps {call}?[/THINK]{call}")
+    assert (parsed.calls, parsed.faults) == ((ToolCall("weather", PARIS),), ())
+    assert found.parse(f"[THINK]Perhaps {call}?").calls == ()
+    assert found.parse(f"Perhaps[/THINK]{call}", opens_thought=True).calls == (ToolCall("weather", PARIS),)
+    assert [begins_thought(text) for text in ("x[THINK]", "<think>\n", "<think></think>", "")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_thought_that_the_prompt_opens_holds_no_call():
