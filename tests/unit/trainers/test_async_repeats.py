@@ -12,6 +12,7 @@ from online_settings import resolve
 from site_hooks import undocumented
 from test_online_repeats import (
     PROMPTS,
+    Parts,
     WorthOfEpisodes,
     episode_prompts,
     episodes_config,
@@ -82,8 +83,7 @@ def test_episodes_that_are_sampled_ahead_go_on_as_if_never_stopped(command, tiny
             tmp_path,
             episode_prompts(12),
             folder,
-            play=play_parity,
-            scorer=WorthOfEpisodes([], fails=lambda index: False),
+            parts=Parts(play_parity, WorthOfEpisodes([], fails=lambda index: False)),
             iterations=3,
         )
 
@@ -101,8 +101,7 @@ def test_the_answer_to_an_observation_is_learned_on_responses_of_older_policies(
         "grpo",
         tmp_path,
         episode_prompts(240),
-        play=play_parity,
-        scorer=WorthOfEpisodes([], fails=lambda index: False),
+        parts=Parts(play_parity, WorthOfEpisodes([], fails=lambda index: False)),
         iterations=60,
     )
     assert sum(metrics["reward"] for _, metrics in logged[-5:]) / 5 >= 0.95
