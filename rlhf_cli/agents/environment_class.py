@@ -114,7 +114,7 @@ def load_class(path: Path, name: str | None) -> EnvironmentClass:
 def described(found: type) -> EnvironmentClass:
     """Return the form of a class. Raises BadResult if it has none."""
     if (needed := _first_needed(found)) is not None:
-        raise BadResult(f"has class {found.__name__} that is made without arguments, and __init__ needs {needed!r}")
+        raise BadResult(f"has {found.__name__}.__init__, which needs {needed!r}: an object is made without arguments")
     reset = getattr(found, "reset", None)
     if not callable(reset):
         raise BadResult(f"has class {found.__name__} without a method reset")

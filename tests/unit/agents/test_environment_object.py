@@ -368,7 +368,7 @@ def test_a_class_without_a_form_is_refused() -> None:
 
         def step(self): ...
 
-    with pytest.raises(BadResult, match="has class Sized that is made without arguments, and __init__ needs 'size'"):
+    with pytest.raises(BadResult, match=r"has Sized\.__init__, which needs 'size': an object is made without"):
         described(Sized)
     with pytest.raises(BadResult, match=r"has Deaf\.step, which has to take the text of a turn: step\(self, text\)"):
         described(Deaf)
