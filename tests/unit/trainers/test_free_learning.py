@@ -6,6 +6,7 @@ import pytest
 from episode_fakes import FakeDialogue
 from test_online_repeats import (
     OneEngine,
+    Parts,
     StoppedTurns,
     WorthOfEpisodes,
     episode_prompts,
@@ -43,9 +44,8 @@ def test_the_answer_to_an_observation_is_learned_with_free_turns(tiny_model_dir,
         "grpo",
         tmp_path,
         episode_prompts(240),
-        play=play_freely,
-        scorer=WorthOfEpisodes([], fails=lambda index: False),
         iterations=60,
+        parts=Parts(play=play_freely, scorer=WorthOfEpisodes([], fails=lambda index: False)),
     )
     assert sum(metrics["reward"] for _, metrics in logged[-5:]) / 5 >= 0.95
     assert max(metrics["rollout_diff_max"] for _, metrics in logged) < 1e-5
