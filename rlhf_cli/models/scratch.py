@@ -43,11 +43,39 @@ CHATML_WITH_IMAGES = CHATML.replace(
     "{% endfor %}{% endif %}{{ '<|im_end|>' + '\n' }}",
 )
 
+CALL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""The marks around calls and results; they are no special tokens, because a call is text that a model writes."""
+CHATML_WITH_TOOLS = (
+    "{% set has_system = messages[0]['role'] == 'system' %}"
+    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0]['content'] + '\n' if has_system else '') }}"
+    "{% for tool in tools %}{% set function = tool['function'] %}"
+    "{{ function['name'] + '(' + (function['parameters'] or {})['properties'] | join(', ') + ')\n' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in (messages[1:] if tools and has_system else messages) %}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|im_start|>user' if loop.first or loop.previtem['role'] != 'tool' }}"
+    "{{ '\n<tool_response>\n' + message['content'] + '\n</tool_response>' }}"
+    "{{ '<|im_end|>\n' if loop.last or loop.nextitem['role'] != 'tool' }}"
+    "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\n' if message['content'] or not loop.first }}"
+    "{{ '<tool_call>\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ (call['function']['arguments'] | tojson) + '}\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Calls and results in the notation of the Qwen family. A tool is listed as name(arguments): a small model cannot read
+a description."""
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int, takes_images: bool = False) -> PreTrainedTokenizerFast:
+
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, takes_images: bool = False, takes_tools: bool = False
+) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer with ChatML template, trained on the texts; any text can be encoded.
 
-    With `takes_images` it has the tokens of Idefics3 for pictures, and the template writes a placeholder for each.
+    With `takes_images` it has the tokens of Idefics3 for pictures, and the template writes a placeholder for each. With
+    `takes_tools` the template lists tools and writes calls and their results, whose marks are tokens.
     """
     # transformers reads the tokenizer of a Qwen2 folder with Qwen2's own rules, so it is trained with them
     rules = Qwen2Tokenizer().backend_tokenizer
@@ -57,20 +85,23 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, takes_images: bool
         rules.pre_tokenizer,
         rules.decoder,
     )
-    roles = ["system", "user", "assistant"]  # so that the words of the template are single tokens
+    words = ["system", "user", "assistant"]  # so that the words of the template are single tokens
+    words += ["name", "arguments"] if takes_tools else []
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, START_OF_TURN, END_OF_TURN, *(IMAGE_TOKENS if takes_images else ())],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_with_roles(texts, roles), trainer)
+    tokenizer.train_from_iterator(_with_words(texts, words), trainer)
+    tokenizer.add_tokens(list(CALL_TOKENS) if takes_tools else [])
+    template = CHATML_WITH_IMAGES if takes_images else CHATML_WITH_TOOLS if takes_tools else CHATML
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,
         pad_token=END_OF_TEXT,
         additional_special_tokens=[START_OF_TURN],
-        chat_template=CHATML_WITH_IMAGES if takes_images else CHATML,
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )
 
@@ -87,9 +118,9 @@ def texts_in(value: object) -> Iterator[str]:
             yield from texts_in(part)
 
 
-def _with_roles(texts: Iterable[str], roles: list[str]) -> Iterable[str]:
+def _with_words(texts: Iterable[str], words: list[str]) -> Iterable[str]:
     yield from texts
-    yield from roles * 100
+    yield from words * 100
 
 
 def new_model(architecture: ArchitectureConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2ForCausalLM:

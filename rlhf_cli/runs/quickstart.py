@@ -17,17 +17,22 @@ from rlhf_cli.backends.process.output_lock import output_lock
 from rlhf_cli.backends.process.signals import stop_signals
 from rlhf_cli.config.commands.quickstart import QuickstartGroup
 from rlhf_cli.errors import RunError, UsageError
+from rlhf_cli.runs.calculator_walkthrough import CalculatorWalkthrough
 from rlhf_cli.runs.walkthroughs import PicturesWalkthrough, SumsWalkthrough, Walkthrough
 from rlhf_cli.tracking.figures import duration, number
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.summary import Summary, summarise
 
-PARTS = ("data", "untrained", "sft", "practice", "eval", "report.html")
+PARTS = ("data", "untrained", "sft", "practice", "practice_alone", "eval", "eval_alone", "report.html")
 
 
 def walkthrough(settings: QuickstartGroup) -> Walkthrough:
     """Return the walkthrough of the settings."""
-    kind = PicturesWalkthrough if settings.images else SumsWalkthrough
+    kind: type[Walkthrough] = SumsWalkthrough
+    if settings.images:
+        kind = PicturesWalkthrough
+    elif settings.environment is not None:
+        kind = CalculatorWalkthrough
     given = {} if settings.algorithm is None else {"algorithm": settings.algorithm}
     return kind(Path(settings.output), settings.seed, **given)
 
@@ -40,29 +45,23 @@ def run_quickstart(settings: QuickstartGroup) -> None:
 
 def _run_stages(settings: QuickstartGroup) -> None:
     walk = walkthrough(settings)
-    algorithm = walk.algorithm
     console = Console(highlight=False)
     _make_room(walk.root, overwrite=settings.overwrite)
     walk.write_data()
     console.print(walk.introduction, soft_wrap=True)
     seconds: dict[str, float] = {}
-    for title, words in (
-        ("Make an untrained model and its tokenizer", walk.scratch()),
-        ("Imitate demonstrations, their flaws included (supervised fine-tuning)", walk.sft()),
-        (f"Practise with a verifier ({algorithm}: Ray, DeepSpeed, rollout engine)", walk.practice()),
-        ("How often is it right on data it has never seen, before and after?", walk.evaluation()),
-    ):
+    for step in walk.steps():
         begin = time.perf_counter()
-        _run(console, title, words)
-        seconds[words[0]] = time.perf_counter() - begin
-    folders = {"sft": walk.root / "sft", algorithm: walk.root / "practice"}
-    accuracies = _accuracies(walk, folders)
+        _run(console, step.title, step.words)
+        if step.stage is not None:
+            seconds[step.stage] = time.perf_counter() - begin
+    accuracies = _accuracies(walk)
     headline = {
         f"{what} after {stage}": accuracy for stage, found in accuracies.items() for what, accuracy in found.items()
     }
-    report = write_report(walk.root, stages=list(folders.values()), headline=headline)
+    report = write_report(walk.root, stages=list(walk.folders.values()), headline=headline)
     console.print()
-    console.print(_results(folders, accuracies, seconds))
+    console.print(_results(walk, accuracies, seconds))
     console.print(f"Report   {report}")
     console.print(f"Model    {walk.root / 'practice' / 'model'}")
 
@@ -97,27 +96,29 @@ def _run(console: Console, title: str, words: list[str]) -> None:
         raise RunError(f"the step above ended with status {status}; its message says why")
 
 
-def _accuracies(walk: Walkthrough, folders: dict[str, Path]) -> dict[str, dict[str, float]]:
-    """Return the accuracies on the held-out data sets by stage and data set."""
-    results = json.loads((walk.root / "eval" / "eval.json").read_text())["results"]
-    found = {(one["pretrain"], Path(one["source"]).name): one["figures"]["accuracy"]["value"] for one in results}
-    return {
-        stage: {what: found[str(folder), Path(data).name] for what, data in walk.held_out.items()}
-        for stage, folder in folders.items()
-    }
+def _accuracies(walk: Walkthrough) -> dict[str, dict[str, float]]:
+    """Return the accuracies on held-out data by stage and column, if the model of the stage was evaluated there."""
+    found: dict[str, dict[str, float]] = {stage: {} for stage in walk.folders}
+    stages = {str(folder): stage for stage, folder in walk.folders.items()}
+    for what, measured in walk.measured.items():
+        results = json.loads((walk.root / measured.evaluation / "eval.json").read_text())["results"]
+        for one in results:
+            if Path(one["source"]).name == Path(measured.data).name:
+                found[stages[one["pretrain"]]][what] = one["figures"]["accuracy"]["value"]
+    return found
 
 
-def _results(folders: dict[str, Path], accuracies: dict[str, dict[str, float]], seconds: dict[str, float]) -> Table:
+def _results(walk: Walkthrough, accuracies: dict[str, dict[str, float]], seconds: dict[str, float]) -> Table:
     table = Table(box=None, pad_edge=False, title="Quickstart", title_justify="left", title_style="bold")
-    measured = list(next(iter(accuracies.values())))
+    measured = list(walk.measured)
     for column in ("stage", *(f"{what} on held-out data" for what in measured), "time", "of which", "tokens/s"):
         table.add_column(column, justify="left" if column in ("stage", "of which") else "right")
-    for stage, folder in folders.items():
-        summary = summarise(folder)
+    for stage, folder in walk.folders.items():
+        summary, found = summarise(folder), accuracies[stage]
         speed = summary.tokens_per_second
         table.add_row(
             f"after {stage}",
-            *(f"{accuracies[stage][what]:.1%}" for what in measured),
+            *(f"{found[what]:.1%}" if what in found else "" for what in measured),
             duration(seconds[stage]),
             _phases(summary),
             number(speed) if speed is not None else "",

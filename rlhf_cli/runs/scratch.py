@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rlhf_cli.backends.process.output_lock import new_output
 from rlhf_cli.config.commands.scratch import ScratchConfig
+from rlhf_cli.data.formats.tools import TOOLS_COLUMN
 from rlhf_cli.data.reading.sources import load_rows
 from rlhf_cli.models.scratch import (
     new_model,
@@ -27,7 +28,10 @@ def _write_model(config: ScratchConfig, path: Path) -> str:
     rows = load_rows(config.new.dataset, split=config.new.dataset_split, probs=None, seed=config.new.seed)
     texts = (text for row in rows for text in texts_in(row))
     takes_images = config.tower.image_size > 0
-    tokenizer = train_tokenizer(texts, vocab_size=config.new.vocab_size, takes_images=takes_images)
+    takes_tools = not takes_images and any(row.get(TOOLS_COLUMN) for row in rows)
+    tokenizer = train_tokenizer(
+        texts, vocab_size=config.new.vocab_size, takes_images=takes_images, takes_tools=takes_tools
+    )
     if takes_images:
         model = new_vision_model(config.architecture, config.tower, tokenizer, seed=config.new.seed)
         save_new_model(model, new_processor(config.tower, tokenizer), path)

@@ -12,18 +12,40 @@ from rlhf_cli.data.squares import write_questions
 CRITIC = "--critic_learning_rate 5e-4"
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A command of a walkthrough. `stage` names the training run that it is in the table, None for other commands."""
+
+    title: str
+    words: list[str]
+    stage: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Accuracies on a data set, a column of the table: the folder of the evaluation, and the data set."""
+
+    evaluation: str
+    data: str
+
+
 @dataclass(frozen=True)
 class Walkthrough(ABC):
     """The places of the parts of a quickstart, and the commands that make them.
 
-    `held_out` are the data sets to evaluate on, by the word for them in the table; `max_new_tokens` bounds an answer.
+    `measured` are the columns of the table by their names; `max_new_tokens` bounds an answer.
     """
 
     root: Path
     seed: int
     algorithm: str
-    held_out: ClassVar[dict[str, str]]
+    measured: ClassVar[dict[str, Measured]]
     max_new_tokens: ClassVar[int]
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The run directories of the stages, by the names of the stages."""
+        return {"sft": self.root / "sft", self.algorithm: self.root / "practice"}
 
     @property
     @abstractmethod
@@ -46,10 +68,29 @@ class Walkthrough(ABC):
     def practice(self) -> list[str]:
         """Return the command that practises with a verifier."""
 
+    def steps(self) -> list[Step]:
+        """Return the commands in order."""
+        return [
+            *self._first_steps(),
+            Step(f"Practise with a verifier ({self._parts})", self.practice(), self.algorithm),
+            Step("How often is it right on data it has never seen, before and after?", self.evaluation()),
+        ]
+
+    def _first_steps(self) -> list[Step]:
+        return [
+            Step("Make an untrained model and its tokenizer", self.scratch()),
+            Step("Imitate demonstrations, their flaws included (supervised fine-tuning)", self.sft(), "sft"),
+        ]
+
+    @property
+    def _parts(self) -> str:
+        return f"{self.algorithm}: Ray, DeepSpeed, rollout engine"
+
     def evaluation(self) -> list[str]:
         """Return the command in which both models answer the held-out data."""
+        data = [measured.data for measured in self.measured.values()]
         words = (
-            f"eval --pretrain {self._at('sft', 'practice')} --prompt_data {self._at(*self.held_out.values())} "
+            f"eval --pretrain {self._at('sft', 'practice')} --prompt_data {self._at(*data)} "
             f"--label_key answer --reward_funcs exact --max_len 64 --max_new_tokens {self.max_new_tokens} "
             f"--rollout_backend transformers --output {self._at('eval')}"
         )
@@ -66,7 +107,7 @@ class SumsWalkthrough(Walkthrough):
 
     algorithm: str = "ppo"
     max_new_tokens: ClassVar[int] = 8
-    held_out: ClassVar[dict[str, str]] = {"accuracy": "data/held_out.jsonl"}
+    measured: ClassVar[dict[str, Measured]] = {"accuracy": Measured("eval", "data/held_out.jsonl")}
 
     @property
     def introduction(self) -> str:
@@ -113,9 +154,9 @@ class PicturesWalkthrough(Walkthrough):
 
     algorithm: str = "grpo"
     max_new_tokens: ClassVar[int] = 4
-    held_out: ClassVar[dict[str, str]] = {
-        "colours": "data/held_out_colour.jsonl",
-        "counts": "data/held_out_count.jsonl",
+    measured: ClassVar[dict[str, Measured]] = {
+        "colours": Measured("eval", "data/held_out_colour.jsonl"),
+        "counts": Measured("eval", "data/held_out_count.jsonl"),
     }
 
     @property

@@ -1,8 +1,8 @@
 """The settings of `rlhf quickstart`."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from rlhf_cli.config.base import SettingsGroup
 
@@ -14,8 +14,11 @@ class QuickstartGroup(SettingsGroup):
     """Folder for the data, the models and the runs."""
     images: bool = False
     """Teach a tiny vision-language model to answer questions about pictures, instead of a language model to add."""
+    environment: Literal["calculator"] | None = None
+    """Teach the language model to call a tool for sums of larger numbers, and compare it with practice without one."""
     algorithm: Literal["ppo", "reinforce++", "grpo", "rloo", "remax"] | None = None
-    """Command to practise with; its own settings stay as they are by default. Without it ppo, with --images grpo."""
+    """Command to practise with; its own settings stay as they are by default. Without it ppo, with --images or
+    --environment grpo."""
     seed: int = 42
     """Seed of data, model and training."""
     overwrite: bool = False
@@ -27,6 +30,12 @@ class QuickstartGroup(SettingsGroup):
         if "," in output:
             raise ValueError(f"{output!r} has a comma, which separates models on a command line")
         return output
+
+    @model_validator(mode="after")
+    def _one_task_is_taught(self) -> Self:
+        if self.images and self.environment is not None:
+            raise ValueError("images and environment are two tasks for two models: give one of them")
+        return self
 
 
 class QuickstartConfig(BaseModel):

@@ -1,12 +1,18 @@
 """Small models from nothing: they load as any other model, and read numbers digit by digit."""
 
+import json
+
 import pytest
 import torch
 from PIL import Image
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from rlhf_cli.config.scratch import ArchitectureConfig, VisionTowerConfig
+from rlhf_cli.config.commands.scratch import ScratchConfig
+from rlhf_cli.config.scratch import ArchitectureConfig, ScratchConfigGroup, VisionTowerConfig
+from rlhf_cli.data.formats.conversations import ToolCall
+from rlhf_cli.data.templates.chat_template import ChatTemplate
+from rlhf_cli.data.templates.dialogue import ChatDialogue
 from rlhf_cli.models.scratch import (
     new_model,
     new_processor,
@@ -15,11 +21,29 @@ from rlhf_cli.models.scratch import (
     texts_in,
     train_tokenizer,
 )
+from rlhf_cli.runs.scratch import run_scratch
 
 SMALL = ArchitectureConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
 )
 TEXTS = ["Anna has 12 apples and buys 305 more.", "How many does she have? She has 317 apples."] * 20
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "look up",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "day": {"type": "integer"}},
+                "required": ["city", "day"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "the time", "parameters": {}}},
+]
+CALLS = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "day": 2}}}]
+ASKED = [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +137,62 @@ def test_towers_whose_parts_do_not_divide_are_refused(given):
 def test_the_shape_of_a_tower_needs_a_size_of_pictures():
     with pytest.raises(ValidationError, match="vision_hidden_size is about a vision tower, and only image_size makes"):
         VisionTowerConfig(vision_hidden_size=96 * 2)
+
+
+def tokenizer_with_tools():
+    return train_tokenizer(TEXTS, vocab_size=400, takes_tools=True)
+
+
+def test_a_template_for_tools_takes_plain_text_too():
+    plain, with_tools = train_tokenizer(TEXTS, vocab_size=400), tokenizer_with_tools()
+    for chat in ([*ASKED, {"role": "assistant", "content": "ho"}], ASKED[1:]):
+        texts = [
+            one.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for one in (plain, with_tools)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_a_template_for_tools_lists_them_and_shows_calls_and_results_as_the_qwen_family_does():
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": CALLS * 2},
+        {"role": "tool", "content": "sunny"},
+        {"role": "tool", "content": "mild"},
+        {"role": "assistant", "content": "sunny and mild"},
+    ]
+    text = tokenizer_with_tools().apply_chat_template(ASKED + turns, tools=TOOLS, tokenize=False)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "day": 2}}\n</tool_call>'
+    assert text == (
+        "<|im_start|>system\nshort\nweather(city, day)\nnow()\n<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        f"<|im_start|>assistant\n{call}\n{call}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response>\n<tool_response>\nmild\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\nsunny and mild<|im_end|>\n"
+    )
+
+
+def test_marks_of_calls_are_tokens_that_are_read_as_text(tmp_path):
+    tokenizer = tokenizer_with_tools()
+    save_new_model(new_model(SMALL, tokenizer, seed=1), tokenizer, tmp_path / "model")
+    reloaded = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = "<tool_call>\n12\n</tool_call><tool_response>3</tool_response>"
+    assert reloaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert reloaded.tokenize(text)[0] == "<tool_call>"
+    assert reloaded.decode(reloaded(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_calls_in_the_notation_of_the_template_are_read_back():
+    tokenizer = tokenizer_with_tools()
+    template = ChatTemplate(tokenizer)
+    dialogue = ChatDialogue(template, tokenizer, TOOLS, end_ids=[tokenizer.eos_token_id], vocab_size=len(tokenizer))
+    calls = [dialogue.read(dialogue.written(turn)).calls for turn in dialogue.example_calls()]
+    assert calls == [(ToolCall("weather", {"city": "1", "day": 1}),), (ToolCall("now", {}),)]
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_the_template_has_calls_if_a_row_has_tools(tmp_path, has_tools):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    rows = [{"messages": chat}, {"messages": chat, **({"tools": TOOLS} if has_tools else {})}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    new = ScratchConfigGroup(dataset=str(tmp_path / "rows.jsonl"), vocab_size=300, output=str(tmp_path / "model"))
+    run_scratch(ScratchConfig(new=new, architecture=SMALL))
+    text = AutoTokenizer.from_pretrained(tmp_path / "model").apply_chat_template(chat, tools=TOOLS, tokenize=False)
+    assert ("weather(city, day)" in text) == has_tools

@@ -1,0 +1,81 @@
+"""The quickstart with a calculator: its commands are valid, and its environment fits its demonstrations."""
+
+import json
+
+import pytest
+
+from rlhf_cli import cli
+from rlhf_cli.agents.file_environments import FileEnvironments
+from rlhf_cli.agents.records import Calls, Reply, Reset
+from rlhf_cli.config.commands.quickstart import QuickstartGroup
+from rlhf_cli.data.formats.conversations import ToolCall
+from rlhf_cli.flags import config_class
+from rlhf_cli.options import build_config
+from rlhf_cli.runs.calculator_walkthrough import ENVIRONMENT_FILE, CalculatorWalkthrough
+from rlhf_cli.runs.quickstart import walkthrough
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory):
+    found = CalculatorWalkthrough(tmp_path_factory.mktemp("quickstart"), seed=1)
+    found.write_data()
+    return found
+
+
+def settings_of(words: list[str]) -> dict[str, str]:
+    """Return the flags of a command with their values; a flag without a value is true."""
+    values: dict[str, str] = {}
+    for word in words[1:]:
+        if word.startswith("--"):
+            name = word.removeprefix("--")
+            values[name] = "true"
+        else:
+            values[name] = word
+    return values
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "reinforce++", "rloo", "remax"])
+def test_all_commands_are_valid(walk, algorithm):
+    settings = QuickstartGroup(output=str(walk.root), environment="calculator", algorithm=algorithm)
+    steps = walkthrough(settings).steps()
+    assert [step.words[0] for step in steps] == ["scratch", "sft", algorithm, algorithm, "eval", "eval"]
+    for step in steps:
+        build_config(config_class(cli.command_function(cli.COMMANDS[step.words[0]])), settings_of(step.words))
+
+
+def test_practice_with_and_without_the_calculator_differ_by_the_environment_alone(walk):
+    with_calculator, alone = settings_of(walk.practice()), settings_of(walk.practice_alone())
+    assert with_calculator.pop("environment") == str(walk.root / ENVIRONMENT_FILE)
+    assert with_calculator.pop("max_turns")
+    assert with_calculator.pop("output") != alone.pop("output")
+    assert with_calculator == alone
+
+
+def test_each_stage_is_measured_in_the_column_that_belongs_to_it(walk):
+    models = {
+        what: {
+            stage
+            for words in (walk.evaluation(), walk.evaluation_alone())
+            if settings_of(words)["output"] == str(walk.root / measured.evaluation)
+            for stage, folder in walk.folders.items()
+            if str(folder) in settings_of(words)["pretrain"].split(",")
+        }
+        for what, measured in walk.measured.items()
+    }
+    assert models == {"accuracy with calculator": {"sft", "grpo"}, "accuracy alone": {"sft", "grpo alone"}}
+
+
+@pytest.mark.usefixtures("no_process_is_left")
+def test_the_calculator_of_the_run_answers_the_calls_of_the_demonstrations(walk):
+    rows = map(json.loads, (walk.root / "data" / "demonstrations.jsonl").read_text().splitlines())
+    tools, (_, call, result, _) = next((row["tools"], row["messages"]) for row in rows if len(row["messages"]) > 2)
+    function = call["tool_calls"][0]["function"]
+    with FileEnvironments(str(walk.root / ENVIRONMENT_FILE), timeout=30, num_workers=1) as environments:
+        assert list(environments.description.tools) == tools
+        environments.send(0, Reset({"prompt": "1+2=", "answer": "3"}, 0))
+        assert environments.collect() == [(0, Reply())]
+        terms = (json.loads(function["arguments"])["terms"], "4821*2")
+        environments.send(0, Calls(tuple(ToolCall(function["name"], {"terms": one}) for one in terms)))
+        ((_, reply),) = environments.collect()
+    refusal = "Error: write numbers with + between them, as in 12+34"
+    assert reply == Reply(observations=(result["content"], refusal))
