@@ -124,6 +124,26 @@ def test_the_model_that_imitated_reaches_the_one_that_practised_by_its_distribut
 
 
 @pytest.mark.slow
+def test_grpo_teaches_a_model_to_call_a_calculator_without_which_it_learns_little(tmp_path):
+    root = tmp_path / "calculator"
+    printed = rlhf("quickstart", "--environment", "calculator", "--output", str(root), "--seed", str(SEED))
+    found = {
+        (evaluation, Path(result["pretrain"]).name): result["figures"]["accuracy"]["value"]
+        for evaluation in ("eval", "eval_alone")
+        for result in json.loads((root / evaluation / "eval.json").read_text())["results"]
+    }
+    assert found["eval", "sft"] < 0.3
+    assert found["eval", "practice"] >= 0.9
+    assert found["eval_alone", "practice_alone"] < 0.3
+    commands = [shlex.split(line)[2] for line in printed.splitlines() if line.startswith("$ rlhf ")]
+    assert commands == ["scratch", "sft", "grpo", "grpo", "eval", "eval"]
+    report = (root / "report.html").read_text()
+    assert "accuracy with calculator after grpo" in report
+    assert "accuracy alone after grpo alone" in report
+    assert "<tool_call>" in report or "calculate" in report
+
+
+@pytest.mark.slow
 def test_grpo_teaches_a_model_to_look_that_learned_from_guesses(tmp_path):
     rlhf("quickstart", "--images", "--output", str(tmp_path / "pictures"), "--seed", str(SEED))
     results = json.loads((tmp_path / "pictures" / "eval" / "eval.json").read_text())["results"]
