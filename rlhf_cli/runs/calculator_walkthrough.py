@@ -32,7 +32,7 @@ class CalculatorWalkthrough(Walkthrough):
     @property
     def introduction(self) -> str:
         return (
-            f"[bold]Sums[/] such as 4821+1937+2056= in {self.root / 'data'}; held-out ones are never seen.\n"
+            f"[bold]Sums[/] such as 4821+7937+6056= in {self.root / 'data'}; held-out ones are never seen.\n"
             f"The calculator in {self.root / ENVIRONMENT_FILE} is a tool. The demonstrations use it one time in three "
             "and round most of the other sums: imitation learns both, practice learns when to call."
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from model_templates import FAMILIES
+from rehearsals import play, rehearsal_of, save_model_without_weights, texts
 from rich.console import Console
 
 from rlhf_cli.config.commands.data import DataCommandConfig
@@ -15,7 +15,7 @@ from rlhf_cli.data.rollouts import Generation, SamplingParams
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.data_preview import inspect_data
-from rlhf_cli.runs.episode_preview import PlayedEpisode, Rehearsal, WrittenEngines, read_turns
+from rlhf_cli.runs.episode_preview import Rehearsal, WrittenEngines, read_turns
 from rlhf_cli.runs.episode_view import LineReader, show_episode
 from rlhf_cli.trainers.online.responses import as_sequence
 from rlhf_cli.trainers.online.rollout import request_of
@@ -38,14 +38,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A folder with Qwen 2.5's template and no weights that could be loaded."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = FAMILIES["Qwen 2.5"].tokenizer()
-    tokenizer.save_pretrained(folder)
-    described = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": len(tokenizer)}
-    (folder / "config.json").write_text(json.dumps(described | {"eos_token_id": tokenizer.eos_token_id}))
-    (folder / "model.safetensors").touch()
-    return str(folder)
+    return save_model_without_weights(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +64,10 @@ def calculator(folder, model) -> Rehearsal:
     return rehearsal_of(model, str(folder / "calculator.py"), str(folder / "tasks.jsonl"))
 
 
-def rehearsal_of(model: str, environment: str, dataset: str = "tasks.jsonl", **settings) -> Rehearsal:
-    given = {"for": "ppo", "dataset": dataset, "pretrain": model, "environment": environment, **settings}
-    (preview,) = inspect_data(build_config(DataCommandConfig, {"max_len": 4096, "max_new_tokens": 256, **given}))
-    assert preview.rehearsal is not None
-    return preview.rehearsal
-
-
-def play(rehearsal: Rehearsal, *turns: str) -> PlayedEpisode:
-    written = iter(turns)
-    return rehearsal.play(lambda token_ids, start: next(written, None))
-
-
 def page(rehearsal: Rehearsal, read_line: LineReader | None = None) -> str:
     stream = io.StringIO()
     show_episode(rehearsal, Console(file=stream), special_tokens=["<|im_end|>"], read_line=read_line)
     return stream.getvalue()
-
-
-def texts(played: PlayedEpisode) -> list[tuple[str, str]]:
-    return [(part.name, "".join(piece.text for piece in part.pieces)) for part in played.example.parts]
 
 
 def test_turns_of_calls_earn_the_reward_of_the_calculator(calculator):
