@@ -59,7 +59,7 @@ def _run_stages(settings: QuickstartGroup) -> None:
     headline = {
         f"{what} after {stage}": accuracy for stage, found in accuracies.items() for what, accuracy in found.items()
     }
-    report = write_report(walk.root, stages=list(walk.folders.values()), headline=headline)
+    report = write_report(walk.root, stages=walk.folders, headline=headline)
     console.print()
     console.print(_results(walk, accuracies, seconds))
     console.print(f"Report   {report}")

@@ -140,7 +140,8 @@ def test_grpo_teaches_a_model_to_call_a_calculator_without_which_it_learns_littl
     report = (root / "report.html").read_text()
     assert "accuracy with calculator after grpo" in report
     assert "accuracy alone after grpo alone" in report
-    assert "<tool_call>" in report or "calculate" in report
+    assert re.findall(r"<h2>(.*?)</h2>", report) == ["sft", "grpo", "grpo alone"]
+    assert '"function":{"name":"calculate","arguments":{"terms":' in report  # the turns of episodes
 
 
 @pytest.mark.slow

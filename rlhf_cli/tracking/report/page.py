@@ -7,6 +7,7 @@ script.py are the rest.
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,18 @@ OUTCOMES = {"finished": "good", "failed": "bad", "interrupted": "warn", "running
 
 
 def write_report(
-    output: Path, *, stages: Sequence[Path] | None = None, headline: Mapping[str, float | str] | None = None
+    output: Path, *, stages: Mapping[str, Path] | None = None, headline: Mapping[str, float | str] | None = None
 ) -> Path:
     """Write <output>/report.html and return its path.
 
     Args:
         output: the run directory of the page, or the folder for the page of several runs.
-        stages: run directories in order, each a part of the page; `output` alone by default.
+        stages: run directories in order by their headings, each a part of the page; `output` alone by default, under
+            the name of its command.
         headline: the results shown first, by name; by default the main metrics of the last stage.
     """
-    read = [read_stage(path) for path in stages or [output]]
+    named = [replace(read_stage(path), command=heading) for heading, path in (stages or {}).items()]
+    read = named or [read_stage(output)]
     path = output / REPORT_FILE
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(page(output.resolve().name, read, headline), encoding="utf-8", errors="replace")

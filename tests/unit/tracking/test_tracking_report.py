@@ -175,8 +175,10 @@ def test_run_of_one_step_has_a_report(tmp_path):
 
 def test_stages_are_parts_of_one_page_in_their_order(tmp_path):
     sft, ppo = make_run(tmp_path / "a", command="sft", samples=False), make_run(tmp_path / "b")
-    page = page_of(tmp_path, stages=[sft, ppo], headline={"accuracy after ppo": 0.9731, "time": "4:12"})
-    assert page.index("<h2>sft</h2>") < page.index("<h2>ppo</h2>")
+    page = page_of(
+        tmp_path, stages={"sft": sft, "ppo alone": ppo}, headline={"accuracy after ppo": 0.9731, "time": "4:12"}
+    )
+    assert page.index("<h2>sft</h2>") < page.index("<h2>ppo alone</h2>")
     assert "0.9731" in page
     assert "4:12" in page
     ids = [attrs["id"] for _, attrs in Elements(page).tags if "id" in attrs]
@@ -290,7 +292,7 @@ def test_pictures_of_the_first_samples_are_in_the_page(tmp_path):
     SamplesFile(tmp_path, resume_step=None).log(1, [*kept, outside])
     found = read_rollouts(tmp_path / "samples.jsonl").images
     assert list(found) == ["sample_images/red.png"]
-    page = write_report(tmp_path, stages=[tmp_path]).read_text()
+    page = write_report(tmp_path, stages={"sft": tmp_path}).read_text()
     assert page.count(found["sample_images/red.png"]) == 1
 
 
