@@ -1,8 +1,11 @@
 """The quickstart with a calculator: its commands are valid, and its environment fits its demonstrations."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from rlhf_cli import cli
 from rlhf_cli.agents.file_environments import FileEnvironments
@@ -12,7 +15,7 @@ from rlhf_cli.data.formats.conversations import ToolCall
 from rlhf_cli.flags import config_class
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.calculator_walkthrough import ENVIRONMENT_FILE, CalculatorWalkthrough
-from rlhf_cli.runs.quickstart import walkthrough
+from rlhf_cli.runs.quickstart import run_quickstart, walkthrough
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +82,45 @@ def test_the_calculator_of_the_run_answers_the_calls_of_the_demonstrations(walk)
         ((_, reply),) = environments.collect()
     refusal = "Error: write numbers with + between them, as in 12+34"
     assert reply == Reply(observations=(result["content"], refusal))
+
+
+def test_the_table_and_the_report_have_each_accuracy_at_its_stage_alone(tmp_path, monkeypatch, capsys):
+    """Commands are replaced by the results that they would leave."""
+    accuracies = {("eval", "sft"): 0.03, ("eval", "practice"): 0.97}
+    accuracies |= {("eval_alone", "sft"): 0.02, ("eval_alone", "practice_alone"): 0.01}
+
+    def leave_results(console: Console, title: str, words: list[str]) -> None:
+        settings = settings_of(words)
+        output = Path(settings["output"])
+        output.mkdir()
+        if words[0] != "eval":
+            return
+        values = {model: accuracies[output.name, Path(model).name] for model in settings["pretrain"].split(",")}
+        results = [
+            {"pretrain": model, "source": settings["prompt_data"], "figures": {"accuracy": {"value": value}}}
+            for model, value in values.items()
+        ]
+        (output / "eval.json").write_text(json.dumps({"results": results}))
+
+    monkeypatch.setattr("rlhf_cli.runs.quickstart._run", leave_results)
+    monkeypatch.setenv("COLUMNS", "200")
+    run_quickstart(QuickstartGroup(output=str(tmp_path / "run"), environment="calculator"))
+    printed = capsys.readouterr().out
+    rows = [line.split("  ") for line in printed.splitlines() if line.startswith("after ")]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert [row[:-1] for row in cells] == [
+        ["after sft", "3.0%", "2.0%"],
+        ["after grpo", "97.0%"],
+        ["after grpo alone", "1.0%"],
+    ]
+    places = [row.index("%") for row in printed.splitlines() if row.startswith("after grpo")]
+    assert places[0] < places[1]  # in different columns
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert re.findall("<h2>(.*?)</h2>", report) == ["sft", "grpo", "grpo alone"]
+    labels = re.findall(r'<div class="label">(.*?)</div><div class="value">(.*?)</div>', report)
+    assert dict(labels) == {
+        "accuracy with calculator after sft": "0.0300",
+        "accuracy alone after sft": "0.0200",
+        "accuracy with calculator after grpo": "0.9700",
+        "accuracy alone after grpo alone": "0.0100",
+    }
