@@ -51,7 +51,7 @@ class CalculatorWalkthrough(Walkthrough):
     def sft(self) -> list[str]:
         words = (
             f"sft --pretrain {self._at('untrained')} --dataset {self._at('data/demonstrations.jsonl')} --max_len 160 "
-            f"--param_dtype fp32 --train_batch_size 64 --max_epochs 5 --learning_rate 2e-3 --l2 0.1 "
+            f"--param_dtype fp32 --train_batch_size 64 --max_epochs 4 --learning_rate 2e-3 --l2 0.1 "
             f"--seed {self.seed} --output {self._at('sft')} --logging_steps 50"
         )
         return shlex.split(words)
