@@ -29,7 +29,7 @@ from rlhf_cli.agents.environment_object import EnvironmentObject
 from rlhf_cli.agents.wire import read_action, reply_line
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.workers.user_module import file_and_name
-from rlhf_cli.rewards.workers.worker import die_with_lifeline, failure_of
+from rlhf_cli.rewards.workers.worker import die_with_lifeline, failure_of, own_file
 
 _RECEIVE_SIZE = 1 << 16
 _MAX_SOCKETS = 64  # that one message can bring
@@ -214,7 +214,7 @@ class _Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setpgid(0, 0)  # a group of its own, so that its children are killed with it
-            die_with_lifeline(_reopened(self._lifeline))
+            die_with_lifeline(own_file(self._lifeline))
             for descriptor in (self._lifeline, self._wake, self._waker):
                 os.close(descriptor)
             self._channel.close()
@@ -247,14 +247,6 @@ def _kill(*leaders: int) -> None:
     for leader in leaders:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
-
-
-def _reopened(lifeline: int) -> int:
-    """Return the lifeline as a file of its own, because the process group that gets the signal belongs to a file."""
-    try:
-        return os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return os.dup(lifeline)
 
 
 def _answer_actions(channel: socket.socket, environment: EnvironmentObject) -> None:

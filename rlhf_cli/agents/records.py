@@ -81,12 +81,14 @@ class EnvironmentDescription:
 
     `tools` are JSON schemas in OpenAI's form, {"type": "function", "function": {...}}. An environment without tools
     reads the text of turns. `about` is a line for the start of a run. With `rewards_at_end` nothing is known of the
-    reward before the episode ends, as with `get_reward`.
+    reward before the episode ends, as with `get_reward`. An agent program (`is_program`) has its
+    tools for itself.
     """
 
     tools: tuple[dict[str, Any], ...]
     about: str
     rewards_at_end: bool = False
+    is_program: bool = False
 
 
 class Environments(Protocol):

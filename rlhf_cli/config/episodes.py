@@ -1,5 +1,6 @@
-"""Settings of episodes with an environment."""
+"""Settings of episodes with an environment or an agent program."""
 
+import shlex
 from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
@@ -10,6 +11,8 @@ from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.rewards import ENVIRONMENT
 from rlhf_cli.config.scoring import RequestScoringConfig
 
+SOURCES = ("environment", "agent_command")
+"""Settings that make a response an episode."""
 MCP_SCHEMES = ("http", "https")
 URL_SCHEMES = ("ws", "wss", *MCP_SCHEMES)
 MCP_PREFIX = "mcp:"
@@ -41,8 +44,8 @@ class EnvironmentConfig(SettingsGroup):
     max_turns: int = Field(8, gt=0)
     """Turns of the model in an episode at most; max_new_tokens bounds a turn, and max_len the whole episode."""
     environment_timeout: float = Field(30.0, gt=0)
-    """Seconds in which an environment has to answer a turn; then it is killed. A late tool truncates its episode, which
-    keeps the reward so far; a late reset fails it."""
+    """Seconds in which an environment or an agent program has to answer a turn; then it is killed. A late tool
+    truncates its episode, which keeps the reward so far; a late reset or program fails it."""
 
     @property
     def num_workers(self) -> int:
@@ -54,19 +57,28 @@ class EnvironmentConfig(SettingsGroup):
         """The order in which turns of a batch are sampled."""
         return "step"
 
+    @property
+    def plays_episodes(self) -> bool:
+        """Whether a response is an episode of several turns."""
+        return self.environment is not None
+
     def identity(self, *, max_len: int) -> dict[str, object]:
         """Return the settings that runs which are one have in common.
 
         A folder that moved holds the same file, and a server that moved to another host or port has the same path.
         """
-        if self.environment is None:
+        if not self.plays_episodes:
             return {"environment": None, "max_turns": self.max_turns}
-        return {"environment": _identity(self.environment), "max_turns": self.max_turns, "max_len": max_len}
+        return {"environment": self._source_identity(), "max_turns": self.max_turns, "max_len": max_len}
+
+    def _source_identity(self) -> str:
+        assert self.environment is not None
+        return _identity(self.environment)
 
     @model_validator(mode="after")
     def _settings_belong_to_an_environment(self) -> Self:
-        given = self.changed(*(name for name in type(self).model_fields if name != "environment"))
-        if self.environment is None and given:
+        given = self.changed(*(name for name in type(self).model_fields if name not in SOURCES))
+        if not self.plays_episodes and given:
             raise ValueError(f"{given} is about episodes: give --environment FILE.py")
         return self
 
@@ -93,16 +105,24 @@ def _identity(environment: str) -> str:
             command = environment.removeprefix(MCP_PREFIX)
             if is_url(command):
                 return f"{MCP_PREFIX}{urlsplit(command).path}"
-            return MCP_PREFIX + " ".join(Path(word).name for word in command.split())
+            return MCP_PREFIX + _command_identity(command)
         case _:
             return Path(environment).name
+
+
+def _command_identity(command: str) -> str:
+    return " ".join(Path(word).name for word in command.split())
 
 
 class EpisodeConfig(EnvironmentConfig):
     """Environment"""
 
+    agent_command: str | None = None
+    """Command of an agent program, instead of an environment. A response is an episode of one process of it: its
+    requests to an OpenAI-compatible endpoint (OPENAI_BASE_URL, OPENAI_API_KEY) are the turns, the row is JSON on its
+    standard input, and its last line of output is JSON with its reward."""
     environment_num_workers: int = Field(32, gt=0)
-    """Environments that work at the same time; the others wait."""
+    """Environments that work at the same time, or processes of the agent program; the others wait."""
     turn_schedule: TurnSchedule = "step"
     """step samples a turn of all episodes at once, when the last environment has answered, and repeats bit for bit on a
     CPU. free samples each turn as soon as its environment has answered: faster, and its rounding depends on timing."""
@@ -117,12 +137,36 @@ class EpisodeConfig(EnvironmentConfig):
         """The order in which turns of a batch are sampled."""
         return self.turn_schedule
 
+    @property
+    def plays_episodes(self) -> bool:
+        """Whether a response is an episode of several turns."""
+        return self.environment is not None or self.agent_command is not None
+
+    def _source_identity(self) -> str:
+        if self.agent_command is None:
+            return super()._source_identity()
+        return f"agent:{_command_identity(self.agent_command)}"
+
+    @model_validator(mode="after")
+    def _episodes_have_one_source(self) -> Self:
+        if self.agent_command is None:
+            return self
+        if self.environment is not None:
+            raise ValueError("agent_command and environment exclude each other: an agent program calls its own tools")
+        try:
+            words = shlex.split(self.agent_command)
+        except ValueError as error:
+            raise ValueError(f"agent_command {self.agent_command}: {error}") from None
+        if not words:
+            raise ValueError('agent_command is empty: give a command like "python my_agent.py"')
+        return self
+
 
 def check_environment_reward(episodes: EpisodeConfig, reward: RequestScoringConfig) -> None:
     """Raise ValueError if the reward of an environment is named and there is none."""
     if not any(call.name == ENVIRONMENT for call in reward.rewards):
         return
-    if episodes.environment is None:
+    if not episodes.plays_episodes:
         raise ValueError(f"reward_funcs {ENVIRONMENT} is the reward of an environment: give --environment FILE.py")
-    if environment_kind(episodes.environment) == "mcp":
+    if episodes.environment is not None and environment_kind(episodes.environment) == "mcp":
         raise ValueError(f"reward_funcs {ENVIRONMENT}: an MCP server has tools and no reward; name another reward")

@@ -74,9 +74,10 @@ def defaults_of_baseline(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def defaults_of_environment(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the defaults that go with a given environment: its own reward, if its kind has one."""
+    """Return the defaults that go with a given environment or agent program: its own reward, if its kind has one."""
     environment = given.get("environment")
     has_reward = environment is not None and environment_kind(str(environment)) != "mcp"
+    has_reward = has_reward or given.get("agent_command") is not None
     return {"reward_funcs": [ENVIRONMENT]} if has_reward else {}
 
 

@@ -6,7 +6,7 @@ from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.config.data import PromptConfig, known_format
 from rlhf_cli.data.formats.conversations import Conversation
 from rlhf_cli.data.formats.table import PromptFormat, choose_prompt_format
-from rlhf_cli.data.formats.tools import with_tools
+from rlhf_cli.data.formats.tools import TOOLS_COLUMN, with_tools
 from rlhf_cli.data.judges import Judges
 from rlhf_cli.data.reading.columns import Columns
 from rlhf_cli.data.reading.sources import Row, Rows
@@ -40,6 +40,8 @@ class PromptWords:
             raise row.error(
                 f"column {KWARGS_COLUMN!r} is of this row alone; beside an environment give --{KWARGS_COLUMN}"
             )
+        if self.environment.is_program and conversation.tools:
+            raise row.error(f"column {TOOLS_COLUMN!r} has tools, and an agent program has its own: drop the column")
         return with_tools(worded, self.environment.tools, row).with_system_prompt(self.system_prompt)
 
 

@@ -1,7 +1,7 @@
 """Records of generation: requests to a rollout engine, and its responses."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,6 +78,20 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """A conversation of an episode whose program rewrote its history, besides the response's own.
+
+    `turns` are the spans of tokens that are trained here; turns that the response has too are trained there.
+    `messages` are all messages of the conversation in OpenAI's form.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    turns: tuple[tuple[int, int], ...]
+    messages: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Episode:
     """The facts about a response that took several turns.
 
@@ -85,8 +99,11 @@ class Episode:
     nothing trains on. `turn_rewards` are the environment's rewards by turn. `messages` are turns and observations in
     OpenAI's form. `failure` completes a sentence about an environment that broke, and `trace` is the traceback of its
     error; `cut` completes a sentence about an environment that truncated the episode. `prompt_ids` replace the
-    prompt's if the environment added the text `opening` to it. The counts are of tool calls, and of calls that could
-    not be read.
+    prompt's if the environment added the text `opening` to it, or a program wrote its own. The counts are of tool
+    calls, of calls that could not be read, and of requests that were repeated.
+
+    An agent program has no `turn_rewards` if it printed no reward. If it rewrote its history the response is the last
+    conversation, and `earlier` the others; messages begin with those of the program's prompt.
     """
 
     turns: tuple[tuple[int, int], ...]
@@ -99,13 +116,27 @@ class Episode:
     num_malformed: int = 0
     trace: str = ""
     cut: str = ""
+    earlier: tuple[Branch, ...] = ()
+    num_repeated: int | None = None
+
+    @property
+    def num_turns(self) -> int:
+        """The turns of the model, of all branches."""
+        return len(self.turns) + sum(len(branch.turns) for branch in self.earlier)
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "Episode":
         """Return the record from JSON."""
-        turns = tuple((start, end) for start, end in plain["turns"])
         lists = {name: tuple(plain[name]) for name in ("turn_rewards", "messages")}
-        return cls(**{**plain, **lists, "turns": turns})
+        earlier = tuple(
+            Branch(**{**branch, "turns": _spans(branch["turns"]), "messages": tuple(branch["messages"])})
+            for branch in plain.get("earlier", ())
+        )
+        return cls(**{**plain, **lists, "turns": _spans(plain["turns"]), "earlier": earlier})
+
+
+def _spans(plain: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((start, end) for start, end in plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +147,8 @@ class Generation:
     stop string. `logprobs` (nats, same length) are the sampler's own. `finish_reason` is "stop" for such an end and
     "length" for a response cut at the limit. `weight_version` counts weight pushes, 0 for the initial weights.
 
-    In an `episode` of several turns `token_ids` have observations too, and `logprobs` are of the sampled tokens alone.
+    In an `episode` of several turns `token_ids` have observations too, and `logprobs` are of the sampled tokens alone,
+    first of its earlier branches and then of the response.
     """
 
     token_ids: list[int]

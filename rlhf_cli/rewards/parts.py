@@ -16,6 +16,8 @@ REMOTE_PART = "remote_rm"  # name of the reward servers' part of a score
 
 VERDICT_VALUES: dict[Status, float] = {"correct": 1.0, "wrong": 0.0, "invalid": 0.0}
 
+NO_REWARD = 'the agent program printed no reward: its last line has to be JSON like {"reward": 1.0}'
+
 _TRACE_LINES = 12  # of a user's traceback kept with a failed score
 
 
@@ -55,8 +57,9 @@ def judged_part(call: RewardCall, value: float, verdict: Part | None) -> Part:
 
 
 def episode_part(request: ScoreRequest) -> Part:
-    """Return the part of an episode's environment."""
-    assert request.episode_reward is not None, "the reward of an environment is of episodes"
+    """Return the part of an episode's environment; it fails if there is no reward."""
+    if request.episode_reward is None:
+        return Part(None, "failed", NO_REWARD, failure="environment")
     return Part(request.episode_reward, "scored", "")
 
 

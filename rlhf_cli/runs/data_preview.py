@@ -33,7 +33,7 @@ from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.models.vision.pictures import PlacedPicture
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.episode_preview import Rehearsal, read_turns
-from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
+from rlhf_cli.runs.episodes import EnvironmentPlan, find_environment
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.trainers.offline.kto import LabelledItems, partners_of
@@ -211,7 +211,7 @@ def _prompts(
     config: DataCommandConfig, settings: PromptConfig, tokenizer: Any, reader: PictureReader | None, found: FoundModel
 ) -> Preview:
     decode, longest, seed = decoder(tokenizer), config.data.max_new_tokens, config.show.seed
-    plan = find_episodes(config.episodes, settings, found, tokenizer)
+    plan = find_environment(config.episodes, settings, found, tokenizer)
     environment = None if plan is None else plan.description
     data = load_prompts(settings, tokenizer, max_new_tokens=longest, seed=seed, reader=reader, environment=environment)
     report = data.report
@@ -250,7 +250,7 @@ def _prompts(
     )
 
 
-def _rehearsal(config: DataCommandConfig, plan: EpisodePlan, data: PromptData, decode: Decode) -> Rehearsal:
+def _rehearsal(config: DataCommandConfig, plan: EnvironmentPlan, data: PromptData, decode: Decode) -> Rehearsal:
     """Return the episode of the first prompt. Raise UsageError if its row or the script cannot be used."""
     plan.check_rows(data)
     first = data.prompts[0]

@@ -14,7 +14,7 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.data.templates.dialogue import ChatDialogue
 from rlhf_cli.errors import UsageError
-from rlhf_cli.runs.episodes import EpisodePlan
+from rlhf_cli.runs.episodes import EnvironmentPlan
 from rlhf_cli.trainers.online.rollout import request_of
 
 MADE_UP = "The answer is 1."
@@ -96,7 +96,7 @@ class Rehearsal:
     `script` has the turns of the file that was given.
     """
 
-    plan: EpisodePlan
+    plan: EnvironmentPlan
     prompt: Prompt
     where: str
     decode: Decode

@@ -1,10 +1,13 @@
-"""Episodes with an environment in a command: found and checked early, played by the engines of the run."""
+"""Episodes in a command: an environment or an agent program is checked early, and played by the engines of the run."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_cli.agents.agent_programs import AgentPrograms
 from rlhf_cli.agents.file_environments import FileEnvironments
 from rlhf_cli.agents.mcp_server import McpServer
 from rlhf_cli.agents.openenv import OpenEnvServer
@@ -12,23 +15,44 @@ from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.agents.session_environments import Provider, SessionEnvironments
 from rlhf_cli.backends.rollout.engine import eos_token_ids
 from rlhf_cli.config.data import PromptConfig
-from rlhf_cli.config.episodes import MCP_PREFIX, EnvironmentConfig, environment_kind
+from rlhf_cli.config.episodes import MCP_PREFIX, EnvironmentConfig, EpisodeConfig, environment_kind
 from rlhf_cli.config.scoring import RequestScoringConfig
 from rlhf_cli.data.prompts import PromptData
 from rlhf_cli.data.templates.dialogue import ChatDialogue
 from rlhf_cli.data.templates.rendering import Renderer
+from rlhf_cli.data.templates.tool_dialogues import ToolDialogues
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import FoundModel
 from rlhf_cli.models.weight_files import description_of
+from rlhf_cli.trainers.online.agent_episodes import AgentEngines
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
-from rlhf_cli.trainers.online.interfaces import TurnEngines
+from rlhf_cli.trainers.online.interfaces import Engines, TurnEngines
 
 OF_ONE_TURN = "is about one response of at most max_new_tokens, and an episode has several turns"
 """End of a sentence about a setting that episodes do not have."""
 
 
+class EpisodePlan(Protocol):
+    """The episodes of a run, before any engine starts."""
+
+    @property
+    def description(self) -> EnvironmentDescription:
+        """The facts that prompts need."""
+        ...
+
+    def check_rows(self, data: PromptData) -> None:
+        """Raise UsageError if the other side needs a column that the first row of a data set does not have."""
+
+    def check_sessions(self, count: int) -> None:
+        """Raise UsageError if the other side has no room for so many episodes at the same time."""
+
+    def played_by(self, engines: TurnEngines) -> AbstractContextManager[Engines]:
+        """Return engines whose responses are episodes, as long as the context lasts."""
+        ...
+
+
 @dataclass(frozen=True)
-class EpisodePlan:
+class EnvironmentPlan:
     """The environment of a run and the dialogue with it, before any engine starts."""
 
     settings: EnvironmentConfig
@@ -70,10 +94,60 @@ def refuse_length_rewards(reward: RequestScoringConfig) -> None:
             raise UsageError(f"--reward_funcs {call.name} {OF_ONE_TURN}")
 
 
+@dataclass(frozen=True)
+class AgentPlan:
+    """The agent program of a run and the dialogues with it, before any engine starts."""
+
+    settings: EpisodeConfig
+    prompts: PromptConfig
+    programs: AgentPrograms
+    dialogues: ToolDialogues
+
+    @property
+    def description(self) -> EnvironmentDescription:
+        """The facts that prompts need."""
+        return self.programs.description
+
+    def check_rows(self, data: PromptData) -> None:
+        """Do nothing: nobody knows the columns that a program reads."""
+
+    def check_sessions(self, count: int) -> None:
+        """Do nothing: episodes wait until a process may start."""
+
+    @contextmanager
+    def played_by(self, engines: TurnEngines) -> Iterator[AgentEngines]:
+        """Yield engines whose responses are episodes, as long as the programs may run."""
+        with self.programs as programs:
+            yield AgentEngines(
+                engines, programs, self.dialogues, EpisodeLimits(self.settings.max_turns, self.prompts.max_len)
+            )
+
+
 def find_episodes(
-    settings: EnvironmentConfig, prompts: PromptConfig, found: FoundModel, tokenizer: Any
+    settings: EpisodeConfig, prompts: PromptConfig, found: FoundModel, tokenizer: PreTrainedTokenizerBase
 ) -> EpisodePlan | None:
-    """Return the episodes that the settings ask for, None without an environment.
+    """Return the episodes that the settings ask for, None if a response is a single turn.
+
+    Raises:
+        UsageError: the file or the server is no environment, there is no such program, or the chat template has no
+            place for further turns.
+    """
+    if settings.agent_command is None:
+        return find_environment(settings, prompts, found, tokenizer)
+    _check_template(prompts, "an agent program")
+    dialogues = ToolDialogues(
+        Renderer(prompts, tokenizer).template, tokenizer, end_ids=_end_ids(found), vocab_size=_vocab_size(found)
+    )
+    programs = AgentPrograms(
+        settings.agent_command, timeout=settings.environment_timeout, num_workers=settings.num_workers
+    )
+    return AgentPlan(settings, prompts, programs, dialogues)
+
+
+def find_environment(
+    settings: EnvironmentConfig, prompts: PromptConfig, found: FoundModel, tokenizer: PreTrainedTokenizerBase
+) -> EnvironmentPlan | None:
+    """Return the episodes with the environment of the settings, None without one.
 
     Raises:
         UsageError: the file or the server is no environment, or the chat template has no place for its observations
@@ -81,19 +155,34 @@ def find_episodes(
     """
     if settings.environment is None:
         return None
-    if prompts.prompt_template is not None or not prompts.apply_chat_template:
-        given = "--prompt_template" if prompts.prompt_template is not None else "--no_apply_chat_template"
-        raise UsageError(f"{given}: turns of an environment need the chat template of the model")
+    _check_template(prompts, "an environment")
     with _environments(settings) as environments:  # loads the file or asks the server; what it started ends here
         description = environments.description
     dialogue = ChatDialogue(
         Renderer(prompts, tokenizer).template,
         tokenizer,
         description.tools,
-        end_ids=eos_token_ids(description_of(found.path)),
-        vocab_size=found.architecture.get_text_config().vocab_size,
+        end_ids=_end_ids(found),
+        vocab_size=_vocab_size(found),
     )
-    return EpisodePlan(settings, prompts, environments, dialogue)
+    return EnvironmentPlan(settings, prompts, environments, dialogue)
+
+
+def _check_template(prompts: PromptConfig, other: str) -> None:
+    """Raise UsageError if prompts are written without the chat template."""
+    if prompts.prompt_template is not None or not prompts.apply_chat_template:
+        given = "--prompt_template" if prompts.prompt_template is not None else "--no_apply_chat_template"
+        raise UsageError(f"{given}: turns of {other} need the chat template of the model")
+
+
+def _end_ids(found: FoundModel) -> Sequence[int]:
+    """Return the tokens at which the model ends a turn."""
+    return eos_token_ids(description_of(found.path))
+
+
+def _vocab_size(found: FoundModel) -> int:
+    """Return the number of the model's embeddings."""
+    return int(found.architecture.get_text_config().vocab_size)
 
 
 def _environments(settings: EnvironmentConfig) -> FileEnvironments | SessionEnvironments:

@@ -118,11 +118,15 @@ def balanced_shares(requests: list[GenerationRequest], count: int) -> list[list[
 
 
 def same_shares(requests: list[GenerationRequest], before: SharedBatch) -> list[list[int]]:
-    """Return the numbers of the requests of each engine: each goes where the turn before of its episode was."""
+    """Return the numbers of the requests of each engine: each goes where the turn before of its episode was, and an
+    episode without a turn in that batch to the engine with the fewest requests.
+    """
     engine_of = {
         before.requests[place].episode: engine for engine, share in enumerate(before.shares) for place in share
     }
     shares: list[list[int]] = [[] for _ in before.shares]
     for number, request in enumerate(requests):
+        if request.episode not in engine_of:
+            engine_of[request.episode] = min(range(len(shares)), key=lambda place: len(shares[place]))
         shares[engine_of[request.episode]].append(number)
     return shares

@@ -45,6 +45,15 @@ class GenerateConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _selection_has_prompts(self) -> "GenerateConfig":
+        if self.episodes.agent_command is not None and self.selection.select != "none":
+            raise ValueError(
+                f"select {self.selection.select} writes rows with the run's prompts, and an agent program writes its "
+                "own: take the messages from the file of responses"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _selection_has_scores(self) -> "GenerateConfig":
         if self.reward.is_given:
             return self

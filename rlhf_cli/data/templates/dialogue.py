@@ -105,6 +105,18 @@ class ChatDialogue:
         """Return the prompt with an observation behind the text of the last message."""
         return self._bridge.opening(self._whole(conversation), observation)
 
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """Return the tokens of a conversation up to the next turn; control tokens in its messages become plain text.
+
+        Raises:
+            TemplateFault: the template does not take the conversation, or a token has no embedding.
+        """
+        return self._bridge.prompt(self._whole(conversation))
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a single token."""
+        return text_of(self._tokenizer, [token_id], skip_special_tokens=False)
+
     def _whole(self, conversation: Conversation) -> Conversation:
         return replace(conversation, tools=self._tools)
 

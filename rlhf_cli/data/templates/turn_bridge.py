@@ -5,15 +5,18 @@ history, as Qwen 3's does, make no difference: only the text behind a stand-in f
 """
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.data.formats.conversations import Conversation, Message, Role, Tool, ToolCall
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.text import TRIAL, TemplateFault
+from rlhf_cli.data.templates.turn_spans import THOUGHT_END, THOUGHT_START
 from rlhf_cli.data.tokenizing.plain_text import CUT, PlainText
 from rlhf_cli.errors import UsageError
 
@@ -22,6 +25,7 @@ MALFORMED = "malformed_call"
 _STAND_IN = f"7f3a{CUT}7f3a"
 """Stands for the sampled turn; texts of others cannot have its cut."""
 _EARLIER = "7f3a"
+_THOUGHT_MARK = re.compile(f"({re.escape(THOUGHT_START)}|{re.escape(THOUGHT_END)})")
 _PROBES = ("probe 7f3a", "other 7f3a")
 
 
@@ -52,9 +56,10 @@ class _StandIn:
 
     def turn(self, observations: Sequence[Message], text: str = _STAND_IN) -> Message:
         """Return the assistant's message before these observations, with a text that stands for its words."""
-        if not self.as_calls or observations[0].role != "tool":
+        answers = _answers(observations)
+        if not self.as_calls or not answers:
             return Message("assistant", text)
-        calls = (ToolCall(one.name or MALFORMED, {"text": text}, one.tool_call_id) for one in observations)
+        calls = (ToolCall(one.name or MALFORMED, {"text": text}, one.tool_call_id) for one in answers)
         return Message("assistant", "", tuple(calls)[: self.max_calls])
 
     def history(self, messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -218,7 +223,7 @@ class TurnBridge:
         Args:
             conversation: messages up to the sampled turn, which is its last one. Texts of earlier turns matter only if
                 the template's text behind a turn depends on them.
-            observations: results of tools, or one message of the user.
+            observations: results of tools, messages of the user, or both in this order.
             last_id: last token of the sampled turn.
 
         Raises:
@@ -274,3 +279,35 @@ class TurnBridge:
         begun = replace(last, content=self._plain.guarded(observation, behind=last.content))
         text = self._template.prompt(Conversation((*before, begun), self._tools))
         return self._checked(self._plain.ids(text))
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """Return the tokens of a conversation that a program wrote, up to the next turn.
+
+        Its control tokens become plain text, but for the marks of thoughts in turns of the assistant.
+
+        Raises:
+            TemplateFault: the template does not take the conversation, or a token has no embedding.
+        """
+        messages = tuple(map(self._guarded_message, conversation.messages))
+        text = self._template.prompt(Conversation(messages, self._tools))
+        return self._checked(self._plain.ids(text))
+
+    def _guarded_message(self, message: Message) -> Message:
+        if message.role != "assistant":
+            return replace(message, content=self._plain.guarded(message.content))
+        pieces = _THOUGHT_MARK.split(message.content)
+        content = "".join(piece if place % 2 else self._plain.guarded(piece) for place, piece in enumerate(pieces))
+        calls = [replace(call, arguments=self._guarded_values(call.arguments)) for call in message.tool_calls]
+        return replace(message, content=content, tool_calls=tuple(calls))
+
+    def _guarded_values(self, value: Any) -> Any:
+        """Return a JSON value with its texts guarded."""
+        match value:
+            case str():
+                return self._plain.guarded(value)
+            case dict():
+                return {self._plain.guarded(key): self._guarded_values(inner) for key, inner in value.items()}
+            case list():
+                return [self._guarded_values(inner) for inner in value]
+            case _:
+                return value

@@ -130,6 +130,14 @@ def die_with_lifeline(lifeline_fd: int) -> None:
         fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
 
 
+def own_file(lifeline: int) -> int:
+    """Return the lifeline as a file of its own, because the process group that gets the signal belongs to a file."""
+    try:
+        return os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return os.dup(lifeline)
+
+
 def _load(loader: str, argument: object) -> Callable[[object], object]:
     """Return the function that `module:function` returns for the argument."""
     module, _, function = loader.partition(":")

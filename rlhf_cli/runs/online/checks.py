@@ -100,7 +100,7 @@ def check_step_rewards(config: OwnResponsesConfig, algorithm: Algorithm) -> None
 
 def check_episodes(config: OwnResponsesConfig) -> None:
     """Raise UsageError for settings that do not go with episodes of several turns."""
-    if config.episode_settings.environment is None:
+    if not config.episode_settings.plays_episodes:
         return
     if config.steps is not None:
         raise UsageError(

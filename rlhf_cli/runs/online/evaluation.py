@@ -55,7 +55,7 @@ def evaluation_task(
     in a rollout.
     """
     temperature, rollout = config.evaluation.eval_temperature, config.rollout
-    is_large = bool(data and data.has_pictures) or config.episode_settings.environment is not None
+    is_large = bool(data and data.has_pictures) or config.episode_settings.plays_episodes
     greedy = SamplingParams(rollout.max_new_tokens, greedy=True, stop=tuple(rollout.stop))
     return EvaluationTask(
         config=config.evaluation,

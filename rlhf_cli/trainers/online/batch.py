@@ -21,6 +21,7 @@ from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.rewards.model_scores import weights_of_all_parts
 from rlhf_cli.trainers.online.responses import Responses
 from rlhf_cli.trainers.online.state import OnlineSettings
+from rlhf_cli.trainers.online.update_plan import Steps, UpdatePlan
 
 
 def with_last_states(responses: Responses) -> list[TokenSequence]:
@@ -29,10 +30,14 @@ def with_last_states(responses: Responses) -> list[TokenSequence]:
 
     No state before a token sees it, so that the target may be any token.
     """
-    return [
-        TokenSequence(np.append(s.token_ids, s.token_ids[-1]), np.append(s.loss_mask, True), s.pictures) if cut else s
-        for s, cut in zip(responses.sequences, responses.truncated_B.tolist(), strict=True)
-    ]
+    sequences = list(responses.sequences)
+    lasts = responses.sequence_bounds[1:] - 1
+    for place in lasts[responses.truncated_B.numpy()].tolist():
+        s = sequences[place]
+        sequences[place] = TokenSequence(
+            np.append(s.token_ids, s.token_ids[-1]), np.append(s.loss_mask, True), s.pictures
+        )
+    return sequences
 
 
 def split_last_values(values: Sequence[np.ndarray], truncated_B: torch.Tensor) -> tuple[list[np.ndarray], list[float]]:
@@ -45,7 +50,7 @@ def split_last_values(values: Sequence[np.ndarray], truncated_B: torch.Tensor) -
 def learning_samples(
     responses: Responses, greedy: Responses | None, settings: OnlineSettings, *, kl_coef: float
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Return a sample for each response that is trained on, and the metrics of KL divergence and advantages.
+    """Return a sample for each sequence of the trained responses, and the metrics of KL divergence and advantages.
 
     `greedy` are responses to the same prompts to compare with. `kl` is the mean over responses of the divergence summed
     over their tokens, which the adaptive controller steers. It is a metric here if it is subtracted from the reward.
@@ -66,13 +71,38 @@ def learning_samples(
         metrics = _teacher_metrics(responses, log_ratio_N)
     columns = _columns(responses, policy, advantages_N=advantages_N, returns_N=returns_N)
     samples = [
-        Sample(responses.sequences[i], {name: values[i] for name, values in columns.items()})
+        sample
         for i in torch.nonzero(trained_B).squeeze(1).tolist()
+        for sample in _samples_of(responses, i, {name: values[i] for name, values in columns.items()})
     ]
     metrics["advantage_abs"] = float(advantages_N[trained_B[segment_ids(cu)]].abs().mean())
     if kl_N is not None:
         metrics["kl"] = float(segment_sum(kl_N, cu).mean())
     return samples, metrics
+
+
+def _samples_of(responses: Responses, number: int, columns: dict[str, np.ndarray]) -> list[Sample]:
+    """Return the samples of one response, given the columns of its tokens: one for each sequence."""
+    first, end = responses.sequence_bounds[number : number + 2].tolist()
+    sequences = responses.sequences[first:end]
+    cuts = np.cumsum([sequence.num_trained for sequence in sequences])[:-1]
+    pieces = {name: np.split(values, cuts) for name, values in columns.items()}
+    return [
+        Sample(sequence, {name: values[place] for name, values in pieces.items()})
+        for place, sequence in enumerate(sequences)
+    ]
+
+
+def plan_over_samples(plan: UpdatePlan, responses: Responses, policy: PolicyConfig) -> UpdatePlan:
+    """Return the plan over the samples of `learning_samples`, given a plan over the trained responses."""
+    counts_B = np.diff(responses.sequence_bounds)[responses.trained_B(policy).numpy()]
+    firsts_B = np.cumsum(counts_B) - counts_B
+    places = [np.arange(first, first + count) for first, count in zip(firsts_B, counts_B, strict=True)]
+
+    def over_samples(steps: Steps) -> Steps:
+        return [np.concatenate([places[number] for number in step.tolist()]) for step in steps]
+
+    return UpdatePlan(over_samples(plan.actor), over_samples(plan.critic))
 
 
 def _moved_to_turns(responses: Responses, reward: OnlineRewardConfig) -> torch.Tensor:
@@ -84,9 +114,10 @@ def _moved_to_turns(responses: Responses, reward: OnlineRewardConfig) -> torch.T
     """
     moved_N = torch.zeros(int(responses.cu[-1]))
     weight = weights_of_all_parts(reward).get(ENVIRONMENT, 0.0)
-    for first, generation in zip(responses.cu[:-1].tolist(), responses.generations, strict=True):
+    for end, generation in zip(responses.cu[1:].tolist(), responses.generations, strict=True):
         if weight and generation.episode is not None:
-            ends = first + np.cumsum([stop - start for start, stop in generation.turns]) - 1
+            lengths = np.array([stop - start for start, stop in generation.turns])
+            ends = end - lengths.sum() + lengths.cumsum() - 1
             so_far = weight * torch.tensor(generation.episode.turn_rewards).cumsum(0)
             rewards = clip_scores(so_far, reward.reward_clip_range).diff(prepend=so_far.new_zeros(1))
             moved_N[torch.from_numpy(ends)] += rewards

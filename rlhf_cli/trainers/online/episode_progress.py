@@ -11,7 +11,8 @@ from rlhf_cli.data.templates.message_forms import MessageForm
 from rlhf_cli.data.templates.tool_calls import ParsedTurn
 from rlhf_cli.data.templates.turn_bridge import call_id
 
-_AS_OPENAI = MessageForm(arguments_as_text=False, no_content="")
+AS_OPENAI = MessageForm(arguments_as_text=False, no_content="")
+"""The form of messages in samples and for reward files."""
 
 
 @dataclass
@@ -53,6 +54,11 @@ class EpisodeProgress:
         """The number of tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.token_ids)
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the response so far."""
+        return len(self.token_ids)
+
     def open(self, opening: str, prompt_ids: list[int]) -> None:
         """Add an observation of the environment to the last message of the prompt, which has these tokens then."""
         *before, last = self.conversation.messages
@@ -62,8 +68,7 @@ class EpisodeProgress:
 
     def turn_request(self, name: int, max_len: int) -> GenerationRequest:
         """Return the request for the next turn of the episode of that name; each turn has a seed of its own."""
-        number = len(self.turns)
-        seed = self.request.seed if number == 0 else zlib.crc32(f"{self.request.seed} {number}".encode()) & 0x7FFFFFFF
+        seed = turn_seed(self.request.seed, len(self.turns))
         return replace(
             self.request,
             prompt_ids=self.all_ids,
@@ -102,7 +107,7 @@ class EpisodeProgress:
         facts = Episode(
             tuple(self.turns),
             tuple(self.turn_rewards),
-            tuple(map(_AS_OPENAI.entry, self.conversation.messages[self.num_given :])),
+            tuple(map(AS_OPENAI.entry, self.conversation.messages[self.num_given :])),
             self.failure,
             self.prompt_ids if self.opening else None,
             self.opening,
@@ -112,6 +117,11 @@ class EpisodeProgress:
             cut=self.cut,
         )
         return Generation(self.token_ids, self.logprobs, self.finish_reason, self.version, facts)
+
+
+def turn_seed(seed: int, number: int) -> int:
+    """Return the seed of a turn, counted from 0, of an episode whose first turn has this seed."""
+    return seed if number == 0 else zlib.crc32(f"{seed} {number}".encode()) & 0x7FFFFFFF
 
 
 def begun(request: GenerationRequest, row: Mapping[str, Any]) -> EpisodeProgress:

@@ -11,7 +11,6 @@ turn waits for another episode, and the rounding of a turn depends on the turns 
 """
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -24,9 +23,8 @@ from rlhf_cli.data.templates.tool_calls import ParsedTurn
 from rlhf_cli.data.templates.turn_bridge import tool_results
 from rlhf_cli.trainers.online.episode_progress import EpisodeProgress, begun
 from rlhf_cli.trainers.online.interfaces import TurnEngines
+from rlhf_cli.trainers.online.multi_turn import CHARACTERS_PER_TOKEN, WAIT_SECONDS, MultiTurnEngines
 
-_WAIT_SECONDS = 0.01  # for responses of the engines while replies of environments may come too
-_CHARACTERS_PER_TOKEN = 16  # more than any tokenizer puts into one, but for rows of blanks
 _SHORTENED = " [shortened]"
 
 
@@ -62,8 +60,8 @@ class EpisodeLimits:
     max_len: int
 
 
-class EpisodeEngines:
-    """Rollout engines whose response is an episode: the verbs are those of the engines inside."""
+class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
+    """Rollout engines whose response is an episode with an environment."""
 
     def __init__(
         self,
@@ -74,102 +72,36 @@ class EpisodeEngines:
         *,
         in_step: bool = True,
     ) -> None:
-        self._engines = engines
+        super().__init__(engines, in_step=in_step)
         self._environments = environments
         self._dialogue = dialogue
         self._limits = limits
-        self._in_step = in_step
         self._sampling = SamplingParams(0)
-        self._episodes: dict[int, EpisodeProgress] = {}  # that are not finished
         self._waiting: set[int] = set()  # for their environments
         self._ready: list[int] = []  # for their next turns
         self._asked: list[int] = []  # the episode of each request of the engines' batch
-        self._finished: list[tuple[int, Generation]] = []
-        self._max_tokens: int | None = None
         self._tools = {tool["function"]["name"] for tool in environments.description.tools}
-        self._num_started = 0  # names of episodes for the environments, of all batches
-
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
-        """Return one episode per request, in their order."""
-        self.begin(requests, sampling)
-        found: dict[int, Generation] = {}
-        while self.is_generating:
-            found |= self.collect()
-        return [found[number] for number in range(len(requests))]
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start an episode for each request, whose row its environment gets."""
         self._drop_all()
-        self._sampling, self._max_tokens = replace(sampling, end_ids=self._dialogue.end_ids), None
+        self._sampling = replace(sampling, end_ids=self._dialogue.end_ids)
         self._ready, self._asked = [], []
-        self._first, self._num_started = self._num_started, self._num_started + len(requests)
+        self._name_episodes(len(requests))
         rows = [json.loads(request.row or "{}") for request in requests]
         self._episodes = {number: begun(requests[number], row) for number, row in enumerate(rows)}
         for number, row in enumerate(rows):
             self._send(number, Reset(row.get("columns", {}), requests[number].environment_seed))
 
-    @property
-    def is_generating(self) -> bool:
-        """Whether episodes of the batch are still to come."""
-        return bool(self._episodes or self._finished)
-
-    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
-        """Return the episodes that finished since the last call, each with the number of its request.
-
-        Waits for one, at most `timeout` seconds.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        while self._episodes and not self._finished:
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                break
-            self._advance(left)
-        finished, self._finished = self._finished, []
-        return finished
-
-    def cut(self, max_tokens: int) -> None:
-        """Give up the episodes of the batch that have, or get, more tokens in their response.
-
-        In step they stay until no other is left, because the rounding of the others depends on what is beside them in a
-        batch.
-        """
-        self._max_tokens = max_tokens
-        self._give_up_long()
-
-    def wake_cache(self) -> None:
-        """Be ready to generate."""
-        self._engines.wake_cache()
-
-    def sleep(self) -> None:
-        """Leave the accelerators to others, and the environments of episodes that were given up."""
-        self._drop_all()
-        self._engines.sleep()
-
-    def receive_weights(self, version: int) -> dict[str, float]:
-        """Take the actor's present weights; metrics of the transfer."""
-        return self._engines.receive_weights(version)
-
-    def _drop_all(self) -> None:
-        for number in [*self._episodes]:
-            self._drop(number)
-        self._drain()
-
-    def _drain(self) -> None:
-        """Give up the turns that engines still sample for episodes that were given up."""
-        if self._engines.is_generating:
-            self._engines.cut(0)
-        while self._engines.is_generating:
-            self._engines.collect()
-
     def _advance(self, timeout: float | None) -> None:
         """Begin turns, and wait a moment for turns of the engines and replies of the environments."""
         self._begin_turns()
         if self._engines.is_generating:
-            for place, sampled in self._engines.collect(_WAIT_SECONDS if self._waiting else timeout):
+            for place, sampled in self._engines.collect(WAIT_SECONDS if self._waiting else timeout):
                 self._take_turn(self._asked[place], sampled)
             self._take_replies(0.0)
         elif self._waiting:
-            self._take_replies(_WAIT_SECONDS)
+            self._take_replies(WAIT_SECONDS)
 
     def _begin_turns(self) -> None:
         """Ask for the next turns of the episodes whose environments have answered: in step if these are all episodes,
@@ -290,7 +222,7 @@ class EpisodeEngines:
 
     def _shortened(self, observation: str) -> str:
         """Return an observation that can be tokenised at no cost to others: no episode has room for a longer one."""
-        most = self._limits.max_len * _CHARACTERS_PER_TOKEN
+        most = self._limits.max_len * CHARACTERS_PER_TOKEN
         return observation if len(observation) <= most else observation[:most] + _SHORTENED
 
     def _end(self, number: int, reason: Literal["stop", "length"]) -> None:
@@ -313,18 +245,6 @@ class EpisodeEngines:
         episode = self._episodes[number]
         episode.failure, episode.trace = failure, trace
         self._finish(number)
-
-    def _give_up_long(self) -> None:
-        most = self._max_tokens
-        if most is None:
-            return
-        too_long = [number for number, episode in self._episodes.items() if len(episode.token_ids) > most]
-        if self._in_step and len(too_long) < len(self._episodes):
-            return
-        for number in too_long:
-            self._drop(number)
-        if not self._episodes:
-            self._drain()
 
     def _drop(self, number: int) -> None:
         self._environments.end(self._first + number)

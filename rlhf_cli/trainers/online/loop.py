@@ -22,7 +22,12 @@ from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished, is_due, too_many_skipped
-from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, with_last_states
+from rlhf_cli.trainers.online.batch import (
+    learning_samples,
+    plan_over_samples,
+    split_last_values,
+    with_last_states,
+)
 from rlhf_cli.trainers.online.interfaces import Actor, Engines, RewardModel, Roles, RunTracker, Sampled, awake
 from rlhf_cli.trainers.online.lookahead import Lookahead, Taken
 from rlhf_cli.trainers.online.metrics import (
@@ -261,6 +266,7 @@ def _learn(
     with timer("advantage"):
         samples, metrics = learning_samples(responses, batch.greedy, settings, kl_coef=state.kl_coef)
     with timer("train"):
+        plan = plan_over_samples(plan, responses, settings.policy)
         updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
         metrics |= updates.metrics
     taken, found = lookahead.wait(batch.taken, timer, version=iteration)
@@ -313,16 +319,17 @@ def _evaluate(roles: Roles[Actor], settings: OnlineSettings, responses: Response
     """Fill in log-probs and values under the models as they are before the update."""
     if roles.reference is not None:
         with awake(roles.reference):
-            responses.ref_logprobs = roles.reference.logprobs(responses.sequences)
+            responses.ref_logprobs = responses.by_response(roles.reference.logprobs(responses.sequences))
     if roles.teacher is not None:
         with awake(roles.teacher):
-            responses.teacher_logprobs = roles.teacher.logprobs(responses.sequences)
+            responses.teacher_logprobs = responses.by_response(roles.teacher.logprobs(responses.sequences))
     if needs_old:
         with awake(roles.actor):
-            responses.old_logprobs = roles.actor.logprobs(responses.sequences)
+            responses.old_logprobs = responses.by_response(roles.actor.logprobs(responses.sequences))
     if roles.critic is not None:
         with awake(roles.critic):
-            values = roles.critic.values(with_last_states(responses) if settings.bootstraps else responses.sequences)
+            asked = with_last_states(responses) if settings.bootstraps else responses.sequences
+            values = responses.by_response(roles.critic.values(asked))
         if settings.bootstraps:
             values, responses.bootstrap = split_last_values(values, responses.truncated_B)
         responses.values = values

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.responses import Responses
 
@@ -97,14 +97,26 @@ def episode_metrics(generations: Sequence[Generation]) -> dict[str, float]:
     found = [(generation, generation.episode) for generation in generations if generation.episode is not None]
     if not found:
         return {}
-    observed = [len(generation.token_ids) - generation.num_sampled for generation, _ in found]
+    lengths = [len(generation.token_ids) + sum(len(one.token_ids) for one in e.earlier) for generation, e in found]
+    observed = [length - generation.num_sampled for length, (generation, _) in zip(lengths, found, strict=True)]
     return {
-        "episode/turns": float(np.mean([len(episode.turns) for _, episode in found])),
+        "episode/turns": float(np.mean([episode.num_turns for _, episode in found])),
         "episode/calls": float(np.mean([episode.num_calls for _, episode in found])),
         "episode/malformed_calls": float(np.mean([episode.num_malformed for _, episode in found])),
         "episode/observed_tokens": float(np.mean(observed)),
         "episode/failed": float(np.mean([episode.failure is not None for _, episode in found])),
         "episode/cut": float(np.mean([episode.cut != "" for _, episode in found])),
+        **_program_metrics([episode for _, episode in found if episode.num_repeated is not None]),
+    }
+
+
+def _program_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return means over the episodes of agent programs; {} without one."""
+    if not episodes:
+        return {}
+    return {
+        "episode/branches": float(np.mean([len(episode.earlier) + 1 for episode in episodes])),
+        "episode/repeated_requests": float(np.mean([episode.num_repeated or 0 for episode in episodes])),
     }
 
 
@@ -141,12 +153,13 @@ def sample_rows(
 
 
 def episode_cells(generation: Generation) -> dict[str, object]:
-    """Return the turns of an episode and the reward of each, as columns of its row."""
+    """Return the turns of an episode, the reward of each and its earlier branches, as columns of its row."""
     if generation.episode is None:
         return {}
     episode = generation.episode
     texts = {name: text for name, text in (("opening", episode.opening), ("cut", episode.cut)) if text}
-    return {**texts, "messages": list(episode.messages), "turn_rewards": list(episode.turn_rewards)}
+    branches = {"branches": [list(branch.messages) for branch in episode.earlier]} if episode.earlier else {}
+    return {**texts, "messages": list(episode.messages), "turn_rewards": list(episode.turn_rewards), **branches}
 
 
 def iteration_rows(sampled: Responses, judged: Responses, *, has_reward: bool) -> list[dict[str, object]]:

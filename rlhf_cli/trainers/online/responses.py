@@ -1,5 +1,6 @@
 """The responses of an online iteration: one record from their scores to the samples of the update."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ import torch
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation
+from rlhf_cli.data.rollouts import Branch, Generation
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.groups import PromptGroup
 
@@ -62,9 +63,19 @@ class Responses:
 
     @cached_property
     def sequences(self) -> list[TokenSequence]:
-        """Prompt and response end to end, of each response."""
+        """Prompt and response end to end, of each response; before it the earlier branches of its episode."""
         pairs = zip(self.prompts, self.generations, strict=True)
-        return [as_sequence(prompt, generation) for prompt, generation in pairs]
+        return [sequence for prompt, generation in pairs for sequence in as_sequences(prompt, generation)]
+
+    @cached_property
+    def sequence_bounds(self) -> np.ndarray:
+        """The bounds of the responses in `sequences`, int64 [B + 1]."""
+        return np.cumsum([0] + [len(branches_of(generation)) + 1 for generation in self.generations])
+
+    def by_response(self, columns: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return columns of the tokens of each sequence as columns of each response."""
+        bounds = itertools.pairwise(self.sequence_bounds.tolist())
+        return [columns[first] if end - first == 1 else np.concatenate(columns[first:end]) for first, end in bounds]
 
     @cached_property
     def rollout_logprobs(self) -> list[np.ndarray]:
@@ -105,12 +116,30 @@ class Responses:
 
 def as_sequence(prompt: Prompt, generation: Generation) -> TokenSequence:
     """Return prompt and response end to end; exactly the sampled tokens are trained on."""
-    prompt_ids = prompt_of(prompt, generation)
-    token_ids = np.array(prompt_ids + generation.token_ids, dtype=np.int32)
+    sequence = _sequence(prompt_of(prompt, generation), generation.token_ids, generation.turns)
+    return replace(sequence, pictures=prompt.pictures)
+
+
+def as_sequences(prompt: Prompt, generation: Generation) -> list[TokenSequence]:
+    """Return the sequences to train on: the earlier branches of an episode, then the response itself.
+
+    Each sampled token is trained in one of them.
+    """
+    earlier = (_sequence(branch.prompt_ids, branch.token_ids, branch.turns) for branch in branches_of(generation))
+    return [*earlier, as_sequence(prompt, generation)]
+
+
+def branches_of(generation: Generation) -> tuple[Branch, ...]:
+    """Return the conversations of an episode besides the response's own."""
+    return () if generation.episode is None else generation.episode.earlier
+
+
+def _sequence(prompt_ids: list[int], response_ids: list[int], turns: Sequence[tuple[int, int]]) -> TokenSequence:
+    token_ids = np.array(prompt_ids + response_ids, dtype=np.int32)
     is_sampled_T = np.zeros(token_ids.size, dtype=bool)
-    for start, end in generation.turns:
+    for start, end in turns:
         is_sampled_T[len(prompt_ids) + start : len(prompt_ids) + end] = True
-    return TokenSequence(token_ids, is_sampled_T, prompt.pictures)
+    return TokenSequence(token_ids, is_sampled_T)
 
 
 def prompt_of(prompt: Prompt, generation: Generation) -> list[int]:

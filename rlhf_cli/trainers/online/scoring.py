@@ -64,7 +64,7 @@ def make_score_requests(
                 row=prompt.row,
                 token_ids=generation.token_ids,
                 pictures=tuple(placed.picture for placed in prompt.pictures),
-                episode_reward=sum(episode.turn_rewards) if episode else None,
+                episode_reward=sum(episode.turn_rewards) if episode and episode.turn_rewards else None,
                 episode_failure=episode.failure if episode else None,
                 messages=episode.messages if episode else (),
             )

@@ -1,0 +1,232 @@
+"""The agent programs of a run: one process an episode, whose requests and ends the driver collects.
+
+Runs an event loop in a thread of its own, with the endpoint in it, so that programs work while the driver does
+something else.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rlhf_cli.agents.agent_process import AgentProcess, ProgramEnd, command_words
+from rlhf_cli.agents.chat_records import ChatRequest, Completion, Refused
+from rlhf_cli.agents.chat_responses import MODEL
+from rlhf_cli.agents.endpoint import Caller, Endpoint
+from rlhf_cli.agents.records import EnvironmentDescription
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The process of an episode runs from now on."""
+
+    episode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A program waits for turns; the answer goes to the ticket."""
+
+    episode: int
+    ticket: int
+    request: ChatRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The process of an episode is gone."""
+
+    episode: int
+    end: ProgramEnd
+
+
+Event = Started | Asked | Ended
+
+
+@dataclass(eq=False)
+class _Program(Caller):
+    """A program as its event loop sees it."""
+
+    open: dict[int, "asyncio.Future[Completion]"] = field(default_factory=dict)
+    """The answers that it waits for, by ticket."""
+    deadline: float = 0.0
+    """When it must have asked again, or have ended, if it waits for nothing."""
+    left: float = 0.0
+    """The seconds to the deadline when it asked last."""
+
+
+class AgentPrograms:
+    """Programs of a command; a context manager that leaves no process behind.
+
+    A program may take `timeout` seconds from its start to its first request, and from an answer to the next request or
+    its end; at most `num_workers` processes run at a time.
+    """
+
+    def __init__(self, command: str, *, timeout: float, num_workers: int) -> None:
+        """Check the command. Raise UsageError if there is no such program."""
+        self._words, self._command = command_words(command), command
+        self._timeout, self._num_workers = timeout, num_workers
+        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._tickets = itertools.count()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._programs: dict[int, _Program] = {}  # by ticket that is open
+
+    def __enter__(self) -> Self:
+        self._lifeline, self._held = os.pipe()
+        self._slots = asyncio.Semaphore(self._num_workers)
+        self._watchers = ThreadPoolExecutor(self._num_workers, thread_name_prefix="agents")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
+        self._thread.start()
+        self._endpoint = Endpoint(self._answer)
+        self._wait_for(self._endpoint.start())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all programs and the endpoint."""
+        if self._loop.is_closed():
+            return
+        self._wait_for(self._end_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._watchers.shutdown()
+        os.close(self._lifeline)
+        os.close(self._held)
+
+    @property
+    def description(self) -> EnvironmentDescription:
+        """The facts that prompts need: a program has its tools for itself."""
+        return EnvironmentDescription((), f"agent program {self._command!r}", is_program=True)
+
+    def start(self, episode: int, row: Mapping[str, object]) -> None:
+        """Start the program of an episode, as soon as there is room for it, with its row on the standard input."""
+        self._loop.call_soon_threadsafe(self._begin, episode, row)
+
+    def end(self, episode: int) -> None:
+        """Kill the program of that episode, whatever it does."""
+        self._loop.call_soon_threadsafe(self._drop, episode)
+
+    def answer(self, ticket: int, answer: Completion | Refused) -> None:
+        """Answer a request; no harm if its program is gone."""
+        self._loop.call_soon_threadsafe(self._deliver, ticket, answer)
+
+    def collect(self, timeout: float | None = None) -> list[Event]:
+        """Return the events since the last call. Wait for one, at most `timeout` seconds.
+
+        Raises whatever broke the event loop's work.
+        """
+        found: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            event = self._events.get(timeout != 0, timeout)
+            while True:
+                if isinstance(event, BaseException):
+                    raise event
+                found.append(event)
+                event = self._events.get(block=False)
+        return found
+
+    def _wait_for(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C
+            raise
+
+    async def _end_all(self) -> None:
+        for episode in [*self._tasks]:
+            self._drop(episode)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._endpoint.close()
+
+    def _begin(self, episode: int, row: Mapping[str, object]) -> None:
+        self._tasks[episode] = task = self._loop.create_task(self._play(episode, row))
+        task.add_done_callback(lambda ended: self._forget(episode, ended))
+
+    def _drop(self, episode: int) -> None:
+        task = self._tasks.get(episode)
+        if task is not None and not task.cancelling():  # a second interruption would break off the end of its process
+            task.cancel()
+
+    def _forget(self, episode: int, task: "asyncio.Task[None]") -> None:
+        del self._tasks[episode]
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self._events.put(defect)
+
+    async def _play(self, episode: int, row: Mapping[str, object]) -> None:
+        """Run the program of one episode to its end."""
+        async with self._slots:
+            program = _Program(episode)
+            variables = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": program.key, "OPENAI_MODEL": MODEL}
+            try:
+                process = AgentProcess(self._words, row, variables, self._lifeline)
+            except OSError as error:  # no more processes, files or memory
+                self._events.put(Ended(episode, ProgramEnd(failure=f"could not be started: {error.strerror}")))
+                return
+            self._endpoint.admit(program)
+            self._events.put(Started(episode))
+            ended = self._loop.run_in_executor(self._watchers, process.wait)
+            try:
+                is_late = not await self._has_ended(program, ended)
+            finally:
+                self._endpoint.dismiss(program)
+                process.kill()
+                await asyncio.shield(ended)  # a killed process ends at once
+                end = process.close()
+                self._refuse_all(program)
+            late = ProgramEnd(failure=f"neither asked nor ended within {self._timeout:g} s", trace=end.trace)
+            self._events.put(Ended(episode, late if is_late else end))
+
+    async def _has_ended(self, program: _Program, ended: "asyncio.Future[None]") -> bool:
+        """Wait for the end of a program; return False if it takes too long without a request."""
+        program.deadline = self._loop.time() + self._timeout
+        while True:
+            left = self._timeout if program.open else program.deadline - self._loop.time()
+            if left <= 0:
+                return ended.done()
+            done, _ = await asyncio.wait({ended}, timeout=left)
+            if done:
+                return True
+
+    async def _answer(self, caller: Caller, request: ChatRequest) -> Completion:
+        """Pass a program's request to the driver and wait for its answer."""
+        assert isinstance(caller, _Program)
+        ticket = next(self._tickets)
+        answer: asyncio.Future[Completion] = self._loop.create_future()
+        caller.open[ticket], caller.left = answer, caller.deadline - self._loop.time()
+        self._programs[ticket] = caller
+        self._events.put(Asked(caller.episode, ticket, request))
+        return await answer
+
+    def _deliver(self, ticket: int, answer: Completion | Refused) -> None:
+        program = self._programs.pop(ticket, None)
+        if program is None:
+            return
+        future = program.open.pop(ticket)
+        is_answered = isinstance(answer, Completion)
+        program.deadline = self._loop.time() + (self._timeout if is_answered else program.left)
+        if future.done():
+            return  # the connection is gone
+        if isinstance(answer, Completion):
+            future.set_result(answer)
+        else:
+            future.set_exception(answer)
+
+    def _refuse_all(self, program: _Program) -> None:
+        for ticket in [*program.open]:
+            self._deliver(ticket, Refused("the episode has ended", status=410))

@@ -1,0 +1,155 @@
+"""Bodies of chat completions in OpenAI's form, read into records.
+
+A setting that would be ignored without harm to anyone is ignored; one that the program relies on is refused. The
+settings of sampling are the run's own: a turn that was sampled in another way could not be trained.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from rlhf_cli.agents.chat_records import ChatRequest, Refused
+from rlhf_cli.agents.tool_results import tool_names
+from rlhf_cli.data.formats.conversations import Message, Role, Tool, ToolCall
+
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "parallel_tool_calls"),
+)
+"""Settings of a request that are read over: the run's own are used, and the model decides how many calls it makes."""
+MOST_CHOICES = 128
+_ROLES: dict[object, Role] = {
+    **{"system": "system", "developer": "system"},
+    **{"user": "user", "assistant": "assistant", "tool": "tool"},
+}
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "tool_choice": (None, "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    **dict.fromkeys(("functions", "function_call", "audio"), (None,)),
+}
+"""The values that are understood, of settings that a program relies on."""
+_HOW_SENT = ("stream", "stream_options")
+
+
+def chat_request(body: object, *, is_first_try: bool) -> ChatRequest:
+    """Return the record of a request's body. Raise Refused for a fault."""
+    if not isinstance(body, dict):
+        raise Refused("the body is no JSON object")
+    for name, known in _PLAIN.items():
+        if body.get(name) not in known:
+            raise Refused(f"{name} {json.dumps(body[name])} is not supported: leave it out", param=name)
+    tools = _tools(body.get("tools"))
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused("messages is no list with a message in it", param="messages")
+    return ChatRequest(
+        _named(tuple(_message(entry, place) for place, entry in enumerate(messages)), tool_names(tools)),
+        tools,
+        n=_count(body, "n", most=MOST_CHOICES) or 1,
+        max_tokens=_count(body, "max_completion_tokens") or _count(body, "max_tokens"),
+        stop=_stop(body.get("stop")),
+        identity=_identity(body),
+        is_first_try=is_first_try,
+    )
+
+
+def _identity(body: Mapping[str, Any]) -> str:
+    asked = {name: value for name, value in body.items() if name not in _HOW_SENT}
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+def _count(body: Mapping[str, Any], name: str, *, most: int | None = None) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+        raise Refused(f"{name} is no number from 1{f' to {most}' if most else ''}: {json.dumps(value)}", param=name)
+    return value
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise Refused("stop is no text or list of texts", param="stop")
+    return tuple(texts)
+
+
+def _tools(value: object) -> tuple[Tool, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise Refused("tools is no list", param="tools")
+    return tuple(_tool(entry, place) for place, entry in enumerate(value))
+
+
+def _tool(entry: object, place: int) -> Tool:
+    """Return a tool with all keys that chat templates may read."""
+    function = entry.get("function") if isinstance(entry, dict) and entry.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise Refused(f"tools[{place}] is no function with a name", param="tools")
+    parameters = function.get("parameters") or {}
+    if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
+        raise Refused(f"tools[{place}] has parameters that are no JSON schema", param="tools")
+    defaults = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    given = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": given | {key: defaults[key] for key in defaults if key not in given}}
+
+
+def _message(entry: object, place: int) -> Message:
+    where = f"messages[{place}]"
+    role = _ROLES.get(entry.get("role")) if isinstance(entry, dict) and isinstance(entry.get("role"), str) else None
+    if not isinstance(entry, dict) or role is None:
+        raise Refused(f"{where} has no role among {', '.join(map(str, _ROLES))}", param=where)
+    calls = _calls(entry.get("tool_calls"), where) if role == "assistant" else ()
+    content = _content(entry.get("content"), where)
+    if content is None and role != "assistant":
+        raise Refused(f"{where} from {role} has no content", param=where)
+    call_id = entry.get("tool_call_id") if role == "tool" else None
+    if role == "tool" and not isinstance(call_id, str):
+        raise Refused(f"{where} from tool has no tool_call_id", param=where)
+    return Message(role, content or "", calls, tool_call_id=call_id)
+
+
+def _content(content: object, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise Refused(f"{where} has content that is not text", param=where)
+    return "".join(text for text in texts if text)
+
+
+def _calls(value: object, where: str) -> tuple[ToolCall, ...]:
+    if not isinstance(value, list | None):
+        raise Refused(f"{where} has tool_calls that are no list", param=where)
+    return tuple(_call(call, where) for call in value or ())
+
+
+def _call(call: object, where: str) -> ToolCall:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(f"{where} has a tool call without the name of a function", param=where)
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (TypeError, ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise Refused(f"{where} calls {function['name']} with arguments that are no JSON object", param=where)
+    return ToolCall(function["name"], arguments, str(call["id"]) if call.get("id") else None)
+
+
+def _named(messages: tuple[Message, ...], tools: Collection[str]) -> tuple[Message, ...]:
+    """Return the messages with the name of the tool at each result.
+
+    A name that the model made up is text of the model's, which must not get into the template's words.
+    """
+    called = {call.id: call.name for message in messages for call in message.tool_calls if call.name in tools}
+    return tuple(
+        Message("tool", message.content, tool_call_id=message.tool_call_id, name=called.get(message.tool_call_id))
+        if message.role == "tool"
+        else message
+        for message in messages
+    )

@@ -1,0 +1,277 @@
+"""Episodes with an agent program: engines whose response is the conversations of one process.
+
+The program asks for its turns when it likes, so turns do not go in step. A batch of turns begins when every program
+that runs waits for a turn, or has let the others wait for a moment.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from rlhf_cli.agents.agent_process import ProgramEnd
+from rlhf_cli.agents.agent_programs import Asked, Ended, Event, Started
+from rlhf_cli.agents.chat_records import ChatRequest, Choice, Completion, Refused
+from rlhf_cli.data.formats.conversations import Conversation, Message, Tool
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.data.templates.text import TemplateFault
+from rlhf_cli.errors import UsageError
+from rlhf_cli.trainers.online.agent_progress import AgentProgress
+from rlhf_cli.trainers.online.episodes import Dialogue, EpisodeLimits
+from rlhf_cli.trainers.online.interfaces import TurnEngines
+from rlhf_cli.trainers.online.multi_turn import CHARACTERS_PER_TOKEN, WAIT_SECONDS, MultiTurnEngines
+
+_GRACE_SECONDS = 0.1  # that a turn waits for the programs that compute
+
+
+class ProgramDialogue(Dialogue, Protocol):
+    """A dialogue whose prompts are a program's."""
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """Return the tokens of a conversation up to the next turn."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a single token."""
+        ...
+
+
+class Dialogues(Protocol):
+    """The dialogues of all lists of tools."""
+
+    def of(self, tools: Sequence[Tool]) -> ProgramDialogue: ...
+
+
+class Programs(Protocol):
+    """The agent programs of a run."""
+
+    def start(self, episode: int, row: Mapping[str, object]) -> None: ...
+
+    def end(self, episode: int) -> None: ...
+
+    def answer(self, ticket: int, answer: Completion | Refused) -> None: ...
+
+    def collect(self, timeout: float | None = None) -> list[Event]: ...
+
+
+@dataclass(eq=False)
+class _Order:
+    """A request that waits for its turns; `tickets` are those of its repetitions too."""
+
+    number: int
+    asked: ChatRequest
+    dialogue: ProgramDialogue
+    parent: int | None
+    prompt_ids: list[int]
+    tickets: list[int]
+    sampled: dict[int, Generation] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One turn to sample: choice number `place` of an order."""
+
+    order: _Order
+    place: int
+    request: GenerationRequest
+    since: float
+
+
+class AgentEngines(MultiTurnEngines[AgentProgress]):
+    """Rollout engines whose response is an episode of an agent program."""
+
+    def __init__(self, engines: TurnEngines, programs: Programs, dialogues: Dialogues, limits: EpisodeLimits) -> None:
+        super().__init__(engines, in_step=False)
+        self._programs, self._dialogues, self._limits = programs, dialogues, limits
+        self._sampling = SamplingParams(0)
+        self._running: set[int] = set()  # episodes whose process runs
+        self._waiting: Counter[int] = Counter()  # requests of each that are not answered
+        self._orders: list[_Order] = []  # that are not answered
+        self._wanted: list[_Wanted] = []
+        self._begun: list[_Wanted] = []  # in the order of the engines' batch
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        """Start a program for each request, which gets its row."""
+        self._drop_all()
+        self._sampling = sampling
+        self._name_episodes(len(requests))
+        self._episodes = {number: AgentProgress(request) for number, request in enumerate(requests)}
+        for number, request in enumerate(requests):
+            row: dict[str, Any] = json.loads(request.row or "{}")
+            self._programs.start(self._first + number, row.get("columns", {}))
+
+    def _advance(self, timeout: float | None) -> None:
+        """Wait a moment for turns of the engines and requests of programs; begin the next turns when they are due."""
+        if self._engines.is_generating:
+            for place, sampled in self._engines.collect(WAIT_SECONDS):
+                self._take_turn(self._begun[place], sampled)
+            self._take_events(0.0)
+        else:
+            self._take_events(self._patience(timeout))
+        if not self._engines.is_generating and self._wanted and self._patience(None) == 0.0:
+            self._begin_turns()
+
+    def _patience(self, timeout: float | None) -> float | None:
+        """Return the seconds to wait for events before the next turns begin, at most `timeout`."""
+        if not self._wanted:
+            return timeout
+        if all(self._waiting[number] for number in self._running):
+            return 0.0
+        left = max(0.0, self._wanted[0].since + _GRACE_SECONDS - time.monotonic())
+        return left if timeout is None else min(left, timeout)
+
+    def _begin_turns(self) -> None:
+        """Give the engines the turns that are sampled alike; others wait for the next batch."""
+        sampling = self._sampling_of(self._wanted[0].order)
+        self._begun = [one for one in self._wanted if self._sampling_of(one.order) == sampling]
+        self._wanted = [one for one in self._wanted if one not in self._begun]
+        self._engines.begin([one.request for one in self._begun], sampling)
+        self._sampling = replace(self._sampling, continues=True)
+
+    def _sampling_of(self, order: _Order) -> SamplingParams:
+        stop = tuple(dict.fromkeys((*self._sampling.stop, *order.asked.stop)))
+        return replace(self._sampling, stop=stop, end_ids=order.dialogue.end_ids)
+
+    def _take_events(self, timeout: float | None) -> None:
+        for event in self._programs.collect(timeout):
+            number = event.episode - self._first
+            if number not in self._episodes:
+                continue  # it was given up
+            match event:
+                case Started():
+                    self._running.add(number)
+                case Asked(_, ticket, asked):
+                    self._waiting[number] += 1
+                    self._take_request(number, ticket, asked)
+                case Ended(_, end):
+                    self._finish(number, end)
+
+    def _take_request(self, number: int, ticket: int, asked: ChatRequest) -> None:
+        """Record the turns that a request asks for, unless it repeats another one, or is refused."""
+        episode = self._episodes[number]
+        if asked.identity in episode.answers and not asked.is_first_try:
+            episode.num_repeated += 1
+            answer = episode.answers[asked.identity]
+            if answer is not None:
+                self._answer(number, ticket, answer)
+            else:
+                orders = (one for one in self._orders if (one.number, one.asked.identity) == (number, asked.identity))
+                next(orders).tickets.append(ticket)
+            return
+        try:
+            self._accept(number, ticket, asked)
+        except Refused as refused:
+            self._answer(number, ticket, refused)
+
+    def _accept(self, number: int, ticket: int, asked: ChatRequest) -> None:
+        """Record the turns that a request asks for. Raise Refused if its episode has no room for them."""
+        episode, limits = self._episodes[number], self._limits
+        if episode.num_asked + asked.n > limits.max_turns:
+            episode.is_at_limit = True
+            raise Refused(f"the episode has its {limits.max_turns} turns (--max_turns)", code="max_turns_exceeded")
+        try:
+            dialogue, parent, prompt_ids = self._prompt(episode, asked)
+        except (TemplateFault, UsageError) as fault:
+            raise Refused(str(fault)) from None
+        room = limits.max_len - len(prompt_ids)
+        if room <= 0:
+            episode.is_at_limit = True
+            raise _too_long(limits.max_len, f"{len(prompt_ids)} tokens")
+        episode.is_at_limit, episode.answers[asked.identity] = False, None
+        order = _Order(number, asked, dialogue, parent, prompt_ids, [ticket])
+        self._orders.append(order)
+        longest = room if asked.max_tokens is None else min(room, asked.max_tokens)
+        for place in range(asked.n):
+            request = replace(
+                episode.request,
+                prompt_ids=prompt_ids,
+                seed=episode.next_seed(),
+                row=None,
+                episode=self._first + number,
+                max_new_tokens=longest,
+            )
+            self._wanted.append(_Wanted(order, place, request, time.monotonic()))
+
+    def _prompt(self, episode: AgentProgress, asked: ChatRequest) -> tuple[ProgramDialogue, int | None, list[int]]:
+        """Return the dialogue of a request, the turn that it goes on from, and its tokens.
+
+        Raises:
+            TemplateFault: the chat template does not take the messages.
+            UsageError: the chat template has no place for tools.
+        """
+        if sum(len(message.content) for message in asked.messages) > self._limits.max_len * CHARACTERS_PER_TOKEN:
+            episode.is_at_limit = True
+            raise _too_long(self._limits.max_len, "many more")
+        dialogue, parent = self._dialogues.of(asked.tools), episode.parent_of(asked)
+        if parent is not None:
+            messages, token_ids = episode.conversation_of(parent)
+            new = asked.messages[len(messages) :]
+            if _are_observations(new, has_tools=bool(asked.tools)):
+                between = dialogue.between(Conversation(messages), new, last_id=token_ids[-1])
+                return dialogue, parent, token_ids + between
+        return dialogue, None, dialogue.prompt(Conversation(asked.messages))
+
+    def _take_turn(self, wanted: _Wanted, sampled: Generation) -> None:
+        order = wanted.order
+        if order not in self._orders:
+            return  # its episode has ended
+        order.sampled[wanted.place] = sampled
+        if len(order.sampled) < order.asked.n:
+            return
+        self._orders.remove(order)
+        episode = self._episodes[order.number]
+        choices = tuple(self._choice(episode, order, order.sampled[place]) for place in range(order.asked.n))
+        completion = Completion(choices, len(order.prompt_ids))
+        episode.answers[order.asked.identity] = completion
+        for ticket in order.tickets:
+            self._answer(order.number, ticket, completion)
+        self._give_up_long()
+
+    def _choice(self, episode: AgentProgress, order: _Order, sampled: Generation) -> Choice:
+        """Record a turn and return it as the program gets it: without the text that ended it."""
+        turn = order.dialogue.read(sampled.token_ids, behind=order.prompt_ids)
+        ends = [place for text in order.asked.stop if (place := turn.content.find(text)) >= 0]
+        turn = replace(turn, content=turn.content[: min(ends)]) if ends else turn
+        message = episode.add(order.asked, order.parent, order.prompt_ids, sampled, turn)
+        texts = map(order.dialogue.token_text, sampled.token_ids)
+        is_cut = sampled.finish_reason == "length"
+        return Choice(
+            message.content,
+            message.tool_calls,
+            "length" if is_cut else "tool_calls" if message.tool_calls else "stop",
+            tuple(zip(texts, sampled.logprobs, strict=True)),
+        )
+
+    def _answer(self, number: int, ticket: int, answer: Completion | Refused) -> None:
+        self._waiting[number] -= 1
+        self._programs.answer(ticket, answer)
+
+    def _finish(self, number: int, end: ProgramEnd) -> None:
+        episode = self._episodes[number]
+        self._drop(number)
+        self._finished.append((number, episode.generation(end)))
+
+    def _drop(self, number: int) -> None:
+        self._programs.end(self._first + number)
+        del self._episodes[number]
+        self._running.discard(number)
+        del self._waiting[number]
+        self._orders = [order for order in self._orders if order.number != number]
+        self._wanted = [one for one in self._wanted if one.order.number != number]
+
+
+def _are_observations(messages: Sequence[Message], *, has_tools: bool) -> bool:
+    """Return whether messages can stand between two turns: results of tools, then words of the user."""
+    roles = [message.role for message in messages]
+    num_results = roles.count("tool")
+    return (has_tools or not num_results) and roles == ["tool"] * num_results + ["user"] * (len(roles) - num_results)
+
+
+def _too_long(max_len: int, found: str) -> Refused:
+    return Refused(
+        f"the maximum context length is {max_len} tokens (--max_len), and the messages have {found}",
+        code="context_length_exceeded",
+        param="messages",
+    )

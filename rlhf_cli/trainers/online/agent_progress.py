@@ -1,0 +1,159 @@
+"""An episode of an agent program in the making: its turns as a tree, in which each conversation is a branch.
+
+A turn follows another one if its history begins with exactly that conversation; its tokens then begin with that turn's
+own. A history that the program rewrote begins a new branch. Each sampled token is trained in one branch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rlhf_cli.agents.agent_process import ProgramEnd
+from rlhf_cli.agents.chat_records import ChatRequest, Completion
+from rlhf_cli.data.formats.conversations import Message, Tool
+from rlhf_cli.data.rollouts import Branch, Episode, Generation, GenerationRequest
+from rlhf_cli.data.templates.tool_calls import ParsedTurn
+from rlhf_cli.data.templates.turn_bridge import call_id
+from rlhf_cli.trainers.online.episode_progress import AS_OPENAI, turn_seed
+
+_FAILED = "(an agent program) "  # completes "the environment ..."
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A sampled turn. `parent` is the number of the turn before it in its branch, None for the first.
+
+    `messages` are the conversation up to and with the turn, `prompt_ids` all tokens before it.
+    """
+
+    parent: int | None
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    prompt_ids: list[int]
+    sampled: Generation
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the conversation up to and with the turn."""
+        return self.prompt_ids + self.sampled.token_ids
+
+
+@dataclass
+class AgentProgress:
+    """The turns of one episode so far. `answers` are by the identity of their request, None as long as it waits."""
+
+    request: GenerationRequest
+    answers: dict[str, Completion | None] = field(default_factory=dict)
+    is_at_limit: bool = False  # whether the last request was refused for one
+    num_asked: int = 0
+    num_repeated: int = 0
+    num_calls: int = 0
+    num_malformed: int = 0
+    _turns: list[_Turn] = field(default_factory=list)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest response so far."""
+        return max((len(turn.token_ids) - self._root_length(turn) for turn in self._turns), default=0)
+
+    def parent_of(self, asked: ChatRequest) -> int | None:
+        """Return the turn that the request goes on from, None if its history begins with no recorded conversation."""
+        known = tuple(map(_compared, asked.messages))
+        found = None
+        for number, turn in enumerate(self._turns):
+            length = len(turn.messages)
+            is_longest = found is None or length >= len(self._turns[found].messages)
+            is_behind = length < len(known) and turn.tools == asked.tools
+            if is_longest and is_behind and tuple(map(_compared, turn.messages)) == known[:length]:
+                found = number
+        return found
+
+    def conversation_of(self, number: int) -> tuple[tuple[Message, ...], list[int]]:
+        """Return the messages and the tokens up to and with a turn."""
+        return self._turns[number].messages, self._turns[number].token_ids
+
+    def next_seed(self) -> int:
+        """Return the seed of one more turn."""
+        self.num_asked += 1
+        return turn_seed(self.request.seed, self.num_asked - 1)
+
+    def add(
+        self, asked: ChatRequest, parent: int | None, prompt_ids: list[int], sampled: Generation, turn: ParsedTurn
+    ) -> Message:
+        """Add a sampled turn, and return its message with ids of its calls."""
+        calls = tuple(replace(call, id=call_id(self.num_calls + place)) for place, call in enumerate(turn.calls))
+        self.num_calls += len(calls)
+        self.num_malformed += len(turn.faults)
+        message = Message("assistant", turn.content, calls)
+        self._turns.append(_Turn(parent, (*asked.messages, message), asked.tools, prompt_ids, sampled))
+        return message
+
+    def generation(self, end: ProgramEnd) -> Generation:
+        """Return the response: the last conversation, with the others as its earlier branches."""
+        if not self._turns:
+            reason = end.failure or "ended without a turn of the model"
+            return Generation([], [], "stop", 0, Episode((), (), (), _FAILED + reason, trace=end.trace, num_repeated=0))
+        *others, last = self._leaves()
+        trained: set[int] = set()
+        response = self._branch(last, trained)
+        branches = [self._branch(leaf, trained) for leaf in others]
+        logprobs = [value for branch in (*branches, response) for turn in branch.own for value in turn.sampled.logprobs]
+        final = self._turns[last].sampled
+        failure = None if end.failure is None or self.is_at_limit else _FAILED + end.failure
+        reward = 0.0 if end.reward is None and self.is_at_limit else end.reward
+        finish_reason: Literal["stop", "length"] = "length" if self.is_at_limit else final.finish_reason
+        facts = Episode(
+            response.branch.turns,
+            () if reward is None else (*[0.0] * (len(response.branch.turns) - 1), reward),
+            response.branch.messages,
+            failure,
+            response.branch.prompt_ids,
+            num_calls=self.num_calls,
+            num_malformed=self.num_malformed,
+            trace=end.trace if failure else "",
+            earlier=tuple(one.branch for one in branches),
+            num_repeated=self.num_repeated,
+        )
+        return Generation(response.branch.token_ids, logprobs, finish_reason, final.weight_version, facts)
+
+    def _leaves(self) -> list[int]:
+        """Return the last turn of each branch, in the order in which they were sampled."""
+        parents = {turn.parent for turn in self._turns}
+        return [number for number in range(len(self._turns)) if number not in parents]
+
+    def _branch(self, leaf: int, trained: set[int]) -> "_FoundBranch":
+        """Return the branch of a leaf, and add its turns to those that are trained."""
+        path = self._path(leaf)
+        start = len(self._turns[path[0]].prompt_ids)
+        own = [number for number in path if number not in trained]
+        trained |= set(own)
+        turns = [self._turns[number] for number in own]
+        spans = tuple((len(turn.prompt_ids) - start, len(turn.token_ids) - start) for turn in turns)
+        token_ids, messages = self._turns[leaf].token_ids, self._turns[leaf].messages
+        entries = tuple(map(AS_OPENAI.entry, messages))
+        return _FoundBranch(Branch(token_ids[:start], token_ids[start:], spans, entries), turns)
+
+    def _path(self, leaf: int) -> list[int]:
+        """Return the turns of a branch, first to last."""
+        path = [leaf]
+        while (parent := self._turns[path[-1]].parent) is not None:
+            path.append(parent)
+        return path[::-1]
+
+    def _root_length(self, turn: _Turn) -> int:
+        while turn.parent is not None:
+            turn = self._turns[turn.parent]
+        return len(turn.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundBranch:
+    """A branch, and the turns that are trained in it."""
+
+    branch: Branch
+    own: Sequence[_Turn]
+
+
+def _compared(message: Message) -> Message:
+    """Return a message as histories are compared: programs strip white space around the model's words."""
+    return replace(message, content=message.content.strip()) if message.role == "assistant" else message
