@@ -175,6 +175,19 @@ def test_a_loop_of_tools_is_one_sequence_and_its_calls_have_ids():
     assert episode.turn_rewards == (0.0, 0.0, 1.0)
 
 
+@pytest.mark.parametrize("family", sorted(name for name, one in FAMILIES.items() if one.calls))
+def test_results_of_calls_go_on_with_the_sequence_in_every_notation(family):
+    write = FAMILIES[family].calls
+    assert write is not None
+    call = write([{"function": {"name": "add", "arguments": {"a": 12, "b": 34}}, "id": "abcdefghi"}])
+    thought = "</think>" if family == "DeepSeek R1" else ""  # whose generation prompt begins one
+    play = Play(tool_loop, lambda prompt, number: [thought + call, "46"][number], family=family)
+    assert play.response.episode is not None
+    assert (play.response.episode.num_calls, len(play.response.episode.turns)) == (1, 2)
+    assert len(as_sequences(PROMPT, play.response)) == 1
+    assert check_tokens(play) == 2
+
+
 def test_a_malformed_call_is_text_and_counted():
     play = Play(tool_loop, lambda prompt, number: "<tool_call>\n{broken\n</tool_call>")
     assert play.response.episode is not None
