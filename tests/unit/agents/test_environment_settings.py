@@ -1,7 +1,8 @@
-"""The form of --environment decides its kind, its identity and whether it has a reward."""
+"""The form of --environment decides its kind, its identity and whether it has a reward; so does --agent_command."""
 
 import pytest
 
+from rlhf_cli.config.commands.generate import GenerateConfig
 from rlhf_cli.config.commands.grpo import GRPOConfig
 from rlhf_cli.config.episodes import EpisodeConfig, environment_kind
 from rlhf_cli.errors import UsageError
@@ -49,3 +50,30 @@ def test_a_server_has_its_own_reward_by_default_and_an_mcp_server_needs_another_
         build_config(GRPOConfig, {**NEEDED, "environment": "mcp:python server.py", "reward_funcs": "environment,math"})
     config = build_config(GRPOConfig, {**NEEDED, "environment": "mcp:python server.py", "reward_funcs": "math"})
     assert [call.name for call in config.reward.rewards] == ["math"]
+
+
+def test_an_agent_program_has_its_own_reward_by_default_and_is_known_by_the_names_in_its_command() -> None:
+    config = build_config(GRPOConfig, {**NEEDED, "agent_command": "python /home/me/agent.py --fast"})
+    assert [call.name for call in config.reward.rewards] == ["environment"]
+    found = config.episodes.identity(max_len=100)
+    assert found == {"environment": "agent:python agent.py --fast", "max_turns": 8, "max_len": 100}
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"environment": "x.py"}, "agent_command and environment exclude each other"),
+        ({"agent_command": "python 'agent.py"}, "agent_command python 'agent.py: No closing quotation"),
+        ({"agent_command": " "}, "agent_command is empty"),
+        ({"agent_command": None, "max_turns": 3}, "max_turns is about episodes: give --environment FILE.py"),
+    ],
+)
+def test_settings_that_do_not_go_with_an_agent_program_are_refused(given: dict[str, object], fault: str) -> None:
+    with pytest.raises(UsageError, match=fault):
+        build_config(GRPOConfig, {**NEEDED, "reward_funcs": "math", "agent_command": "python agent.py", **given})
+
+
+def test_rows_to_train_on_are_not_selected_from_the_conversations_of_a_program() -> None:
+    given = {"pretrain": "model", "prompt_data": "rows.jsonl", "output": "out", "agent_command": "python agent.py"}
+    with pytest.raises(UsageError, match="select best writes rows with the run's prompts"):
+        build_config(GenerateConfig, {**given, "select": "best"})

@@ -289,3 +289,17 @@ def test_tools_of_a_row_beside_an_environment_s_are_refused(tmp_path):
     rows = [{"prompt": "What?"}, {"prompt": "Why?", "tools": [TOOL]}]
     with pytest.raises(UsageError, match="line 2: column 'tools' has tools, and the environment of this run has its"):
         load(tmp_path, FAMILIES["Qwen 2.5"].tokenizer(), *rows, tools=(TOOL,))
+
+
+def test_tools_of_a_row_beside_an_agent_program_are_refused(tmp_path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"prompt": "What?"}) + "\n" + json.dumps({"prompt": "Why?", "tools": [TOOL]}))
+    program = EnvironmentDescription((), "agent program", is_program=True)
+    with pytest.raises(UsageError, match="line 2: column 'tools' has tools, and an agent program has its own"):
+        load_prompts(
+            PromptConfig(prompt_data=str(source)),
+            FAMILIES["Qwen 2.5"].tokenizer(),
+            max_new_tokens=4,
+            seed=0,
+            environment=program,
+        )

@@ -170,7 +170,7 @@ def test_a_loop_of_tools_is_one_sequence_and_its_calls_have_ids():
         ("call00001", "add", "7"),
         ("call00002", "add", "46"),
     ]
-    text = play.tokenizer.decode(play.response.episode.prompt_ids + play.response.token_ids)
+    text = play.tokenizer.decode(play.response.token_ids)
     assert text.count("<tool_response>\n7\n</tool_response>") == 1
     assert episode.turn_rewards == (0.0, 0.0, 1.0)
 
