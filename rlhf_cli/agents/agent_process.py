@@ -22,7 +22,7 @@ _PACKAGE_ROOT = Path(__file__).parents[2]
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from rlhf_cli.agents.agent_start import main; del sys.path[0]; "
 _START += "main(int(sys.argv[2]), sys.argv[3:])"
 
-_INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
+_INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "PYTHONPATH", "SHELL", "TERM", "TMPDIR", "USER")
 """Variables of the run that a program gets: no keys are among them."""
 _TAIL_BYTES = 1 << 16  # of a stream, in which its last line is looked for
 _TRACE_LINES = 12

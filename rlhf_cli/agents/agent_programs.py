@@ -7,6 +7,7 @@ something else.
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -21,6 +22,8 @@ from rlhf_cli.agents.chat_records import ChatRequest, Completion, Refused
 from rlhf_cli.agents.chat_responses import MODEL
 from rlhf_cli.agents.endpoint import Caller, Endpoint
 from rlhf_cli.agents.records import EnvironmentDescription
+
+logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -75,12 +78,13 @@ class AgentPrograms:
         """Check the command. Raise UsageError if there is no such program."""
         self._words, self._command = command_words(command), command
         self._timeout, self._num_workers = timeout, num_workers
+        self._noticed: set[str] = set()  # settings that were reported
+
+    def __enter__(self) -> Self:
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._tickets = itertools.count()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._programs: dict[int, _Program] = {}  # by ticket that is open
-
-    def __enter__(self) -> Self:
         self._lifeline, self._held = os.pipe()
         self._slots = asyncio.Semaphore(self._num_workers)
         self._watchers = ThreadPoolExecutor(self._num_workers, thread_name_prefix="agents")
@@ -206,6 +210,10 @@ class AgentPrograms:
     async def _answer(self, caller: Caller, request: ChatRequest) -> Completion:
         """Pass a program's request to the driver and wait for its answer."""
         assert isinstance(caller, _Program)
+        for name in request.ignored:
+            if name not in self._noticed:
+                self._noticed.add(name)
+                logger.warning("the agent program sets %s; turns are sampled by the settings of the run", name)
         ticket = next(self._tickets)
         answer: asyncio.Future[Completion] = self._loop.create_future()
         caller.open[ticket], caller.left = answer, caller.deadline - self._loop.time()

@@ -1,9 +1,8 @@
 """The HTTP server that agent programs speak to: chat completions in OpenAI's form, on the loopback interface alone.
 
-A program is known by the key of its episode. What a request asks for is the business of its owner (agent_programs.py).
+A program is known by the key of its episode. Requests go to the owner of the server (agent_programs.py).
 """
 
-import asyncio
 import contextlib
 import hmac
 import itertools
@@ -117,6 +116,4 @@ async def _with_errors(
         found = refused
     except web.HTTPException as error:
         found = Refused(f"{request.method} {request.path}: {error.reason}", status=error.status)
-    except asyncio.CancelledError:
-        raise
     return web.json_response(error_body(found), status=found.status)

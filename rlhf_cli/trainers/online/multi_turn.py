@@ -49,7 +49,7 @@ class MultiTurnEngines(ABC, Generic[GrowingT]):
 
     @abstractmethod
     def _advance(self, timeout: float | None) -> None:
-        """Wait a moment, at most `timeout` seconds, for turns and answers, and go on with what has come."""
+        """Wait a moment, at most `timeout` seconds, for turns and answers, and process them."""
 
     @abstractmethod
     def _drop(self, number: int) -> None:

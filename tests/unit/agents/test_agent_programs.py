@@ -1,4 +1,4 @@
-"""Agent programs in real processes: what they get, how they end, and what is left of them."""
+"""Agent programs in real processes: their input, their end, and the processes that they leave."""
 
 import json
 import os
@@ -201,40 +201,22 @@ def test_a_command_without_a_program_is_refused():
         AgentPrograms("no_such_program --x", timeout=1, num_workers=1)
 
 
-AGENT = """
-import json, sys
-from openai import OpenAI
-
-row, client = json.load(sys.stdin), OpenAI()
-parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
-tools = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": parameters}}]
-messages = [{"role": "user", "content": row["question"]}]
-while True:
-    message = client.chat.completions.create(model="gpt-4o", messages=messages, tools=tools).choices[0].message
-    messages.append(message)
-    if not message.tool_calls:
-        break
-    for call in message.tool_calls:
-        result = sum(json.loads(call.function.arguments).values())
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
-print(json.dumps({"reward": float(message.content == row["answer"])}))
-"""
+AGENT = Path(__file__).parents[3] / "examples" / "agents" / "calculator.py"
 
 
-def test_an_agent_of_openais_client_is_trained_unchanged(tmp_path):
+def test_the_example_of_openais_client_is_trained_unchanged():
     """Three episodes at once: their turns share batches, and each is one sequence with the reward of its program."""
-    (tmp_path / "agent.py").write_text(AGENT)
     dialogues, tokenizer = dialogues_of("Qwen 2.5")
 
     def answer(prompt: str, number: int) -> str:
         results = prompt.count("<tool_response>")
-        call = {"name": "add", "arguments": {"a": results, "b": 2}}
-        return "3" if results == 2 else f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        call = {"name": "multiply", "arguments": {"a": 4, "b": 3} if results else {"a": 4}}
+        return "12" if results == 2 else f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
     engines = TextEngines(tokenizer, answer, end=FAMILIES["Qwen 2.5"].end)
-    rows = [{"columns": {"question": f"number {number}", "answer": str(2 + number)}} for number in range(3)]
+    rows = [{"columns": {"question": f"number {number}", "answer": 11 + number}} for number in range(3)]
     requests = [GenerationRequest([1, 2], number, row=json.dumps(row)) for number, row in enumerate(rows)]
-    with AgentPrograms(f"{sys.executable} {tmp_path / 'agent.py'}", timeout=60, num_workers=3) as programs:
+    with AgentPrograms(f"{sys.executable} {AGENT}", timeout=60, num_workers=3) as programs:
         played = AgentEngines(engines, programs, dialogues, EpisodeLimits(4, 1000))  # type: ignore[arg-type]
         found = played.generate(requests, SamplingParams(50))
     episodes = [response.episode for response in found]

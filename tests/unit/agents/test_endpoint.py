@@ -140,7 +140,7 @@ def test_a_request_is_read_as_it_was_sent(served):
         Message("tool", "seen", tool_call_id="a", name="look"),
         Message("tool", "unknown", tool_call_id="b"),  # not in the words of the template
     )
-    assert (asked.n, asked.max_tokens, asked.stop) == (2, 5, ("END",))
+    assert (asked.n, asked.max_tokens, asked.stop, asked.ignored) == (2, 5, ("END",), ("temperature",))
     assert asked.tools[0]["function"] == {
         "name": "look",
         "description": "",
