@@ -297,7 +297,10 @@ class TurnBridge:
             return replace(message, content=self._plain.guarded(message.content))
         pieces = _THOUGHT_MARK.split(message.content)
         content = "".join(piece if place % 2 else self._plain.guarded(piece) for place, piece in enumerate(pieces))
-        calls = [replace(call, arguments=self._guarded_values(call.arguments)) for call in message.tool_calls]
+        calls = (
+            ToolCall(self._plain.guarded(call.name), self._guarded_values(call.arguments), call.id)
+            for call in message.tool_calls
+        )
         return replace(message, content=content, tool_calls=tuple(calls))
 
     def _guarded_values(self, value: Any) -> Any:

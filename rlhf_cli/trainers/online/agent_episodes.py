@@ -4,6 +4,7 @@ The program asks for its turns when it likes, so turns do not go in step. A batc
 that runs waits for a turn, or has let the others wait for a moment.
 """
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -208,9 +209,10 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         if parent is not None:
             messages, token_ids = episode.conversation_of(parent)
             new = asked.messages[len(messages) :]
-            if _are_observations(new, has_tools=bool(asked.tools)):
-                between = dialogue.between(Conversation(messages), new, last_id=token_ids[-1])
-                return dialogue, parent, token_ids + between
+            with contextlib.suppress(TemplateFault):  # the template may take the messages in one piece
+                if _are_observations(new, has_tools=bool(asked.tools)):
+                    between = dialogue.between(Conversation(messages), new, last_id=token_ids[-1])
+                    return dialogue, parent, token_ids + between
         return dialogue, None, dialogue.prompt(Conversation(asked.messages))
 
     def _take_turn(self, wanted: _Wanted, sampled: Generation) -> None:
