@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -258,3 +259,33 @@ def test_an_evaluation_that_was_stopped_counts_its_samples_and_is_not_repeated(i
     again = run_rlhf(*words)
     assert again.splitlines()[-4:] == printed.splitlines()[-4:]
     assert (output / "samples.jsonl").read_bytes() == before
+
+
+PROGRAM = """
+import json, os, sys
+from urllib.request import Request, urlopen
+
+messages = [{"role": "user", "content": json.load(sys.stdin)["answer"]}]
+for _ in range(2):
+    body = json.dumps({"messages": messages, "max_tokens": 4}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    with urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)) as reply:
+        messages += [json.load(reply)["choices"][0]["message"], {"role": "user", "content": "again"}]
+print(json.dumps({"reward": len(messages)}))
+"""
+
+
+def test_an_agent_program_plays_an_episode_for_each_response(inputs, tmp_path):
+    output, program, problems = tmp_path / "played", tmp_path / "program.py", tmp_path / "problems.jsonl"
+    program.write_text(PROGRAM)
+    problems.write_text("".join(inputs[1].read_text().splitlines(keepends=True)[1:3]))
+    words = ["generate", "--pretrain", inputs[0], "--prompt_data", problems, "--output", output]
+    limits = "--max_turns 2 --max_new_tokens 8 --max_len 128 --n_samples_per_prompt 2 --rollout_backend transformers"
+    run_rlhf(*words, *limits.split(), "--agent_command", f"{sys.executable} {program}")
+    rows = rows_of(output / "samples.jsonl")
+    assert [row["score"] for row in rows] == [5.0] * 4
+    for row, answer in zip(rows, ("1", "1", "2", "2"), strict=True):
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * 2
+        assert [message["content"] for message in row["messages"][::2]] == [answer, "again"]
+        assert "branches" not in row
+    assert_nothing_left(tmp_path)
