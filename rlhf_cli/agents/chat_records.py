@@ -12,7 +12,7 @@ class ChatRequest:
 
     `max_tokens` bounds each turn, None without a bound of the program's; it ends at the first of the texts `stop` too.
     `identity` is the same for requests that ask for the same. `is_first_try` is true if the client wrote that it has
-    not sent the request before; other requests may be repetitions. `ignored` are names of settings that were read over.
+    not sent the request before; other requests may be repetitions. `ignored` names its settings of sampling.
     """
 
     messages: tuple[Message, ...]

@@ -17,7 +17,7 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "parallel_tool_calls"),
 )
-"""Settings of a request that are read over: the run's own are used, and the model decides how many calls it makes."""
+"""Settings of a request that are ignored: the run's own are used, and the model decides how many calls it makes."""
 MOST_CHOICES = 128
 _ROLES: dict[object, Role] = {
     **{"system": "system", "developer": "system"},

@@ -32,8 +32,8 @@ from urllib.request import Request, urlopen
 
 row = json.load(sys.stdin)
 
-def ask(text):
-    body = json.dumps({"model": "x", "messages": [{"role": "user", "content": text}]}).encode()
+def ask(text, **more):
+    body = json.dumps({"model": "x", "messages": [{"role": "user", "content": text}], **more}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     with urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)) as reply:
         return json.load(reply)["choices"][0]["message"]["content"]
@@ -124,7 +124,21 @@ def test_a_program_has_its_time_between_answers_and_is_killed_with_its_children_
         assert programs.collect(2.7) == []
         programs.answer(asked.ticket, ANSWER)
         assert next_event(programs).end.failure == "neither asked nor ended within 2.5 s"
-    assert not is_alive(int((tmp_path / "pid").read_text()))
+    wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())))
+
+
+def test_settings_of_sampling_are_reported_once_and_programs_can_be_started_again(tmp_path, caplog):
+    command = program(tmp_path, "ask('x', temperature=2); ask('y', temperature=2); print(json.dumps({'reward': 1.0}))")
+    programs = AgentPrograms(command, timeout=30, num_workers=1)
+    for _ in range(2):
+        with programs:
+            programs.start(0, {})
+            for _ in range(2):
+                programs.answer(next_event(programs).ticket, ANSWER)
+            assert next_event(programs) == Ended(0, ProgramEnd(1.0))
+    assert [record.message for record in caplog.records if "temperature" in record.message] == [
+        "the agent program sets temperature; turns are sampled by the settings of the run"
+    ]
 
 
 def test_an_episode_that_is_given_up_leaves_no_process_and_its_request_no_answer(tmp_path):

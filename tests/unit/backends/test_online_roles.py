@@ -119,6 +119,9 @@ def test_turns_go_to_the_engine_of_the_turns_before():
     shares = same_shares(later, before)
     assert shares == [[1], [], [0, 2]]
     assert same_shares(later[1:], SharedBatch(later, SamplingParams(1), shares)) == [[0], [], [1]]
+    strangers = [GenerationRequest([9], 0, episode=number) for number in (91, 92)]
+    found = same_shares([*strangers, *later[1:]], SharedBatch(later, SamplingParams(1), shares))
+    assert found == [[0, 2], [1], [3]]  # an episode without a turn before goes to an engine with the fewest requests
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 3, 7, 12])
