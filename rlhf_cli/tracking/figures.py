@@ -53,6 +53,8 @@ TITLES = {
     "episode/observed_tokens": "observed tokens per episode",
     "episode/failed": "share of failed environments",
     "episode/cut": "share truncated by environments",
+    "episode/branches": "branches per episode",
+    "episode/repeated_requests": "repeated requests per episode",
     "num_tokens": "tokens",
     "num_sequences": "sequences",
     "perf/tokens_per_second": "tokens/s",

@@ -67,7 +67,7 @@ for (const chart of document.querySelectorAll("svg.chart")) {
 
 // ---- rollouts
 const SHOWN = ["step", "prompt", "response", "label", "reward", "verdict", "value", "images", "opening",
-  "messages", "turn_rewards"];
+  "messages", "turn_rewards", "branches"];
 const TEXTS = {prompt: "Prompt", opening: "Added by the environment", response: "Response", label: "Ground truth"};
 const TONES = {correct: "good", wrong: "bad", invalid: "bad", failed: "warn"};
 const hasReward = row => typeof row.reward === "number";
@@ -118,8 +118,9 @@ const wordsOfCall = ({function: call}) => `${call.name} ${callText(call)}`;
 const wordsOf = message => [message.content, ...(message.tool_calls ?? []).map(wordsOfCall)].join(" ");
 const wordsOfEpisode = row => isEpisode(row) ? row.messages.map(wordsOf).join(" ") : "";
 
-function answerHeading(message) {
-  return message.name ? `Result of ${message.name}` : "Answer of the environment";
+function answerHeading(message, isProgram) {
+  if (message.name) return `Result of ${message.name}`;
+  return isProgram ? `Message of the ${message.role}` : "Answer of the environment";
 }
 
 function messageBlock(message, heading, reward) {
@@ -147,14 +148,22 @@ function episodeEnd(row) {
   return line;
 }
 
-function episodeBlocks(row) {
+// The messages of an agent program begin with its own prompt.
+function conversation(messages, rewards) {
+  const isProgram = messages.length > 0 && messages[0].role !== "assistant";
   let turn = 0;
-  const blocks = row.messages.map(message => {
-    if (message.role !== "assistant") return messageBlock(message, answerHeading(message));
+  return messages.map(message => {
+    if (message.role !== "assistant") return messageBlock(message, answerHeading(message, isProgram));
     turn += 1;
-    return messageBlock(message, `Turn ${turn}`, (row.turn_rewards ?? [])[turn - 1]);
+    return messageBlock(message, `Turn ${turn}`, rewards[turn - 1]);
   });
-  return [...blocks, episodeEnd(row)];
+}
+
+function episodeBlocks(row) {
+  const earlier = row.branches ?? [], heading = number => make("h3", "", `Branch ${number}`);
+  const branches = earlier.flatMap((messages, place) => [heading(place + 1), ...conversation(messages, [])]);
+  const last = earlier.length ? [heading(earlier.length + 1)] : [];
+  return [...branches, ...last, ...conversation(row.messages, row.turn_rewards ?? []), episodeEnd(row)];
 }
 
 function listItem(row) {

@@ -330,6 +330,19 @@ def test_turns_of_episodes_are_in_the_page_and_cannot_act(tmp_path):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
 
 
+def test_branches_of_an_episode_are_in_the_page_and_not_among_its_numbers(tmp_path):
+    make_run(tmp_path, samples=False)
+    branched = EPISODE | {
+        "branches": [[{"role": "user", "content": ATTACK}, {"role": "assistant", "content": "early"}]]
+    }
+    SamplesFile(tmp_path, resume_step=None).log(1, [branched])
+    page = page_of(tmp_path)
+    (row,) = rollouts_of(page)
+    assert row["branches"] == branched["branches"]
+    assert "<script>alert" not in page
+    assert re.search(r"const SHOWN = \[[^\]]*\"branches\"", page)
+
+
 def test_long_texts_of_an_episode_are_cut_to_equal_shares(tmp_path):
     said = [{"role": "user", "content": "x" * 20_000, "tool_calls": [{"function": {"arguments": {"a": "y" * 20_000}}}]}]
     SamplesFile(tmp_path, resume_step=None).log(1, [{"messages": said * 10}, {"messages": said}])
