@@ -114,7 +114,8 @@ class AgentProgress:
             earlier=tuple(one.branch for one in branches),
             num_repeated=self.num_repeated,
         )
-        return Generation(response.branch.token_ids, logprobs, finish_reason, final.weight_version, facts)
+        version = min(turn.sampled.weight_version for turn in self._turns)
+        return Generation(response.branch.token_ids, logprobs, finish_reason, version, facts)
 
     def _leaves(self) -> list[int]:
         """Return the last turn of each branch, in the order in which they were sampled."""

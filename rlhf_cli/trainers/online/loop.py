@@ -22,12 +22,8 @@ from rlhf_cli.rewards.parts import stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished, is_due, too_many_skipped
-from rlhf_cli.trainers.online.batch import (
-    learning_samples,
-    plan_over_samples,
-    split_last_values,
-    with_last_states,
-)
+from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples
+from rlhf_cli.trainers.online.forward import fill_in_outputs
 from rlhf_cli.trainers.online.interfaces import Actor, Engines, RewardModel, Roles, RunTracker, Sampled, awake
 from rlhf_cli.trainers.online.lookahead import Lookahead, Taken
 from rlhf_cli.trainers.online.metrics import (
@@ -262,7 +258,7 @@ def _learn(
     plan = _plan(settings, responses, iteration=iteration)
     on_policy = plan.on_policy and not batch.rollout.num_carried and not settings.lag
     with timer("forward"):
-        _evaluate(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
+        fill_in_outputs(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
     with timer("advantage"):
         samples, metrics = learning_samples(responses, batch.greedy, settings, kl_coef=state.kl_coef)
     with timer("train"):
@@ -313,26 +309,6 @@ def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int) -> 
     trained_B = responses.trained_B(settings.policy)
     groups_B = responses.groups_B[trained_B].numpy() if settings.algorithm.min_group > 1 else None
     return plan_updates(int(trained_B.sum()), settings.batch, iteration=iteration, groups_B=groups_B)
-
-
-def _evaluate(roles: Roles[Actor], settings: OnlineSettings, responses: Responses, *, needs_old: bool) -> None:
-    """Fill in log-probs and values under the models as they are before the update."""
-    if roles.reference is not None:
-        with awake(roles.reference):
-            responses.ref_logprobs = responses.by_response(roles.reference.logprobs(responses.sequences))
-    if roles.teacher is not None:
-        with awake(roles.teacher):
-            responses.teacher_logprobs = responses.by_response(roles.teacher.logprobs(responses.sequences))
-    if needs_old:
-        with awake(roles.actor):
-            responses.old_logprobs = responses.by_response(roles.actor.logprobs(responses.sequences))
-    if roles.critic is not None:
-        with awake(roles.critic):
-            asked = with_last_states(responses) if settings.bootstraps else responses.sequences
-            values = responses.by_response(roles.critic.values(asked))
-        if settings.bootstraps:
-            values, responses.bootstrap = split_last_values(values, responses.truncated_B)
-        responses.values = values
 
 
 @dataclass(frozen=True)

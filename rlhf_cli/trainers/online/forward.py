@@ -1,0 +1,26 @@
+"""The outputs of all models on an iteration's responses, before the update."""
+
+from rlhf_cli.trainers.online.batch import split_last_values, with_last_states
+from rlhf_cli.trainers.online.interfaces import Actor, Roles, awake
+from rlhf_cli.trainers.online.responses import Responses
+from rlhf_cli.trainers.online.state import OnlineSettings
+
+
+def fill_in_outputs(roles: Roles[Actor], settings: OnlineSettings, responses: Responses, *, needs_old: bool) -> None:
+    """Fill in log-probs and values under the models as they are before the update."""
+    if roles.reference is not None:
+        with awake(roles.reference):
+            responses.ref_logprobs = responses.by_response(roles.reference.logprobs(responses.sequences))
+    if roles.teacher is not None:
+        with awake(roles.teacher):
+            responses.teacher_logprobs = responses.by_response(roles.teacher.logprobs(responses.sequences))
+    if needs_old:
+        with awake(roles.actor):
+            responses.old_logprobs = responses.by_response(roles.actor.logprobs(responses.sequences))
+    if roles.critic is not None:
+        with awake(roles.critic):
+            asked = with_last_states(responses) if settings.bootstraps else responses.sequences
+            values = responses.by_response(roles.critic.values(asked))
+        if settings.bootstraps:
+            values, responses.bootstrap = split_last_values(values, responses.truncated_B)
+        responses.values = values
