@@ -153,6 +153,8 @@ class EpisodeConfig(EnvironmentConfig):
             return self
         if self.environment is not None:
             raise ValueError("agent_command and environment exclude each other: an agent program calls its own tools")
+        if self.changed("turn_schedule"):
+            raise ValueError("turn_schedule is about an environment: an agent program asks for turns when it likes")
         try:
             words = shlex.split(self.agent_command)
         except ValueError as error:

@@ -105,7 +105,7 @@ def examinee(
     check_engine_pictures(model.architecture, backend=backend)
     if backend == "vllm":
         check_positions(model.architecture, config.prompts.max_len)
-    if config.episodes.environment is not None:
+    if config.episodes.plays_episodes:
         refuse_length_rewards(config.reward)
     episodes = find_episodes(config.episodes, config.prompts, model.found, model.tokenizer)
     data = load_prompts(
