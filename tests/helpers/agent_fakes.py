@@ -91,9 +91,14 @@ class TextEngines:
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         assert not self._left, "a batch begins before the end of the one before"
-        self.batches.append(requests)
+        self._num_asked = 0
         self.sampling.append(sampling)
-        for place, request in enumerate(requests):
+        self.batches.append([])
+        self.add(requests)
+
+    def add(self, requests: list[GenerationRequest]) -> None:
+        self.batches[-1] += requests
+        for place, request in enumerate(requests, start=self._num_asked):
             number = len(self.sampled)
             text = self._text(self._tokenizer.decode(request.prompt_ids), number)
             is_cut = text.endswith("…")
@@ -103,6 +108,7 @@ class TextEngines:
             found = Generation(ids, logprobs, "length" if is_cut else "stop", 3)
             self.sampled.append((request.prompt_ids, found))
             self._left.append((place, found))
+        self._num_asked += len(requests)
 
     @property
     def is_generating(self) -> bool:

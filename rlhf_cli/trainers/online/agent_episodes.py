@@ -1,7 +1,7 @@
 """Episodes with an agent program: engines whose response is the conversations of one process.
 
-The program asks for its turns when it likes, so turns do not go in step. A batch of turns begins when every program
-that runs waits for a turn, or has let the others wait for a moment.
+The program asks for its turns when it likes, so turns do not go in step. Engines at rest get a batch of turns when
+every program that runs waits for a turn, or has let the others wait for a moment; later turns join that batch.
 """
 
 import contextlib
@@ -92,11 +92,12 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         self._orders: list[_Order] = []  # that are not answered
         self._wanted: list[_Wanted] = []
         self._begun: list[_Wanted] = []  # in the order of the engines' batch
+        self._begun_with: SamplingParams | None = None
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start a program for each request, which gets its row."""
         self._drop_all()
-        self._sampling = sampling
+        self._sampling, self._begun_with = sampling, None
         self._name_episodes(len(requests))
         self._episodes = {number: AgentProgress(request) for number, request in enumerate(requests)}
         for number, request in enumerate(requests):
@@ -111,7 +112,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
             self._take_events(0.0)
         else:
             self._take_events(self._patience(timeout))
-        if not self._engines.is_generating and self._wanted and self._patience(None) == 0.0:
+        if self._wanted and (self._engines.is_generating or self._patience(None) == 0.0):
             self._begin_turns()
 
     def _patience(self, timeout: float | None) -> float | None:
@@ -124,12 +125,21 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         return left if timeout is None else min(left, timeout)
 
     def _begin_turns(self) -> None:
-        """Give the engines the turns that are sampled alike; others wait for the next batch."""
+        """Give the engines the turns that are sampled alike; others wait for the end of the batch."""
         sampling = self._sampling_of(self._wanted[0].order)
-        self._begun = [one for one in self._wanted if self._sampling_of(one.order) == sampling]
-        self._wanted = [one for one in self._wanted if one not in self._begun]
-        self._engines.begin([one.request for one in self._begun], sampling)
-        self._sampling = replace(self._sampling, continues=True)
+        joins = sampling == self._begun_with
+        if self._engines.is_generating and not joins:
+            return
+        chosen = [one for one in self._wanted if self._sampling_of(one.order) == sampling]
+        self._wanted = [one for one in self._wanted if one not in chosen]
+        requests = [one.request for one in chosen]
+        if joins:
+            self._begun += chosen
+            self._engines.add(requests)
+            return
+        continues = self._begun_with is not None
+        self._begun, self._begun_with = chosen, sampling
+        self._engines.begin(requests, replace(sampling, continues=continues))
 
     def _sampling_of(self, order: _Order) -> SamplingParams:
         stop = tuple(dict.fromkeys((*self._sampling.stop, *order.asked.stop)))

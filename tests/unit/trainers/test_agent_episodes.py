@@ -253,7 +253,7 @@ def test_n_choices_are_branches_with_seeds_of_their_own():
     play = Play(program)
     assert check_tokens(play) == 3
     assert len(as_sequences(PROMPT, play.response)) == 2
-    (first, second), _ = play.engines.batches
+    ((first, second, _),) = play.engines.batches
     assert first.prompt_ids == second.prompt_ids
     assert first.seed != second.seed
 
@@ -325,6 +325,17 @@ def test_turns_that_end_at_other_texts_are_sampled_in_batches_of_their_own():
         (2, ()),
         (2, ("a",)),
     ]
+
+
+def test_turns_join_the_batch_that_engines_sample():
+    def program(row):
+        first = words((yield [asked([user("x")])]))
+        if row["number"]:
+            yield [asked([user("x"), own(first), user("more")])]
+        return ProgramEnd(0.0)
+
+    play = Play(program, num_episodes=3)
+    assert [len(batch) for batch in play.engines.batches] == [5]
 
 
 def test_choices_have_the_logprobs_and_texts_of_their_tokens():
