@@ -1,7 +1,7 @@
 """Times episodes whose tool takes a random time beside the same turns without a tool.
 
     python benchmarks/episode_latency.py                          64 episodes of 4 turns, a tool of 0 to 80 ms
-    python benchmarks/episode_latency.py --runs 7 --num_workers 32
+    python benchmarks/episode_latency.py --runs 7 --num_workers 64
 
 A tiny random Qwen2 on a vLLM engine behind Ray, an environment file in its processes, and the turns of each schedule
 (`--turn_schedule`). The measure is the generation time of the same tokens: the turns that the step schedule asked for,
@@ -84,7 +84,7 @@ def save_model(path: Path, *, hidden: int, layers: int, turn_tokens: int) -> Pre
     return tokenizer
 
 
-def make_engines(path: Path, logs: Path, *, num_threads: int | None) -> EngineGroup:
+def make_engines(path: Path, logs: Path, *, num_threads: int) -> EngineGroup:
     """One vLLM engine in a Ray actor, ready to generate."""
     import ray
 
@@ -189,10 +189,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--latency_ms", type=float, default=80.0, help="the longest that a tool takes")
-    parser.add_argument("--num_workers", type=int, default=64, help="environments that work at the same time")
+    parser.add_argument("--num_workers", type=int, default=32, help="environments that work at the same time")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--turn_tokens", type=int, default=32, help="tokens of a turn on average")
-    parser.add_argument("--threads", type=int, help="of the engine; all cores if absent")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of the engine, which leaves the other cores to the rest"
+    )
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     args = parser.parse_args()
