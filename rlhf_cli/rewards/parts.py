@@ -140,3 +140,10 @@ def stop_if_too_many_failed(scores: Sequence[Score], limit: float, *, num_to_com
         raise RunError(
             f"{len(failed)} of {len(scores)} rewards failed, more than --reward_max_failures {limit:g} allows: {reason}"
         )
+
+
+def stop_if_all_failed(scores: Sequence[Score], *, iteration: int) -> None:
+    """Raise RunError with the first reason if no score is left."""
+    if all(score.value is None for score in scores):
+        reason = next(score.detail for score in scores)
+        raise RunError(f"iteration {iteration}: every reward failed ({reason}), nothing can be learned")

@@ -192,7 +192,11 @@ class EngineGroup:
         """Give up the responses of the batch that have, or get, more than so many tokens; the others still come."""
         self._batch.max_tokens = max_tokens
         for number in self._batch.begun:  # also of what is added later to an engine that has finished
-            self._call(number, lambda host: host.engine.cut(max_tokens))
+            self._cut(number, max_tokens)
+
+    def _cut(self, number: int, max_tokens: int) -> None:
+        begun = self._batch.begun[number]
+        self._call(number, lambda host: host.cut(begun, max_tokens))
 
     def _ask_for_share(self, number: int) -> None:
         batch = self._batch
@@ -235,6 +239,7 @@ class EngineGroup:
             actor.sleep_optimizer()
             self.receive_weights(self._version if version is None else version)
         self.wake_cache()
+        self._batch.begun.clear()  # an engine that had finished begins again with what is added to it
         for other in unfinished:
             self._ask_for_share(other)
 
@@ -242,7 +247,7 @@ class EngineGroup:
         """Make all engines give up their work; return the engines that died meanwhile."""
         batch, died = self._batch, {}
         for number in batch.heard:
-            self._call(number, lambda host: host.engine.cut(0))
+            self._cut(number, 0)
         while batch.calls:
             call, listening = batch.calls.popitem()
             try:

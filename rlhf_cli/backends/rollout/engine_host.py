@@ -89,11 +89,13 @@ class EngineHost:
         self.engine = engine
         self._asked = asyncio.Condition()
         self._batch, self._num_requests = 0, 0
+        self._fault: Exception | None = None  # of requests that should have joined the batch
 
     async def begin(
         self, batch: int, requests: list[GenerationRequest], sampling: SamplingParams, max_tokens: int | None
     ) -> Arrivals:
         """Start a batch, cut at the limit of before, and wait for its first responses."""
+        self._fault = None
         await self.engine.begin(requests, sampling)
         if max_tokens is not None:
             await self.engine.cut(max_tokens)
@@ -101,14 +103,30 @@ class EngineHost:
         return await self.engine.collect()
 
     async def add(self, batch: int, first: int, requests: list[GenerationRequest]) -> None:
-        """Join requests to the batch as soon as it has the `first` ones."""
+        """Join requests to the batch as soon as it has the `first` ones. Nobody waits for this call: `collect` raises
+        its error.
+        """
         if await self._has(batch, first):
-            await self.engine.add(requests)
+            try:
+                await self.engine.add(requests)
+            except Exception as error:
+                self._fault = error
             await self._note(batch, first + len(requests))
+
+    async def cut(self, batch: int, max_tokens: int) -> None:
+        """Give up the responses of this batch that have, or get, more than so many tokens; do nothing if a later batch
+        has begun.
+        """
+        if await self._has(batch, 0):
+            await self.engine.cut(max_tokens)
 
     async def collect(self, batch: int, count: int) -> Arrivals:
         """Return the responses since the last call, as soon as the batch has `count` requests; wait for one."""
-        return await self.engine.collect() if await self._has(batch, count) else Arrivals([], is_last=True)
+        if not await self._has(batch, count):
+            return Arrivals([], is_last=True)
+        if self._fault is not None:
+            raise self._fault
+        return await self.engine.collect()
 
     async def _note(self, batch: int, count: int) -> None:
         async with self._asked:

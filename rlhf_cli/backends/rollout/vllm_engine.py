@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_cli.backends.rollout.engine import (
@@ -61,6 +62,7 @@ class VllmEngine:
         self._adapter_checksum: int | None = None
         self._begun: VllmBatch | None = None
         self._serving: set[asyncio.Task[None]] = set()
+        self._cache_is_stale = False  # computed by other weights
         with cpu_probe() as on_cpu, engine_environment(settings, on_cpu=on_cpu):
             self._on_cpu = on_cpu
             self._llm = started(model_path, settings, on_cpu=on_cpu)
@@ -111,6 +113,8 @@ class VllmEngine:
     ) -> tuple[VllmBatch, asyncio.Task[None]]:
         """Return (the batch, the task that serves its requests)."""
         self._check(requests, sampling)
+        if self._cache_is_stale:
+            sampling, self._cache_is_stale = replace(sampling, continues=False), False
         batch = self._new_batch(sampling)
         return batch, self._serve(batch, batch.arrivals.open(len(requests)), requests, begins=True)
 
@@ -207,6 +211,7 @@ class VllmEngine:
             await self._control(self._llm.finish_weight_update(weight_version=str(version)))
         self._version = version
         self._updating = self._weights_lost = False
+        self._cache_is_stale = True
 
     async def _take_adapter(self, manifest: Mapping[str, Any]) -> None:
         """Replace the adapter by the push; requests have it from now on. One that vLLM refuses changes nothing.

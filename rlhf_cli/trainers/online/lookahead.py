@@ -9,15 +9,21 @@ main thread, right before its iteration.
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Self
 
+from rlhf_cli.errors import ProcessDied
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.actor_turns import ActorTurns
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.rollout import Rollout
 from rlhf_cli.trainers.online.state import LoopState, SourceState
+
+_END_SECONDS = 30.0
+"""How long the end of a run waits for its thread. A thread that waits longer, as for an engine of a node that was lost,
+ends when the roles end.
+"""
 
 Sampling = tuple[Rollout | None, SourceState]
 """A batch, None if the last prompts gave none, and the state of the source after it."""
@@ -56,8 +62,7 @@ class Lookahead:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._end()
-        self._thread.shutdown()
+        self._thread.shutdown(wait=self._end())
 
     def is_used_up(self, state: LoopState) -> bool:
         """Return whether nothing is left to train on; known beforehand under dynamic sampling alone."""
@@ -110,6 +115,7 @@ class Lookahead:
             self._failure = flight.sampling.exception()
         self._flight = None
         if self._failure is not None:
+            self._give_up_requests()
             return taken, {}
         (rollout, source), seconds = flight.sampling.result()
         end = time.perf_counter()
@@ -128,8 +134,20 @@ class Lookahead:
         found = self._source.sample(source, PhaseTimer())
         return found, time.perf_counter() - begin
 
-    def _end(self) -> None:
+    def _end(self) -> bool:
+        """End the sampling; return whether it has ended."""
         flight, self._flight = self._flight, None
         if flight is not None:
             self._turns.end()
-            flight.sampling.exception()
+            with suppress(TimeoutError):
+                flight.sampling.exception(_END_SECONDS)
+        return flight is None or flight.sampling.done()
+
+    def _give_up_requests(self) -> None:
+        """Leave engines at rest after an error, as the push that follows needs them."""
+        engines = self._source.engines
+        if isinstance(self._failure, ProcessDied) or not engines.is_generating:
+            return
+        engines.cut(0)
+        while engines.is_generating:
+            engines.collect()

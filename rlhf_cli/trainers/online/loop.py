@@ -18,7 +18,7 @@ from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.errors import ProcessDied, RunError
-from rlhf_cli.rewards.parts import stop_if_too_many_failed
+from rlhf_cli.rewards.parts import stop_if_all_failed, stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished, is_due, too_many_skipped
@@ -231,8 +231,7 @@ def _with_model_scores(
 def _check_trainable(trainable: Responses, scores: Sequence[Score], policy: PolicyConfig, *, iteration: int) -> None:
     """Raise RunError if no response can be trained on."""
     if not len(trainable):
-        reason = next(score.detail for score in scores if score.value is None)
-        raise RunError(f"iteration {iteration}: every reward failed ({reason}), nothing can be learned")
+        stop_if_all_failed([score for score in scores if score.value is None], iteration=iteration)
     if not trainable.trained_B(policy).any():
         raise RunError(
             f"iteration {iteration}: every response was cut and mask_truncated leaves those out, nothing can be "

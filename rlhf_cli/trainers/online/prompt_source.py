@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.sampling import StepBatches
 from rlhf_cli.errors import RunError
+from rlhf_cli.rewards.parts import stop_if_all_failed, stop_if_too_many_failed
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.dynamic_sampling import DynamicBatch, sample_until_full
 from rlhf_cli.trainers.online.interfaces import Engines, Scoring
@@ -74,6 +75,7 @@ class RolloutSource:
         """
         if self.settings.dynamic is None:
             rollout = sample_once(self._sampler, self._asked_once(state), timer)
+            self._check_scores(rollout, state)
             return rollout, self._after(state, rollout)
         batch = DynamicBatch(
             self.settings.dynamic,
@@ -93,6 +95,12 @@ class RolloutSource:
         if not rollout.groups:
             return None, replace(left, iteration=state.iteration + 1, postponed=(), surplus=())
         return rollout, self._after(left, rollout)
+
+    def _check_scores(self, rollout: Rollout, state: SourceState) -> None:
+        """Raise RunError before a batch without enough scores may get into a checkpoint, if it is sampled ahead."""
+        scores = [score for group in (*rollout.groups, *rollout.greedy) for score in group.scores]
+        stop_if_too_many_failed(scores, self.settings.reward.reward_max_failures)
+        stop_if_all_failed(scores, iteration=state.iteration + 1)
 
     def _after(self, state: SourceState, rollout: Rollout) -> SourceState:
         """Return the state after a batch, whose lengths deal later prompts."""

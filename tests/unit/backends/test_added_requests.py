@@ -70,13 +70,19 @@ class ListingEngine:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.limits: list[int] = []
         self.num_told = 0
 
     async def begin(self, requests, sampling):
         self.asked, self.num_told = [*requests], 0
 
     async def add(self, requests):
+        if not all(requests):
+            raise UsageError("a request is empty")
         self.asked += requests
+
+    async def cut(self, max_tokens):
+        self.limits.append(max_tokens)
 
     async def collect(self):
         first, self.num_told = self.num_told, len(self.asked)
@@ -109,7 +115,24 @@ def test_calls_about_an_earlier_batch_change_nothing_in_the_present_one():
         await engine.begin(["x"], SamplingParams(1))
         await host._note(2, 1)
         await host.add(1, 1, ["b"])  # type: ignore[list-item]
+        await host.cut(1, 0)
+        assert engine.limits == []
+        await host.cut(2, 7)
+        assert engine.limits == [7]
         assert await host.collect(1, 2) == Arrivals([], is_last=True)
         assert (await host.collect(2, 1)).responses == [(0, "x")]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_refuses_to_be_joined_raises_where_responses_are_collected():
+    async def scenario() -> None:
+        host = EngineHost(ListingEngine())  # type: ignore[arg-type]
+        await host.begin(1, ["a"], SamplingParams(1), None)  # type: ignore[list-item]
+        await host.add(1, 1, [""])  # type: ignore[list-item]
+        with pytest.raises(UsageError, match="a request is empty"):
+            await host.collect(1, 2)
+        await host.begin(2, ["a"], SamplingParams(1), None)  # type: ignore[list-item]
+        assert (await host.collect(2, 1)).is_last
 
     asyncio.run(scenario())

@@ -71,7 +71,8 @@ class FakeWorker:
         found = [(place, (self.share[place].seed, self.version)) for place in range(first, self.done)]
         return Arrivals(found, not self.is_generating)  # type: ignore[arg-type]
 
-    def cut(self, max_tokens):
+    def cut(self, batch, max_tokens):
+        assert batch == self.batch
         self.limits.append(max_tokens)
         self.share = self.share[: self.done]
 
@@ -299,6 +300,21 @@ def test_requests_join_an_engine_that_died_while_it_had_nothing_to_do():
     group.add([turn(episode, 1, [episode, 5]) for episode in range(3)])
     assert sorted(number for number, _ in collected(group)) == [3, 4, 5]
     assert [worker.number for worker in started[3:]] == [1]
+
+
+def test_engines_that_got_other_weights_within_a_batch_begin_anew_with_what_joins_them():
+    group, started = make_group("nccl", takes_turns=False, dying=set())
+    group.begin([turn(episode, 0, [episode]) for episode in range(3)], SamplingParams(1))
+    assert len(collected(group)) == 3
+    idle, victim = started[0], started[1]
+    group.add([turn(victim.share[0].episode, 1, [1, 5])])
+    victim.alive = False
+    assert len(collected(group)) == 1
+    before = idle.batch
+    group.add([turn(idle.share[0].episode, 1, [0, 5])])
+    assert len(collected(group)) == 1
+    assert idle.batch > before
+    assert [request.seed % 100 for request in idle.share] == [1]
 
 
 def test_a_cut_reaches_engines_that_have_finished_and_may_be_joined():

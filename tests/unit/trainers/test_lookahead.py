@@ -191,6 +191,20 @@ def test_an_error_of_the_sampling_comes_when_the_iteration_beside_it_is_whole_an
     assert watched(again).versions == [2, 2]  # of batch 3 these are the oldest weights there are
 
 
+@pytest.mark.parametrize(("max_failures", "message"), [(0.5, "6 of 6 rewards failed"), (1.0, "every reward failed")])
+def test_a_batch_without_scores_does_not_get_into_a_checkpoint(max_failures, message, tmp_path):
+    made = run(1, reward=EXACT.model_copy(update={"reward_max_failures": max_failures}))
+    made.scorer.fails = lambda index: len(watched(made).versions) == 3  # while iteration 2 trains
+    with pytest.raises(RunError, match=message):
+        made()
+    (state,) = made.saved
+    assert (state.iteration, state.ahead) == (2, ())
+    again = run(1)
+    assert goes_on(through_files(state, tmp_path / "s", PROMPTS, made.settings), again) == Finished(
+        4, interrupted=False
+    )
+
+
 @pytest.mark.parametrize("place", ["training", "reward model"])
 def test_an_error_beside_the_sampling_ends_it(place):
     whole, broken, error = run(1), run(1), RunError("a rank failed")
