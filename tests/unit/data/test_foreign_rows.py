@@ -21,7 +21,7 @@ from rlhf_cli.data.preference_data import load_pairs
 from rlhf_cli.data.prompts import load_prompts
 from rlhf_cli.data.reading.columns import Columns
 from rlhf_cli.data.reading.sources import load_rows
-from rlhf_cli.data.rollouts import Episode, Generation
+from rlhf_cli.data.rollouts import Branch, Episode, Generation
 from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.vision.pictures import picture_of_pixels
@@ -217,7 +217,8 @@ def test_a_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path):
 def test_the_report_reads_columns_that_rows_of_samples_have():
     asked = ScoreRequest("pr", "p", "r", "l", num_tokens=1, truncated=False, group="0", sample=0, group_size=1)
     asked = replace(asked, pictures=(picture_of_pixels("red", np.zeros((2, 2, 3), np.uint8)),))
-    episode = Episode(((0, 1),), (1.0,), opening="Begin.")
+    branch = Branch([1], [2], ((0, 1),), ({"role": "user", "content": "p"},))
+    episode = Episode(((0, 1),), (1.0,), opening="Begin.", cut="ended it at a limit", earlier=(branch,))
     (row,) = sample_rows([asked], [Generation([1], [0.0], "stop", 0, episode)], [Score(1.0, "correct")])
     assert set(re.findall(r"\brow\.(\w+)\b(?!\()", SCRIPT)) <= {"step", *row}
 
