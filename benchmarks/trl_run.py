@@ -20,6 +20,7 @@ import torch
 from datasets import Dataset, Image, List
 from grpo_reward import trl_reward
 from torch.optim.lr_scheduler import LambdaLR
+from trail import Trail
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -125,6 +126,9 @@ KINDS = {
     "vision_sft": Kind(TokenisedSFT, SFTConfig, pictured_and_counting, lambda row: row["trained"], reader=PROCESSOR),
     "vision_dpo": Kind(TokenisedDPO, DPOConfig, PICTURED, lambda row: row["trained"], reader=PROCESSOR),
     "grpo": Kind(SampledGRPO, GRPOConfig, LM, lambda row: row["responses"], "reward", {"reward_funcs": trl_reward}),
+    "episodes": Kind(
+        SampledGRPO, GRPOConfig, LM, lambda row: row["responses"], "reward", {"environment_factory": Trail}
+    ),
 }
 
 
