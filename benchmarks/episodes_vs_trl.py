@@ -55,7 +55,8 @@ def question(rng: random.Random) -> tuple[str, str]:
 def demonstration(rng: random.Random, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return an episode that follows the trail, as a conversation to train on."""
     place, asked = question(rng)
-    trail, messages = Trail(), [{"role": "user", "content": asked}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": asked}]
+    trail = Trail()
     trail.reset(place)
     for _ in range(STEPS):
         call = {"type": "function", "function": {"name": "look", "arguments": {"place": place}}}

@@ -420,3 +420,16 @@ def test_sampling_ahead_is_measured_by_the_waits_of_both_sides():
 def test_a_schedule_is_compared_with_the_tokens_alone_of_its_own_round():
     seconds = {"tokens alone": [2.0, 4.0], "step": [3.0, 5.0], "free": [2.0, 6.0]}
     assert load("episode_latency").ratios(seconds) == {"step": [1.5, 1.25], "free": [1.0, 1.5]}
+
+
+def test_a_demonstration_of_the_trail_follows_it_to_the_end():
+    trail = load("trail")
+    *messages, last = load("episodes_vs_trl").demonstration(random.Random(0), [])["messages"]
+    calls = [message["tool_calls"][0]["function"] for message in messages if "tool_calls" in message]
+    places = [call["arguments"]["place"] for call in calls]
+    player = trail.Trail()
+    player.reset(places[0])
+    found = [message["content"] for message in messages if message["role"] == "tool"]
+    assert [player.look(place) for place in places] == found
+    assert player.get_reward() == 1.0
+    assert last["content"] == f"The {trail.next_place(places[-1])}."
