@@ -25,6 +25,11 @@ from rlhf_cli.trainers.online.interfaces import TurnEngines
 from rlhf_cli.trainers.online.multi_turn import CHARACTERS_PER_TOKEN, WAIT_SECONDS, MultiTurnEngines
 
 _GRACE_SECONDS = 0.1  # that a turn waits for the programs that compute
+MOST_REPEATED = 32  # times that a program gets a recorded turn: clients repeat a request less often by themselves
+_REPEATED = (
+    f"repeated a request more than {MOST_REPEATED} times: its client does not mark first tries "
+    "(x-stainless-retry-count), so equal requests get the recorded turn; it may ask for n or change the text"
+)
 
 
 class ProgramDialogue(Dialogue, Protocol):
@@ -164,6 +169,10 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         episode = self._episodes[number]
         if asked.identity in episode.answers and not asked.is_first_try:
             episode.num_repeated += 1
+            episode.repeats[asked.identity] += 1
+            if episode.repeats[asked.identity] > MOST_REPEATED:
+                self._finish(number, ProgramEnd(failure=_REPEATED))
+                return
             answer = episode.answers[asked.identity]
             if answer is not None:
                 self._answer(number, ticket, answer)

@@ -4,6 +4,7 @@ A turn follows another one if its history begins with exactly that conversation;
 own. A history that the program rewrote begins a new branch. Each sampled token is trained in one branch.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -45,6 +46,7 @@ class AgentProgress:
     request: GenerationRequest
     answers: dict[str, Completion | None] = field(default_factory=dict)
     is_at_limit: bool = False  # whether the last request was refused for one
+    repeats: Counter[str] = field(default_factory=Counter)  # requests that were repeated, by their identity
     num_asked: int = 0
     num_repeated: int = 0
     num_calls: int = 0
