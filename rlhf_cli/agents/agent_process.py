@@ -113,10 +113,14 @@ def reward_of(lines: list[str]) -> ProgramEnd:
         found = None
     if not isinstance(found, dict) or "reward" not in found:
         return ProgramEnd()
-    reward = found["reward"]
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        return ProgramEnd(failure=f"printed a reward that is no number: {json.dumps(reward)[:LONGEST_REASON]}")
-    return ProgramEnd(float(reward))
+    given = found["reward"]
+    try:
+        reward = float(given) if isinstance(given, int | float) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        reward = math.inf
+    if not math.isfinite(reward):
+        return ProgramEnd(failure=f"printed a reward that is no number: {json.dumps(given)[:LONGEST_REASON]}")
+    return ProgramEnd(reward)
 
 
 def _tail(stream: IO[bytes]) -> str:

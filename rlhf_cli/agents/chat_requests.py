@@ -74,7 +74,17 @@ def _stop(value: object) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise Refused("stop is no text or list of texts", param="stop")
+    for text in texts:
+        _refuse_halves(text, "stop")
     return tuple(texts)
+
+
+def _refuse_halves(value: object, name: str) -> None:
+    """Raise Refused if a text of a JSON value has half a character, which has no tokens."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Refused(f"{name} has half a character (a lone surrogate)", param=name) from None
 
 
 def _tools(value: object) -> tuple[Tool, ...]:
@@ -82,6 +92,7 @@ def _tools(value: object) -> tuple[Tool, ...]:
         return ()
     if not isinstance(value, list):
         raise Refused("tools is no list", param="tools")
+    _refuse_halves(value, "tools")
     return tuple(_tool(entry, place) for place, entry in enumerate(value))
 
 

@@ -195,6 +195,8 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
             dialogue, parent, prompt_ids = self._prompt(episode, asked)
         except (TemplateFault, UsageError) as fault:
             raise Refused(str(fault)) from None
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise Refused(f"the messages cannot be rendered: {type(error).__name__}: {error}") from None
         room = limits.max_len - len(prompt_ids)
         if room <= 0:
             episode.is_at_limit = True

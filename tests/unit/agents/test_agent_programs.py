@@ -18,7 +18,7 @@ from rlhf_cli.agents.agent_programs import AgentPrograms, Asked, Ended, Started
 from rlhf_cli.agents.chat_records import Choice, Completion, Refused
 from rlhf_cli.data.formats.conversations import Message
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import LONGEST_REASON, UsageError
 from rlhf_cli.trainers.online.agent_episodes import AgentEngines
 from rlhf_cli.trainers.online.episodes import EpisodeLimits
 
@@ -95,6 +95,10 @@ def test_a_program_gets_few_variables_of_the_run_and_no_key_of_another(tmp_path,
         ("print(json.dumps({'reward': 0.5})); print('  ')", ProgramEnd(0.5)),
         ("print(json.dumps({'reward': 'good'}))", ProgramEnd(failure='printed a reward that is no number: "good"')),
         ("print(json.dumps({'reward': float('nan')}))", ProgramEnd(failure="printed a reward that is no number: NaN")),
+        (
+            "print(json.dumps({'reward': 10**400}))",
+            ProgramEnd(failure=f"printed a reward that is no number: {10**400}"[: 36 + LONGEST_REASON]),
+        ),
         ("print(json.dumps([0.5]))", ProgramEnd()),
         ("print('x' * 200_000); print(json.dumps({'reward': 0.5}))", ProgramEnd(0.5)),
     ],

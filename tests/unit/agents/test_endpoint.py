@@ -177,6 +177,12 @@ def test_a_repetition_has_the_identity_of_its_request_however_it_is_sent(served)
         (b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', 'tool_choice "required"'),
         (b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}', "response_"),
         (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', "tools[0] is no function with a name"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": "\\ud800"}', "stop has half a character"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": '
+            b'{"name": "f", "parameters": {"properties": {"a": {"description": "\\ud800"}}}}}]}',
+            "tools has half a character",
+        ),
         (
             b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]}',
             "messages[0] calls f with arguments that are no JSON object",
