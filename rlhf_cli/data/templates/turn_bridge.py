@@ -113,9 +113,10 @@ class TurnBridge:
         end_ids: Sequence[int],
         vocab_size: int,
     ) -> None:
-        self._template, self._tokenizer, self._tools = template, tokenizer, tuple(tools)
+        self._template, self._tokenizer = template, tokenizer
         self._vocab_size = vocab_size
         self._plain = PlainText(tokenizer, tokenizer.get_chat_template(), vocab_size=vocab_size)
+        self._tools: tuple[Tool, ...] = tuple(map(self._guarded_values, tools))
         self._ends = self._found_ends(end_ids)
         self._habits: dict[Role, _Habits] = {}
         self._num_controls: dict[tuple[object, ...], int] = {}
@@ -203,13 +204,14 @@ class TurnBridge:
 
     def _try(self) -> None:
         """Raise UsageError if the template alters the cuts in control tokens, or a token of it has no embedding."""
-        probe = replace(self._probes(1)[0], content=self._plain.guarded("a" + "".join(self._ends) + "b"))
+        harmless = self._probes(1)[0]
+        probe = replace(harmless, content=self._plain.guarded("a" + "".join(self._ends) + "b"))
         try:
-            behind = self._behind(self._stand_in, TRIAL[:1], (probe,))
+            found, named = (self._behind(self._stand_in, TRIAL[:1], (one,)).count(CUT) for one in (probe, harmless))
             self.after(Conversation(TRIAL[:2]), self._probes(1), last_id=-1)
         except TemplateFault as fault:
             raise UsageError(f"{fault}; give another one with --tokenizer_chat_template FILE") from fault
-        if behind.count(CUT) != probe.content.count(CUT):
+        if found - named != probe.content.count(CUT):
             raise UsageError(
                 "the chat template alters characters of Unicode's private use, so that control tokens in observations "
                 "could not be kept apart: give another one with --tokenizer_chat_template FILE"
@@ -250,7 +252,7 @@ class TurnBridge:
         self, history: Sequence[Message], observations: Sequence[Message], guard: Callable[[str], str], last_id: int
     ) -> list[int]:
         habits = self._habits_before(observations[0].role)
-        guarded = [replace(one, content=guard(one.content)) for one in observations]
+        guarded = [replace(self._with_guarded_names(one), content=guard(one.content)) for one in observations]
         behind = self._behind(self._stand_in, history if habits.needs_history else TRIAL[:1], guarded)
         is_ended = last_id in self._ends.values()
         if habits.ends_turn and (is_ended or self._stand_in.turn(observations).tool_calls):
@@ -283,13 +285,14 @@ class TurnBridge:
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return the tokens of a conversation that a program wrote, up to the next turn.
 
-        Its control tokens become plain text, but for the marks of thoughts in turns of the assistant.
+        Control tokens in it and in the tools become plain text, but for the marks of thoughts in the assistant's turns.
 
         Raises:
             TemplateFault: the template does not take the conversation, or a token has no embedding.
         """
-        messages = tuple(map(self._guarded_message, conversation.messages))
-        text = self._template.prompt(Conversation(messages, self._tools))
+        messages = (self._with_guarded_names(self._guarded_message(message)) for message in conversation.messages)
+        conversation = replace(conversation, messages=tuple(messages), tools=self._tools)
+        text = self._template.prompt(conversation)
         return self._checked(self._plain.ids(text))
 
     def _guarded_message(self, message: Message) -> Message:
@@ -298,10 +301,17 @@ class TurnBridge:
         pieces = _THOUGHT_MARK.split(message.content)
         content = "".join(piece if place % 2 else self._plain.guarded(piece) for place, piece in enumerate(pieces))
         calls = (
-            ToolCall(self._plain.guarded(call.name), self._guarded_values(call.arguments), call.id)
+            ToolCall(
+                self._plain.guarded(call.name), self._guarded_values(call.arguments), self._guarded_values(call.id)
+            )
             for call in message.tool_calls
         )
         return replace(message, content=content, tool_calls=tuple(calls))
+
+    def _with_guarded_names(self, message: Message) -> Message:
+        """Return a message with the name of its tool and the id of its call guarded."""
+        names = {"name": self._guarded_values(message.name), "tool_call_id": self._guarded_values(message.tool_call_id)}
+        return replace(message, **names)
 
     def _guarded_values(self, value: Any) -> Any:
         """Return a JSON value with its texts guarded."""

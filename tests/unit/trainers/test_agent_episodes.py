@@ -66,13 +66,14 @@ class Play:
         max_turns: int = 8,
         max_len: int = 1000,
         sampling: SamplingParams = SAMPLING,
+        columns: Mapping[str, object] | None = None,
     ) -> None:
         dialogues, self.tokenizer = dialogues_of(family)
         self.programs = FakePrograms(program)
         self.engines = TextEngines(self.tokenizer, text, end=FAMILIES[family].end)
         limits = EpisodeLimits(max_turns, max_len)
         engines = AgentEngines(self.engines, self.programs, dialogues, limits)  # type: ignore[arg-type]
-        rows = [json.dumps({"columns": {"number": number}}) for number in range(num_episodes)]
+        rows = [json.dumps({"columns": {"number": number, **(columns or {})}}) for number in range(num_episodes)]
         requests = [GenerationRequest([1, 2], 7 + number, row=row) for number, row in enumerate(rows)]
         self.found = engines.generate(requests, sampling)
 
