@@ -12,7 +12,8 @@ class ChatRequest:
 
     `max_tokens` bounds each turn, None without a bound of the program's; it ends at the first of the texts `stop` too.
     `identity` is the same for requests that ask for the same. `is_first_try` is true if the client wrote that it has
-    not sent the request before; other requests may be repetitions. `ignored` names its settings of sampling.
+    not sent the request before; other requests may be repetitions. `logprobs` is true if it asks for the tokens of the
+    turns. `ignored` names its settings of sampling.
     """
 
     messages: tuple[Message, ...]
@@ -22,17 +23,22 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     identity: str = ""
     is_first_try: bool = False
+    logprobs: bool = False
     ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sampled turn for the program. `tokens` are the text and the log-prob, in nats, of each sampled token."""
+    """One sampled turn of `num_tokens` tokens for the program.
+
+    `tokens` are the text and the log-prob, in nats, of each sampled token, if the request asked for them.
+    """
 
     content: str
     calls: tuple[ToolCall, ...]
     finish_reason: Literal["stop", "length", "tool_calls"]
-    tokens: tuple[tuple[str, float], ...]
+    num_tokens: int
+    tokens: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Completion:
     @property
     def completion_tokens(self) -> int:
         """The sampled tokens of all choices."""
-        return sum(len(choice.tokens) for choice in self.choices)
+        return sum(choice.num_tokens for choice in self.choices)
 
 
 class Refused(Exception):

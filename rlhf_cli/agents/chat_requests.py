@@ -52,6 +52,7 @@ def chat_request(body: object, *, is_first_try: bool) -> ChatRequest:
         stop=_stop(body.get("stop")),
         identity=_identity(body),
         is_first_try=is_first_try,
+        logprobs=bool(body.get("logprobs")),
         ignored=tuple(name for name in SAMPLING if body.get(name) is not None),
     )
 

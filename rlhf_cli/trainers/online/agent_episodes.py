@@ -258,13 +258,14 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         ends = [place for text in order.asked.stop if (place := turn.content.find(text)) >= 0]
         turn = replace(turn, content=turn.content[: min(ends)]) if ends else turn
         message = episode.add(order.asked, order.parent, order.prompt_ids, sampled, turn)
-        texts = map(order.dialogue.token_text, sampled.token_ids)
+        tokens = zip(map(order.dialogue.token_text, sampled.token_ids), sampled.logprobs, strict=True)
         is_cut = sampled.finish_reason == "length"
         return Choice(
             message.content,
             message.tool_calls,
             "length" if is_cut else "tool_calls" if message.tool_calls else "stop",
-            tuple(zip(texts, sampled.logprobs, strict=True)),
+            len(sampled.token_ids),
+            tuple(tokens) if order.asked.logprobs else (),
         )
 
     def _answer(self, number: int, ticket: int, answer: Completion | Refused) -> None:

@@ -24,7 +24,7 @@ from rlhf_cli.trainers.online.episodes import EpisodeLimits
 
 pytestmark = pytest.mark.usefixtures("no_process_is_left")
 
-ANSWER = Completion((Choice("hello", (), "stop", (("hello", -1.0),)),), 3)
+ANSWER = Completion((Choice("hello", (), "stop", 1, (("hello", -1.0),)),), 3)
 ASK = """
 import json, os, sys, time
 from urllib.error import HTTPError

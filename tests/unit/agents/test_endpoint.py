@@ -17,8 +17,8 @@ from rlhf_cli.agents.endpoint import Caller, Endpoint
 from rlhf_cli.data.formats.conversations import Message, ToolCall
 
 TOOL = {"type": "function", "function": {"name": "look"}}
-WORDS = Choice("It is é.", (), "stop", (("It is", -0.5), (" é.", -1.25)))
-CALLS = Choice("", (ToolCall("look", {"at": "ü"}, "call00000"),), "tool_calls", (("x", -2.0),))
+WORDS = Choice("It is é.", (), "stop", 2, (("It is", -0.5), (" é.", -1.25)))
+CALLS = Choice("", (ToolCall("look", {"at": "ü"}, "call00000"),), "tool_calls", 1, (("x", -2.0),))
 
 
 class Served:
@@ -88,6 +88,7 @@ def test_calls_have_ids_and_their_arguments_as_json(served):
 
 def test_logprobs_are_of_the_sampled_tokens(served):
     content = served.ask(logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert served.asked[0].logprobs
     assert [(token.token, token.logprob) for token in content] == [("It is", -0.5), (" é.", -1.25)]
     assert bytes(content[1].bytes).decode() == " é."
     assert [[top.token for top in token.top_logprobs] for token in content] == [["It is"], [" é."]]
@@ -140,6 +141,7 @@ def test_a_request_is_read_as_it_was_sent(served):
         Message("tool", "seen", tool_call_id="a", name="look"),
         Message("tool", "unknown", tool_call_id="b"),  # not in the words of the template
     )
+    assert not asked.logprobs
     assert (asked.n, asked.max_tokens, asked.stop, asked.ignored) == (2, 5, ("END",), ("temperature",))
     assert asked.tools[0]["function"] == {
         "name": "look",

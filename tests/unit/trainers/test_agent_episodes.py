@@ -341,15 +341,17 @@ def test_turns_join_the_batch_that_engines_sample():
 
 def test_choices_have_the_logprobs_and_texts_of_their_tokens():
     def program(row):
-        choice = only((yield [asked([user("x")])])).choices[0]
-        assert "".join(text for text, _ in choice.tokens) == "turn 0" + FAMILIES[FAMILY].end
+        bare = only((yield [asked([user("y")])]))
+        choice = only((yield [asked([user("x")], logprobs=True)])).choices[0]
+        assert (bare.choices[0].tokens, bare.completion_tokens) == ((), len(choice.tokens))
+        assert "".join(text for text, _ in choice.tokens) == "turn 1" + FAMILIES[FAMILY].end
         assert [value for _, value in choice.tokens] == play_tokens()
         return ProgramEnd(0.0)
 
     def play_tokens():
         tokenizer = dialogues_of(FAMILY)[1]
-        ids = tokenizer("turn 0" + FAMILIES[FAMILY].end, add_special_tokens=False)["input_ids"]
-        return [-1 - token / 1000 for token in ids]
+        ids = tokenizer("turn 1" + FAMILIES[FAMILY].end, add_special_tokens=False)["input_ids"]
+        return [-2 - token / 1000 for token in ids]
 
     Play(program)
 
