@@ -257,9 +257,13 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         turn = order.dialogue.read(sampled.token_ids, behind=order.prompt_ids)
         ends = [place for text in order.asked.stop if (place := turn.content.find(text)) >= 0]
         turn = replace(turn, content=turn.content[: min(ends)]) if ends else turn
-        message = episode.add(order.asked, order.parent, order.prompt_ids, sampled, turn)
-        tokens = zip(map(order.dialogue.token_text, sampled.token_ids), sampled.logprobs, strict=True)
         is_cut = sampled.finish_reason == "length"
+        own = order.asked.max_tokens
+        limit = min(self._limits.max_len - len(order.prompt_ids), self._sampling.max_new_tokens)
+        is_own_cut = is_cut and own is not None and own < limit  # by the program, which truncates no episode
+        recorded = replace(sampled, finish_reason="stop") if is_own_cut else sampled
+        message = episode.add(order.asked, order.parent, order.prompt_ids, recorded, turn)
+        tokens = zip(map(order.dialogue.token_text, sampled.token_ids), sampled.logprobs, strict=True)
         return Choice(
             message.content,
             message.tool_calls,

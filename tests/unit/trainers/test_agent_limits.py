@@ -3,7 +3,7 @@
 import pytest
 from agent_fakes import asked, dialogues_of
 from model_templates import FAMILIES
-from test_agent_episodes import ADD, Play, user, words
+from test_agent_episodes import ADD, Play, only, user, words
 
 from rlhf_cli.agents.agent_process import ProgramEnd
 from rlhf_cli.agents.chat_records import Refused
@@ -97,3 +97,24 @@ def test_control_tokens_of_ids_and_of_names_in_results_are_text():
     assert bridge.of(first.tools).prompt(Conversation(first.messages)).count(end) == 3
     between = bridge.of(first.tools).between(Conversation(first.messages[:2]), first.messages[2:], last_id=end)
     assert between.count(end) == 1
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(9, "stop"), (50, "length"), (51, "length"), (None, "length")])
+def test_a_limit_of_the_programs_own_truncates_no_episode(max_tokens, reason):
+    """The run's own is 50 tokens."""
+
+    def program(row):
+        asked_for = {} if max_tokens is None else {"max_tokens": max_tokens}
+        choice = only((yield [asked([user("x")], **asked_for)])).choices[0]
+        assert choice.finish_reason == "length"
+        return ProgramEnd(0.5)
+
+    assert Play(program, lambda prompt, number: "cut…").response.finish_reason == reason
+
+
+def test_a_program_whose_own_limit_is_beyond_the_room_of_the_episode_is_truncated():
+    def program(row):
+        yield [asked([user("x")], max_tokens=30)]
+        return ProgramEnd(0.5)
+
+    assert Play(program, lambda prompt, number: "cut…", max_len=80).response.finish_reason == "length"
