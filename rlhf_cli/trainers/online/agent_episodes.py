@@ -189,7 +189,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         """Record the turns that a request asks for. Raise Refused if its episode has no room for them."""
         episode, limits = self._episodes[number], self._limits
         if episode.num_asked + asked.n > limits.max_turns:
-            episode.is_at_limit = True
+            episode.reach_limit()
             raise Refused(f"the episode has its {limits.max_turns} turns (--max_turns)", code="max_turns_exceeded")
         try:
             dialogue, parent, prompt_ids = self._prompt(episode, asked)
@@ -199,7 +199,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
             raise Refused(f"the messages cannot be rendered: {type(error).__name__}: {error}") from None
         room = limits.max_len - len(prompt_ids)
         if room <= 0:
-            episode.is_at_limit = True
+            episode.reach_limit()
             raise _too_long(limits.max_len, f"{len(prompt_ids)} tokens")
         episode.is_at_limit, episode.answers[asked.identity] = False, None
         order = _Order(number, asked, dialogue, parent, prompt_ids, [ticket])
@@ -224,7 +224,7 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
             UsageError: the chat template has no place for tools.
         """
         if sum(len(message.content) for message in asked.messages) > self._limits.max_len * CHARACTERS_PER_TOKEN:
-            episode.is_at_limit = True
+            episode.reach_limit()
             raise _too_long(self._limits.max_len, "many more")
         dialogue, parent = self._dialogues.of(asked.tools), episode.parent_of(asked)
         if parent is not None:

@@ -46,6 +46,7 @@ class AgentProgress:
     request: GenerationRequest
     answers: dict[str, Completion | None] = field(default_factory=dict)
     is_at_limit: bool = False  # whether the last request was refused for one
+    was_at_limit: bool = False  # whether any was
     repeats: Counter[str] = field(default_factory=Counter)  # requests that were repeated, by their identity
     num_asked: int = 0
     num_repeated: int = 0
@@ -74,6 +75,10 @@ class AgentProgress:
         """Return the messages and the tokens up to and with a turn."""
         return self._turns[number].messages, self._turns[number].token_ids
 
+    def reach_limit(self) -> None:
+        """Note that a request is refused for a limit."""
+        self.is_at_limit = self.was_at_limit = True
+
     def next_seed(self) -> int:
         """Return the seed of one more turn."""
         self.num_asked += 1
@@ -101,9 +106,11 @@ class AgentProgress:
         branches = [self._branch(leaf, trained) for leaf in others]
         logprobs = [value for branch in (*branches, response) for turn in branch.own for value in turn.sampled.logprobs]
         final = self._turns[last].sampled
-        failure = None if end.failure is None or self.is_at_limit else _FAILED + end.failure
-        reward = 0.0 if end.reward is None and self.is_at_limit else end.reward
-        finish_reason: Literal["stop", "length"] = "length" if self.is_at_limit else final.finish_reason
+        # Another request of a parallel program may have been accepted before it died of the refusal.
+        is_cut = self.is_at_limit or (self.was_at_limit and end.failure is not None)
+        failure = None if end.failure is None or is_cut else _FAILED + end.failure
+        reward = 0.0 if end.reward is None and is_cut else end.reward
+        finish_reason: Literal["stop", "length"] = "length" if is_cut else final.finish_reason
         facts = Episode(
             response.branch.turns,
             () if reward is None else (*[0.0] * (len(response.branch.turns) - 1), reward),

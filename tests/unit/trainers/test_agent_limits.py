@@ -3,10 +3,10 @@
 import pytest
 from agent_fakes import asked, dialogues_of
 from model_templates import FAMILIES
-from test_agent_episodes import ADD, Play, only, user, words
+from test_agent_episodes import ADD, Play, only, refused_code, user, words
 
 from rlhf_cli.agents.agent_process import ProgramEnd
-from rlhf_cli.agents.chat_records import Refused
+from rlhf_cli.agents.chat_records import Completion, Refused
 from rlhf_cli.data.formats.conversations import Conversation
 from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.tool_dialogues import ToolDialogues
@@ -118,3 +118,30 @@ def test_a_program_whose_own_limit_is_beyond_the_room_of_the_episode_is_truncate
         return ProgramEnd(0.5)
 
     assert Play(program, lambda prompt, number: "cut…", max_len=80).response.finish_reason == "length"
+
+
+def test_a_parallel_program_that_dies_of_a_refusal_for_a_limit_is_truncated():
+    """It sends a request that is too long and one that is not at once."""
+
+    def program(row):
+        both = [asked([user("long " * 100)]), asked([user("short")])]
+        answers = yield both if row["number"] % 2 else both[::-1]
+        assert {type(answer) for answer in answers} == {Refused, Completion}
+        return ProgramEnd(1.0) if row["number"] == 3 else ProgramEnd(failure="ended its process with exit code 1")
+
+    play = Play(program, max_len=80, num_episodes=4)
+    assert [one.finish_reason for one in play.found] == ["length", "length", "length", "stop"]
+    assert [one.episode and (one.episode.failure, one.episode.turn_rewards) for one in play.found] == [
+        *[(None, (0.0,))] * 3,
+        (None, (1.0,)),
+    ]
+
+
+def test_an_episode_whose_first_messages_are_too_long_fails():
+    def program(row):
+        assert refused_code((yield [asked([user("long " * 100)])])) == "context_length_exceeded"
+        return ProgramEnd(failure="ended its process with exit code 1")
+
+    play = Play(program, max_len=80)
+    assert play.response.episode is not None
+    assert play.response.episode.failure == "(an agent program) ended its process with exit code 1"
