@@ -158,6 +158,12 @@ class Generation:
     episode: Episode | None = None
 
     @property
+    def longest(self) -> int:
+        """The tokens of the response, or of an earlier branch of its episode that has more."""
+        earlier = () if self.episode is None else self.episode.earlier
+        return max(len(self.token_ids), *(len(branch.token_ids) for branch in earlier), 0)
+
+    @property
     def num_sampled(self) -> int:
         """The number of tokens that the model wrote."""
         return len(self.logprobs)

@@ -28,8 +28,8 @@ class PromptGroup:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest response."""
-        return max(len(generation.token_ids) for generation in self.generations)
+        """Tokens of the longest response, of all branches of episodes."""
+        return max(generation.longest for generation in self.generations)
 
 
 def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Usefulness:

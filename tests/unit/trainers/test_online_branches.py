@@ -18,6 +18,7 @@ from rlhf_cli.data.rollouts import Branch, Episode, Generation, GenerationReques
 from rlhf_cli.rewards.parts import NO_REWARD, episode_part
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples, split_last_values, with_last_states
+from rlhf_cli.trainers.online.groups import PromptGroup
 from rlhf_cli.trainers.online.metrics import episode_cells, episode_metrics
 from rlhf_cli.trainers.online.responses import Responses
 from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests
@@ -115,6 +116,12 @@ def test_metrics_and_rows_know_all_branches():
         "episode/repeated_requests": 1.0,
     }
     assert episode_cells(BRANCHED)["branches"] == [[{"role": "user", "content": "early"}]]
+
+
+def test_a_group_is_as_long_as_its_longest_branch():
+    """Programs are given up by the longest of their branches, so groups must be measured alike."""
+    group = PromptGroup(0, PROMPT, [BRANCHED, PLAIN], [], [])
+    assert (group.longest, BRANCHED.longest, PLAIN.longest) == (4, 4, 1)
 
 
 def test_an_episode_is_the_same_after_a_checkpoint():
