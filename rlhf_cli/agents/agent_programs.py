@@ -25,6 +25,7 @@ from rlhf_cli.agents.records import EnvironmentDescription
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_NAME = 80  # of a program's setting in a warning
 _Result = TypeVar("_Result")
 
 
@@ -213,7 +214,8 @@ class AgentPrograms:
         for name in request.ignored:
             if name not in self._noticed:
                 self._noticed.add(name)
-                logger.warning("the agent program sets %s; turns are sampled by the settings of the run", name)
+                written = ascii(name)[1:-1][:_LONGEST_NAME]
+                logger.warning("the agent program sets %s; turns are sampled by the settings of the run", written)
         ticket = next(self._tickets)
         answer: asyncio.Future[Completion] = self._loop.create_future()
         caller.open[ticket], caller.left = answer, caller.deadline - self._loop.time()

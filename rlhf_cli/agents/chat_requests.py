@@ -13,11 +13,16 @@ from rlhf_cli.agents.chat_records import ChatRequest, Refused
 from rlhf_cli.agents.tool_results import tool_names
 from rlhf_cli.data.formats.conversations import Message, Role, Tool, ToolCall
 
-SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "parallel_tool_calls"),
+_KNOWN = frozenset(
+    (
+        *("messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"),
+        *("logprobs", "top_logprobs", "model", "user", "metadata", "store", "service_tier", "prediction"),
+        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    )
 )
-"""Settings of a request that are ignored: the run's own are used, and the model decides how many calls it makes."""
+"""Fields that are read, or that change no answer. All others are ignored with a notice: the run's own settings are used,
+and the model decides how many calls it makes.
+"""
 MOST_CHOICES = 128
 _ROLES: dict[object, Role] = {
     **{"system": "system", "developer": "system"},
@@ -27,7 +32,13 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "tool_choice": (None, "auto"),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
-    **dict.fromkeys(("functions", "function_call", "audio"), (None,)),
+    "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
+    "chat_template_kwargs": (None, {}),
+    "echo": (None, False),
+    **dict.fromkeys(("functions", "function_call", "audio", "web_search_options", "extra_body"), (None,)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), (None,)),
+    **dict.fromkeys(("chat_template", "documents", "mm_processor_kwargs", "truncate_prompt_tokens"), (None,)),
 }
 """The values that are understood, of settings that a program relies on."""
 _HOW_SENT = ("stream", "stream_options")
@@ -44,6 +55,11 @@ def chat_request(body: object, *, is_first_try: bool) -> ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages is no list with a message in it", param="messages")
+    if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+        raise Refused(
+            "the last message is from assistant: a turn of the model cannot go on from a text, so end with another role",
+            param="messages",
+        )
     return ChatRequest(
         _named(tuple(_message(entry, place) for place, entry in enumerate(messages)), tool_names(tools)),
         tools,
@@ -53,7 +69,7 @@ def chat_request(body: object, *, is_first_try: bool) -> ChatRequest:
         identity=_identity(body),
         is_first_try=is_first_try,
         logprobs=bool(body.get("logprobs")),
-        ignored=tuple(name for name in SAMPLING if body.get(name) is not None),
+        ignored=tuple(name for name in body if name not in _KNOWN and name not in _PLAIN and body[name] is not None),
     )
 
 

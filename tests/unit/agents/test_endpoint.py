@@ -162,6 +162,13 @@ def test_a_repetition_has_the_identity_of_its_request_however_it_is_sent(served)
     assert [one.is_first_try for one in served.asked] == [True, True, True, False, False]
 
 
+def test_fields_that_would_change_the_turn_are_noticed_and_harmless_ones_are_not(served):
+    served.ask(
+        user="me", store=False, seed=3, reasoning_effort="low", extra_body={"min_tokens": 4, "chat_template_kwargs": {}}
+    )
+    assert sorted(served.asked[0].ignored) == ["min_tokens", "reasoning_effort", "seed"]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -185,8 +192,21 @@ def test_a_repetition_has_the_identity_of_its_request_however_it_is_sent(served)
             b'{"name": "f", "parameters": {"properties": {"a": {"description": "\\ud800"}}}}}]}',
             "tools has half a character",
         ),
+        (b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}]}', "from assistant"),
+        *(
+            (b'{"messages": [{"role": "user", "content": "x"}], ' + field + b"}", "is not supported: leave it out")
+            for field in (
+                b'"continue_final_message": true',
+                b'"add_generation_prompt": false',
+                b'"guided_json": {"type": "object"}',
+                b'"structured_outputs": {"choice": ["a"]}',
+                b'"chat_template_kwargs": {"enable_thinking": false}',
+                b'"extra_body": {"top_k": 5}',
+            )
+        ),
         (
-            b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]}',
+            b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}, '
+            b'{"role": "user", "content": "x"}]}',
             "messages[0] calls f with arguments that are no JSON object",
         ),
     ],
