@@ -20,8 +20,8 @@ _KNOWN = frozenset(
         *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     )
 )
-"""Fields that are read, or that change no answer. All others are ignored with a notice: the run's own settings are used,
-and the model decides how many calls it makes.
+"""Fields that are read, or that change no answer. All others are ignored with a notice: the settings of the run are
+used, and the model decides how many calls it makes.
 """
 MOST_CHOICES = 128
 _ROLES: dict[object, Role] = {
@@ -57,7 +57,7 @@ def chat_request(body: object, *, is_first_try: bool) -> ChatRequest:
         raise Refused("messages is no list with a message in it", param="messages")
     if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
         raise Refused(
-            "the last message is from assistant: a turn of the model cannot go on from a text, so end with another role",
+            "the last message is from assistant: a turn of the model cannot go on from a text; end with another role",
             param="messages",
         )
     return ChatRequest(

@@ -21,6 +21,7 @@ from rlhf_cli.agents.chat_responses import Form, error_body, model_list
 HOST = "127.0.0.1"
 _MOST_BYTES = 64 << 20  # of a request's body
 _RETRIES = "x-stainless-retry-count"  # a header of OpenAI's clients
+_USE = "use chat completions, POST /v1/chat/completions"
 _CLOSE_SECONDS = 1.0  # for answers on their way when the server ends
 
 
@@ -69,7 +70,8 @@ class Endpoint:
 
     def _caller_of(self, request: web.Request) -> Caller:
         """Return the program with the request's key, in a time that does not depend on it. Raise Refused."""
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        given = key.strip().encode() if scheme.lower() == "bearer" else b""
         found = [caller for caller in self._callers if hmac.compare_digest(caller.key.encode(), given)]
         if not found:
             raise Refused(
@@ -114,6 +116,8 @@ async def _with_errors(
         return await handler(request)
     except Refused as refused:
         found = refused
+    except web.HTTPNotFound:
+        found = Refused(f"{request.method} {request.path} is unknown: {_USE}", status=404)
     except web.HTTPException as error:
         found = Refused(f"{request.method} {request.path}: {error.reason}", status=error.status)
     return web.json_response(error_body(found), status=found.status)

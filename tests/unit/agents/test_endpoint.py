@@ -230,6 +230,10 @@ def test_only_the_key_of_a_running_episode_is_answered(served):
     for key in ("", "sk-", served.other.key, served.caller.key[:-1], served.caller.key + "x", "é"):
         status, answer = served.post(b"{}", Authorization=f"Bearer {key}".encode().decode("latin-1"))
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+    status, _ = served.post(b"{}", Authorization=f"Basic {served.caller.key}")
+    assert status == 401
+    for scheme in ("bearer", "BEARER", "Bearer"):
+        assert served.post(b"{}", Authorization=f"{scheme} {served.caller.key}")[0] == 400  # a body without messages
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=served.endpoint.url, api_key=served.other.key).models.list()
     served.ask()
@@ -254,5 +258,6 @@ def test_no_other_interface_is_served(served):
 
 def test_the_only_model_is_listed_and_other_paths_are_unknown(served):
     assert [model.id for model in served.client.models.list()] == ["policy"]
-    status, answer = served.post(b"{}", path="/v1/embeddings")
-    assert (status, answer["error"]["message"]) == (404, "POST /v1/embeddings: Not Found")
+    with pytest.raises(openai.NotFoundError, match="POST /v1/responses is unknown: use chat completions"):
+        served.client.responses.create(model="x", input="x")
+    assert served.post(b"{}", path="/v1/embeddings")[0] == 404
