@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -129,5 +130,5 @@ def _tail(stream: IO[bytes]) -> str:
 
 
 def _last_lines(text: str, count: int) -> list[str]:
-    """Return the last lines that are not blank."""
-    return [line for line in text.splitlines() if line.strip()][-count:]
+    """Return the last lines that are not blank. Other ends of lines than these may stand in a JSON text."""
+    return [line for line in re.split(r"[\r\n]", text) if line.strip()][-count:]

@@ -48,10 +48,10 @@ def program(folder: Path, text: str) -> str:
 
 def next_event(programs: AgentPrograms):
     """Return the next event but that of a start."""
-    while True:
-        for event in programs.collect(30):
-            if not isinstance(event, Started):
-                return event
+    left = vars(programs).setdefault("left_of_test", [])
+    while not left:
+        left += [event for event in programs.collect(30) if not isinstance(event, Started)]
+    return left.pop(0)
 
 
 def end_of(command: str, row: Mapping[str, object] | None = None) -> ProgramEnd:
@@ -98,6 +98,10 @@ def test_a_program_gets_few_variables_of_the_run_and_no_key_of_another(tmp_path,
         (
             "print(json.dumps({'reward': 10**400}))",
             ProgramEnd(failure=f"printed a reward that is no number: {10**400}"[: 36 + LONGEST_REASON]),
+        ),
+        (
+            "print(json.dumps({'note': '\\u2028', 'reward': 0.5}, ensure_ascii=False).encode().decode())",
+            ProgramEnd(0.5),
         ),
         ("print(json.dumps([0.5]))", ProgramEnd()),
         ("print('x' * 200_000); print(json.dumps({'reward': 0.5}))", ProgramEnd(0.5)),
