@@ -148,14 +148,17 @@ function episodeEnd(row) {
   return line;
 }
 
-// The messages of an agent program begin with its own prompt.
+// The messages of an agent program begin with its own prompt, which may have turns that the model did not write: the
+// rewards are of the last ones.
 function conversation(messages, rewards) {
   const isProgram = messages.length > 0 && messages[0].role !== "assistant";
+  const count = messages.filter(message => message.role === "assistant").length;
+  const first = isProgram ? count - rewards.length : 0;
   let turn = 0;
   return messages.map(message => {
     if (message.role !== "assistant") return messageBlock(message, answerHeading(message, isProgram));
     turn += 1;
-    return messageBlock(message, `Turn ${turn}`, rewards[turn - 1]);
+    return messageBlock(message, `Turn ${turn}`, rewards[turn - 1 - first]);
   });
 }
 

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from rlhf_cli.models.vision.pictures import picture_of_pixels
 from rlhf_cli.tracking.report.charts import Series, binned, line_chart, nice_ticks, smoothed, stacked_bars, tick_label
 from rlhf_cli.tracking.report.data import read_rollouts, read_settings, read_stage
 from rlhf_cli.tracking.report.page import chart_groups, write_report
+from rlhf_cli.tracking.report.script import SCRIPT
 from rlhf_cli.tracking.sinks import EVAL_SAMPLES_FILE, MetricsFile, SamplesFile
 from rlhf_cli.tracking.thumbnails import WITH_IMAGES, Thumbnails
 
@@ -328,6 +331,21 @@ def test_turns_of_episodes_are_in_the_page_and_cannot_act(tmp_path):
     assert "<script>alert" not in page
     assert Elements(page).open == []
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in Node")
+@pytest.mark.parametrize(("rewards", "shown"), [([1, 2], [None, None, None, 1, None, 2]), ([], [None] * 6)])
+def test_rewards_stand_at_the_turns_of_the_model_behind_examples_of_a_programs_own(rewards, shown):
+    found = re.search(r"^function conversation.*?^}$", SCRIPT, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    roles = ["user", "assistant", "user", "assistant", "user", "assistant"]
+    messages = [{"role": role} for role in roles]
+    source = (
+        "const messageBlock = (message, heading, reward) => reward ?? null, answerHeading = () => '';\n"
+        f"{found[0]}\nconsole.log(JSON.stringify(conversation({json.dumps(messages)}, {json.dumps(rewards)})))"
+    )
+    run = subprocess.run(["node", "-e", source], capture_output=True, check=True, timeout=60)
+    assert json.loads(run.stdout) == shown
 
 
 def test_branches_of_an_episode_are_in_the_page_and_not_among_its_numbers(tmp_path):
