@@ -135,8 +135,11 @@ class AgentEngines(MultiTurnEngines[AgentProgress]):
         joins = sampling == self._begun_with
         if self._engines.is_generating and not joins:
             return
-        chosen = [one for one in self._wanted if self._sampling_of(one.order) == sampling]
-        self._wanted = [one for one in self._wanted if one not in chosen]
+        chosen: list[_Wanted] = []
+        others: list[_Wanted] = []
+        for one in self._wanted:
+            (chosen if self._sampling_of(one.order) == sampling else others).append(one)
+        self._wanted = others
         requests = [one.request for one in chosen]
         if joins:
             self._begun += chosen

@@ -32,6 +32,12 @@ class _Turn:
     tools: tuple[Tool, ...]
     prompt_ids: list[int]
     sampled: Generation
+    root_length: int  # tokens before the first turn of the branch
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the conversation up to and with the turn."""
+        return len(self.prompt_ids) + len(self.sampled.token_ids)
 
     @property
     def token_ids(self) -> list[int]:
@@ -57,7 +63,7 @@ class AgentProgress:
     @property
     def longest(self) -> int:
         """The tokens of the longest response so far."""
-        return max((len(turn.token_ids) - self._root_length(turn) for turn in self._turns), default=0)
+        return max((turn.length - turn.root_length for turn in self._turns), default=0)
 
     def parent_of(self, asked: ChatRequest) -> int | None:
         """Return the turn that the request goes on from, None if its history begins with no recorded conversation."""
@@ -92,7 +98,8 @@ class AgentProgress:
         self.num_calls += len(calls)
         self.num_malformed += len(turn.faults)
         message = Message("assistant", turn.content, calls)
-        self._turns.append(_Turn(parent, (*asked.messages, message), asked.tools, prompt_ids, sampled))
+        root_length = len(prompt_ids) if parent is None else self._turns[parent].root_length
+        self._turns.append(_Turn(parent, (*asked.messages, message), asked.tools, prompt_ids, sampled, root_length))
         return message
 
     def generation(self, end: ProgramEnd) -> Generation:
@@ -138,7 +145,7 @@ class AgentProgress:
         own = [number for number in path if number not in trained]
         trained |= set(own)
         turns = [self._turns[number] for number in own]
-        spans = tuple((len(turn.prompt_ids) - start, len(turn.token_ids) - start) for turn in turns)
+        spans = tuple((len(turn.prompt_ids) - start, turn.length - start) for turn in turns)
         token_ids, messages = self._turns[leaf].token_ids, self._turns[leaf].messages
         entries = tuple(map(AS_OPENAI.entry, messages))
         return _FoundBranch(Branch(token_ids[:start], token_ids[start:], spans, entries), turns)
@@ -149,11 +156,6 @@ class AgentProgress:
         while (parent := self._turns[path[-1]].parent) is not None:
             path.append(parent)
         return path[::-1]
-
-    def _root_length(self, turn: _Turn) -> int:
-        while turn.parent is not None:
-            turn = self._turns[turn.parent]
-        return len(turn.prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)
