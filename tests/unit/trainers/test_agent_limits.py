@@ -8,8 +8,8 @@ from test_agent_episodes import ADD, Play, only, refused_code, user, words
 from rlhf_cli.agents.agent_process import ProgramEnd
 from rlhf_cli.agents.chat_records import Completion, Refused
 from rlhf_cli.data.formats.conversations import Conversation
-from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.rollouts import Generation, GenerationRequest
+from rlhf_cli.data.templates.chat_template import ChatTemplate
 from rlhf_cli.data.templates.tool_calls import ParsedTurn
 from rlhf_cli.data.templates.tool_dialogues import ToolDialogues
 from rlhf_cli.trainers.online import agent_episodes, agent_progress
