@@ -10,7 +10,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
@@ -87,6 +87,21 @@ def run_rlhf(setting: Setting, name: str, *, command: str, flags: list[str]) -> 
     steps = read_metrics(output)
     times, tokens, losses = ([step[key] for step in steps] for key in ("time/step", "num_tokens", "loss"))
     return Result(times, tokens, losses, peak)
+
+
+def run_rlhf_grpo(setting: Setting, name: str, *, num_samples: int, flags: Sequence[object]) -> Result:
+    """One run of `rlhf grpo` without a reference, with `num_samples` responses to a prompt; memory of all processes."""
+    output = setting.folder / f"grpo_{name}".replace(" ", "_")
+    where = ["--pretrain", setting.model, "--prompt_data", setting.dataset, "--output", output, "--overwrite"]
+    rollout = ["--rollout_backend", "vllm", "--rollout_batch_size", setting.batch_size // num_samples]
+    rollout += ["--n_samples_per_prompt", num_samples, "--init_kl_coef", 0]
+    update = ["--train_batch_size", setting.batch_size, "--max_iterations", setting.steps]
+    update += ["--actor_learning_rate", setting.learning_rate, *OPTIMIZER_FLAGS]
+    line = [*RLHF, "grpo", *map(str, [*where, *rollout, *update, *flags])]
+    run_quietly(line, log=setting.folder / "rlhf.log", environment=empty_cache(setting.folder))
+    steps = read_metrics(output)
+    times, rewards, memory = ([step[key] for step in steps] for key in ("time/step", "reward", "memory/host_gib"))
+    return Result(times, [setting.batch_size] * len(steps), rewards, max(memory) * 1024)
 
 
 def run_trl(setting: Setting, name: str, *, trainer: str, dtype: str, torchvision: bool = False, **own: Any) -> Result:

@@ -21,20 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from comparison import (
-    OPTIMIZER_FLAGS,
     Measure,
     Result,
     Setting,
     Variant,
     comparison_parser,
-    empty_cache,
     in_turns,
     install_trl,
     parsed,
     report,
+    run_rlhf_grpo,
     run_trl,
 )
-from setting import RLHF, machine, make_small_model, read_metrics, run_quietly
+from setting import RLHF, machine, make_small_model, run_quietly
 from trail import PLACES, STEPS, Trail
 
 EPISODES = Measure("trained episodes", "reward", warm_up_steps=1)
@@ -101,18 +100,9 @@ def make_player(folder: Path) -> Path:
 
 def run_grpo(setting: Setting, name: str, *, flags: list[str]) -> Result:
     """One run of `rlhf grpo`."""
-    output = setting.folder / f"episodes_{name}".replace(" ", "_")
-    where = ["--pretrain", setting.model, "--prompt_data", setting.dataset, "--output", output, "--overwrite"]
-    rollout = ["--rollout_batch_size", setting.batch_size // EPISODES_OF_PROMPT]
-    rollout += ["--n_samples_per_prompt", EPISODES_OF_PROMPT, "--max_new_tokens", MAX_NEW_TOKENS, "--max_len", MAX_LEN]
-    episodes = ["--environment", ENVIRONMENT, "--max_turns", STEPS + 1, "--init_kl_coef", 0]
-    update = ["--train_batch_size", setting.batch_size, "--max_iterations", setting.steps]
-    update += ["--actor_learning_rate", setting.learning_rate, *OPTIMIZER_FLAGS]
-    line = [*RLHF, "grpo", *map(str, where + rollout + episodes + update), *flags]
-    run_quietly(line, log=setting.folder / "rlhf.log", environment=empty_cache(setting.folder))
-    steps = read_metrics(output)
-    times, rewards, memory = ([step[key] for step in steps] for key in ("time/step", "reward", "memory/host_gib"))
-    return Result(times, [setting.batch_size] * len(steps), rewards, max(memory) * 1024)
+    episodes = ["--environment", ENVIRONMENT, "--max_turns", STEPS + 1]
+    limits = ["--max_new_tokens", MAX_NEW_TOKENS, "--max_len", MAX_LEN]
+    return run_rlhf_grpo(setting, name, num_samples=EPISODES_OF_PROMPT, flags=[*episodes, *limits, *flags])
 
 
 trl_episodes = partial(

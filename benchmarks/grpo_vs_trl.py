@@ -25,21 +25,20 @@ from pathlib import Path
 from typing import Any
 
 from comparison import (
-    OPTIMIZER_FLAGS,
     Measure,
     Result,
     Setting,
     Variant,
     comparison_parser,
-    empty_cache,
     in_turns,
     install_trl,
     parsed,
     report,
+    run_rlhf_grpo,
     run_script,
     run_trl,
 )
-from setting import RLHF, machine, make_small_model, read_metrics, run_quietly, write_word_problems
+from setting import machine, make_small_model, write_word_problems
 
 SAMPLES = Measure("trained samples", "reward", warm_up_steps=1)
 LEARNING_RATE = 1e-3
@@ -59,18 +58,9 @@ RLHF_SETTINGS = {
 
 def run_grpo(setting: Setting, name: str, *, flags: list[str]) -> Result:
     """One run of `rlhf grpo`."""
-    output = setting.folder / f"grpo_{name}".replace(" ", "_")
-    where = ["--pretrain", setting.model, "--prompt_data", setting.dataset, "--output", output, "--overwrite"]
-    rollout = ["--rollout_backend", "vllm", "--rollout_batch_size", setting.batch_size // RESPONSES]
-    rollout += ["--n_samples_per_prompt", RESPONSES, "--max_new_tokens", MAX_NEW_TOKENS, "--max_len", MAX_LEN]
-    reward = ["--reward_func", Path(__file__).with_name("grpo_reward.py"), "--init_kl_coef", 0]
-    update = ["--train_batch_size", setting.batch_size, "--max_iterations", setting.steps]
-    update += ["--actor_learning_rate", setting.learning_rate, *OPTIMIZER_FLAGS]
-    line = [*RLHF, "grpo", *map(str, where + rollout + reward + update), *flags]
-    run_quietly(line, log=setting.folder / "rlhf.log", environment=empty_cache(setting.folder))
-    steps = read_metrics(output)
-    times, rewards, memory = ([step[key] for step in steps] for key in ("time/step", "reward", "memory/host_gib"))
-    return Result(times, [setting.batch_size] * len(steps), rewards, max(memory) * 1024)
+    reward = ["--reward_func", Path(__file__).with_name("grpo_reward.py")]
+    limits = ["--max_new_tokens", MAX_NEW_TOKENS, "--max_len", MAX_LEN]
+    return run_rlhf_grpo(setting, name, num_samples=RESPONSES, flags=[*reward, *limits, *flags])
 
 
 trl_grpo = partial(
