@@ -139,13 +139,35 @@ def _spans(plain: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
     return tuple((start, end) for start, end in plain)
 
 
+VersionRun = tuple[int, int]
+"""A version of the weights, and the number of tokens in a row that they sampled."""
+
+
+def joined_runs(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
+    """Return the runs with neighbours of one version joined; () if a single version sampled all tokens."""
+    joined: list[VersionRun] = []
+    for version, count in runs:
+        if joined and joined[-1][0] == version:
+            joined[-1] = (version, joined[-1][1] + count)
+        elif count:
+            joined.append((version, count))
+    return tuple(joined) if len(joined) > 1 else ()
+
+
+def oldest(runs: Iterable[VersionRun]) -> int:
+    """Return the oldest version of the weights that sampled a token; 0 without any."""
+    return min((version for version, count in runs if count), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One sampled response.
 
     `token_ids` are exactly the sampled tokens, up to and with the end-of-sequence token or the token that completed a
     stop string. `logprobs` (nats, same length) are the sampler's own. `finish_reason` is "stop" for such an end and
-    "length" for a response cut at the limit. `weight_version` counts weight pushes, 0 for the initial weights.
+    "length" for a response cut at the limit. `weight_version` counts weight pushes, 0 for the initial weights. If
+    weights were pushed while the response was sampled, it is the oldest version, and `version_runs` has the version of
+    every token, in the order of `logprobs`.
 
     In an `episode` of several turns `token_ids` have observations too, and `logprobs` are of the sampled tokens alone,
     first of its earlier branches and then of the response.
@@ -156,6 +178,12 @@ class Generation:
     finish_reason: Literal["stop", "length"]
     weight_version: int
     episode: Episode | None = None
+    version_runs: tuple[VersionRun, ...] = ()
+
+    @property
+    def runs(self) -> tuple[VersionRun, ...]:
+        """The versions of the sampled tokens."""
+        return self.version_runs or ((self.weight_version, self.num_sampled),)
 
     @property
     def longest(self) -> int:

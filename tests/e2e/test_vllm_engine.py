@@ -27,8 +27,10 @@ from engine_under_test import (
     Engine,
     Turns,
     change_weights,
+    check_versions,
     largest_difference,
     make_engine_model,
+    pushed_in_flight,
     trainer_model,
 )
 from episode_fakes import FakeDialogue, FakeEnvironments
@@ -519,9 +521,50 @@ def logprobs_of_turns(model, request, episode):
     return [value for start, end in episode.turns for value in every[first + start - 1 : first + end - 1].tolist()]
 
 
+@torch.no_grad()
+def test_a_response_goes_on_with_the_weights_that_are_pushed_in_its_middle(engine, model_dir, tmp_path):
+    old, new, sender = (
+        trainer_model(model_dir),
+        trainer_model(model_dir),
+        WeightSender(ShmTransport(folders=(str(tmp_path),))),
+    )
+    change_weights(new)
+    engine.push(sender.send(old.named_parameters(), 20).manifest, 20)
+    sampling = replace(SAMPLING, max_new_tokens=140)
+    manifest = sender.send(new.named_parameters(), 21).manifest
+    found = pushed_in_flight(engine, REQUESTS[:40], sampling, manifest, 21)
+    check_versions({20: old, 21: new}, found, REQUESTS[:40], sampling)
+    began, joined = found[:20], found[20:]
+    mixed = [one for one in began if one.version_runs]
+    assert len(mixed) > 5
+    assert {tuple(version for version, _ in one.runs) for one in mixed} == {(20, 21)}
+    assert {one.weight_version for one in mixed} == {20}
+    assert {one.runs for one in joined} == {((21, one.num_sampled),) for one in joined}
+    assert any(one.runs == ((20, one.num_sampled),) for one in began)
+    sender.close()
+
+
+def test_a_batch_that_comes_within_a_push_waits_for_its_end(engine, model_dir, tmp_path):
+    sender, vllm = WeightSender(ShmTransport(folders=(str(tmp_path),))), engine.engine
+    manifest = sender.send(trainer_model(model_dir).named_parameters(), 22).manifest
+
+    async def begun_within():
+        await vllm.start_weight_update()
+        generating = asyncio.ensure_future(vllm.generate(REQUESTS, SAMPLING))
+        await asyncio.sleep(0)
+        await vllm.update_weights(manifest)
+        assert not generating.done()
+        await vllm.finish_weight_update(22)
+        return await generating
+
+    assert {one.runs[0][0] for one in engine.runner.run(begun_within())} == {22}
+    sender.close()
+
+
 @pytest.mark.slow
 def test_an_engine_that_gets_adapters_in_turn_and_none_has_the_log_probs_of_the_merged_models(model_dir):
     taking = Engine(model_dir, replace(SETTINGS, vllm_args={}, max_lora_rank=8))
+    pushed: list[tuple[Any, dict[str, torch.Tensor], dict[str, object]]] = []
     turns = [LoraConfig(r=8, use_rslora=True, target_modules=["q_proj", "down_proj"]), None]
     turns += [LoraConfig(r=3, lora_alpha=9, target_modules=["k_proj", "v_proj", "up_proj"])]
     for version, config in enumerate(turns, start=1):
@@ -535,12 +578,19 @@ def test_an_engine_that_gets_adapters_in_turn_and_none_has_the_log_probs_of_the_
                 tensors[name.replace(".default", "")] = factor
             model = adapted.merge_and_unload()
         settings = {} if config is None else vllm_config(config)
+        pushed.append((model, tensors, settings))
         taking.push(adapter_manifest(tensors.items(), settings, version=version), version)
         generations = taking.generate(REQUESTS, SAMPLING)
         assert largest_difference(model, generations) < 1e-3
         assert {generation.weight_version for generation in generations} == {version}
         if config is not None:
             assert largest_difference(trainer_model(model_dir), generations) > 0.1
+    again, tensors, settings = pushed[0]
+    sampling, manifest = replace(SAMPLING, max_new_tokens=140), adapter_manifest(tensors.items(), settings, version=4)
+    found = pushed_in_flight(taking, REQUESTS, sampling, manifest, 4)
+    with torch.no_grad():
+        check_versions({3: model, 4: again}, found, REQUESTS, sampling)
+    assert sum(bool(one.version_runs) for one in found) > 5
     taking.shutdown()
 
 

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from rlhf_cli.backends.rollout.engine import EngineSettings
@@ -58,6 +59,30 @@ class Engine:
         self.finish_weight_update(version)
 
 
+def pushed_in_flight(engine, requests, sampling, manifest, version):
+    """Return the responses to a batch, within which weights are pushed when the first responses have come; half of the
+    requests join the batch in the middle of the push.
+    """
+    half = len(requests) // 2
+
+    async def responses():
+        vllm = engine.engine
+        await vllm.begin(requests[:half], sampling)
+        arrivals = await vllm.collect()
+        found = dict(arrivals.responses)
+        assert not arrivals.is_last
+        await vllm.start_weight_update()
+        await vllm.add(requests[half:])
+        await vllm.update_weights(manifest)
+        await vllm.finish_weight_update(version)
+        while not arrivals.is_last:
+            arrivals = await vllm.collect()
+            found |= dict(arrivals.responses)
+        return [found[number] for number in range(len(requests))]
+
+    return engine.runner.run(responses())
+
+
 class Turns:
     """The verbs of the engine that episodes use."""
 
@@ -99,6 +124,17 @@ def largest_difference(model, generations, requests=REQUESTS, *, sampling=SAMPLI
         difference = (processed_logprobs(model, request, generation, sampling) - found).abs().max()
         largest = max(largest, difference.item())
     return largest
+
+
+def check_versions(models, generations, requests, sampling):
+    """Check that each token has the log-prob of the model of its version, read from the first token on."""
+    for request, generation in zip(requests, generations, strict=True):
+        start = 0
+        for version, count in generation.runs:
+            own = processed_logprobs(models[version], request, generation, sampling)[start : start + count]
+            assert generation.logprobs[start : start + count] == pytest.approx(own.tolist(), abs=1e-3)
+            start += count
+        assert start == len(generation.token_ids)
 
 
 def trainer_model(path):

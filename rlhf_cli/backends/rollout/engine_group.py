@@ -220,6 +220,7 @@ class EngineGroup:
         self._restart({number: error})
         if self._actor is not None:
             with self._borrowed_actor() as version, self._actor.awake():
+                self.connect(self._actor)
                 self._push(self._version if version is None else version, [number])
         self._ask_for_share(number)
 
@@ -236,6 +237,7 @@ class EngineGroup:
         if self._takes_turns:
             self._sleep(died)
         with self._borrowed_actor() as version, actor.awake():
+            self.connect(actor)
             actor.sleep_optimizer()
             self.receive_weights(self._version if version is None else version)
         self.wake_cache()
@@ -274,13 +276,21 @@ class EngineGroup:
         self._each(numbers, lambda host: host.engine.sleep(level))
 
     def receive_weights(self, version: int) -> dict[str, float]:
-        """Take the actor's present weights; metrics of the transfer. Engines that died meanwhile are started again."""
-        self._revive()
+        """Take the actor's present weights; metrics of the transfer.
+
+        Engines that died meanwhile are started again, and repeat their share of a batch in flight.
+        """
+        died = self._revive()
+        if died and self._actor is not None:
+            self.connect(self._actor)
         begin = time.perf_counter()
         if self._takes_turns:
             self._all(lambda host: host.engine.wake(["weights"]))
         report = self._push(version, list(range(len(self._workers))))
         self._version = version
+        for number in died & self._batch.heard:
+            self._batch.forget(number)
+            self._ask_for_share(number)
         return {
             "weight_version": float(version),
             "perf/transfer_gb_per_s": report.num_bytes / 1e9 / (time.perf_counter() - begin),
@@ -312,7 +322,8 @@ class EngineGroup:
                 self._actor.group.all(lambda rank: rank.discard_push())  # shared memory is memory
         return report
 
-    def _revive(self) -> None:
+    def _revive(self) -> set[int]:
+        """Start engines that died again; return them."""
         checks = [self._call(number, lambda host: host.engine.check_alive()) for number in range(len(self._workers))]
         died: dict[int, Exception] = {}
         for number, check in enumerate(checks):
@@ -321,16 +332,18 @@ class EngineGroup:
             except (RayActorError, RayTaskError) as error:
                 died[number] = error
         self._restart(died)
+        return set(died)
 
     def _restart(self, died: Mapping[int, Exception]) -> None:
-        """Replace engines that died by new ones, which have the weights of the start yet, or the adapter again."""
+        """Replace engines that died by new ones, which have the weights of the start yet, or the adapter again.
+
+        The actor does not know them yet: it may be in training.
+        """
         for number, error in died.items():
             self._start_again(number, error)
         if self._adapter is not None:
             manifest, version = self._adapter, self._version
             self._each(died, lambda host: host.take_push(manifest, version))
-        if died and self._actor is not None:
-            self.connect(self._actor)
 
     def _start_again(self, number: int, error: Exception) -> None:
         cause = getattr(error, "cause", None)

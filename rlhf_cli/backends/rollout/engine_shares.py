@@ -38,6 +38,10 @@ class SharedBatch:
         """The engines that will bring responses."""
         return {call.engine for call in self.calls.values()}
 
+    def forget(self, engine: int) -> None:
+        """Listen no longer to an engine that died."""
+        self.calls = {call: listening for call, listening in self.calls.items() if listening.engine != engine}
+
     def add(self, requests: Sequence[GenerationRequest]) -> dict[int, list[GenerationRequest]]:
         """Add requests to the shares; return them by engine.
 

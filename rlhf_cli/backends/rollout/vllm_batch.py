@@ -4,13 +4,13 @@ Leaves out the settings and checks of the engine (`vllm_engine`), and the form o
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.backends.rollout.engine import RequestBatch
 from rlhf_cli.backends.rollout.vllm_prompts import engine_prompt, rendered_prompts
-from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, joined_runs, oldest
 from rlhf_cli.errors import RunError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 _CUT_POLL_SECONDS = 0.05  # between looks at how long the responses are that may be given up
+_FIRST_WEIGHTS = "default"  # vLLM's label of the weights that an engine was built with
 
 
 class VllmBatch:
@@ -36,17 +37,22 @@ class VllmBatch:
         lock: asyncio.Lock,
         sampling: SamplingParams,
         *,
+        halting: asyncio.Lock,
         names: Iterator[str],
         eos: Sequence[int],
-        adapter: "LoRARequest | None",
-        version: int,
+        adapter: "Callable[[], LoRARequest | None]",
         on_cpu: bool,
     ) -> None:
-        """`lock` is held while a part is served; `names` are new names of requests."""
+        """Args:
+        lock: held while a part is served.
+        halting: held by a batch that begins, and by a push, while the scheduler is halted.
+        names: new names of requests.
+        adapter: returns the adapter that requests have now.
+        """
         self.arrivals = RequestBatch(sampling.max_new_tokens)
         self.sampling = sampling
-        self._llm, self._lock, self._names, self._eos = llm, lock, names, eos
-        self._adapter, self._version, self._on_cpu = adapter, version, on_cpu
+        self._llm, self._lock, self._halting, self._names, self._eos = llm, lock, halting, names, eos
+        self._adapter, self._on_cpu = adapter, on_cpu
         self._running: dict[str, RequestOutputCollector] = {}  # by vLLM's own name of a request
         self._num_holders = 0
         self._taking: asyncio.Task[bool] | None = None
@@ -77,34 +83,45 @@ class VllmBatch:
         """
         llm = self._llm
         rendered = await rendered_prompts(llm.renderer, requests)
-        if begins:
-            await llm.pause_generation(mode="keep", clear_cache=not self.sampling.continues)
         names: list[str] = []
         queues: list[RequestOutputCollector] = []
         try:
-            for request, name in zip(requests, self._names, strict=False):
-                prompt = engine_prompt(llm.input_processor, request, rendered)
-                params = vllm_sampling(request, self.sampling, self._eos)
-                names.append(name)
-                queues.append(await llm.add_request(name, prompt, params, lora_request=self._adapter))
-                self._running[queues[-1].request_id] = queues[-1]
-            if begins:
-                await llm.resume_generation()
+            async with AsyncExitStack() as stack:
+                if begins:
+                    await stack.enter_async_context(self._halted())
+                for request, name in zip(requests, self._names, strict=False):
+                    prompt = engine_prompt(llm.input_processor, request, rendered)
+                    params = vllm_sampling(request, self.sampling, self._eos)
+                    names.append(name)
+                    queues.append(await llm.add_request(name, prompt, params, lora_request=self._adapter()))
+                    self._running[queues[-1].request_id] = queues[-1]
             self._watch_lengths()
             await asyncio.gather(*map(self._deliver, numbers, queues))
         except BaseException:
-            await self._drop(names, is_halted=begins)
+            if not llm.errored:
+                await llm.abort(names)  # a part that was cancelled or refused
             raise
         finally:
             for queue in queues:
                 self._running.pop(queue.request_id, None)
                 queue.close()
 
+    @asynccontextmanager
+    async def _halted(self) -> AsyncIterator[None]:
+        """Halt the scheduler for the block; the prefix cache is emptied unless the batch continues another one."""
+        async with self._halting:
+            await self._llm.pause_generation(mode="keep", clear_cache=not self.sampling.continues)
+            try:
+                yield
+            finally:
+                if not self._llm.errored:
+                    await self._llm.resume_generation()
+
     async def _deliver(self, number: int, queue: "RequestOutputCollector") -> None:
         """Add a response when it is finished, unless it was given up."""
         output: Any = await queue.get()
         if output.outputs[0].finish_reason != "abort":
-            self.arrivals.add(number, _generation(output, self._version))
+            self.arrivals.add(number, _generation(output))
 
     def cut(self, max_tokens: int) -> None:
         """Give up the responses that have, or get, more than so many tokens."""
@@ -129,13 +146,6 @@ class VllmBatch:
             too_long = [name for name, length in running.items() if length > self.arrivals.max_tokens]
             if too_long and (len(too_long) == len(running) or not self._on_cpu):
                 await self._llm.abort(too_long, internal=True)
-
-    async def _drop(self, names: list[str], *, is_halted: bool) -> None:
-        """Leave the scheduler running, and without the requests of a part that was cancelled or refused."""
-        if not self._llm.errored:
-            await self._llm.abort(names)
-            if is_halted:
-                await self._llm.resume_generation()
 
 
 def vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: Sequence[int]) -> object:
@@ -163,14 +173,20 @@ def vllm_sampling(request: GenerationRequest, sampling: SamplingParams, eos: Seq
     )
 
 
-def _generation(output: "RequestOutput", version: int) -> Generation:
+def _generation(output: "RequestOutput") -> Generation:
     response = output.outputs[0]
     if response.finish_reason not in ("stop", "length"):
         raise RunError(f"vLLM ended a response with {response.finish_reason!r}")
     token_ids = list(response.token_ids)
     assert response.logprobs is not None
     logprobs = sampled_logprobs(response.logprobs, token_ids)
-    return Generation(token_ids, logprobs, response.finish_reason, version)
+    assert response.weight_versions is not None, "vLLM names no version of the weights"
+    runs = [(_version(span.version), span.end - span.start) for span in response.weight_versions]
+    return Generation(token_ids, logprobs, response.finish_reason, oldest(runs), version_runs=joined_runs(runs))
+
+
+def _version(label: str) -> int:
+    return 0 if label == _FIRST_WEIGHTS else int(label)
 
 
 def sampled_logprobs(flat: "FlatLogprobs", token_ids: list[int]) -> list[float]:

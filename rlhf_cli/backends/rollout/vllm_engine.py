@@ -7,8 +7,8 @@ Its start is in `vllm_start`, its batches in `vllm_batch`.
 import asyncio
 import itertools
 import os
-from collections.abc import Awaitable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_cli.backends.rollout.engine import (
@@ -52,17 +52,18 @@ class VllmEngine:
         self._settings = settings
         self._model_path = model_path
         self._eos = eos_token_ids(model_path)
-        self._lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # held by a batch
+        self._halting = asyncio.Lock()  # held by a push, and by a batch that begins
         self._version = 0
         self._names = map("r{}".format, itertools.count())  # of requests
         self._asleep = False
         self._updating = False
+        self._is_halted = False  # by a push
         self._weights_lost = False
         self._adapter: LoRARequest | None = None
         self._adapter_checksum: int | None = None
         self._begun: VllmBatch | None = None
         self._serving: set[asyncio.Task[None]] = set()
-        self._cache_is_stale = False  # computed by other weights
         with cpu_probe() as on_cpu, engine_environment(settings, on_cpu=on_cpu):
             self._on_cpu = on_cpu
             self._llm = started(model_path, settings, on_cpu=on_cpu)
@@ -77,7 +78,7 @@ class VllmEngine:
 
         Raises EngineDead within a second of the death of one of the engine's processes, RunError while asleep.
         """
-        batch, serving = self._begin(requests, sampling)
+        batch, serving = await self._begin(requests, sampling)
         try:
             return await batch.arrivals.all(len(requests))
         finally:
@@ -86,7 +87,7 @@ class VllmEngine:
 
     async def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start a batch, whose responses are to be collected. RunError while asleep."""
-        self._begun, _ = self._begin(requests, sampling)
+        self._begun, _ = await self._begin(requests, sampling)
 
     async def add(self, requests: list[GenerationRequest]) -> None:
         """Join requests to the batch: the scheduler takes them beside those that run, and keeps the prefix cache."""
@@ -108,13 +109,13 @@ class VllmEngine:
         assert self._begun is not None, "no batch was begun"
         return self._begun
 
-    def _begin(
+    async def _begin(
         self, requests: list[GenerationRequest], sampling: SamplingParams
     ) -> tuple[VllmBatch, asyncio.Task[None]]:
-        """Return (the batch, the task that serves its requests)."""
+        """Return (the batch, the task that serves its requests), after the end of a push that is under way."""
+        async with self._halting:
+            self._check_weights()
         self._check(requests, sampling)
-        if self._cache_is_stale:
-            sampling, self._cache_is_stale = replace(sampling, continues=False), False
         batch = self._new_batch(sampling)
         return batch, self._serve(batch, batch.arrivals.open(len(requests)), requests, begins=True)
 
@@ -123,16 +124,18 @@ class VllmEngine:
             self._llm,
             self._lock,
             sampling,
+            halting=self._halting,
             names=self._names,
             eos=self._eos,
-            adapter=self._adapter,
-            version=self._version,
+            adapter=lambda: self._adapter,
             on_cpu=self._on_cpu,
         )
 
-    def _check(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+    def _check_weights(self) -> None:
         if self._asleep or self._updating or self._weights_lost:
             raise RunError("the rollout engine was asked to generate while asleep or without complete weights")
+
+    def _check(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         check_lengths(requests, sampling, max_model_len=self._settings.max_model_len)
         check_pictures(requests, max_images=self._settings.max_images_per_prompt)
         if sampling.stop:  # a fault is found here: in the engine's core it would end the engine
@@ -190,28 +193,62 @@ class VllmEngine:
         await self._while_alive(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
     async def start_weight_update(self) -> None:
-        """Open an update; until it is finished nothing can be generated."""
+        """Open an update. A batch halts with its tokens so far and goes on with the new weights; a batch that comes
+        meanwhile waits for the end.
+
+        What was computed by the old weights is dropped: a response goes on as if the new weights had read it from its
+        first token.
+        """
+        await self._halting.acquire()
         self._updating = True
-        if not self._takes_adapters:
-            await self._control(self._llm.start_weight_update())
+        with self._closed_on_error():
+            if not self._asleep:
+                await self._control(self._llm.pause_generation(mode="keep", clear_cache=True))
+                self._is_halted = True
+            if not self._takes_adapters:
+                await self._control(self._llm.start_weight_update())
 
     async def update_weights(self, update_info: dict[str, object]) -> None:
         """Receive a push or a part of it: for shm and adapters a manifest. Raise RunError with the fault."""
-        if self._takes_adapters:
-            await self._take_adapter(update_info)
-            return
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        with self._closed_on_error():
+            if self._takes_adapters:
+                await self._take_adapter(update_info)
+                return
+            from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        request = WeightTransferUpdateRequest(update_info=update_info)
-        await self._control(self._llm.update_weights(request))
+            request = WeightTransferUpdateRequest(update_info=update_info)
+            await self._control(self._llm.update_weights(request))
 
     async def finish_weight_update(self, version: int) -> None:
-        """Close the update: responses carry this version from now on."""
-        if not self._takes_adapters:
-            await self._control(self._llm.finish_weight_update(weight_version=str(version)))
+        """Close the update: tokens carry this version from now on."""
+        with self._closed_on_error():
+            if not self._takes_adapters:
+                await self._control(self._llm.finish_weight_update())
+            await self._control(self._llm.update_weight_version(str(version)))
         self._version = version
-        self._updating = self._weights_lost = False
-        self._cache_is_stale = True
+        self._weights_lost = False
+        await self._close_update()
+
+    async def abort_weight_update(self) -> None:
+        """Close an update that failed before anything was loaded (shm); the weights are the former ones."""
+        await self._close_update()
+
+    async def _close_update(self) -> None:
+        self._updating = False
+        if self._is_halted:
+            self._is_halted = False
+            await self._control(self._llm.resume_generation())
+        if self._halting.locked():
+            self._halting.release()
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """Let others know of a failed update, who would wait for its end."""
+        try:
+            yield
+        except BaseException:
+            self._halting.release()
+            raise
 
     async def _take_adapter(self, manifest: Mapping[str, Any]) -> None:
         """Replace the adapter by the push; requests have it from now on. One that vLLM refuses changes nothing.
@@ -230,10 +267,6 @@ class VllmEngine:
         # Without `load_inplace`: workers find the adapter by its number and do not look for the folder again.
         self._adapter = LoRARequest(_ADAPTER, 1, folder)
         self._adapter_checksum = checksum
-
-    async def abort_weight_update(self) -> None:
-        """Close an update that failed before anything was loaded (shm); the weights are the former ones."""
-        self._updating = False
 
     @property
     def weight_version(self) -> int:

@@ -114,7 +114,8 @@ def _group(row: Mapping[str, Any], prompt: Prompt) -> PromptGroup:
 
 def _generation(plain: Mapping[str, Any]) -> Generation:
     episode = None if plain.get("episode") is None else Episode.of(plain["episode"])
-    return Generation(**{**plain, "episode": episode})
+    runs = tuple((version, count) for version, count in plain.get("version_runs", ()))
+    return Generation(**{**plain, "episode": episode, "version_runs": runs})
 
 
 def _score_request(plain: Mapping[str, Any]) -> ScoreRequest:

@@ -12,7 +12,7 @@ from typing import Literal
 from rlhf_cli.agents.agent_process import ProgramEnd
 from rlhf_cli.agents.chat_records import ChatRequest, Completion
 from rlhf_cli.data.formats.conversations import Message, Tool
-from rlhf_cli.data.rollouts import Branch, Episode, Generation, GenerationRequest
+from rlhf_cli.data.rollouts import Branch, Episode, Generation, GenerationRequest, joined_runs, oldest
 from rlhf_cli.data.templates.tool_calls import ParsedTurn
 from rlhf_cli.data.templates.turn_bridge import call_id
 from rlhf_cli.trainers.online.episode_progress import AS_OPENAI, turn_seed
@@ -111,7 +111,9 @@ class AgentProgress:
         trained: set[int] = set()
         response = self._branch(last, trained)
         branches = [self._branch(leaf, trained) for leaf in others]
-        logprobs = [value for branch in (*branches, response) for turn in branch.own for value in turn.sampled.logprobs]
+        sampled = [turn.sampled for branch in (*branches, response) for turn in branch.own]
+        logprobs = [value for one in sampled for value in one.logprobs]
+        runs = [run for one in sampled for run in one.runs]
         final = self._turns[last].sampled
         # Another request of a parallel program may have been accepted before it died of the refusal.
         is_cut = self.is_at_limit or (self.was_at_limit and end.failure is not None)
@@ -130,8 +132,7 @@ class AgentProgress:
             earlier=tuple(one.branch for one in branches),
             num_repeated=self.num_repeated,
         )
-        version = min(turn.sampled.weight_version for turn in self._turns)
-        return Generation(response.branch.token_ids, logprobs, finish_reason, version, facts)
+        return Generation(response.branch.token_ids, logprobs, finish_reason, oldest(runs), facts, joined_runs(runs))
 
     def _leaves(self) -> list[int]:
         """Return the last turn of each branch, in the order in which they were sampled."""

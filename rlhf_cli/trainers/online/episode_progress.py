@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlhf_cli.data.formats.conversations import Conversation, Message, message_of
-from rlhf_cli.data.rollouts import Episode, Generation, GenerationRequest
+from rlhf_cli.data.rollouts import Episode, Generation, GenerationRequest, VersionRun, joined_runs, oldest
 from rlhf_cli.data.templates.message_forms import MessageForm
 from rlhf_cli.data.templates.tool_calls import ParsedTurn
 from rlhf_cli.data.templates.turn_bridge import call_id
@@ -36,7 +36,7 @@ class EpisodeProgress:
     failure: str | None = None
     trace: str = ""
     cut: str = ""
-    version: int = 0
+    runs: list[VersionRun] = field(default_factory=list)
     is_finished: bool = False
 
     @property
@@ -87,7 +87,7 @@ class EpisodeProgress:
         self.logprobs += sampled.logprobs
         self.turns.append((start, len(self.token_ids)))
         self.turn_rewards.append(0.0 if start else self.opening_reward)
-        self.version = min(self.version, sampled.weight_version) if start else sampled.weight_version
+        self.runs += sampled.runs
         self.last_turn = replace(turn, calls=calls)
         self.num_calls += len(calls)
         self.num_malformed += len(turn.faults)
@@ -116,7 +116,9 @@ class EpisodeProgress:
             trace=self.trace,
             cut=self.cut,
         )
-        return Generation(self.token_ids, self.logprobs, self.finish_reason, self.version, facts)
+        return Generation(
+            self.token_ids, self.logprobs, self.finish_reason, oldest(self.runs), facts, joined_runs(self.runs)
+        )
 
 
 def turn_seed(seed: int, number: int) -> int:

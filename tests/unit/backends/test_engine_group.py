@@ -174,6 +174,35 @@ def test_an_engine_that_dies_beside_a_training_actor_gets_the_weights_that_the_a
     assert {engine for engine in range(3) if found[shares[engine][-1]] == VERSION + 1} == pushed
 
 
+def test_an_engine_that_is_dead_when_weights_come_in_the_middle_of_a_batch_repeats_its_share():
+    group, started = make_group("shm", takes_turns=False, dying=set())
+    shares = balanced_shares(REQUESTS, 3)
+    group.begin(REQUESTS, SamplingParams(1))
+    started[1].alive = False
+    group.receive_weights(VERSION + 1)
+    found = dict(collected(group))
+    assert [worker.number for worker in started[3:]] == [1]
+    assert sorted(found) == list(range(len(REQUESTS)))
+    assert {found[number] for number in shares[1]} == {(number, VERSION + 1) for number in shares[1]}
+
+
+def test_an_actor_in_training_hears_nothing_of_an_engine_that_is_started_again():
+    turns = ActorTurns()
+    group, started = make_group("shm", takes_turns=False, dying={1}, borrowed_actor=turns.borrowed)
+    actor = group._actor
+    assert isinstance(actor, FakeActor)
+    links = actor.links
+    turns.take()
+    with ThreadPoolExecutor(1) as thread:
+        sampling = thread.submit(group.generate, REQUESTS, SamplingParams(1))
+        while len(started) == 3:
+            assert not sampling.done()
+        assert actor.links == links
+        turns.give(VERSION)
+        sampling.result(30)
+    assert actor.links == links + 1
+
+
 def test_a_run_that_ends_does_not_wait_for_an_engine_that_waits_for_the_actor():
     turns = ActorTurns()
     group, started = make_group("shm", takes_turns=False, dying={1}, borrowed_actor=turns.borrowed)
