@@ -125,6 +125,9 @@ class AsyncConfig(SettingsGroup):
     max_staleness: int = Field(1, ge=0)
     """Iterations that sampling is ahead of training: iteration k learns on responses of the policy after iteration
     k - 1 - max_staleness. 0 samples before each iteration, as without --async_train."""
+    partial_rollout: bool = False
+    """Push weights in the middle of responses, which go on with the new weights, instead of waiting for their end: no
+    token is older than max_staleness updates. Such a run cannot be repeated bit for bit."""
 
     @property
     def lag(self) -> int:
@@ -135,6 +138,11 @@ class AsyncConfig(SettingsGroup):
     def _staleness_comes_of_sampling_ahead(self) -> "AsyncConfig":
         if not self.async_train and self.changed("max_staleness"):
             raise ValueError("max_staleness is about responses that are sampled ahead of training: give --async_train")
+        if self.partial_rollout and not self.lag:
+            missing = "--max_staleness of 1 or more" if self.async_train else "--async_train"
+            raise ValueError(
+                f"partial_rollout is about responses that are sampled while the models train: give {missing}"
+            )
         return self
 
 

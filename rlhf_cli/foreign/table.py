@@ -188,7 +188,6 @@ PENALTY = (
 NO_IMAGES = "this command reads no images"
 AN_AGENT = "an agent is a class with step(text) or tools in --environment FILE.py: docs/coming-from.md has an example"
 NO_LAG = "ppo, reinforce++, grpo, rloo and remax sample ahead of training, and this command does not"
-WHOLE_BATCHES = "weights are pushed between batches: --async_train alone keeps engines and trainers busy"
 SHARED = "actor and critic share --lr_scheduler, --lr_warmup_ratio, --min_lr_ratio, --max_norm and --l2"
 SHARED_WORDS = (
     "optim",
@@ -212,7 +211,6 @@ OPENRLHF = {
     "image_key": Foreign(1, _refused(NO_IMAGES)),
     "freeze_visual_encoder": Foreign(0, _as({"freeze_vision_tower": []})),
     "async_queue_size": Foreign(1, _renamed("max_staleness")),
-    "partial_rollout": Foreign(0, _refused(WHOLE_BATCHES)),
     "vllm_generate_batch_size": Foreign(1, _refused("--dynamic_oversample asks for more prompts than are trained on")),
     "vllm_enable_is_correction": Foreign(0, _not_needed),
     "use_icepop": Foreign(0, _as({"rollout_correction": ["token_mask"]})),
@@ -417,6 +415,7 @@ TABLE: dict[str, Foreign] = {
     "agent_func_path": Foreign(1, _refused(AN_AGENT)),
     "async_train": Foreign(0, _refused(NO_LAG)),
     "max_staleness": Foreign(1, _refused(NO_LAG)),
+    "partial_rollout": Foreign(0, _refused(NO_LAG)),
     "pretrain_data": Foreign(1, _refused("a second loss on pre-training data is not there")),
     **{
         section: Foreign(None, _refused(FLAT))

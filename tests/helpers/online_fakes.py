@@ -19,6 +19,7 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.offline.loop import Finished
+from rlhf_cli.trainers.online.actor_turns import ActorTurns
 from rlhf_cli.trainers.online.interfaces import Roles
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
 from rlhf_cli.trainers.online.state import LoopState, OnlineSettings, first_state
@@ -266,6 +267,8 @@ class Run:
         )
         self.stop_after = stop_after
         self.evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
+        self.evaluation_is_due: Callable[[int, bool], bool] = lambda iteration, is_last: False
+        self.turns = ActorTurns()
 
     def roles(self) -> Roles:
         return Roles(
@@ -278,6 +281,7 @@ class Run:
             self.reference,
             self.teacher,
             self.steps,
+            self.turns,
         )
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:
@@ -294,5 +298,6 @@ class Run:
                 self.saved.append,
                 lambda: self.stop_after is not None and len(self.tracker.logged) >= self.stop_after,
                 self.evaluate,
+                self.evaluation_is_due,
             ),
         )

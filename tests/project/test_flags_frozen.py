@@ -24,6 +24,7 @@ EVALUATED = {"eval_dataset": "x"}
 TOGETHER: dict[str, dict[str, Any]] = {
     "activation_offload": {"gradient_checkpointing": True},
     "max_staleness": {"async_train": True},
+    "partial_rollout": {"async_train": True},
     "param_offload": {"zero_stage": "3"},
     "patch_size": {"image_size": "56"},
     "dataset_probs": {"dataset": "x"},

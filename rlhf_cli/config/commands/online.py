@@ -94,6 +94,11 @@ class OwnResponsesConfig(BaseModel):
         return 0
 
     @property
+    def partial_rollout(self) -> bool:
+        """Whether weights are pushed in the middle of responses."""
+        return False
+
+    @property
     def dynamic_sampling(self) -> DynamicSamplingConfig | None:
         """The settings of dynamic sampling; None if it is off or the command has none."""
         return None
@@ -146,6 +151,11 @@ class OnlineConfig(OwnResponsesConfig):
     def lag(self) -> int:
         """Iterations that sampling is ahead of training."""
         return self.asynchronous.lag
+
+    @property
+    def partial_rollout(self) -> bool:
+        """Whether weights are pushed in the middle of responses."""
+        return self.asynchronous.partial_rollout
 
     @property
     def policy_settings(self) -> PolicyConfig:

@@ -125,6 +125,15 @@ def check_lag(config: OwnResponsesConfig) -> None:
             )
 
 
+def check_partial_rollout(config: OwnResponsesConfig, *, backend: str) -> None:
+    """Raise UsageError if the engines cannot take weights in the middle of a response."""
+    if config.partial_rollout and backend != "vllm":
+        raise UsageError(
+            f"--partial_rollout needs vLLM, which takes weights in the middle of responses; {backend} takes them "
+            "between batches"
+        )
+
+
 def lag_notice(config: OwnResponsesConfig) -> list[str]:
     """Return a line if responses of older policies are trained on without a correction."""
     if not config.lag or config.policy_settings.rollout_correction != "off":

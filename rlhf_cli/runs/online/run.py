@@ -40,6 +40,7 @@ from rlhf_cli.runs.online.checks import (
     check_episodes,
     check_filtering,
     check_lag,
+    check_partial_rollout,
     check_step_rewards,
     lag_notice,
     most_episodes,
@@ -132,6 +133,7 @@ class _OnlineRun:
             config.teacher_settings.weight,
             config.steps.prm_weight if config.steps else 1.0,
             config.lag,
+            config.partial_rollout,
         )
 
     @property
@@ -220,6 +222,7 @@ def _check(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> _O
     backend = rollout_backend(config.rollout)
     check_sync_backend(config.rollout.vllm_sync_backend, engine=backend)
     check_vllm_args(config.rollout, backend=backend)
+    check_partial_rollout(config, backend=backend)
     models = find_models(config, algorithm)
     model = models.policy
     check_adapters(config, models, backend=backend)
@@ -424,6 +427,6 @@ def _train(
         state=state,
         total_iterations=run.total_iterations,
         save_steps=run.config.checkpoint.save_steps,
-        hooks=OnlineHooks(tracker, save_checkpoint, stop, evaluator),
+        hooks=OnlineHooks(tracker, save_checkpoint, stop, evaluator, evaluator.is_due),
     )
     return finished, best_facts(evaluator, run.paths)

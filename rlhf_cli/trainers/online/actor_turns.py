@@ -32,6 +32,16 @@ class ActorTurns:
         self._version = version
         self._leave()
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Hold the actor for the block, by whose end its weights are the same."""
+        self.take()
+        try:
+            yield
+        finally:
+            if self._is_taken:  # unless the run ended meanwhile
+                self._leave()
+
     def end(self) -> None:
         """End the sampling soon, also if it waits for the actor."""
         self._is_over = True

@@ -83,15 +83,15 @@ class Distilling:
         """Train as `run_iterations`."""
         roles, tracker = self.roles, hooks.tracker
         source = RolloutSource(roles.engines, roles.scorer, self.settings, prompts, decode, tell=tracker.message)
-        with Lookahead(source, roles.turns, lag=0, total_iterations=total_iterations) as lookahead:
+        with Lookahead(source, roles.engines, roles.turns, lag=0, total_iterations=total_iterations) as lookahead:
             iterations = Iterations[Batch](
                 lambda state, timer: self._collect(lookahead, state, timer),
                 lambda batch, state, timer: self._learn(batch, state, tracker, timer),
                 lookahead.is_used_up,
+                lookahead.leave,
             )
             return run_iterations(
                 iterations,
-                roles.engines,
                 state=state,
                 total_iterations=total_iterations,
                 save_steps=save_steps,

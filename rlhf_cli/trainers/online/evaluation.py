@@ -107,10 +107,9 @@ class Evaluator:
 
     def __call__(self, iteration: int, is_last: bool) -> None:
         """Evaluate after this iteration if it is due: before the first, every `eval_steps`, and at the end; once."""
-        task = self.task
-        due = iteration == 0 or is_last or is_due(iteration, task.config.eval_steps, task.total_iterations)
-        if not (task.prompts and due) or self.state.evaluated == iteration:
+        if not self.is_due(iteration, is_last):
             return
+        task = self.task
         timer = PhaseTimer(on_change=self._tracker.phase)
         with timer("eval"):
             answers, rows = self._answers()
@@ -123,6 +122,12 @@ class Evaluator:
         self.state = EvaluationState(iteration, best or self.state.best)
         self._tracker.evaluation(iteration, metrics, timer.take())
         self._tracker.evaluation_samples(iteration, kept_rows(rows))
+
+    def is_due(self, iteration: int, is_last: bool) -> bool:
+        """Return whether there is something to evaluate after this iteration."""
+        task = self.task
+        due = iteration == 0 or is_last or is_due(iteration, task.config.eval_steps, task.total_iterations)
+        return bool(task.prompts) and due and self.state.evaluated != iteration
 
     def _metrics(self, answers: Sequence[Answer]) -> dict[str, float]:
         """Return the figures of all prompts, and of each source by its name if there are several sources."""

@@ -105,10 +105,8 @@ class Steps(Protocol):
         """Return the reward of each step at its last token and NaN elsewhere, one value a token of each response."""
 
 
-class Engines(Protocol):
-    """All rollout engines."""
-
-    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]: ...
+class SamplingEngines(Protocol):
+    """The verbs of the rollout engines by which a batch is sampled."""
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start a batch, whose responses are to be collected."""
@@ -127,6 +125,12 @@ class Engines(Protocol):
         """Be ready to generate, after the weights are there."""
 
     def sleep(self) -> None: ...
+
+
+class Engines(SamplingEngines, Protocol):
+    """All rollout engines."""
+
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]: ...
 
     def receive_weights(self, version: int) -> dict[str, float]:
         """Take the actor's present weights; metrics of the transfer."""

@@ -1,23 +1,27 @@
-"""Sampling ahead of training: the batch of a later iteration is sampled in a thread while one trains.
+"""Sampling ahead of training: batches of later iterations are sampled in a thread while one trains.
 
-Batch k, the data of iteration k, is sampled by the weights after iteration max(0, k - 1 - lag). The push at the end of
-an iteration waits for the batch in flight, so that the number of a batch alone decides about its weights, and nothing
-is in flight between iterations: evaluations and checkpoints find engines at rest. A lag of 0 samples each batch in the
-main thread, right before its iteration.
+Batch k, the data of iteration k, begins when iteration k - 1 - lag is trained and pushed. By default the push at the
+end of an iteration waits for the batches in flight: the number of a batch alone decides about its weights, and nothing
+is in flight between iterations. Partial rollouts do not wait: the push comes in the middle of a batch, whose later
+tokens are sampled by the new weights. Only evaluations find engines at rest. A lag of 0 samples each batch in the main
+thread, right before its iteration.
 """
 
-import time
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Self
 
 from rlhf_cli.errors import ProcessDied
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.actor_turns import ActorTurns
+from rlhf_cli.trainers.online.engine_turns import EnginesInTurns, EngineTurns
+from rlhf_cli.trainers.online.interfaces import Engines
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.rollout import Rollout
+from rlhf_cli.trainers.online.sampling_clock import SamplingClock
 from rlhf_cli.trainers.online.state import LoopState, SourceState
 
 _END_SECONDS = 30.0
@@ -38,24 +42,36 @@ class Taken:
     source: SourceState
 
 
-@dataclass(frozen=True)
-class _Flight:
-    """The sampling of a batch in the thread, which returns the seconds that it took too."""
-
-    sampling: Future[tuple[Sampling, float]]
-    began: float
-
-
 class Lookahead:
-    """The batches of a run in their order, sampled `lag` iterations ahead; a context manager that ends its thread."""
+    """The batches of a run in their order, sampled `lag` iterations ahead; a context manager that ends its thread.
 
-    def __init__(self, source: RolloutSource, turns: ActorTurns, *, lag: int, total_iterations: int) -> None:
-        self._source = replace(source, check_wanted=turns.check_wanted)
+    `partial` stands for pushes that do not wait for the batch in flight.
+    """
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        engines: Engines,
+        turns: ActorTurns,
+        *,
+        lag: int,
+        total_iterations: int,
+        partial: bool = False,
+    ) -> None:
+        self._engines = engines
+        self._engine_turns = EngineTurns()
+        self._source = replace(
+            source,
+            engines=EnginesInTurns(engines, self._engine_turns) if partial else engines,
+            check_wanted=turns.check_wanted,
+        )
         self._turns = turns
         self._lag = lag
+        self._partial = partial
         self._total_iterations = total_iterations
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampling")
-        self._flight: _Flight | None = None
+        self._flights: deque[Future[Sampling]] = deque()  # batches in flight, and finished ones nobody has asked for
+        self._clock = SamplingClock()
         self._failure: BaseException | None = None
 
     def __enter__(self) -> Self:
@@ -66,28 +82,30 @@ class Lookahead:
 
     def is_used_up(self, state: LoopState) -> bool:
         """Return whether nothing is left to train on; known beforehand under dynamic sampling alone."""
-        return not state.ahead and self._source.is_used_up(state.source)
+        return not (state.ahead or self._flights) and self._source.is_used_up(state.source)
 
     def take(self, state: LoopState, timer: PhaseTimer) -> Taken | None:
-        """Return the next batch, and begin to sample the batch `lag` behind it; None if no prompt gave a group.
-
-        Batches that are not there yet are sampled first: at the start of a run, and after a failure.
+        """Return the next batch, and begin to sample those that may begin; None if no prompt gave a group.
 
         Raises:
-            BaseException: the error that ended the last sampling in the thread.
+            BaseException: the error that ended the sampling in the thread.
         """
+        if not self._lag:
+            return self._sampled_now(state.source, timer)
         if self._failure is not None:
             raise self._failure
-        ahead, source = list(state.ahead), state.source
-        while len(ahead) < max(1, self._lag) and self._has_more(source):
-            rollout, source = self._source.sample(source, timer)
-            ahead += [] if rollout is None else [rollout]
+        ahead, source = tuple(state.ahead), state.source
+        self._begin(source, num_trained=state.iteration)
+        while not ahead and self._flights:
+            with self._clock.waiting(), timer("generate"):
+                self._flights[0].exception()
+            ahead, source = self._with_next(ahead, source)
+            if self._failure is not None:
+                raise self._failure
         if not ahead:
             return None
-        if self._lag and self._has_more(source):
-            self._turns.take()
-            self._flight = _Flight(self._thread.submit(self._sample, source), time.perf_counter())
-        return Taken(ahead[0], tuple(ahead[1:]), source)
+        self._turns.take()
+        return Taken(ahead[0], ahead[1:], source)
 
     @contextmanager
     def ended_on_failure(self) -> Iterator[None]:
@@ -99,55 +117,89 @@ class Lookahead:
             raise
 
     def wait(self, taken: Taken, timer: PhaseTimer, *, version: int) -> tuple[Taken, dict[str, float]]:
-        """Wait for the batch in flight; return `taken` with this batch added, and metrics of the time.
+        """Return `taken` with the batches that are finished by now, and metrics of the time.
 
-        An error of the sampling is kept for the next `take`: the iteration in training is completed and can be saved.
+        Waits for all batches in flight, unless weights are pushed in the middle of one. An error of the sampling is
+        kept for the next `take`: the iteration in training is completed and can be saved.
 
         Args:
             version: the version of the weights that the actor has now.
         """
-        flight = self._flight
-        if flight is None:
+        if not self._lag:
             return taken, {}
         self._turns.give(version)
-        begin = time.perf_counter()
-        with timer("generate"):
-            self._failure = flight.sampling.exception()
-        self._flight = None
-        if self._failure is not None:
-            self._give_up_requests()
-            return taken, {}
-        (rollout, source), seconds = flight.sampling.result()
-        end = time.perf_counter()
-        metrics = {
-            "perf/sampling_seconds": seconds,
-            "perf/sampling_wait_seconds": end - begin,
-            "perf/engines_idle_seconds": max(0.0, end - flight.began - seconds),
-        }
-        return Taken(taken.rollout, (*taken.ahead, *([] if rollout is None else [rollout])), source), metrics
+        if not self._partial:
+            with self._clock.waiting(), timer("generate"):
+                for flight in self._flights:
+                    flight.exception()
+        ahead, source = taken.ahead, taken.source
+        while self._flights and self._flights[0].done():
+            ahead, source = self._with_next(ahead, source)
+        return Taken(taken.rollout, ahead, source), self._clock.metrics()
+
+    def engines(self) -> AbstractContextManager[None]:
+        """Keep the engines from the thread for the block, in which weights are pushed."""
+        return self._engine_turns.push() if self._partial else nullcontext()
+
+    def rest(self) -> None:
+        """Wait for the batch in flight, and begin no other before the next `take`: nobody uses the engines."""
+        self._flights = deque(flight for flight in self._flights if not flight.cancel())
+        for flight in self._flights:
+            flight.exception()
+
+    def leave(self) -> None:
+        """End the sampling, which may be in the middle of a round, and leave the accelerators to others."""
+        if self._end():
+            self._engines.sleep()
+
+    def _sampled_now(self, source: SourceState, timer: PhaseTimer) -> Taken | None:
+        if not self._has_more(source):
+            return None
+        rollout, source = self._source.sample(source, timer)
+        return None if rollout is None else Taken(rollout, (), source)
 
     def _has_more(self, source: SourceState) -> bool:
         return source.iteration < self._total_iterations and not self._source.is_used_up(source)
 
-    def _sample(self, source: SourceState) -> tuple[Sampling, float]:
-        begin = time.perf_counter()
-        found = self._source.sample(source, PhaseTimer())
-        return found, time.perf_counter() - begin
+    def _begin(self, source: SourceState, *, num_trained: int) -> None:
+        """Begin the batches that may begin after so many iterations; each goes on from the source after the former."""
+        first = source.iteration + len(self._flights)
+        for _ in range(first, min(num_trained + 1 + self._lag, self._total_iterations)):
+            after = self._flights[-1] if self._flights else source
+            self._flights.append(self._thread.submit(self._sample, after))
+
+    def _sample(self, after: Future[Sampling] | SourceState) -> Sampling:
+        source = after if isinstance(after, SourceState) else after.result()[1]
+        with self._clock.sampling():
+            return self._source.sample(source, PhaseTimer()) if self._has_more(source) else (None, source)
+
+    def _with_next(self, ahead: tuple[Rollout, ...], source: SourceState) -> tuple[tuple[Rollout, ...], SourceState]:
+        """Return the batches with the next finished one added, and the state of the source after it."""
+        flight = self._flights.popleft()
+        self._failure = flight.exception()
+        if self._failure is not None:
+            self._give_up_flights()
+            return ahead, source
+        rollout, source = flight.result()
+        return ahead if rollout is None else (*ahead, rollout), source
 
     def _end(self) -> bool:
         """End the sampling; return whether it has ended."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._turns.end()
+        flights, self._flights = [flight for flight in self._flights if not flight.cancel()], deque()
+        self._turns.end()
+        if flights:
             with suppress(TimeoutError):
-                flight.sampling.exception(_END_SECONDS)
-        return flight is None or flight.sampling.done()
+                flights[-1].exception(_END_SECONDS)
+        return all(flight.done() for flight in flights)
 
-    def _give_up_requests(self) -> None:
+    def _give_up_flights(self) -> None:
         """Leave engines at rest after an error, as the push that follows needs them."""
-        engines = self._source.engines
-        if isinstance(self._failure, ProcessDied) or not engines.is_generating:
+        for flight in self._flights:
+            with suppress(CancelledError):
+                flight.exception()  # each fails with the one before
+        self._flights.clear()
+        if isinstance(self._failure, ProcessDied) or not self._engines.is_generating:
             return
-        engines.cut(0)
-        while engines.is_generating:
-            engines.collect()
+        self._engines.cut(0)
+        while self._engines.is_generating:
+            self._engines.collect()

@@ -22,9 +22,10 @@ from rlhf_cli.rewards.parts import stop_if_all_failed, stop_if_too_many_failed
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.offline.loop import Finished, is_due, too_many_skipped
+from rlhf_cli.trainers.online.actor_turns import ActorTurns
 from rlhf_cli.trainers.online.batch import learning_samples, plan_over_samples
 from rlhf_cli.trainers.online.forward import fill_in_outputs
-from rlhf_cli.trainers.online.interfaces import Actor, Engines, RewardModel, Roles, RunTracker, Sampled, awake
+from rlhf_cli.trainers.online.interfaces import Actor, RewardModel, Roles, RunTracker, Sampled, awake
 from rlhf_cli.trainers.online.lookahead import Lookahead, Taken
 from rlhf_cli.trainers.online.metrics import (
     failure_metrics,
@@ -53,6 +54,7 @@ class OnlineHooks:
     save_checkpoint: Callable[[LoopState], None]
     should_stop: Callable[[], bool]
     evaluate: Callable[[int, bool], None] = lambda iteration, is_last: None
+    evaluation_is_due: Callable[[int, bool], bool] = lambda iteration, is_last: False
 
 
 BatchT = TypeVar("BatchT")
@@ -62,12 +64,14 @@ BatchT = TypeVar("BatchT")
 class Iterations(Generic[BatchT]):
     """The two halves of an iteration: `collect` returns a batch, None if nothing is left, and changes no weights.
 
-    `learn` returns the state after the iteration, and its metrics. `is_used_up` is asked after each.
+    `learn` returns the state after the iteration, and its metrics. `is_used_up` is asked after each. `leave_engines`
+    follows an error, which may come in the middle of a round.
     """
 
     collect: Callable[[LoopState, PhaseTimer], BatchT | None]
     learn: Callable[[BatchT, LoopState, PhaseTimer], tuple[LoopState, dict[str, float]]]
     is_used_up: Callable[[LoopState], bool]
+    leave_engines: Callable[[], None]
 
 
 def train_online(
@@ -86,7 +90,14 @@ def train_online(
     Under dynamic sampling training ends earlier if no prompt is left, or if the remaining prompts teach nothing.
     """
     source = RolloutSource(roles.engines, roles.scorer, settings, prompts, decode, tell=hooks.tracker.message)
-    with Lookahead(source, roles.turns, lag=settings.lag, total_iterations=total_iterations) as lookahead:
+    with Lookahead(
+        source,
+        roles.engines,
+        roles.turns,
+        lag=settings.lag,
+        total_iterations=total_iterations,
+        partial=settings.partial_rollout,
+    ) as lookahead:
         return run_iterations(
             Iterations(
                 lambda state, timer: scored_batch(roles, settings, lookahead, state, timer),
@@ -94,19 +105,35 @@ def train_online(
                     roles, settings, lookahead, batch, state=state, tracker=hooks.tracker, timer=timer
                 ),
                 lookahead.is_used_up,
+                lookahead.leave,
             ),
-            roles.engines,
             state=state,
             total_iterations=total_iterations,
             save_steps=save_steps,
             max_skipped_steps=settings.optim.max_skipped_steps,
-            hooks=hooks,
+            hooks=_beside_sampling(hooks, lookahead, roles.turns),
         )
+
+
+def _beside_sampling(hooks: OnlineHooks, lookahead: Lookahead, turns: ActorTurns) -> OnlineHooks:
+    """Return the hooks for engines that may sample between two iterations: an evaluation waits until they rest, and a
+    checkpoint keeps the actor from an engine that is started again.
+    """
+
+    def evaluate(iteration: int, is_last: bool) -> None:
+        if hooks.evaluation_is_due(iteration, is_last):
+            lookahead.rest()
+        hooks.evaluate(iteration, is_last)
+
+    def save_checkpoint(state: LoopState) -> None:
+        with turns.kept():
+            hooks.save_checkpoint(state)
+
+    return replace(hooks, evaluate=evaluate, save_checkpoint=save_checkpoint)
 
 
 def run_iterations(
     iterations: Iterations[BatchT],
-    engines: Engines,
     *,
     state: LoopState,
     total_iterations: int,
@@ -123,7 +150,7 @@ def run_iterations(
             saved. Or too many optimizer steps in a row were skipped; then the state after the iteration is saved, as
             other steps may have changed weights, and models, controllers and prompts agree only at its end.
     """
-    checkpoints = _Checkpoints(engines, hooks, saved=state.iteration)
+    checkpoints = _Checkpoints(iterations.leave_engines, hooks, saved=state.iteration)
     is_last = state.iteration >= total_iterations or iterations.is_used_up(state)
     hooks.evaluate(state.iteration, is_last)
     while not is_last:
@@ -150,8 +177,8 @@ def run_iterations(
 class _Checkpoints:
     """Saves the loop's state, each iteration once; `saved` is the iteration of the last checkpoint."""
 
-    def __init__(self, engines: Engines, hooks: OnlineHooks, *, saved: int) -> None:
-        self._engines = engines
+    def __init__(self, leave_engines: Callable[[], None], hooks: OnlineHooks, *, saved: int) -> None:
+        self._leave_engines = leave_engines
         self._hooks = hooks
         self._saved = saved
 
@@ -168,7 +195,7 @@ class _Checkpoints:
             yield
         except RunError as error:
             if state.iteration != self._saved and not isinstance(error, ProcessDied):
-                self._engines.sleep()  # the failure may come in the middle of a round
+                self._leave_engines()
                 self.save(state)
                 self._hooks.tracker.message(f"Saved iteration {state.iteration}: --load_checkpoint continues there")
             raise
@@ -265,15 +292,16 @@ def _learn(
         updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
         metrics |= updates.metrics
     taken, found = lookahead.wait(batch.taken, timer, version=iteration)
-    if settings.lag:
-        roles.actor.wake()  # a push to an engine that was started again has put it to sleep
-    metrics |= found | push_weights(roles, iteration, timer)
-    if roles.moving_reference is not None and settings.reference_moves(iteration):
-        with timer("transfer"), awake(roles.moving_reference):
-            roles.moving_reference.move()
+    with lookahead.engines():
+        if settings.lag:
+            roles.actor.wake()  # a push to an engine that was started again has put it to sleep
+        metrics |= found | push_weights(roles, iteration, timer)
+        if roles.moving_reference is not None and settings.reference_moves(iteration):
+            with timer("transfer"), awake(roles.moving_reference):
+                roles.moving_reference.move()
     metrics |= batch_metrics(batch, settings.reward)
     if settings.lag:
-        metrics |= staleness_metrics(responses.generations, iteration=iteration)
+        metrics |= staleness_metrics(responses, iteration=iteration)
     after = _next_state(settings, metrics, updates, state=state, taken=taken, num_sequences=len(responses))
     tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
     tracker.samples(iteration, iteration_rows(batch.sampled, responses, has_reward=settings.reward.is_given))

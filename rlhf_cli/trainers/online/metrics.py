@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
+from rlhf_cli.algorithms.importance_correction import mismatch
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.responses import Responses
@@ -120,12 +122,28 @@ def _program_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     }
 
 
-def staleness_metrics(generations: Sequence[Generation], *, iteration: int) -> dict[str, float]:
-    """Return by how many pushes the weights that sampled the responses are older than the weights before this
-    iteration's update.
+def staleness_metrics(responses: Responses, *, iteration: int) -> dict[str, float]:
+    """Return by how many pushes the weights that sampled the tokens are older than the weights before this iteration's
+    update.
+
+    Where weights were pushed in the middle of responses: also the share of these responses, and the difference of
+    engine and trainer (`rollout_k3`) over the tokens that the weights before the update have sampled, which no update
+    lies between.
     """
-    staleness = [iteration - 1 - generation.weight_version for generation in generations]
-    return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
+    runs = [run for generation in responses.generations for run in generation.runs]
+    versions, counts = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    staleness_N = iteration - 1 - np.repeat(versions, counts)
+    metrics = {"staleness/mean": float(staleness_N.mean()), "staleness/max": float(staleness_N.max())}
+    mixed = [bool(generation.version_runs) for generation in responses.generations]
+    if not any(mixed):
+        return metrics
+    metrics["staleness/mixed"] = float(np.mean(mixed))
+    is_current_N = staleness_N == 0
+    if responses.old_logprobs is not None and is_current_N.any():
+        old_N, rollout_N = map(np.concatenate, (responses.old_logprobs, responses.rollout_logprobs))
+        apart = mismatch(torch.from_numpy(old_N[is_current_N]), torch.from_numpy(rollout_N[is_current_N]))
+        metrics["rollout_k3_current"] = float(apart["k3"].mean())
+    return metrics
 
 
 def sample_rows(

@@ -9,7 +9,7 @@ from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.parts import stop_if_all_failed, stop_if_too_many_failed
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.dynamic_sampling import DynamicBatch, sample_until_full
-from rlhf_cli.trainers.online.interfaces import Engines, Scoring
+from rlhf_cli.trainers.online.interfaces import SamplingEngines, Scoring
 from rlhf_cli.trainers.online.rollout import (
     AskedPrompt,
     Rollout,
@@ -54,7 +54,7 @@ def prompt_at(place: int, prompts: Sequence[Prompt], settings: OnlineSettings) -
 class RolloutSource:
     """The source of an iteration's responses; `check_wanted` raises when nobody needs them any more."""
 
-    engines: Engines
+    engines: SamplingEngines
     scorer: Scoring
     settings: OnlineSettings
     prompts: Sequence[Prompt]

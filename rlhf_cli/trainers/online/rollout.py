@@ -11,7 +11,7 @@ from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.tracking.phases import PhaseTimer
 from rlhf_cli.trainers.online.groups import PromptGroup
-from rlhf_cli.trainers.online.interfaces import Engines, Scoring
+from rlhf_cli.trainers.online.interfaces import SamplingEngines, Scoring
 from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests
 
 _LOOK_SECONDS = 0.1  # between looks at scores that may make the batch full, and at whether it is wanted
@@ -33,7 +33,7 @@ class Sampler:
     `check_wanted` raises, and so ends the sampling, when nobody needs the responses any more.
     """
 
-    engines: Engines
+    engines: SamplingEngines
     scorer: Scoring
     decode: Callable[[Sequence[int]], str]
     sampling: SamplingParams

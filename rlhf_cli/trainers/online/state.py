@@ -33,6 +33,7 @@ class OnlineSettings:
     distill_coef: float | None = None  # None without a teacher
     step_weight: float = 1.0  # of the rewards of steps
     lag: int = 0  # batches that are sampled ahead of training
+    partial_rollout: bool = False  # whether weights are pushed in the middle of responses
 
     @property
     def sampling(self) -> SamplingParams:

@@ -18,6 +18,7 @@ from rlhf_cli.runs.online.checks import (
     check_episodes,
     check_filtering,
     check_lag,
+    check_partial_rollout,
     check_step_rewards,
     lag_notice,
     most_episodes,
@@ -307,6 +308,22 @@ def test_sampling_ahead_is_bounded_by_the_staleness_that_is_asked_for(command):
         resolve(command, max_staleness=2)
     with pytest.raises(UsageError, match="max_staleness"):
         resolve(command, **AHEAD, max_staleness=-1)
+
+
+@pytest.mark.parametrize("command", POLICY)
+def test_pushes_in_the_middle_of_responses_need_sampling_ahead_and_vllm(command):
+    partial = {"partial_rollout": "true"}
+    config = resolve(command, **AHEAD, **partial)
+    assert config.partial_rollout
+    assert not resolve(command, **AHEAD).partial_rollout
+    check_partial_rollout(config, backend="vllm")
+    check_partial_rollout(resolve(command, **AHEAD), backend="transformers")
+    with pytest.raises(UsageError, match=r"needs vLLM.*; transformers takes them between batches"):
+        check_partial_rollout(config, backend="transformers")
+    with pytest.raises(UsageError, match="sampled while the models train: give --async_train"):
+        resolve(command, **partial)
+    with pytest.raises(UsageError, match="give --max_staleness of 1 or more"):
+        resolve(command, **AHEAD, **partial, max_staleness=0)
 
 
 @pytest.mark.parametrize("flag", ["colocate_all_models", "vllm_enable_sleep"])

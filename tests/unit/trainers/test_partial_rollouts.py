@@ -1,0 +1,269 @@
+"""Pushes in the middle of batches, with fakes of models, engines and rewards: versions, bounds, resumes, ends."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from online_fakes import PROMPTS, WITHOUT_REFERENCE, FakeEngines, Run
+from saved_loops import through_files
+
+from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, joined_runs, oldest
+from rlhf_cli.errors import ProcessDied, RunError
+from rlhf_cli.trainers.offline.loop import Finished
+from rlhf_cli.trainers.online.engine_turns import EngineTurns
+
+WAIT = 30.0  # seconds until a test gives up
+
+
+class EnginesInFlight(FakeEngines):
+    """Half of a response is sampled by the weights at its begin, the other half by those at its end.
+
+    `before_look` is called by the thread that samples before each look, with the number of the batch. The tokens depend
+    on the seed alone.
+    """
+
+    def __init__(self, journal: list[str]) -> None:
+        super().__init__(journal)
+        self.versions: list[int] = []
+        self.before_look: Callable[[int], None] = lambda number: None
+        self.arrived: list[int] = []  # batches, in the order of their responses
+        self.users: set[str] = set()  # threads that use the engines now
+
+    def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        with self._alone():
+            self.versions.append(self.version)
+            super().begin(requests, sampling)
+
+    def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
+        assert timeout is not None, "a look without a limit keeps pushes waiting"
+        with self._alone():
+            self.before_look(len(self.versions))
+            (number, found), *_ = super().collect(timeout)
+            self.arrived.append(len(self.versions))
+            half = len(found.token_ids) // 2
+            runs = [(found.weight_version, half), (self.version, len(found.token_ids) - half)]
+            return [(number, replace(found, weight_version=oldest(runs), version_runs=joined_runs(runs)))]
+
+    def receive_weights(self, version: int) -> dict[str, float]:
+        with self._alone():
+            return super().receive_weights(version)
+
+    def _alone(self) -> Any:
+        engines, name = self, threading.current_thread().name
+
+        class Alone:
+            def __enter__(self) -> None:
+                assert not engines.users - {name}, "two threads use the engines"
+                engines.users.add(name)
+
+            def __exit__(self, *failure: object) -> None:
+                engines.users.discard(name)
+
+        return Alone()
+
+
+def run(lag: int = 1, **settings: Any) -> Run:
+    made = Run(lag=lag, partial_rollout=True, **settings)
+    made.engines = EnginesInFlight(made.journal)
+    return made
+
+
+def in_flight(made: Run) -> EnginesInFlight:
+    assert isinstance(made.engines, EnginesInFlight)
+    return made.engines
+
+
+def trained(made: Run) -> list[list[list[int]]]:
+    """Tokens of every sample of every update."""
+    return [[sample.sequence.token_ids.tolist() for sample in samples] for samples, _ in made.actor.updates]
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("sampling")]
+
+
+def looks_after_push(made: Run, *, of: int, awaited: int) -> None:
+    """Let a batch begin before this version is pushed, and its responses come afterwards."""
+    engines, begun, pushed = in_flight(made), threading.Event(), threading.Event()
+    receive, update = engines.receive_weights, made.actor.update
+
+    def receives(version: int) -> dict[str, float]:
+        found = receive(version)
+        if version == awaited:
+            pushed.set()
+        return found
+
+    def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
+        if len(engines.versions) == of and not pushed.is_set():
+            begun.set()
+            return []
+        return EnginesInFlight.collect(engines, timeout)
+
+    def trains(*given: Any, **named: Any) -> Any:
+        assert len(made.actor.updates) + 1 < awaited or begun.wait(WAIT)
+        return update(*given, **named)
+
+    made.actor.update = trains  # type: ignore[method-assign]
+    engines.receive_weights = receives  # type: ignore[method-assign]
+    engines.collect = collect  # type: ignore[method-assign]
+
+
+def test_a_push_comes_in_the_middle_of_a_batch_whose_later_tokens_are_of_the_new_weights():
+    made = run()
+    looks_after_push(made, of=3, awaited=2)  # batch 3 begins beside iteration 2
+    assert made() == Finished(4, interrupted=False)
+    metrics = dict(made.tracker.logged)
+    assert metrics[3]["staleness/max"] == 1.0
+    assert 0 < metrics[3]["staleness/mean"] < 1
+    assert 0 < metrics[3]["staleness/mixed"] <= 1
+    assert metrics[3]["rollout_k3_current"] == pytest.approx(0.5 - 1 + 2.718281828**-0.5, abs=1e-6)
+    assert "staleness/mixed" not in metrics[1]
+    assert not threads()
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_no_token_is_older_than_the_bound_and_every_prompt_is_trained_once(lag):
+    made, whole = run(lag, episodes=5), Run(episodes=5)
+    assert made(total_iterations=10) == Finished(10, interrupted=False)
+    whole(total_iterations=10)
+    assert trained(made) == trained(whole)
+    assert all(version >= number - lag for number, version in enumerate(in_flight(made).versions))
+    assert max(metrics["staleness/max"] for _, metrics in made.tracker.logged) <= lag
+    assert made.actor.on_policy == [False] * 10
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_run_that_goes_on_from_any_checkpoint_loses_no_prompt_and_trains_none_twice(lag, tmp_path):
+    whole = run(lag, policy=WITHOUT_REFERENCE, episodes=4)
+    whole(save_steps=1, total_iterations=8)
+    assert len(whole.saved) == 8
+    for state in whole.saved[:-1]:
+        again = run(lag, episodes=4)
+        again.engines.version = state.iteration
+        folder = tmp_path / f"{state.iteration}"
+        again(state=through_files(state, folder, PROMPTS, whole.settings), total_iterations=8)
+        assert trained(again) == trained(whole)[state.iteration :]
+
+
+def test_an_evaluation_finds_engines_at_rest_and_a_checkpoint_does_not_wait(tmp_path):
+    made, begun = run(2, episodes=4), threading.Event()
+    found: list[tuple[int, bool, int]] = []
+    engines = in_flight(made)
+
+    def evaluate(iteration: int, is_last: bool) -> None:
+        before = len(engines.versions)
+        with engines._alone():
+            found.append((iteration, engines.is_generating, len(engines.versions) - before))
+
+    made.evaluate, made.evaluation_is_due = evaluate, lambda iteration, is_last: iteration % 2 == 0
+    save = made.saved.append
+
+    def saves(state: Any) -> None:
+        save(state)
+        if state.iteration == 1:  # batch 3 goes on while the checkpoint is written
+            assert begun.wait(WAIT)
+
+    engines.before_look = lambda number: begun.set() if number == 3 else None
+    made.saved = type("Saved", (list,), {"append": lambda self, state: saves(state)})()
+    assert made(total_iterations=8, save_steps=1) == Finished(8, interrupted=False)
+    assert [entry[1:] for entry in found if entry[0] % 2 == 0] == [(False, 0)] * 5
+
+
+def test_an_engine_that_needs_the_actor_and_a_push_do_not_wait_for_each_other():
+    """It asks for the actor within a look, while the actor trains and then pushes."""
+    made, trains_now, asks = run(), threading.Event(), threading.Event()
+    versions: list[int | None] = []
+
+    def before_look(number: int) -> None:
+        if number == 2 and not versions:
+            assert trains_now.wait(WAIT)
+            asks.set()
+            with made.turns.borrowed() as version:
+                versions.append(version)
+
+    in_flight(made).before_look = before_look
+    update = made.actor.update
+
+    def trains(*given: Any, **named: Any) -> Any:
+        if not made.actor.updates:
+            trains_now.set()
+            assert asks.wait(WAIT)
+            assert not versions
+        return update(*given, **named)
+
+    made.actor.update = trains  # type: ignore[method-assign]
+    assert made() == Finished(4, interrupted=False)
+    assert versions == [1]
+
+
+@pytest.mark.parametrize("error", [RunError("too many rewards failed"), ProcessDied("engine 0 died")])
+def test_an_error_of_the_sampling_ends_the_run_after_the_iteration_beside_it(error):
+    made = run()
+
+    def fails(index: int) -> bool:
+        if len(in_flight(made).versions) == 3:
+            raise error
+        return False
+
+    made.scorer.fails = fails
+    with pytest.raises(RunError) as raised:
+        made()
+    assert raised.value is error
+    assert [step for step, _ in made.tracker.logged] == [1, 2]
+    assert [state.iteration for state in made.saved] == ([] if isinstance(error, ProcessDied) else [2])
+    assert not threads()
+
+
+def test_too_many_skipped_steps_end_the_sampling_before_the_checkpoint():
+    made, begun = run(), threading.Semaphore(0)
+    made.actor.found = {"skipped_in_a_row": 2.0}
+    made.settings = replace(made.settings, optim=made.settings.optim.model_copy(update={"max_skipped_steps": 1}))
+
+    def never(timeout: float | None = None) -> list[tuple[int, Generation]]:
+        if len(in_flight(made).versions) > 1:
+            begun.release()
+            return []
+        return EnginesInFlight.collect(in_flight(made), timeout)
+
+    made.engines.collect = never  # type: ignore[method-assign]
+    update = made.actor.update
+
+    def trains(*given: Any, **named: Any) -> Any:
+        assert begun.acquire(timeout=WAIT)
+        return update(*given, **named)
+
+    made.actor.update = trains  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="skipped"):
+        made(save_steps=1)
+    assert [state.iteration for state in made.saved] == [1]
+    assert not threads()
+
+
+def test_a_push_comes_before_the_next_look_and_looks_wait_for_its_end():
+    turns, order, looking, go = EngineTurns(), [], threading.Event(), threading.Event()
+
+    def looks() -> None:
+        with turns.look():
+            looking.set()
+            assert go.wait(WAIT)
+            order.append("look")
+        with turns.look():
+            order.append("second look")
+
+    def pushes() -> None:
+        with turns.push():
+            order.append("push")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(looks)
+        assert looking.wait(WAIT)
+        second = pool.submit(pushes)
+        while not turns._push_waits:
+            assert not second.done()
+        go.set()
+        first.result(WAIT)
+        second.result(WAIT)
+    assert order == ["look", "push", "second look"]
