@@ -22,6 +22,7 @@ from rlhf_cli.agents.chat_records import ChatRequest, Completion, Refused
 from rlhf_cli.agents.chat_responses import MODEL
 from rlhf_cli.agents.endpoint import Caller, Endpoint
 from rlhf_cli.agents.records import EnvironmentDescription
+from rlhf_cli.agents.time_limit import TimeLimit
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +61,16 @@ Event = Started | Asked | Ended
 class _Program(Caller):
     """A program as its event loop sees it."""
 
+    limit: TimeLimit = field(kw_only=True)
     open: dict[int, "asyncio.Future[Completion]"] = field(default_factory=dict)
     """The answers that it waits for, by ticket."""
-    deadline: float = 0.0
-    """When it must have asked again, or have ended, if it waits for nothing."""
-    left: float = 0.0
-    """The seconds to the deadline when it asked last."""
 
 
 class AgentPrograms:
     """Programs of a command; a context manager that leaves no process behind.
 
     A program may take `timeout` seconds from its start to its first request, and from an answer to the next request or
-    its end; at most `num_workers` processes run at a time.
+    its end, while no other request of it waits; at most `num_workers` processes run at a time.
     """
 
     def __init__(self, command: str, *, timeout: float, num_workers: int) -> None:
@@ -176,7 +174,7 @@ class AgentPrograms:
     async def _play(self, episode: int, row: Mapping[str, object]) -> None:
         """Run the program of one episode to its end."""
         async with self._slots:
-            program = _Program(episode)
+            program = _Program(episode, limit=TimeLimit(self._timeout, now=self._loop.time()))
             variables = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": program.key, "OPENAI_MODEL": MODEL}
             try:
                 process = AgentProcess(self._words, row, variables, self._lifeline)
@@ -199,14 +197,11 @@ class AgentPrograms:
 
     async def _has_ended(self, program: _Program, ended: "asyncio.Future[None]") -> bool:
         """Wait for the end of a program; return False if it takes too long without a request."""
-        program.deadline = self._loop.time() + self._timeout
-        while True:
-            left = self._timeout if program.open else program.deadline - self._loop.time()
-            if left <= 0:
-                return ended.done()
-            done, _ = await asyncio.wait({ended}, timeout=left)
+        while (remaining := program.limit.remaining(self._loop.time())) > 0:
+            done, _ = await asyncio.wait({ended}, timeout=remaining)
             if done:
                 return True
+        return ended.done()
 
     async def _answer(self, caller: Caller, request: ChatRequest) -> Completion:
         """Pass a program's request to the driver and wait for its answer."""
@@ -218,7 +213,8 @@ class AgentPrograms:
                 logger.warning("the agent program sets %s; turns are sampled by the settings of the run", written)
         ticket = next(self._tickets)
         answer: asyncio.Future[Completion] = self._loop.create_future()
-        caller.open[ticket], caller.left = answer, caller.deadline - self._loop.time()
+        caller.open[ticket] = answer
+        caller.limit.ask(self._loop.time())
         self._programs[ticket] = caller
         self._events.put(Asked(caller.episode, ticket, request))
         return await answer
@@ -228,8 +224,7 @@ class AgentPrograms:
         if program is None:
             return
         future = program.open.pop(ticket)
-        is_answered = isinstance(answer, Completion)
-        program.deadline = self._loop.time() + (self._timeout if is_answered else program.left)
+        program.limit.answer(self._loop.time(), is_refused=isinstance(answer, Refused))
         if future.done():
             return  # the connection is gone
         if isinstance(answer, Completion):
