@@ -3,11 +3,9 @@
 Needs vLLM. Leaves out several engines and nccl, which need more than one GPU.
 """
 
-import asyncio
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,21 +18,13 @@ from rlhf_cli.backends.rollout.vllm_engine import VllmEngine
 from rlhf_cli.backends.weight_sync.transfer import WeightSender
 from rlhf_cli.backends.weight_sync.vllm_trainer import EngineClient, HostCall, TensorSpec, connect
 from rlhf_cli.data.rollouts import GenerationRequest, SamplingParams
+from rlhf_cli.event_loop import LoopThread
 
 REQUESTS, PROMPT_TOKENS, NEW_TOKENS = (256, 1024), 64, 512
 SHARE = 0.5  # of the GPU's memory that the engine takes
 
-
-class Loop:
-    """An event loop in a thread of its own, because the trainer's side of a push blocks while engines answer."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-
-    def __call__(self, coroutine: Any) -> Any:
-        """The coroutine's result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+Run = Callable[[Any], Any]
+"""Returns the result of a coroutine in another thread: the trainer's side of a push blocks while engines answer."""
 
 
 def rollout(scale: Scale) -> Iterator[Row]:
@@ -43,7 +33,7 @@ def rollout(scale: Scale) -> Iterator[Row]:
         model = make_model(scale, "sdpa")
         model.generation_config = GenerationConfig(eos_token_id=0)
         model.save_pretrained(folder)
-        run = Loop()
+        run = LoopThread("engine").run
         settings = EngineSettings(
             max_model_len=PROMPT_TOKENS + NEW_TOKENS,
             gpu_memory_utilization=SHARE,
@@ -63,7 +53,7 @@ async def _built(folder: str, settings: EngineSettings) -> VllmEngine:
     return VllmEngine(folder, settings)
 
 
-def _measured(run: Loop, engine: VllmEngine, model: torch.nn.Module) -> Iterator[Row]:
+def _measured(run: Run, engine: VllmEngine, model: torch.nn.Module) -> Iterator[Row]:
     yield from (_generation(run, engine, count) for count in REQUESTS)
     specs = [TensorSpec(name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters()]
 
@@ -84,7 +74,7 @@ def _measured(run: Loop, engine: VllmEngine, model: torch.nn.Module) -> Iterator
     yield Row("transfer", "ipc, checksum included", {"s": report.seconds, "GB": gb, "GB/s": gb / report.seconds})
 
 
-def _generation(run: Loop, engine: VllmEngine, count: int) -> Row:
+def _generation(run: Run, engine: VllmEngine, count: int) -> Row:
     requests = [GenerationRequest(list(range(1, 1 + PROMPT_TOKENS)), seed) for seed in range(count)]
     sampling = SamplingParams(NEW_TOKENS)
     run(engine.generate(requests[:8], sampling))

@@ -10,12 +10,11 @@ import itertools
 import logging
 import os
 import queue
-import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 from rlhf_cli.agents.agent_process import AgentProcess, ProgramEnd, command_words
 from rlhf_cli.agents.chat_records import ChatRequest, Completion, Refused
@@ -23,11 +22,11 @@ from rlhf_cli.agents.chat_responses import MODEL
 from rlhf_cli.agents.endpoint import Caller, Endpoint
 from rlhf_cli.agents.records import EnvironmentDescription
 from rlhf_cli.agents.time_limit import TimeLimit
+from rlhf_cli.event_loop import LoopThread
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_NAME = 80  # of a program's setting in a warning
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +86,10 @@ class AgentPrograms:
         self._lifeline, self._held = os.pipe()
         self._slots = asyncio.Semaphore(self._num_workers)
         self._watchers = ThreadPoolExecutor(self._num_workers, thread_name_prefix="agents")
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("agents")
+        self._loop = self._thread.loop
         self._endpoint = Endpoint(self._answer)
-        self._wait_for(self._endpoint.start())
+        self._thread.run(self._endpoint.start())
         return self
 
     def __exit__(
@@ -101,12 +99,9 @@ class AgentPrograms:
 
     def close(self) -> None:
         """End all programs and the endpoint."""
-        if self._loop.is_closed():
+        if self._thread.has_ended:
             return
-        self._wait_for(self._end_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.end(self._end_all)
         self._watchers.shutdown()
         os.close(self._lifeline)
         os.close(self._held)
@@ -118,15 +113,15 @@ class AgentPrograms:
 
     def start(self, episode: int, row: Mapping[str, object]) -> None:
         """Start the program of an episode, as soon as there is room for it, with its row on the standard input."""
-        self._loop.call_soon_threadsafe(self._begin, episode, row)
+        self._thread.call_soon(self._begin, episode, row)
 
     def end(self, episode: int) -> None:
         """Kill the program of that episode, whatever it does."""
-        self._loop.call_soon_threadsafe(self._drop, episode)
+        self._thread.call_soon(self._drop, episode)
 
     def answer(self, ticket: int, answer: Completion | Refused) -> None:
         """Answer a request; no harm if its program is gone."""
-        self._loop.call_soon_threadsafe(self._deliver, ticket, answer)
+        self._thread.call_soon(self._deliver, ticket, answer)
 
     def collect(self, timeout: float | None = None) -> list[Event]:
         """Return the events since the last call. Wait for one, at most `timeout` seconds.
@@ -142,14 +137,6 @@ class AgentPrograms:
                 found.append(event)
                 event = self._events.get(block=False)
         return found
-
-    def _wait_for(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # Ctrl-C
-            raise
 
     async def _end_all(self) -> None:
         for episode in [*self._tasks]:

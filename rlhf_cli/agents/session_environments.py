@@ -5,11 +5,9 @@ openenv.py or mcp_server.py.
 """
 
 import asyncio
-import threading
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self
 
 from rlhf_cli.agents.mailbox import Mailbox
 from rlhf_cli.agents.records import (
@@ -24,12 +22,11 @@ from rlhf_cli.agents.records import (
     method_names,
 )
 from rlhf_cli.errors import UsageError
+from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.rewards.records import BadResult
 from rlhf_cli.rewards.workers.process import LOAD_LIMIT
 
 _END_SECONDS = 30.0  # for all sessions to close at the end of the run
-
-_Result = TypeVar("_Result")
 
 
 class SessionFailed(Exception):
@@ -95,11 +92,9 @@ class SessionEnvironments:
         self._slots = asyncio.Semaphore(self._num_workers)
         self._episodes: dict[int, _Episode] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("environments")
         try:
-            self._description = self._wait_for(asyncio.wait_for(self._provider.describe(), LOAD_LIMIT))
+            self._description = self._thread.run(asyncio.wait_for(self._provider.describe(), LOAD_LIMIT))
         except BaseException as error:
             self.close()
             if isinstance(error, TimeoutError):
@@ -116,12 +111,7 @@ class SessionEnvironments:
 
     def close(self) -> None:
         """End all sessions."""
-        if self._loop.is_closed():
-            return
-        self._wait_for(self._end_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.end(self._end_all)
 
     @property
     def description(self) -> EnvironmentDescription:
@@ -139,7 +129,7 @@ class SessionEnvironments:
         if isinstance(action, Reset):
             self.end(episode)
         number = self._mailbox.ask(episode, action)
-        self._loop.call_soon_threadsafe(self._hand_over, number, action)
+        self._thread.call_soon(self._hand_over, number, action)
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Reply]]:
         """Return the replies since the last call, each with its episode. Wait for one, at most `timeout` seconds.
@@ -152,15 +142,7 @@ class SessionEnvironments:
         """Close the session of that episode; its reply, if it owes one, never comes."""
         number = self._mailbox.drop(episode)
         if number is not None:
-            self._loop.call_soon_threadsafe(self._drop, number)
-
-    def _wait_for(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # Ctrl-C
-            raise
+            self._thread.call_soon(self._drop, number)
 
     async def _end_all(self) -> None:
         for number in [*self._episodes]:
@@ -179,7 +161,7 @@ class SessionEnvironments:
     def _hand_over(self, number: int, action: Action) -> None:
         if isinstance(action, Reset):
             self._episodes[number] = episode = _Episode()
-            self._tasks[number] = task = self._loop.create_task(self._play(number, episode))
+            self._tasks[number] = task = asyncio.create_task(self._play(number, episode))
             task.add_done_callback(lambda ended: self._forget(number, ended))
         self._episodes[number].actions.put_nowait(action)
 

@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import json
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from aiohttp import WSMsgType, web
+
+from rlhf_cli.event_loop import LoopThread
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Stepped = tuple[dict[str, Any], float | None, bool]
@@ -81,9 +82,7 @@ class OpenEnvLike:
         return f"ws://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("OpenEnv")
         self.run(self._start())
         return self
 
@@ -92,19 +91,11 @@ class OpenEnvLike:
 
     def kill(self) -> None:
         """Cut all connections and end."""
-        if not self._loop.is_closed():
-            self.run(self._stop())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        self._thread.end(self._stop)
 
     def run(self, work: Awaitable[Any]) -> Any:
         """Return the result of work in the server's loop."""
-
-        async def awaited() -> Any:
-            return await work
-
-        return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result(30)
+        return self._thread.run(asyncio.wait_for(work, 30))
 
     def ping(self) -> None:
         """Send a ping in all sessions."""

@@ -18,6 +18,7 @@ ROWS = [
         "help_page",
         "errors",
         "environment",
+        "event_loop",
         "version",
         "__init__",
     },

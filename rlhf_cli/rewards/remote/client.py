@@ -7,7 +7,6 @@ own. The wire format is in call.py; scorer.py adds up the scores.
 
 import asyncio
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import Self
 import aiohttp
 
 from rlhf_cli.errors import UsageError
+from rlhf_cli.event_loop import LoopThread
 from rlhf_cli.rewards.records import ScoreRequest
 from rlhf_cli.rewards.remote.call import (
     CallFailed,
@@ -63,11 +63,9 @@ class RemoteRewards:
         self._waiting: deque[WaitingItem] = deque()
         self._is_given_up = False
         self._giving_up: asyncio.TimerHandle | None = None
-        self._loop = asyncio.new_event_loop()
         self._news = asyncio.Event()
-        self._main = self._loop.create_task(self._serve())
-        self._thread = threading.Thread(target=self._run, name="remote-rewards", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("remote-rewards")
+        self._main = self._thread.run(self._begin())
 
     def __enter__(self) -> Self:
         return self
@@ -79,30 +77,33 @@ class RemoteRewards:
 
     def close(self) -> None:
         """Break off all calls and end the thread; rewards that are still waited for fail."""
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._main.cancel)
-        self._thread.join()
-        self._loop.close()
+        self._thread.end(self._end_main)
 
     def submit(self, requests: Sequence[ScoreRequest]) -> "list[Future[ItemOutcome]]":
         """Begin to ask about responses; each outcome comes when it is there. No failure is raised."""
-        assert self._thread.is_alive(), "the thread that asks reward servers has ended"
+        assert not self._main.done(), "the task that asks reward servers has ended"
         items = [WaitingItem(request, Future()) for request in requests]
-        self._loop.call_soon_threadsafe(self._enqueue, items)
+        self._thread.call_soon(self._enqueue, items)
         return [item.future for item in items]
 
     def feed(self) -> "RemoteFeed":
         """Return the responses that arrive bit by bit."""
         return RemoteFeed(self)
 
-    def _run(self) -> None:
-        try:
-            with suppress(asyncio.CancelledError):
-                self._loop.run_until_complete(self._main)
-        finally:
-            while self._waiting:
-                self._waiting.popleft().end(ItemOutcome(failure=Failure("crashed", "was not waited for any longer")))
+    async def _begin(self) -> "asyncio.Task[None]":
+        main = asyncio.create_task(self._serve())
+        main.add_done_callback(self._leave_nobody_waiting)
+        return main
+
+    async def _end_main(self) -> None:
+        self._main.cancel()
+        await asyncio.wait({self._main})
+
+    def _leave_nobody_waiting(self, main: "asyncio.Task[None]") -> None:
+        while self._waiting:
+            self._waiting.popleft().end(ItemOutcome(failure=Failure("crashed", "was not waited for any longer")))
+        if not main.cancelled() and (defect := main.exception()) is not None:
+            logger.error("reward servers are not asked any longer", exc_info=defect)
 
     async def _serve(self) -> None:
         async with reward_session(self._key) as session, asyncio.TaskGroup() as tasks:
@@ -145,7 +146,7 @@ class RemoteRewards:
             except CallFailed as error:
                 self._leave_out(server, error.failure)
                 self._try_again(server, batch, [error.failure] * len(batch), counts=error.counts)
-            except BaseException:  # this is the end of the thread, which must leave nobody waiting
+            except BaseException:  # this is the end of the task, which must leave nobody waiting
                 self._waiting.extend(batch)
                 raise
             else:
@@ -194,7 +195,7 @@ class RemoteRewards:
         server.last = Failure("load", reason)
         self._say(f"the reward server {server.url} {reason}: it is left out")
         if all(other.is_away for other in self._servers):
-            self._giving_up = self._loop.call_later(self._timeout, self._give_up)
+            self._giving_up = self._thread.loop.call_later(self._timeout, self._give_up)
         self._news.set()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
@@ -296,7 +297,7 @@ class RemoteRewards:
         server.last = failure
         consequence = "it is left out until it answers a probe"
         if all(other.is_away for other in self._servers):
-            self._giving_up = self._loop.call_later(self._timeout, self._give_up)
+            self._giving_up = self._thread.loop.call_later(self._timeout, self._give_up)
             consequence += f", and rewards fail if none does within {self._timeout:g} s"
         self._say(f"the reward server {server.url} {failure.reason}: {consequence}")
         self._news.set()

@@ -1,10 +1,8 @@
 """The endpoint of agent programs over HTTP: OpenAI's forms by its own client, keys, interfaces and errors."""
 
-import asyncio
 import http.client
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -15,6 +13,7 @@ import pytest
 from rlhf_cli.agents.chat_records import ChatRequest, Choice, Completion, Refused
 from rlhf_cli.agents.endpoint import Caller, Endpoint
 from rlhf_cli.data.formats.conversations import Message, ToolCall
+from rlhf_cli.event_loop import LoopThread
 
 TOOL = {"type": "function", "function": {"name": "look"}}
 WORDS = Choice("It is é.", (), "stop", 2, (("It is", -0.5), (" é.", -1.25)))
@@ -29,10 +28,8 @@ class Served:
         self.answer: Completion | Refused = Completion((WORDS,), 7)
         self.caller, self.other = Caller(0), Caller(1)
         self.endpoint = Endpoint(self._answer)
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
-        asyncio.run_coroutine_threadsafe(self.endpoint.start(), self.loop).result()
+        self.thread = LoopThread("endpoint")
+        self.thread.run(self.endpoint.start())
         self.endpoint.admit(self.caller)
         self.client = openai.OpenAI(base_url=self.endpoint.url, api_key=self.caller.key, max_retries=0)
 
@@ -45,10 +42,7 @@ class Served:
 
     def close(self) -> None:
         self.client.close()
-        asyncio.run_coroutine_threadsafe(self.endpoint.close(), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
+        self.thread.end(self.endpoint.close)
 
     def post(self, body: bytes, *, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, dict]:
         """Return the status and the body of the answer to a request without OpenAI's client."""
@@ -237,7 +231,7 @@ def test_only_the_key_of_a_running_episode_is_answered(served):
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=served.endpoint.url, api_key=served.other.key).models.list()
     served.ask()
-    served.loop.call_soon_threadsafe(served.endpoint.dismiss, served.caller)
+    served.thread.call_soon(served.endpoint.dismiss, served.caller)
     with pytest.raises(openai.AuthenticationError):
         served.ask()
     assert len(served.asked) == 1

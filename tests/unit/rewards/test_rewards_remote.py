@@ -360,6 +360,19 @@ def test_closing_ends_the_thread_and_lets_nobody_wait(server):
     assert "remote-rewards" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_defect_is_logged_and_lets_nobody_wait(server, monkeypatch, caplog):
+    def broken(*given: object, **settings: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("rlhf_cli.rewards.remote.client.post_batch", broken)
+    with asking(server) as client:
+        assert reasons(ask(client, requests(5))) == {("crashed", "was not waited for any longer")}
+        client.close()
+        with pytest.raises(AssertionError, match="has ended"):
+            client.submit(requests(1))
+    assert "ZeroDivisionError: a defect" in caplog.text
+
+
 def test_servers_that_answer_in_whatever_way_are_there(server):
     server.health = (501, b"GET is not for me", {})
     check_servers([server.url], key=None, timeout=10)
