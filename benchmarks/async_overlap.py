@@ -9,7 +9,6 @@ gives less than 1.8 times the iterations of lag 0 at equal speed.
 """
 
 import argparse
-import io
 import sys
 import time
 from collections.abc import Sequence
@@ -19,8 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from driver_fakes import Elsewhere, FakeEngines, FakeScorer
-from rich.console import Console
+from driver_fakes import Elsewhere, FakeEngines, FakeScorer, run_loop
 from setting import machine
 
 from rlhf_cli.algorithms.objective import LossWeights
@@ -30,16 +28,14 @@ from rlhf_cli.config.online import OnlineBatchConfig
 from rlhf_cli.config.policy import PolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
-from rlhf_cli.config.train import OptimConfig, TrackingConfig
+from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.packing.samples import Sample
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.tracking.sinks import read_metrics
-from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.online.interfaces import Roles
-from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
-from rlhf_cli.trainers.online.state import OnlineSettings, first_state
+from rlhf_cli.trainers.online.state import OnlineSettings
 
 AIM = 1.8
 BATCH, SAMPLES_EACH, TOKENS = 16, 8, 64
@@ -122,32 +118,15 @@ def overlap(lag: int, *, training: float, sampling: float, iterations: int) -> O
     settings, total, marks = settings_of(lag), iterations + lag + 1, list[float]()
     prompts = [Prompt([1, 2, 3], "prompt", "1", "rows.jsonl", number) for number in range(BATCH * total)]
     with TemporaryDirectory() as folder:
-        tracker = Tracker(
-            TrackingConfig(),
+        run_loop(
+            Roles(WaitingActor(training), None, None, None, WaitingEngines(sampling), FakeScorer(Elsewhere())),
+            settings,
             Path(folder),
-            command="rloo",
-            total_steps=total,
-            console=Console(file=io.StringIO()),
-            resume_step=None,
-            unit="iteration",
+            prompts=prompts,
+            decode=lambda token_ids: " ".join(map(str, token_ids)),
+            iterations=total,
+            after_each=lambda: marks.append(time.perf_counter()),
         )
-        with tracker:
-            train_online(
-                Roles(WaitingActor(training), None, None, None, WaitingEngines(sampling), FakeScorer(Elsewhere())),
-                settings,
-                prompts=prompts,
-                decode=lambda token_ids: " ".join(map(str, token_ids)),
-                state=first_state(settings.policy),
-                total_iterations=total,
-                save_steps=-1,
-                hooks=OnlineHooks(
-                    tracker,
-                    save_checkpoint=lambda state: None,
-                    should_stop=lambda: False,
-                    evaluate=lambda iteration, is_last: marks.append(time.perf_counter()),
-                ),
-            )
-            tracker.close()
         found = [read_metrics(Path(folder))[step] for step in range(2, iterations + 2)]
     seconds = [end - begin for begin, end in pairwise(marks)][1 : iterations + 1]
     if not lag:  # one waits while the other works

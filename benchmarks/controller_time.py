@@ -9,7 +9,6 @@ iteration and by which power of the samples they grow, and writes a chart. Exits
 """
 
 import argparse
-import io
 import random
 import statistics
 import sys
@@ -22,8 +21,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import numpy as np
-from driver_fakes import POLICY_MOMENTS, VALUE_MOMENTS, Elsewhere, FakeEngines, FakeRanks, FakeScorer
-from rich.console import Console
+from driver_fakes import POLICY_MOMENTS, VALUE_MOMENTS, Elsewhere, FakeEngines, FakeRanks, FakeScorer, run_loop
 from setting import machine, word_problem
 
 from rlhf_cli.algorithms.table import ALGORITHMS
@@ -33,14 +31,12 @@ from rlhf_cli.config.online import ActorCriticBatchConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.config.rollout import RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
-from rlhf_cli.config.train import OptimConfig, TrackingConfig
+from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
 from rlhf_cli.models.scratch import train_tokenizer
-from rlhf_cli.tracking.tracker import Tracker
 from rlhf_cli.trainers.online.interfaces import Roles
-from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
-from rlhf_cli.trainers.online.state import OnlineSettings, first_state
+from rlhf_cli.trainers.online.state import OnlineSettings
 
 LIMIT = 1.1  # power of the samples: small iterations scatter by some percent
 SAMPLES_EACH = 8  # of a prompt
@@ -112,32 +108,15 @@ def iteration_seconds(material: Material, *, num_samples: int, num_ranks: int, i
     marks: list[float] = []
     total = iterations + WARM_UP_ITERATIONS
     with TemporaryDirectory() as folder:
-        tracker = Tracker(
-            TrackingConfig(),
+        run_loop(
+            fake_roles(elsewhere, settings, num_ranks=num_ranks, material=material),
+            settings,
             Path(folder),
-            command="ppo",
-            total_steps=total,
-            console=Console(file=io.StringIO()),
-            resume_step=None,
-            unit="iteration",
+            prompts=material.prompts[: total * settings.rollout.rollout_batch_size],
+            decode=material.decode,
+            iterations=total,
+            after_each=lambda: marks.append(time.perf_counter() - elsewhere.seconds),
         )
-        with tracker:
-            train_online(
-                fake_roles(elsewhere, settings, num_ranks=num_ranks, material=material),
-                settings,
-                prompts=material.prompts[: total * settings.rollout.rollout_batch_size],
-                decode=material.decode,
-                state=first_state(settings.policy),
-                total_iterations=total,
-                save_steps=-1,
-                hooks=OnlineHooks(
-                    tracker,
-                    save_checkpoint=lambda state: None,
-                    should_stop=lambda: False,
-                    evaluate=lambda iteration, is_last: marks.append(time.perf_counter() - elsewhere.seconds),
-                ),
-            )
-            tracker.close()
     return [end - begin for begin, end in pairwise(marks)][WARM_UP_ITERATIONS:]
 
 

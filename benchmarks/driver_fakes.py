@@ -1,22 +1,31 @@
-"""What answers the driver of an online run in controller_time.py: ranks, engines and rewards that take no time of it.
+"""A run of the online loop with fakes, for controller_time.py and async_overlap.py: ranks, engines and rewards.
 
-Answers are constants, or were drawn before. Time spent here is kept apart, but for the driver's own work for a
+Answers are constants, or were drawn before. Time spent in fakes is kept apart, but for the driver's own work for a
 call: dealing values to ranks, and making bytes of them.
 """
 
+import io
 import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ray import cloudpickle
+from rich.console import Console
 
 from rlhf_cli.backends.roles.serialization import UpdateSteps
 from rlhf_cli.backends.rollout.engine_shares import balanced_shares
+from rlhf_cli.config.train import TrackingConfig
+from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
 from rlhf_cli.rewards.records import Score, ScoreRequest
+from rlhf_cli.tracking.tracker import Tracker
+from rlhf_cli.trainers.online.interfaces import Roles
+from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
+from rlhf_cli.trainers.online.state import OnlineSettings, first_state
 
 ARRIVING = 16  # responses that come back from an engine together
 POLICY_MOMENTS = ("x_mean", "y_mean", "xx_mean", "yy_mean", "xy_mean")
@@ -148,3 +157,46 @@ class FakeSession:
         """All scores by number of the response."""
         with self._scorer.elsewhere:
             return dict(enumerate(self._scorer.score(self._requests)))
+
+
+def run_loop(
+    roles: Roles,
+    settings: OnlineSettings,
+    folder: Path,
+    *,
+    prompts: Sequence[Prompt],
+    decode: Callable[[Sequence[int]], str],
+    iterations: int,
+    after_each: Callable[[], None],
+) -> None:
+    """Run the loop without checkpoints; metrics and samples go to the folder, the terminal's lines nowhere.
+
+    Args:
+        after_each: called at the end of each iteration.
+    """
+    tracker = Tracker(
+        TrackingConfig(),
+        folder,
+        command=settings.algorithm.name,
+        total_steps=iterations,
+        console=Console(file=io.StringIO()),
+        resume_step=None,
+        unit="iteration",
+    )
+    with tracker:
+        train_online(
+            roles,
+            settings,
+            prompts=prompts,
+            decode=decode,
+            state=first_state(settings.policy),
+            total_iterations=iterations,
+            save_steps=-1,
+            hooks=OnlineHooks(
+                tracker,
+                save_checkpoint=lambda state: None,
+                should_stop=lambda: False,
+                evaluate=lambda iteration, is_last: after_each(),
+            ),
+        )
+        tracker.close()
