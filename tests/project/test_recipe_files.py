@@ -23,7 +23,7 @@ from rlhf_cli.models.attention.varlen import VARLEN
 from rlhf_cli.models.requirements import check_positions
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel
 from rlhf_cli.options import build_config
-from rlhf_cli.runs.online.run import check_batches
+from rlhf_cli.runs.online.checks import check_batches
 from rlhf_cli.runs.online.sleep_memory import SleepingRole
 from rlhf_cli.settings_file import read_settings
 

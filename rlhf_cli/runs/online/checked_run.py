@@ -1,0 +1,223 @@
+"""An online run as it is known before anything starts, after all checks that need no process."""
+
+from dataclasses import dataclass, field, replace
+
+from rlhf_cli.algorithms.table import Algorithm
+from rlhf_cli.backends.cluster.placement import check_layout
+from rlhf_cli.backends.rollout.engine_group import rollout_backend
+from rlhf_cli.backends.rollout.vllm_arguments import check_vllm_args
+from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
+from rlhf_cli.backends.training.deepspeed_config import check_deepspeed
+from rlhf_cli.backends.weight_sync.transfer import check_sync_backend
+from rlhf_cli.config.base import default_settings
+from rlhf_cli.config.commands.gkd import GKDConfig
+from rlhf_cli.config.commands.online import OwnResponsesConfig
+from rlhf_cli.config.plugins import contents_of_plugins
+from rlhf_cli.data.prompts import PromptData, load_prompts
+from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
+from rlhf_cli.errors import UsageError
+from rlhf_cli.models.requirements import check_positions
+from rlhf_cli.models.routers import check_router_loss
+from rlhf_cli.runs.episodes import EpisodePlan, find_episodes
+from rlhf_cli.runs.online.checks import (
+    check_batches,
+    check_episodes,
+    check_filtering,
+    check_lag,
+    check_partial_rollout,
+    check_step_rewards,
+    lag_notice,
+    most_episodes,
+)
+from rlhf_cli.runs.online.evaluation import load_evaluation_prompts
+from rlhf_cli.runs.online.group_files import check_state
+from rlhf_cli.runs.online.identity import online_identity
+from rlhf_cli.runs.online.models import (
+    OnlineModels,
+    check_adapters,
+    check_pictures,
+    check_ranks_together,
+    check_stages,
+    find_models,
+    idle_settings,
+    layout_notices,
+    role_names,
+    truncation_notice,
+)
+from rlhf_cli.runs.online.student import StudentData, load_student_data
+from rlhf_cli.runs.pictures import picture_reader
+from rlhf_cli.runs.plugin_files import environment_contents, plugin_notice
+from rlhf_cli.runs.reward_check import check_rewards
+from rlhf_cli.runs.reward_file import reward_file_notice
+from rlhf_cli.runs.run_directory import RunDirectory, run_directory
+from rlhf_cli.runs.trained_model import TrainedModel
+from rlhf_cli.tracking.tracker import check_tracking
+from rlhf_cli.trainers.online.prompt_source import planned_iterations
+from rlhf_cli.trainers.online.state import OnlineSettings
+from rlhf_cli.trainers.online.update_plan import StepCounts, count_steps
+
+
+@dataclass(frozen=True)
+class OnlineRun:
+    """The run as it is known before anything heavy starts."""
+
+    config: OwnResponsesConfig
+    command: str
+    algorithm: Algorithm
+    backend: str
+    models: OnlineModels
+    data: PromptData
+    eval_data: PromptData | None
+    paths: RunDirectory
+    store: CheckpointStore
+    resume: Checkpoint | None
+    student: StudentData | None = None
+    episodes: EpisodePlan | None = None
+    identity: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def tokenizer(self) -> object:
+        """The policy's tokenizer."""
+        return self.models.policy.tokenizer
+
+    @property
+    def settings(self) -> OnlineSettings:
+        config = self.config
+        return OnlineSettings(
+            self.algorithm,
+            config.rollout,
+            config.reward_settings,
+            config.policy_settings,
+            config.batch,
+            config.reference_settings,
+            config.optim,
+            config.dynamic_sampling,
+            config.teacher_settings.weight,
+            config.steps.prm_weight if config.steps else 1.0,
+            config.lag,
+            config.partial_rollout,
+        )
+
+    @property
+    def total_iterations(self) -> int:
+        """Iterations of the whole run."""
+        return planned_iterations(len(self.data.prompts), self.settings)
+
+    @property
+    def total_steps(self) -> StepCounts:
+        """Optimizer steps of the whole run, for the learning rates' courses."""
+        rollout = self.config.rollout
+        prompts = min(rollout.rollout_batch_size, len(self.data.prompts))
+        samples = prompts * rollout.n_samples_per_prompt
+        return count_steps(samples, self.config.batch, iterations=self.total_iterations)
+
+
+def check_run(config: OwnResponsesConfig, command: str, algorithm: Algorithm) -> OnlineRun:
+    """Return the run, after all checks that need no process. Raise UsageError if a check fails."""
+    _check_settings(config, algorithm)
+    backend = rollout_backend(config.rollout)
+    check_sync_backend(config.rollout.vllm_sync_backend, engine=backend)
+    check_vllm_args(config.rollout, backend=backend)
+    check_partial_rollout(config, backend=backend)
+    models = find_models(config, algorithm)
+    model = models.policy
+    check_adapters(config, models, backend=backend)
+    check_pictures(config, models, backend=backend)
+    check_router_loss(config.optim.aux_loss_coef, model.architecture)
+    if backend == "vllm":
+        check_positions(model.architecture, config.prompts.max_len)
+    roles = role_names(config, models)
+    check_stages(config, roles)
+    check_ranks_together(config, models)
+    check_layout(config.placement, config.rollout, roles=roles)
+    episodes = find_episodes(config.episode_settings, config.prompts, model.found, model.tokenizer)
+    data, eval_data, student = _load_data(config, model, episodes)
+    all_data = [data] if eval_data is None else [data, eval_data]
+    for trained in (model, models.critic or model):
+        for read in all_data:
+            check_token_ids(read.report, model.tokenizer, trained.architecture, pretrain=trained.base.pretrain)
+    paths = run_directory(config.checkpoint)
+    store = CheckpointStore(paths.checkpoints, max_num=config.checkpoint.max_ckpt_num)
+    resume = store.latest() if config.checkpoint.load_checkpoint else None
+    run = OnlineRun(
+        config, command, algorithm, backend, models, data, eval_data, paths, store, resume, student, episodes
+    )
+    iterations = run.total_iterations
+    identity = {
+        **online_identity(config, models, data, command=command, algorithm=algorithm, iterations=iterations),
+        **(student.identity if student else {}),
+    }
+    if resume is not None:
+        check_state(resume)
+        check_same_run(resume, identity, default_settings(config))
+        layout_notices(resume, config, models)
+    run = replace(run, identity=identity)
+    if not run.total_steps.actor:
+        raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
+    check_rewards(config.reward, *(read.prompts for read in all_data))
+    return run
+
+
+def _check_settings(config: OwnResponsesConfig, algorithm: Algorithm) -> None:
+    """Raise UsageError if settings do not go together, as far as no model is needed to see it."""
+    check_tracking(config.tracking)
+    check_batches(config, algorithm)
+    check_filtering(config)
+    check_step_rewards(config, algorithm)
+    check_episodes(config)
+    check_lag(config)
+    if config.reference_settings.ref_sync_steps and not config.policy_settings.init_kl_coef:
+        raise UsageError("--ref_sync_steps: without --init_kl_coef there is no reference that could move")
+    for role in ("actor", "critic"):
+        check_deepspeed(
+            config.deepspeed.of(role),
+            param_dtype=config.model.param_dtype,
+            optimizer=config.optim.optim,
+            sleeps=config.placement.deepspeed_enable_sleep,
+        )
+
+
+def _load_data(
+    config: OwnResponsesConfig, model: TrainedModel, episodes: EpisodePlan | None
+) -> tuple[PromptData, PromptData | None, StudentData | None]:
+    """Return the prompts to train on, the held-out ones if there are any, and the responses of a student."""
+    reader = picture_reader(config.pictures, model.base, model.found, model.tokenizer)
+    data = load_prompts(
+        config.prompts,
+        model.tokenizer,
+        max_new_tokens=config.rollout.max_new_tokens,
+        seed=config.batch.seed,
+        reward=config.reward,
+        reader=reader,
+        environment=episodes.description if episodes else None,
+    )
+    eval_data = load_evaluation_prompts(config, model.tokenizer, reader, episodes)
+    for read in (data, eval_data):
+        if episodes is not None and read is not None:
+            episodes.check_rows(read)
+    if episodes is not None:
+        episodes.check_sessions(most_episodes(config, num_prompts=len(data.prompts)))
+    student = None
+    if isinstance(config, GKDConfig):
+        student = load_student_data(config, model, reader, num_prompts=len(data.prompts))
+    return data, eval_data, student
+
+
+def continued_run(run: OnlineRun) -> OnlineRun:
+    """Return the same run from its newest checkpoint on, or from the start if there is none yet."""
+    checkpoint = run.config.checkpoint.model_copy(update={"load_checkpoint": True, "overwrite": False})
+    return check_run(run.config.model_copy(update={"checkpoint": checkpoint}), run.command, run.algorithm)
+
+
+def notices(run: OnlineRun) -> list[str]:
+    """Return lines about settings that mean nothing in this run, or something else than one might expect."""
+    config = run.config
+    idle = idle_settings(config, role_names(config, run.models))
+    files = [*reward_file_notice(run.resume, config.reward), *plugin_notice(run.resume, code_of_others(config))]
+    layouts = layout_notices(run.resume, config, run.models) if run.resume else []
+    return [*idle, *truncation_notice(config.rollout), *lag_notice(config), *files, *layouts]
+
+
+def code_of_others(config: OwnResponsesConfig) -> dict[str, str]:
+    """Return a hash of each file with others' code but the reward's, by the setting that names it."""
+    return contents_of_plugins(config) | environment_contents(config.episode_settings)
