@@ -14,18 +14,24 @@ MADE_UP = ("Step 1: think.\n\nThe answer is \\boxed{1}.\n\n#### 1", "<think>no</
 """Responses to each of the tried prompts."""
 
 
-def check_rewards(reward: ScoringConfig, *sets: Sequence[Prompt]) -> None:
-    """Raise UsageError if the rewards cannot judge these prompts; print the notices about them."""
+def check_rewards(reward: ScoringConfig, *sets: Sequence[Prompt], is_episode: bool = False) -> None:
+    """Raise UsageError if the rewards cannot judge these prompts; print the notices about them.
+
+    With `is_episode` a reward file gets messages, as in training.
+    """
     with Scorer(reward) as scorer:  # the one that is used starts later, when its output goes to a log
         for prompts in sets:
             scorer.check_labels([prompt.label for prompt in prompts], [prompt.data_source for prompt in prompts])
-        warning = scorer.try_file(trial_requests(sets[0]))
+        warning = scorer.try_file(trial_requests(sets[0], is_episode=is_episode))
         for line in filter(None, (scorer.form, warning)):
             print(f"rlhf: {line}", file=sys.stderr, flush=True)
 
 
-def trial_requests(prompts: Sequence[Prompt]) -> list[ScoreRequest]:
-    """Return made-up responses to the first prompts; their tokens are the prompt's own."""
+def trial_requests(prompts: Sequence[Prompt], *, is_episode: bool = False) -> list[ScoreRequest]:
+    """Return made-up responses to the first prompts; their tokens are the prompt's own.
+
+    With `is_episode` each is an episode of one turn.
+    """
     return [
         ScoreRequest(
             query=prompt.text + response,
@@ -41,6 +47,7 @@ def trial_requests(prompts: Sequence[Prompt]) -> list[ScoreRequest]:
             row=prompt.row,
             token_ids=prompt.prompt_ids,
             pictures=tuple(placed.picture for placed in prompt.pictures),
+            messages=({"role": "assistant", "content": response},) if is_episode else (),
         )
         for number, prompt in enumerate(islice(prompts, TRIED_PROMPTS))
         for sample, response in enumerate(MADE_UP)

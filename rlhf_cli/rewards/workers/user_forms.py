@@ -217,7 +217,7 @@ def _signature(parameters: list[inspect.Parameter]) -> Signature | None:
     form = next((form for form in FORMS if form.mark in names), OWN_FORM)
     placed = [one for one in parameters if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     by_place = False
-    if form is OWN_FORM and not names & {"queries", "responses", "raw_responses"}:
+    if form is OWN_FORM and not names & {"queries", "responses", "raw_responses", "messages"}:
         by_place = len(placed) >= 3 or any(one.kind is kinds.VAR_POSITIONAL for one in parameters)
         if not by_place:
             return None

@@ -137,7 +137,8 @@ def _check(config: EvalConfig, root: Path) -> EvalRun:
     if rates is not None and not Path(rates).absolute().parent.is_dir():
         raise UsageError(f"--write_pass_rate {rates}: there is no folder {Path(rates).absolute().parent}")
     if not run.is_answered:
-        check_rewards(config.reward, *(asked.data.prompts for asked in examinees))
+        sets = [asked.data.prompts for asked in examinees]
+        check_rewards(config.reward, *sets, is_episode=config.episodes.plays_episodes)
     return run
 
 

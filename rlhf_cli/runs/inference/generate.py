@@ -83,7 +83,7 @@ def _check(config: GenerateConfig, root: Path) -> _GenerateRun:
     rows = rows_done(root, config.out, identity)
     run = _GenerateRun(config, asked, identity, None if rows is None else asked.chunks.whole(rows))
     if config.reward.is_given and not run.is_generated:
-        check_rewards(config.reward, asked.data.prompts)
+        check_rewards(config.reward, asked.data.prompts, is_episode=config.episodes.plays_episodes)
     return run
 
 

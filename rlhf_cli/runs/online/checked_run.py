@@ -154,7 +154,9 @@ def check_run(config: OwnResponsesConfig, command: str, algorithm: Algorithm) ->
     run = replace(run, identity=identity)
     if not run.total_steps.actor:
         raise UsageError(f"freezing_actor_steps leaves no step for the actor in {run.total_iterations} iterations")
-    check_rewards(config.reward, *(read.prompts for read in all_data))
+    check_rewards(
+        config.reward, *(read.prompts for read in all_data), is_episode=config.episode_settings.plays_episodes
+    )
     return run
 
 

@@ -238,6 +238,25 @@ def test_a_sound_reward_file_passes_its_trial_in_silence(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reward_func(messages, answer, **columns): return [float(len(turns)) for turns in messages]",
+        "def reward_func(queries, messages): return [float(len(turns)) for turns in messages]",
+        "def reward_func(completions, **columns): return [float(len(c[-1]['content'])) for c in completions]",
+    ],
+    ids=["messages", "queries", "completions"],
+)
+def test_a_trial_call_of_an_episode_has_messages(
+    reward_file: WriteFile, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    check_rewards(config(reward_func=reward_file(source)), PROMPTS, is_episode=True)
+    assert "trial call" not in capsys.readouterr().err
+    if "completions" not in source:
+        with pytest.raises(UsageError, match="needs 'messages'"):
+            check_rewards(config(reward_func=reward_file(source)), PROMPTS)
+
+
 def test_parameters_that_a_function_does_not_take_are_refused(reward_file: WriteFile) -> None:
     with pytest.raises(UsageError, match=r"takes no parameter 'weight' \(--reward_func_args\)"):
         scores(reward_file(EASYR1), group("18"), reward_func_args='{"weight": 1}')
