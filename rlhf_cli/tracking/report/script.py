@@ -135,8 +135,14 @@ function messageBlock(message, heading, reward) {
   return block;
 }
 
+// An environment without a reward gives zeros, which say nothing beside the score of a verifier.
+function turnRewards(row) {
+  const rewards = row.turn_rewards ?? [];
+  return "reward/environment" in row || rewards.some(reward => reward !== 0) ? rewards : [];
+}
+
 function episodeEnd(row) {
-  const line = make("div", "meta end"), rewards = (row.turn_rewards ?? []).filter(Number.isFinite);
+  const line = make("div", "meta end"), rewards = turnRewards(row).filter(Number.isFinite);
   const count = row.messages.filter(message => message.role === "assistant").length;
   line.append(make("span", "", count === 1 ? "1 turn" : `${count} turns`));
   const total = make("span", "", "rewards of all turns ");
@@ -166,7 +172,7 @@ function episodeBlocks(row) {
   const earlier = row.branches ?? [], heading = number => make("h3", "", `Branch ${number}`);
   const branches = earlier.flatMap((messages, place) => [heading(place + 1), ...conversation(messages, [])]);
   const last = earlier.length ? [heading(earlier.length + 1)] : [];
-  return [...branches, ...last, ...conversation(row.messages, row.turn_rewards ?? []), episodeEnd(row)];
+  return [...branches, ...last, ...conversation(row.messages, turnRewards(row)), episodeEnd(row)];
 }
 
 function listItem(row) {

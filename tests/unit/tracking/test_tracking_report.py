@@ -348,6 +348,25 @@ def test_rewards_stand_at_the_turns_of_the_model_behind_examples_of_a_programs_o
     assert json.loads(run.stdout) == shown
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in Node")
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"turn_rewards": [0.0, 0.0], "reward/exact": 1.0}, []),
+        ({"turn_rewards": [0.0, 0.5], "reward/exact": 1.0}, [0.0, 0.5]),
+        ({"turn_rewards": [0.0, 0.0], "reward/environment": 0.0}, [0.0, 0.0]),
+        ({"reward/environment": 0.0}, []),
+    ],
+    ids=["a verifier's score alone", "rewards beside a verifier", "rewards of an environment", "none"],
+)
+def test_turns_have_no_reward_of_zero_if_the_environment_has_none(row, shown):
+    found = re.search(r"^function turnRewards.*?^}$", SCRIPT, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    source = f"{found[0]}\nconsole.log(JSON.stringify(turnRewards({json.dumps(row)})))"
+    run = subprocess.run(["node", "-e", source], capture_output=True, check=True, timeout=60)
+    assert json.loads(run.stdout) == shown
+
+
 def test_branches_of_an_episode_are_in_the_page_and_not_among_its_numbers(tmp_path):
     make_run(tmp_path, samples=False)
     branched = EPISODE | {
