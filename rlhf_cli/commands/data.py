@@ -7,7 +7,8 @@ def data(config: DataCommandConfig) -> None:
     """Show how a command will read a data set: format, examples with their trained parts, lengths, lost rows.
 
     The settings of the data are the settings of the command, which refuses the same rows with the same words. Only
-    the tokenizer is loaded. For ppo, DATASET stands for its prompt_data; with --environment one episode is played.
+    the tokenizer is loaded. For online commands, DATASET stands for their prompt_data; with --environment one episode
+    is played.
     """
     from rlhf_cli.runs.data_preview import inspect_data
     from rlhf_cli.runs.data_view import show

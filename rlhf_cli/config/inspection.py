@@ -21,12 +21,19 @@ from rlhf_cli.config.data import (
 from rlhf_cli.config.episodes import EnvironmentConfig
 from rlhf_cli.config.plugins import Plugin
 
+EPISODE_COMMANDS = ("ppo", "reinforce++", "grpo", "rloo", "remax")
+"""Commands that train on episodes."""
+PROMPT_COMMANDS = (*EPISODE_COMMANDS, "gkd")
+"""Commands that train on what they sample, and read their prompts alike."""
+
 
 class ShowConfig(SettingsGroup):
     """Show"""
 
-    for_: Literal["sft", "rm", "prm", "dpo", "kto", "distill", "ppo"] = Field(alias="for")
-    """Command whose reading of the data is shown."""
+    for_: Literal["sft", "rm", "prm", "dpo", "kto", "distill", "ppo", "reinforce++", "grpo", "rloo", "remax", "gkd"] = (
+        Field(alias="for")
+    )
+    """Command whose reading of the data is shown; below, ppo stands for all that sample from prompts."""
     num_rows: int = Field(3, ge=0)
     """Examples shown, spread over the data."""
     seed: int = Field(42, ge=0, lt=2**32)
@@ -35,6 +42,11 @@ class ShowConfig(SettingsGroup):
     """Tokens in one packed micro-batch at most, as of the command."""
     sequence_parallel_size: int = Field(1, gt=0)
     """Ranks that share each sequence, as of the command: a micro-batch holds as many times the tokens."""
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the command samples from prompts that it reads."""
+        return self.for_ in PROMPT_COMMANDS
 
     @property
     def room(self) -> int:

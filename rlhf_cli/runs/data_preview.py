@@ -14,7 +14,7 @@ from pydantic import BaseModel, create_model
 from rlhf_cli.config.base import SettingsGroup
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
-from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig
+from rlhf_cli.config.inspection import PROMPT_COMMANDS, ShowConfig, ShownDataConfig
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.pictures.reading import PictureReader
@@ -46,7 +46,7 @@ DATA_CONFIGS: dict[str, type[SettingsGroup]] = {
     "dpo": PreferenceDataConfig,
     "kto": LabelledDataConfig,
     "distill": DataConfig,
-    "ppo": PromptConfig,
+    **dict.fromkeys(PROMPT_COMMANDS, PromptConfig),
 }
 """The data settings of each command."""
 DROPPED_PROMPTS = ("dropped_invalid", "dropped_overlong")
@@ -107,7 +107,7 @@ def inspect_data(config: DataCommandConfig) -> list[Preview]:
     tokenizer = load_tokenizer(config.model)
     found = _found_model(config)
     reader = picture_reader(config.pictures, config.model, found, tokenizer)
-    if command == "ppo":
+    if config.show.reads_prompts:
         return [_prompts(config, settings, tokenizer, reader, found)]
     named = {"Training data": (settings.dataset, settings.dataset_split)}
     if settings.eval_dataset is not None:
@@ -139,11 +139,11 @@ def _found_model(config: DataCommandConfig) -> FoundModel:
 def settings_of(command: str, given: ShownDataConfig) -> BaseModel:
     """Return the command's own data settings. Raise UsageError names a setting that it does not have."""
     fields = type(given).model_fields
-    names = PROMPT_NAMES if command == "ppo" else {}
+    names = PROMPT_NAMES if command in PROMPT_COMMANDS else {}
     values = {name: value for name, value in given if value != fields[name].default}
     cls = DATA_CONFIGS[command]
-    if command == "ppo":
-        values.pop("max_new_tokens", None)  # a setting of ppo, though not of its data
+    if command in PROMPT_COMMANDS:
+        values.pop("max_new_tokens", None)  # a setting of the command, though not of its data
     foreign = [name for name in values if names.get(name, name) not in cls.model_fields]
     if foreign:
         raise UsageError(f"{', '.join(f'--{name}' for name in foreign)}: rlhf {command} has no such setting")

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from rlhf_cli.config.inspection import ShowConfig, ShownDataConfig, ShownEpisodeConfig
+from rlhf_cli.config.inspection import EPISODE_COMMANDS, ShowConfig, ShownDataConfig, ShownEpisodeConfig
 from rlhf_cli.config.model import TokenizerSource
 from rlhf_cli.config.pictures import PicturesConfig
 
@@ -23,6 +23,7 @@ class DataCommandConfig(BaseModel):
 
     @model_validator(mode="after")
     def _episodes_begin_with_prompts(self) -> "DataCommandConfig":
-        if self.episodes.environment is not None and self.show.for_ != "ppo":
-            raise ValueError("environment: an episode begins with a prompt of an online command: give --for ppo")
+        if self.episodes.environment is not None and self.show.for_ not in EPISODE_COMMANDS:
+            commands = ", ".join(EPISODE_COMMANDS)
+            raise ValueError(f"environment: an episode begins with a prompt of an online command: --for {commands}")
         return self

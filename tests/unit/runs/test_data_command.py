@@ -155,6 +155,13 @@ def test_labelled_responses_show_their_label(write, model):
     assert text.index("  desirable response: ") < text.index("[[good") < text.index("  undesirable response: ")
 
 
+@pytest.mark.parametrize("command", ["grpo", "gkd"])
+def test_prompts_of_other_online_commands_are_read_as_those_of_ppo(write, model, command):
+    rows = write([{"question": "What?", "answer": "4"}])
+    assert preview(command, rows, model) == preview("ppo", rows, model)
+    assert f"Prompts as rlhf {command} reads them" in page(command, rows, model)
+
+
 def test_prompts_show_their_ground_truth_and_what_leaves_no_room(write, model):
     rows = [{"question": "What? " * n, "answer": str(n)} for n in (1, 2, 40)]
     made = preview("ppo", write(rows), model, max_len=64, max_new_tokens=16)
