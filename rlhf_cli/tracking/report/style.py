@@ -142,6 +142,7 @@ table.fit { width: auto; min-width: min(100%, 420px); }
 .rollouts .pictures { display: flex; flex-wrap: wrap; align-items: flex-start; gap: 10px; }
 .rollouts .pictures img { min-width: 112px; max-width: 256px; max-height: 256px; object-fit: contain;
   border: 1px solid var(--line); border-radius: 8px; image-rendering: pixelated; }
+.rollouts .detail h3 { margin: 18px 0 0; }
 .rollouts h4 { margin: 14px 0 5px; font-size: 12.5px; color: var(--faint); font-weight: 500; }
 .rollouts pre { margin: 0; padding: 11px 13px; background: var(--wash); border-radius: 8px; white-space: pre-wrap;
   overflow-wrap: anywhere;
