@@ -1,11 +1,13 @@
 """Iterations of an online run that samples ahead of training, beside the run that does one after the other.
 
-    python benchmarks/async_overlap.py [--seconds 0.2] [--iterations 30] [--lags 0 1 2] [--sampling 1.0]
+    python benchmarks/async_overlap.py [--seconds 0.2] [--iterations 30] [--lags 0 1 2] [--partial_lags 1 2]
+        [--sampling 1.0] [--spread 0.0]
 
 The loop, its thread, advantages, metrics and files are real. Engines and the actor only wait: a batch takes the engines
-`--sampling` times the seconds that the actor trains on it. Prints for each lag the iterations in the same time, and
-the shares of it that the actor waited for a batch and that the engines waited for the actor. Exits with 1 if lag 1
-gives less than 1.8 times the iterations of lag 0 at equal speed.
+`--sampling` times the seconds that the actor trains on it, times a number of the batch's own, drawn evenly from
+1 - `--spread` to 1 + `--spread`. Prints for each lag, without and with `--partial_rollout`, the iterations in the same
+time, and the shares of it that the actor waited for a batch and that the engines waited for the actor. Exits with 1 if
+lag 1 gives less than 1.8 times the iterations of lag 0 at equal and constant speed.
 """
 
 import argparse
@@ -43,16 +45,18 @@ RESPONSE = Generation(list(range(TOKENS)), [-1.0] * TOKENS, "stop", 0)
 
 
 class WaitingEngines(FakeEngines):
-    """Engines whose batch is there after a time."""
+    """Engines whose batch is there after a time; the same batches take the same times in every run."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, spread: float) -> None:
         super().__init__(Elsewhere(), num_engines=1, responses=[RESPONSE])
         self._seconds = seconds
+        self._spread = spread
+        self._times = np.random.default_rng(1)
         self._end = 0.0
 
     def begin(self, requests: list[GenerationRequest], sampling: SamplingParams) -> None:
         """Start the batch."""
-        self._end = time.perf_counter() + self._seconds
+        self._end = time.perf_counter() + self._seconds * self._times.uniform(1 - self._spread, 1 + self._spread)
         super().begin(requests, sampling)
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
@@ -99,7 +103,20 @@ class Overlap:
     engines_waited: float
 
 
-def settings_of(lag: int) -> OnlineSettings:
+@dataclass(frozen=True)
+class Way:
+    """How far sampling is ahead, and whether pushes wait for the batch in flight."""
+
+    lag: int
+    partial: bool = False
+
+    @property
+    def name(self) -> str:
+        """The first cell of a row."""
+        return f"{self.lag}, partial" if self.partial else str(self.lag)
+
+
+def settings_of(way: Way) -> OnlineSettings:
     """RLOO in one optimizer step without a reference, which asks nothing of other models."""
     return OnlineSettings(
         algorithm=ALGORITHMS["rloo"],
@@ -109,17 +126,19 @@ def settings_of(lag: int) -> OnlineSettings:
         batch=OnlineBatchConfig(train_batch_size=BATCH * SAMPLES_EACH),
         reference=MovingReferenceConfig(),
         optim=OptimConfig(),
-        lag=lag,
+        lag=way.lag,
+        partial_rollout=way.partial,
     )
 
 
-def overlap(lag: int, *, training: float, sampling: float, iterations: int) -> Overlap:
+def overlap(way: Way, *, training: float, sampling: float, spread: float, iterations: int) -> Overlap:
     """Return the times of an iteration, over all but the first and those beside which nothing is sampled."""
-    settings, total, marks = settings_of(lag), iterations + lag + 1, list[float]()
+    settings, total, marks = settings_of(way), iterations + way.lag + 1, list[float]()
+    engines = WaitingEngines(sampling, spread=spread)
     prompts = [Prompt([1, 2, 3], "prompt", "1", "rows.jsonl", number) for number in range(BATCH * total)]
     with TemporaryDirectory() as folder:
         run_loop(
-            Roles(WaitingActor(training), None, None, None, WaitingEngines(sampling), FakeScorer(Elsewhere())),
+            Roles(WaitingActor(training), None, None, None, engines, FakeScorer(Elsewhere())),
             settings,
             Path(folder),
             prompts=prompts,
@@ -129,7 +148,7 @@ def overlap(lag: int, *, training: float, sampling: float, iterations: int) -> O
         )
         found = [read_metrics(Path(folder))[step] for step in range(2, iterations + 2)]
     seconds = [end - begin for begin, end in pairwise(marks)][1 : iterations + 1]
-    if not lag:  # one waits while the other works
+    if not way.lag:  # one waits while the other works
         return Overlap(float(np.mean(seconds)), sampling / float(np.mean(seconds)), training / float(np.mean(seconds)))
     waited, idle = (
         sum(metrics.get(name, 0.0) for metrics in found) / sum(seconds)
@@ -138,14 +157,14 @@ def overlap(lag: int, *, training: float, sampling: float, iterations: int) -> O
     return Overlap(float(np.mean(seconds)), waited, idle)
 
 
-def table(found: dict[int, Overlap]) -> str:
-    """A line for each lag, with the ratio to the first."""
+def table(found: dict[Way, Overlap]) -> str:
+    """A line for each way, with the ratio to the first."""
     first = next(iter(found.values())).seconds
     lines = ["| lag | iterations/s | ratio | actor waited | engines waited |", "|---" * 5 + "|"]
     lines += [
-        f"| {lag} | {1 / one.seconds:.2f} | {first / one.seconds:.2f} | {one.actor_waited:.0%} "
+        f"| {way.name} | {1 / one.seconds:.2f} | {first / one.seconds:.2f} | {one.actor_waited:.0%} "
         f"| {one.engines_waited:.0%} |"
-        for lag, one in found.items()
+        for way, one in found.items()
     ]
     return "\n".join(lines)
 
@@ -156,15 +175,16 @@ def main() -> int:
     parser.add_argument("--sampling", type=float, default=1.0, help="sampling takes so many times as long")
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--partial_lags", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--spread", type=float, default=0.0, help="of the times of batches, from 0 to 1")
     args = parser.parse_args()
     print(machine(), flush=True)
-    found = {
-        lag: overlap(lag, training=args.seconds, sampling=args.sampling * args.seconds, iterations=args.iterations)
-        for lag in args.lags
-    }
+    ways = [*map(Way, args.lags), *(Way(lag, partial=True) for lag in args.partial_lags)]
+    times = {"training": args.seconds, "sampling": args.sampling * args.seconds, "spread": args.spread}
+    found = {way: overlap(way, **times, iterations=args.iterations) for way in ways}
     print(table(found))
-    is_judged = args.sampling == 1.0 and {0, 1} <= found.keys()
-    return int(is_judged and found[0].seconds < AIM * found[1].seconds)
+    is_judged = args.sampling == 1.0 and not args.spread and {Way(0), Way(1)} <= found.keys()
+    return int(is_judged and found[Way(0)].seconds < AIM * found[Way(1)].seconds)
 
 
 if __name__ == "__main__":

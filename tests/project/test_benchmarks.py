@@ -411,10 +411,13 @@ def test_photos_are_files_much_smaller_than_their_pixels(tmp_path):
 
 def test_sampling_ahead_is_measured_by_the_waits_of_both_sides():
     bench = load("async_overlap")
-    found = {lag: bench.overlap(lag, training=0.02, sampling=0.02, iterations=3) for lag in (0, 1)}
-    assert found[0].seconds >= 0.04
+    ways = [bench.Way(0), bench.Way(1), bench.Way(2, partial=True)]
+    found = {way: bench.overlap(way, training=0.02, sampling=0.02, spread=0.0, iterations=3) for way in ways}
+    assert found[ways[0]].seconds >= 0.04
     assert all(0 <= share <= 1 for one in found.values() for share in (one.actor_waited, one.engines_waited))
-    assert "| 0 | 25.00 | 1.00 | 50% | 50% |" in bench.table({0: bench.Overlap(0.04, 0.5, 0.5), 1: found[1]})
+    table = bench.table(found | {ways[0]: bench.Overlap(0.04, 0.5, 0.5)})
+    assert "| 0 | 25.00 | 1.00 | 50% | 50% |" in table
+    assert "| 2, partial |" in table
 
 
 def test_a_schedule_is_compared_with_the_tokens_alone_of_its_own_round():
