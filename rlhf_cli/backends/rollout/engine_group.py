@@ -221,7 +221,7 @@ class EngineGroup:
         if self._actor is not None:
             with self._borrowed_actor() as version, self._actor.awake():
                 self.connect(self._actor)
-                self._push(self._version if version is None else version, [number])
+                self._push(self._version if version is None else version, (number,))
         self._ask_for_share(number)
 
     def _repeat_with(self, actor: SampledRole, number: int, error: Exception) -> None:
@@ -286,10 +286,9 @@ class EngineGroup:
         begin = time.perf_counter()
         if self._takes_turns:
             self._all(lambda host: host.engine.wake(["weights"]))
-        report = self._push(version, list(range(len(self._workers))))
+        report, died_within = self._push(version, range(len(self._workers)))
         self._version = version
-        for number in died & self._batch.heard:
-            self._batch.forget(number)
+        for number in self._batch.forget(died | died_within):
             self._ask_for_share(number)
         return {
             "weight_version": float(version),
@@ -311,28 +310,37 @@ class EngineGroup:
             except (RayActorError, RayTaskError, ray.exceptions.GetTimeoutError):
                 ray.kill(worker)
 
-    def _push(self, version: int, numbers: list[int]) -> PushReport:
+    def _push(self, version: int, numbers: Iterable[int]) -> tuple[PushReport, set[int]]:
+        """Push to these engines; return (report, the engines that died meanwhile and were started again)."""
         assert self._actor is not None, "there is no actor to take weights from"
         report = self._actor.group.all(lambda rank: rank.push_weights(version))[0]
-        manifest = report.manifest
+        manifest, died = report.manifest, dict[int, Exception]()
         if manifest is not None:  # else the engines have taken part in the push already
             try:
-                self._each(numbers, lambda host: host.take_push(manifest, version))
+                died = self._failures(numbers, lambda host: host.take_push(manifest, version))
+                self._restart(died)
+                self._each(died, lambda host: host.take_push(manifest, version))
             finally:
                 self._actor.group.all(lambda rank: rank.discard_push())  # shared memory is memory
-        return report
+        if died:
+            self.connect(self._actor)
+        return report, set(died)
 
     def _revive(self) -> set[int]:
         """Start engines that died again; return them."""
-        checks = [self._call(number, lambda host: host.engine.check_alive()) for number in range(len(self._workers))]
-        died: dict[int, Exception] = {}
-        for number, check in enumerate(checks):
-            try:
-                ray.get(check)
-            except (RayActorError, RayTaskError) as error:
-                died[number] = error
+        died = self._failures(range(len(self._workers)), lambda host: host.engine.check_alive())
         self._restart(died)
         return set(died)
+
+    def _failures(self, numbers: Iterable[int], call: EngineCall[object]) -> dict[int, Exception]:
+        """Call these engines; return the errors of those that failed."""
+        failures: dict[int, Exception] = {}
+        for number, asked in [(number, self._call(number, call)) for number in numbers]:
+            try:
+                ray.get(asked)
+            except (RayActorError, RayTaskError) as error:
+                failures[number] = error
+        return failures
 
     def _restart(self, died: Mapping[int, Exception]) -> None:
         """Replace engines that died by new ones, which have the weights of the start yet, or the adapter again.

@@ -38,9 +38,15 @@ class SharedBatch:
         """The engines that will bring responses."""
         return {call.engine for call in self.calls.values()}
 
-    def forget(self, engine: int) -> None:
-        """Listen no longer to an engine that died."""
-        self.calls = {call: listening for call, listening in self.calls.items() if listening.engine != engine}
+    def forget(self, engines: set[int]) -> set[int]:
+        """Forget the batches of engines that died; return the engines that have to begin their share again.
+
+        One that had finished begins with what is added to it.
+        """
+        unfinished = engines & self.heard
+        self.calls = {call: listening for call, listening in self.calls.items() if listening.engine not in engines}
+        self.begun = {engine: batch for engine, batch in self.begun.items() if engine not in engines}
+        return unfinished
 
     def add(self, requests: Sequence[GenerationRequest]) -> dict[int, list[GenerationRequest]]:
         """Add requests to the shares; return them by engine.

@@ -5,7 +5,7 @@ Leaves out the settings and checks of the engine (`vllm_engine`), and the form o
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rlhf_cli.backends.rollout.engine import RequestBatch
@@ -37,7 +37,7 @@ class VllmBatch:
         lock: asyncio.Lock,
         sampling: SamplingParams,
         *,
-        halting: asyncio.Lock,
+        halted: Callable[[bool], AbstractAsyncContextManager[None]],
         names: Iterator[str],
         eos: Sequence[int],
         adapter: "Callable[[], LoRARequest | None]",
@@ -45,13 +45,13 @@ class VllmBatch:
     ) -> None:
         """Args:
         lock: held while a part is served.
-        halting: held by a batch that begins, and by a push, while the scheduler is halted.
+        halted: halts the scheduler for a block, and empties the caches if it is called with True.
         names: new names of requests.
         adapter: returns the adapter that requests have now.
         """
         self.arrivals = RequestBatch(sampling.max_new_tokens)
         self.sampling = sampling
-        self._llm, self._lock, self._halting, self._names, self._eos = llm, lock, halting, names, eos
+        self._llm, self._lock, self._halted, self._names, self._eos = llm, lock, halted, names, eos
         self._adapter, self._on_cpu = adapter, on_cpu
         self._running: dict[str, RequestOutputCollector] = {}  # by vLLM's own name of a request
         self._num_holders = 0
@@ -86,9 +86,7 @@ class VllmBatch:
         names: list[str] = []
         queues: list[RequestOutputCollector] = []
         try:
-            async with AsyncExitStack() as stack:
-                if begins:
-                    await stack.enter_async_context(self._halted())
+            async with self._halted(not self.sampling.continues) if begins else nullcontext():
                 for request, name in zip(requests, self._names, strict=False):
                     prompt = engine_prompt(llm.input_processor, request, rendered)
                     params = vllm_sampling(request, self.sampling, self._eos)
@@ -105,17 +103,6 @@ class VllmBatch:
             for queue in queues:
                 self._running.pop(queue.request_id, None)
                 queue.close()
-
-    @asynccontextmanager
-    async def _halted(self) -> AsyncIterator[None]:
-        """Halt the scheduler for the block; the prefix cache is emptied unless the batch continues another one."""
-        async with self._halting:
-            await self._llm.pause_generation(mode="keep", clear_cache=not self.sampling.continues)
-            try:
-                yield
-            finally:
-                if not self._llm.errored:
-                    await self._llm.resume_generation()
 
     async def _deliver(self, number: int, queue: "RequestOutputCollector") -> None:
         """Add a response when it is finished, unless it was given up."""

@@ -7,8 +7,8 @@ Its start is in `vllm_start`, its batches in `vllm_batch`.
 import asyncio
 import itertools
 import os
-from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_cli.backends.rollout.engine import (
@@ -53,12 +53,13 @@ class VllmEngine:
         self._model_path = model_path
         self._eos = eos_token_ids(model_path)
         self._lock = asyncio.Lock()  # held by a batch
-        self._halting = asyncio.Lock()  # held by a push, and by a batch that begins
+        self._halting = asyncio.Lock()  # held by a push, and by a batch that begins, which both halt the scheduler
         self._version = 0
         self._names = map("r{}".format, itertools.count())  # of requests
         self._asleep = False
         self._updating = False
         self._is_halted = False  # by a push
+        self._push_holds = False  # `_halting`
         self._weights_lost = False
         self._adapter: LoRARequest | None = None
         self._adapter_checksum: int | None = None
@@ -124,12 +125,24 @@ class VllmEngine:
             self._llm,
             self._lock,
             sampling,
-            halting=self._halting,
+            halted=self._halted,
             names=self._names,
             eos=self._eos,
             adapter=lambda: self._adapter,
             on_cpu=self._on_cpu,
         )
+
+    @asynccontextmanager
+    async def _halted(self, clear_cache: bool) -> AsyncIterator[None]:
+        """Halt the scheduler for a block, after the end of a push that is under way."""
+        async with self._halting:
+            self._check_weights()
+            await self._llm.pause_generation(mode="keep", clear_cache=clear_cache)
+            try:
+                yield
+            finally:
+                if not self._llm.errored:
+                    await self._llm.resume_generation()
 
     def _check_weights(self) -> None:
         if self._asleep or self._updating or self._weights_lost:
@@ -200,7 +213,7 @@ class VllmEngine:
         first token.
         """
         await self._halting.acquire()
-        self._updating = True
+        self._updating = self._push_holds = True
         with self._closed_on_error():
             if not self._asleep:
                 await self._control(self._llm.pause_generation(mode="keep", clear_cache=True))
@@ -235,20 +248,26 @@ class VllmEngine:
 
     async def _close_update(self) -> None:
         self._updating = False
-        if self._is_halted:
-            self._is_halted = False
-            await self._control(self._llm.resume_generation())
-        if self._halting.locked():
-            self._halting.release()
+        try:
+            if self._is_halted:
+                self._is_halted = False
+                await self._control(self._llm.resume_generation())
+        finally:
+            self._leave_halting()
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """Let others know of a failed update, who would wait for its end."""
+        """Let others go on after an update that failed, who would wait for its end: they find incomplete weights."""
         try:
             yield
         except BaseException:
-            self._halting.release()
+            self._leave_halting()
             raise
+
+    def _leave_halting(self) -> None:
+        if self._push_holds:
+            self._push_holds = False
+            self._halting.release()
 
     async def _take_adapter(self, manifest: Mapping[str, Any]) -> None:
         """Replace the adapter by the push; requests have it from now on. One that vLLM refuses changes nothing.

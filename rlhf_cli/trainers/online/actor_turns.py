@@ -4,6 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
+from rlhf_cli.errors import ProcessDied
+
+END_SECONDS = 30.0
+"""How long the end of a run waits for the thread that samples. A thread that waits longer, as for an engine of a node
+that was lost, ends when the roles end.
+"""
+
 
 class NotWanted(Exception):
     """Ends the sampling of a batch that nobody will train on, because the run ends."""
@@ -34,8 +41,14 @@ class ActorTurns:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Hold the actor for the block, by whose end its weights are the same."""
-        self.take()
+        """Hold the actor for the block, by whose end its weights are the same.
+
+        Raises:
+            ProcessDied: the run ends, and an engine that was started again does not give the actor back.
+        """
+        if not self._lock.acquire(timeout=END_SECONDS if self._is_over else -1):
+            raise ProcessDied("a rollout engine that was started again does not take the weights of the actor")
+        self._is_taken = True
         try:
             yield
         finally:

@@ -29,13 +29,17 @@ class EngineTurns:
     @contextmanager
     def push(self) -> Iterator[None]:
         """Use the engines for the block, as soon as the look under way has ended."""
-        self._push_waits = True
+        self._announce(True)
         try:
             with self._used(lambda: not self._is_used):
-                self._push_waits = False
                 yield
         finally:
-            self._push_waits = False
+            self._announce(False)
+
+    def _announce(self, waits: bool) -> None:
+        with self._change:
+            self._push_waits = waits
+            self._change.notify_all()
 
     @contextmanager
     def _used(self, is_free: Callable[[], bool]) -> Iterator[None]:
@@ -65,7 +69,8 @@ class EnginesInTurns:
     @property
     def is_generating(self) -> bool:
         """Whether responses of the batch are still to come."""
-        return self._engines.is_generating
+        with self._turns.look():  # within a push a batch may have no call to wait for
+            return self._engines.is_generating
 
     def collect(self, timeout: float | None = None) -> list[tuple[int, Generation]]:
         """Return finished responses, each with the number of its request."""

@@ -16,18 +16,13 @@ from typing import Self
 
 from rlhf_cli.errors import ProcessDied
 from rlhf_cli.tracking.phases import PhaseTimer
-from rlhf_cli.trainers.online.actor_turns import ActorTurns
+from rlhf_cli.trainers.online.actor_turns import END_SECONDS, ActorTurns
 from rlhf_cli.trainers.online.engine_turns import EnginesInTurns, EngineTurns
 from rlhf_cli.trainers.online.interfaces import Engines
 from rlhf_cli.trainers.online.prompt_source import RolloutSource
 from rlhf_cli.trainers.online.rollout import Rollout
 from rlhf_cli.trainers.online.sampling_clock import SamplingClock
 from rlhf_cli.trainers.online.state import LoopState, SourceState
-
-_END_SECONDS = 30.0
-"""How long the end of a run waits for its thread. A thread that waits longer, as for an engine of a node that was lost,
-ends when the roles end.
-"""
 
 Sampling = tuple[Rollout | None, SourceState]
 """A batch, None if the last prompts gave none, and the state of the source after it."""
@@ -142,10 +137,16 @@ class Lookahead:
         return self._engine_turns.push() if self._partial else nullcontext()
 
     def rest(self) -> None:
-        """Wait for the batch in flight, and begin no other before the next `take`: nobody uses the engines."""
+        """Wait for the batch in flight, and begin no other before the next `take`: nobody uses the engines.
+
+        An error of the sampling is kept for the next `take`.
+        """
         self._flights = deque(flight for flight in self._flights if not flight.cancel())
-        for flight in self._flights:
-            flight.exception()
+        with self._clock.waiting():
+            failures = [flight.exception() for flight in self._flights]
+        self._failure = self._failure or next(filter(None, failures), None)
+        if any(failures):
+            self._give_up_flights()
 
     def leave(self) -> None:
         """End the sampling, which may be in the middle of a round, and leave the accelerators to others."""
@@ -185,12 +186,12 @@ class Lookahead:
 
     def _end(self) -> bool:
         """End the sampling; return whether it has ended."""
-        flights, self._flights = [flight for flight in self._flights if not flight.cancel()], deque()
+        self._flights = deque(flight for flight in self._flights if not flight.cancel())
         self._turns.end()
-        if flights:
+        if self._flights:
             with suppress(TimeoutError):
-                flights[-1].exception(_END_SECONDS)
-        return all(flight.done() for flight in flights)
+                self._flights[-1].exception(END_SECONDS)
+        return all(flight.done() for flight in self._flights)
 
     def _give_up_flights(self) -> None:
         """Leave engines at rest after an error, as the push that follows needs them."""

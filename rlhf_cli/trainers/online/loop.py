@@ -122,7 +122,9 @@ def _beside_sampling(hooks: OnlineHooks, lookahead: Lookahead, turns: ActorTurns
 
     def evaluate(iteration: int, is_last: bool) -> None:
         if hooks.evaluation_is_due(iteration, is_last):
+            hooks.tracker.phase("generate")
             lookahead.rest()
+            hooks.tracker.phase(None)
         hooks.evaluate(iteration, is_last)
 
     def save_checkpoint(state: LoopState) -> None:
@@ -292,7 +294,7 @@ def _learn(
         updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
         metrics |= updates.metrics
     taken, found = lookahead.wait(batch.taken, timer, version=iteration)
-    with lookahead.engines():
+    with timer("transfer"), lookahead.engines():
         if settings.lag:
             roles.actor.wake()  # a push to an engine that was started again has put it to sleep
         metrics |= found | push_weights(roles, iteration, timer)

@@ -29,7 +29,7 @@ class FakeWorker:
     """
 
     def __init__(self, number, *, dies_in_batch=False):
-        self.number, self.dies_in_batch = number, dies_in_batch
+        self.number, self.dies_in_batch, self.dies_in_push = number, dies_in_batch, False
         self.alive, self.asleep, self.version, self.level = True, False, 0, 0
         self.share: list[GenerationRequest] = []
         self.done = 0
@@ -87,7 +87,11 @@ class FakeWorker:
         pass
 
     def take_push(self, manifest, version):
+        if self.dies_in_push:
+            self.alive = False
+            return HAS_DIED
         self.version = version
+        return None
 
 
 class FakeActor:
@@ -95,6 +99,7 @@ class FakeActor:
 
     def __init__(self, workers, backend):
         self.workers, self.backend, self.links = workers, backend, 0
+        self.within_batches = False  # whether pushes may come to engines that generate
         self.group = SimpleNamespace(all=self._all, address=lambda: ("host", 1))
 
     @contextmanager
@@ -112,9 +117,8 @@ class FakeActor:
         if method != "push_weights":
             return [None]
         if self.backend != "shm":
-            assert not any(worker.is_generating for worker in self.workers.values()), (
-                "a push came to an engine that generates"
-            )
+            generating = any(worker.is_generating for worker in self.workers.values())
+            assert self.within_batches or not generating, "a push came to an engine that generates"
             for worker in self.workers.values():
                 worker.version = args[0]
         manifest: dict[str, Any] | None = {"files": []} if self.backend == "shm" else None
@@ -146,6 +150,11 @@ def make_group(backend, *, takes_turns, dying, **options):
     return group, started
 
 
+def actor_of(group):
+    assert isinstance(group._actor, FakeActor)
+    return group._actor
+
+
 @pytest.mark.parametrize("dying", [{1}, {0, 2}])
 @pytest.mark.parametrize(("backend", "takes_turns"), [("ipc", True), ("nccl", False), ("shm", True), ("shm", False)])
 def test_after_the_death_of_engines_every_request_has_one_response_by_the_present_weights(backend, takes_turns, dying):
@@ -174,23 +183,40 @@ def test_an_engine_that_dies_beside_a_training_actor_gets_the_weights_that_the_a
     assert {engine for engine in range(3) if found[shares[engine][-1]] == VERSION + 1} == pushed
 
 
-def test_an_engine_that_is_dead_when_weights_come_in_the_middle_of_a_batch_repeats_its_share():
-    group, started = make_group("shm", takes_turns=False, dying=set())
+@pytest.mark.parametrize(("backend", "within"), [("shm", False), ("shm", True), ("nccl", False)])
+def test_an_engine_that_is_dead_when_weights_come_in_the_middle_of_a_batch_repeats_its_share(backend, within):
+    """`within`: it dies of the push itself."""
+    group, started = make_group(backend, takes_turns=False, dying=set())
+    actor_of(group).within_batches = True
     shares = balanced_shares(REQUESTS, 3)
     group.begin(REQUESTS, SamplingParams(1))
-    started[1].alive = False
+    started[1].alive, started[1].dies_in_push = within, within
+    links = actor_of(group).links
     group.receive_weights(VERSION + 1)
+    assert actor_of(group).links == links + 1
     found = dict(collected(group))
     assert [worker.number for worker in started[3:]] == [1]
     assert sorted(found) == list(range(len(REQUESTS)))
     assert {found[number] for number in shares[1]} == {(number, VERSION + 1) for number in shares[1]}
 
 
+def test_turns_go_to_an_engine_that_died_at_rest_and_that_a_push_has_started_again():
+    group, started = make_group("shm", takes_turns=False, dying=set())
+    group.begin([turn(episode, 0, [episode]) for episode in range(3)], SamplingParams(1))
+    found = collected(group)
+    started[1].alive = False
+    group.receive_weights(VERSION + 1)
+    group.add([turn(episode, 1, [episode, 5]) for episode in range(3)])
+    found += collected(group)
+    assert sorted(number for number, _ in found) == list(range(6))
+    (again,) = started[3:]
+    assert [request.seed % 100 for request in again.share] == [1]
+
+
 def test_an_actor_in_training_hears_nothing_of_an_engine_that_is_started_again():
     turns = ActorTurns()
     group, started = make_group("shm", takes_turns=False, dying={1}, borrowed_actor=turns.borrowed)
-    actor = group._actor
-    assert isinstance(actor, FakeActor)
+    actor = actor_of(group)
     links = actor.links
     turns.take()
     with ThreadPoolExecutor(1) as thread:

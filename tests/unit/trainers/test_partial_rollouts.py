@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from online_fakes import PROMPTS, WITHOUT_REFERENCE, FakeEngines, Run
+from online_fakes import NUM_PROMPTS, PROMPTS, WITHOUT_REFERENCE, FakeEngines, Run
 from saved_loops import through_files
 
+from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams, joined_runs, oldest
 from rlhf_cli.errors import ProcessDied, RunError
+from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.offline.loop import Finished
 from rlhf_cli.trainers.online.engine_turns import EngineTurns
 
@@ -148,28 +150,121 @@ def test_a_run_that_goes_on_from_any_checkpoint_loses_no_prompt_and_trains_none_
         assert trained(again) == trained(whole)[state.iteration :]
 
 
-def test_an_evaluation_finds_engines_at_rest_and_a_checkpoint_does_not_wait(tmp_path):
-    made, begun = run(2, episodes=4), threading.Event()
+def test_an_evaluation_waits_for_the_batch_in_flight_and_keeps_others_from_beginning():
+    made, evaluates, begun = run(2, episodes=4), threading.Event(), threading.Event()
     found: list[tuple[int, bool, int]] = []
     engines = in_flight(made)
 
+    def is_due(iteration: int, is_last: bool) -> bool:
+        if iteration == 1:
+            assert begun.wait(WAIT)  # batch 3, which may begin when iteration 1 does
+            evaluates.set()
+        return iteration == 1
+
+    def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
+        if len(engines.versions) == 3 and not evaluates.is_set():
+            begun.set()
+            return []
+        return EnginesInFlight.collect(engines, timeout)
+
     def evaluate(iteration: int, is_last: bool) -> None:
-        before = len(engines.versions)
-        with engines._alone():
-            found.append((iteration, engines.is_generating, len(engines.versions) - before))
+        if iteration == 1:
+            with engines._alone():
+                found.append((iteration, engines.is_generating, len(engines.versions)))
 
-    made.evaluate, made.evaluation_is_due = evaluate, lambda iteration, is_last: iteration % 2 == 0
-    save = made.saved.append
+    engines.collect = collect  # type: ignore[method-assign]
+    made.evaluate, made.evaluation_is_due = evaluate, is_due
+    assert made(total_iterations=8) == Finished(8, interrupted=False)
+    assert found == [(1, False, 3)]
 
-    def saves(state: Any) -> None:
-        save(state)
-        if state.iteration == 1:  # batch 3 goes on while the checkpoint is written
-            assert begun.wait(WAIT)
 
-    engines.before_look = lambda number: begun.set() if number == 3 else None
-    made.saved = type("Saved", (list,), {"append": lambda self, state: saves(state)})()
+def test_an_error_of_the_sampling_before_an_evaluation_leaves_engines_at_rest():
+    made, failed = run(), threading.Event()
+    engines = in_flight(made)
+
+    def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
+        if len(engines.versions) == 2 and threading.current_thread().name.startswith("sampling"):
+            failed.set()
+            raise RunError("no room is left")
+        return EnginesInFlight.collect(engines, 0.0)
+
+    def is_due(iteration: int, is_last: bool) -> bool:
+        if iteration == 1:
+            assert failed.wait(WAIT)
+        return iteration == 1
+
+    engines.collect = collect  # type: ignore[method-assign]
+    made.evaluation_is_due = is_due
+    made.evaluate = lambda iteration, is_last: found.append(engines.is_generating)
+    found: list[bool] = []
+    with pytest.raises(RunError, match="no room is left"):
+        made(save_steps=1)
+    assert found == [False, False]
+    assert [state.iteration for state in made.saved] == [1]
+
+
+def test_a_checkpoint_keeps_the_actor_from_an_engine_that_is_started_again():
+    """A batch goes on meanwhile."""
+    made, looked, saving = run(2, episodes=4), threading.Event(), threading.Event()
+    engines, order = in_flight(made), list[str]()
+
+    def collect(timeout: float | None = None) -> list[tuple[int, Generation]]:
+        if len(engines.versions) == 3 and not engines.version:
+            return []  # the batch goes on after the push
+        if len(engines.versions) == 3 and not looked.is_set():
+            assert saving.wait(WAIT)
+            looked.set()
+            with made.turns.borrowed():
+                order.append("engine")
+        return EnginesInFlight.collect(engines, timeout)
+
+    def saves(self: list[Any], state: Any) -> None:
+        if state.iteration == 1:
+            saving.set()
+            assert looked.wait(WAIT)
+            order.append("checkpoint")
+
+    engines.collect = collect  # type: ignore[method-assign]
+    made.saved = type("Saved", (list,), {"append": saves})()
+    looks_of_batch(made, number=3)
     assert made(total_iterations=8, save_steps=1) == Finished(8, interrupted=False)
-    assert [entry[1:] for entry in found if entry[0] % 2 == 0] == [(False, 0)] * 5
+    assert order == ["checkpoint", "engine"]
+
+
+def looks_of_batch(made: Run, *, number: int) -> None:
+    """Let the update of the first iteration wait until a batch is looked at."""
+    engines, begun = in_flight(made), threading.Event()
+    begin, update = engines.begin, made.actor.update
+
+    def begins(requests: list[GenerationRequest], sampling: SamplingParams) -> None:
+        begin(requests, sampling)
+        if len(engines.versions) == number:
+            begun.set()
+
+    def trains(*given: Any, **named: Any) -> Any:
+        assert made.actor.updates or begun.wait(WAIT)
+        return update(*given, **named)
+
+    engines.begin = begins  # type: ignore[method-assign]
+    made.actor.update = trains  # type: ignore[method-assign]
+
+
+def test_replaced_prompts_and_greedy_baselines_are_sampled_within_pushes(tmp_path):
+    dynamic = DynamicSamplingConfig(dynamic_filtering=True, dynamic_oversample=3.0, dynamic_max_rounds=8)
+    made = run(2, algorithm="rloo", policy=WITHOUT_REFERENCE, dynamic=dynamic, episodes=8)
+    made.scorer.judge = even  # type: ignore[method-assign]
+    in_flight(made).longest = 60
+    made(total_iterations=16, save_steps=1)
+    asked = {request.group for requests in made.scorer.asked for request in requests}
+    assert asked == {str(place) for place in range(NUM_PROMPTS * 8)}
+    greedy = run(1, algorithm="remax", policy=WITHOUT_REFERENCE, episodes=4)
+    assert greedy(total_iterations=8) == Finished(8, interrupted=False)
+    assert all("greedy_reward" in metrics for _, metrics in greedy.tracker.logged)
+
+
+def even(request: ScoreRequest) -> Score:
+    """Right if the sum of the digits is even."""
+    return Score(1.0, "correct") if sum(map(int, request.response)) % 2 == 0 else Score(0.0, "wrong")
 
 
 def test_an_engine_that_needs_the_actor_and_a_push_do_not_wait_for_each_other():
