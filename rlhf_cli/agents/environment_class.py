@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from types import CodeType
+from typing import Any, TypedDict
 
 from rlhf_cli.errors import one_line
 from rlhf_cli.rewards.records import BadResult
@@ -91,6 +92,15 @@ class EnvironmentClass:
     def owns_reward(self) -> bool:
         """Whether `get_reward` computes the reward when the episode ends."""
         return callable(getattr(self.type, "get_reward", None))
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether an episode without the attribute `reward` has the reward 0.
+
+        A class that sets the attribute in a tool gives 0 if the model does not call that tool; a class whose code never
+        names it, and which has no other way, gives none.
+        """
+        return self.owns_reward or self.has_step or _names(self.type, "reward")
 
 
 def load_class(path: Path, name: str | None) -> EnvironmentClass:
@@ -185,6 +195,24 @@ def _tools(found: type) -> tuple[str, ...]:
     """Return the names of the tools, which `inspect` sorts."""
     members = inspect.getmembers(found, inspect.isfunction)
     return tuple(name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS)
+
+
+def _names(found: type, attribute: str) -> bool:
+    """Return whether a method of the class or of its bases names an attribute."""
+    members = [member for one in found.__mro__ for member in vars(one).values()]
+    codes = [code for member in members if (code := getattr(_plain(member), "__code__", None)) is not None]
+    while codes:
+        code = codes.pop()
+        if attribute in code.co_names or attribute in code.co_consts:  # a text in setattr or in a dict
+            return True
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return False
+
+
+def _plain(member: Any) -> Any:
+    """Return the function of a method, without its decorators if they can be looked through."""
+    member = getattr(member, "fset", None) or member  # of a property
+    return inspect.unwrap(getattr(member, "__func__", member))
 
 
 def _columns(reset: Callable[..., object]) -> ResetColumns:

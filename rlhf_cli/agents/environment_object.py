@@ -38,6 +38,7 @@ class EnvironmentObject:
         self._object: Any = None
         self._runner: asyncio.Runner | None = None  # imported when a method has to be awaited
         self._reward = 0.0  # of the episode up to now
+        self._has_reward = found.gives_reward
         self._is_over = False
 
     def answer(self, action: Action) -> Reply:
@@ -67,7 +68,7 @@ class EnvironmentObject:
             case Text(text):
                 return self._step(text)
             case Finish():
-                return Reply(reward=self._end(), is_done=True)
+                return self._ended(())
 
     def _reset(self, action: Reset) -> Reply:
         problem = self._found.columns.missing(action.row)
@@ -82,8 +83,7 @@ class EnvironmentObject:
 
     def _make_calls(self, calls: Sequence[ToolCall]) -> Reply:
         observations = tuple(self._call(call) for call in calls)
-        is_done = self._is_done()
-        return Reply(observations, reward=self._end() if is_done else self._gain(), is_done=is_done)
+        return self._ended(observations) if self._is_done() else Reply(observations, reward=self._gain())
 
     def _call(self, call: ToolCall) -> str:
         if self._is_done():
@@ -117,6 +117,10 @@ class EnvironmentObject:
         done = getattr(self._object, "done", False)
         return not callable(done) and bool(done)
 
+    def _ended(self, observations: tuple[str, ...]) -> Reply:
+        reward = self._end()
+        return Reply(observations, reward=reward, is_done=True, lacks_reward=not self._has_reward)
+
     def _end(self) -> float:
         """End the episode and return the rest of the reward."""
         if self._is_over:
@@ -131,6 +135,7 @@ class EnvironmentObject:
         value = getattr(self._object, "reward", None)
         if self._found.owns_reward or self._found.has_step or value is None or callable(value):
             return 0.0
+        self._has_reward = True
         return self._gain_to(number(value, "reward"))
 
     def _gain_to(self, total: float) -> float:

@@ -73,7 +73,7 @@ class McpServer:
         if not schemas:
             raise SessionFailed("has no tools")
         self.tools = tool_names(schemas)
-        return EnvironmentDescription(schemas, f"MCP server with tools {', '.join(self.tools)}")
+        return EnvironmentDescription(schemas, f"MCP server with tools {', '.join(self.tools)}", has_rewards=False)
 
     def session(self) -> "McpSession":
         """Return a session that is not open yet."""

@@ -58,7 +58,8 @@ class Reply:
     nothing after `Finish`. `reward` is the part of the episode's reward that this action added. After `is_done` the
     episode has ended, at a limit of the environment if it `is_truncated`. `failure` completes a sentence about an
     environment that broke, ran out of time (`is_late`) or ended its process: it answers no further action. `trace` is
-    the traceback of an error in the user's code that broke it.
+    the traceback of an error in the user's code that broke it. The last reply of an episode `lacks_reward` if the
+    environment has had none at all, which is not a reward of 0.
     """
 
     observations: tuple[str, ...] = ()
@@ -68,6 +69,7 @@ class Reply:
     failure: str | None = None
     is_late: bool = False
     trace: str = ""
+    lacks_reward: bool = False
 
 
 def late_reply(seconds: float, methods: str) -> Reply:
@@ -82,13 +84,14 @@ class EnvironmentDescription:
     `tools` are JSON schemas in OpenAI's form, {"type": "function", "function": {...}}. An environment without tools
     reads the text of turns. `about` is a line for the start of a run. With `rewards_at_end` nothing is known of the
     reward before the episode ends, as with `get_reward`. An agent program (`is_program`) has its
-    tools for itself.
+    tools for itself. Without `has_rewards` its kind never gives one.
     """
 
     tools: tuple[dict[str, Any], ...]
     about: str
     rewards_at_end: bool = False
     is_program: bool = False
+    has_rewards: bool = True
 
 
 class Environments(Protocol):

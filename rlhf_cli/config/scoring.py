@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_cli.config.base import JsonObject, SettingsGroup
-from rlhf_cli.config.rewards import REWARD_PLUGIN, RewardCall, read_calls
+from rlhf_cli.config.rewards import ENVIRONMENT, REWARD_PLUGIN, RewardCall, read_calls
 from rlhf_cli.config.row_rewards import fault_of_sources
 
 REMOTE_RM_KEY = "RLHF_RM_API_KEY"
@@ -179,6 +179,12 @@ class RemoteScoringConfig(ModelScoringConfig):
         """Whether there is any reward."""
         ways = (self.reward_funcs, self.reward_func, self.reward_pretrain, self.remote_rm_url)
         return any(way not in (None, []) for way in ways)
+
+    @property
+    def is_environment_alone(self) -> bool:
+        """Whether the reward of an episode's environment is the only one."""
+        others = (self.reward_func, self.reward_pretrain, self.remote_rm_url)
+        return [call.name for call in self.rewards] == [ENVIRONMENT] and all(way in (None, []) for way in others)
 
     @model_validator(mode="after")
     def _settings_of_reward_servers_have_one(self) -> "RemoteScoringConfig":

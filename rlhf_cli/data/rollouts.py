@@ -102,7 +102,8 @@ class Episode:
     prompt's if the environment added the text `opening` to it, or a program wrote its own. The counts are of tool
     calls, of calls that could not be read, and of requests that were repeated.
 
-    An agent program has no `turn_rewards` if it printed no reward. If it rewrote its history the response is the last
+    An episode `lacks_reward` if its environment gave none at all, not even 0: `turn_rewards` are zeros then. An agent
+    program has no `turn_rewards` if it printed no reward. If it rewrote its history the response is the last
     conversation, and `earlier` the others; messages begin with those of the program's prompt.
     """
 
@@ -118,6 +119,7 @@ class Episode:
     cut: str = ""
     earlier: tuple[Branch, ...] = ()
     num_repeated: int | None = None
+    lacks_reward: bool = False
 
     @property
     def num_turns(self) -> int:

@@ -16,6 +16,12 @@ REMOTE_PART = "remote_rm"  # name of the reward servers' part of a score
 
 VERDICT_VALUES: dict[Status, float] = {"correct": 1.0, "wrong": 0.0, "invalid": 0.0}
 
+UNREWARDED = (
+    "has no reward: set self.reward in reset or in a tool, give the class get_reward(self), or name other rewards with "
+    "--reward_funcs"
+)
+"""End of a sentence about the environment of an episode that gave none."""
+
 NO_REWARD = 'the agent program printed no reward: its last line has to be JSON like {"reward": 1.0}'
 
 _TRACE_LINES = 12  # of a user's traceback kept with a failed score
@@ -69,6 +75,14 @@ def unless_broken(score: Score, request: ScoreRequest) -> Score:
         return score
     detail = f"the environment {request.episode_failure}"
     return replace(score, value=None, status="failed", detail=detail, failure="environment")
+
+
+def unless_unrewarded(score: Score, request: ScoreRequest) -> Score:
+    """Return the score; a failed one if the environment of the episode has no reward."""
+    if not request.lacks_reward:
+        return score
+    detail = f"the environment {UNREWARDED}"
+    return replace(score, value=None, status="failed", detail=detail, parts={}, failure="environment")
 
 
 def is_correct(verdict: Part | None) -> bool | None:

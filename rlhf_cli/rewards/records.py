@@ -26,7 +26,8 @@ class ScoreRequest:
     `source` is the row's name of its data set; `row` is JSON for reward files with `prompt` and `columns`; `token_ids`
     are the sampled tokens, `pictures` the pictures of the prompt in their order. Of an episode, `token_ids` have the
     observations too, `messages` are its turns and observations, `episode_reward` is the sum of the environment's
-    rewards, and `episode_failure` completes a sentence about an environment that broke.
+    rewards, and `episode_failure` completes a sentence about an environment that broke. The environment of an episode
+    that `lacks_reward` has given none at all.
     """
 
     query: str
@@ -45,6 +46,7 @@ class ScoreRequest:
     episode_reward: float | None = None
     episode_failure: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
+    lacks_reward: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,16 +61,22 @@ class Scorer:
     """All rewards of a run; a context manager that owns their worker processes and leaves none behind.
 
     `tell` is called, in a thread of its own, with a sentence about a reward server that goes or comes back. `decode`
-    gives the text of tokens with special ones, for reward files that ask for it.
+    gives the text of tokens with special ones, for reward files that ask for it. With `needs_environment` an episode
+    fails if its environment has no reward, which counts as 0 else.
 
     Raises UsageError on construction if the reward file is missing, cannot be imported or has no `reward_func`, if
     code is to be run and this machine has no sandbox for it, or if a reward server does not answer.
     """
 
     def __init__(
-        self, config: RequestScoringConfig, *, tell: Callable[[str], None] | None = None, decode: Decode | None = None
+        self,
+        config: RequestScoringConfig,
+        *,
+        tell: Callable[[str], None] | None = None,
+        decode: Decode | None = None,
+        needs_environment: bool = False,
     ) -> None:
-        self._config = config
+        self._config, self._needs_environment = config, needs_environment
         self._decode = decode
         self._weights = weights_of_parts(config)
         if any(call.row.runs_code for call in config.rewards):
@@ -156,6 +162,7 @@ class Scorer:
             file=self._file,
             servers=self._servers,
             decode=self._decode,
+            needs_environment=self._needs_environment,
         )
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:

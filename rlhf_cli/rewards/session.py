@@ -22,6 +22,7 @@ from rlhf_cli.rewards.parts import (
     remote_part,
     stop_if_too_many_failed,
     unless_broken,
+    unless_unrewarded,
     worker_part,
 )
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -65,8 +66,9 @@ class ScoringSession:
         file: WorkerPool | None,
         servers: RemoteRewards | None,
         decode: Decode | None = None,
+        needs_environment: bool = False,
     ) -> None:
-        self._config, self._weights = config, weights
+        self._config, self._weights, self._needs_environment = config, weights, needs_environment
         self._sources = config.own_sources
         calls = config.rewards
         others = {FILE_PART: file, REMOTE_PART: servers}
@@ -231,8 +233,10 @@ class ScoringSession:
         """Make the score of a response whose last part has just come."""
         parts = self._parts[number]
         if len(parts) == len(self._names):
-            score = join({name: parts[name] for name in self._names}, self._weights)
-            self._scores[number] = score = unless_broken(score, self._requests[number])
+            score, request = join({name: parts[name] for name in self._names}, self._weights), self._requests[number]
+            if self._needs_environment:
+                score = unless_unrewarded(score, request)
+            self._scores[number] = score = unless_broken(score, request)
             self._num_failed += score.value is None
             self._unreported.append(number)
 

@@ -14,6 +14,7 @@ from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation, GenerationRequest, SamplingParams, scattered_seed
 from rlhf_cli.data.templates.dialogue import ChatDialogue
 from rlhf_cli.errors import UsageError
+from rlhf_cli.rewards.parts import UNREWARDED
 from rlhf_cli.runs.episodes import EnvironmentPlan
 from rlhf_cli.trainers.online.rollout import request_of
 
@@ -149,7 +150,7 @@ class Rehearsal:
             if len(behind) > place:
                 parts.append(self.part(behind, place))
             if turn:  # else no turn was written
-                name = f"turn {number}, reward {reward:g}"
+                name = f"turn {number}, reward {reward:g}" if self._has_reward(episode) else f"turn {number}"
                 parts.append(part_of(name, turn, [True] * len(turn), self.decode, behind=behind, is_whole=True))
             place = len(behind) + len(turn)
         return parts
@@ -159,14 +160,24 @@ class Rehearsal:
         num_turns = sum(end > start for start, end in episode.turns)
         observed = len(generation.token_ids) - generation.num_sampled
         tokens = f"{num_prompt:,} of the prompt, {generation.num_sampled:,} of turns, {observed:,} of answers"
-        total = f"{sum(episode.turn_rewards):g}"
         calls = {"calls": f"{episode.num_calls}, and {episode.num_malformed} that could not be read"}
         return {
-            "reward": total if episode.failure is None else f"none, for the environment {episode.failure}",
+            "reward": self._reward(episode),
             "turns": f"{num_turns} of at most {self.plan.settings.max_turns}",
             **(calls if self.plan.description.tools else {}),
             "tokens": f"{tokens}; at most {self.plan.prompts.max_len:,} (max_len)",
         }
+
+    def _has_reward(self, episode: Episode) -> bool:
+        return self.plan.description.has_rewards and not episode.lacks_reward
+
+    def _reward(self, episode: Episode) -> str:
+        """Return the reward of an episode, or why there is none."""
+        if episode.failure is not None:
+            return f"none, for the environment {episode.failure}"
+        if not self.plan.description.has_rewards:
+            return "none, for a server of this kind has no reward: give another one to the run"
+        return f"none, for the environment {UNREWARDED}" if episode.lacks_reward else f"{sum(episode.turn_rewards):g}"
 
     def _end(self, generation: Generation, episode: Episode, *, is_out: bool) -> str:
         """Return why the episode ended."""

@@ -34,6 +34,11 @@ class EvalConfig(BaseModel):
         samples = self.sampling.n_samples_per_prompt
         return sorted(self.statistics.k) or ([samples] if samples > 1 else [])
 
+    @property
+    def needs_scores(self) -> bool:
+        """Whether answers without scores are of no use: the figures are made of scores."""
+        return True
+
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""

@@ -34,6 +34,11 @@ class GenerateConfig(BaseModel):
     selection: SelectConfig = SelectConfig()
     out: GenerateOutputConfig
 
+    @property
+    def needs_scores(self) -> bool:
+        """Whether answers without scores are of no use: scores select some of them."""
+        return self.selection.select in ("best", "best_worst") or self.selection.min_score is not None
+
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults that depend on the given settings."""
@@ -55,10 +60,8 @@ class GenerateConfig(BaseModel):
 
     @model_validator(mode="after")
     def _selection_has_scores(self) -> "GenerateConfig":
-        if self.reward.is_given:
+        if self.reward.is_given or not self.needs_scores:
             return self
         if self.selection.select in ("best", "best_worst"):
             raise ValueError(f"select {self.selection.select} compares scores: give a reward")
-        if self.selection.min_score is not None:
-            raise ValueError("min_score needs scores: give a reward")
-        return self
+        raise ValueError("min_score needs scores: give a reward")

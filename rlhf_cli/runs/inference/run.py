@@ -239,10 +239,12 @@ def answer_prompts(
 
 def started_scorer(examinee: ModelUnderTest, hooks: InferenceHooks) -> AbstractContextManager[Scorer | None]:
     """Return what judges the model's responses, as a block within which it works; None if no rewards are given."""
-    if not examinee.config.reward.is_given:
+    config = examinee.config
+    if not config.reward.is_given:
         return nullcontext()
     decode = partial(text_of, examinee.model.tokenizer, skip_special_tokens=False)
-    return Scorer(examinee.config.reward, tell=hooks.tracker.message, decode=decode)
+    needs_environment = config.needs_scores and config.reward.is_environment_alone
+    return Scorer(config.reward, tell=hooks.tracker.message, decode=decode, needs_environment=needs_environment)
 
 
 def answer_by(

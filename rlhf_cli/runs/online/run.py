@@ -84,6 +84,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
                 config.reward,
                 tell=lambda text: tracker.message(text),
                 decode=partial(text_of, run.tokenizer, skip_special_tokens=False),
+                needs_environment=config.teacher_pretrain is None and config.reward.is_environment_alone,
             )
         )
         resume_collector()

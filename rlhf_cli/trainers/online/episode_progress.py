@@ -38,6 +38,7 @@ class EpisodeProgress:
     cut: str = ""
     runs: list[VersionRun] = field(default_factory=list)
     is_finished: bool = False
+    lacks_reward: bool = False
 
     @property
     def num_results(self) -> int:
@@ -115,6 +116,7 @@ class EpisodeProgress:
             num_malformed=self.num_malformed,
             trace=self.trace,
             cut=self.cut,
+            lacks_reward=self.lacks_reward,
         )
         return Generation(
             self.token_ids, self.logprobs, self.finish_reason, oldest(self.runs), facts, joined_runs(self.runs)

@@ -158,6 +158,7 @@ class EpisodeEngines(MultiTurnEngines[EpisodeProgress]):
             if reply.is_truncated:
                 episode.finish_reason, episode.cut = "length", "ended it at a limit"
             episode.turn_rewards[-1] += reply.reward
+            episode.lacks_reward = reply.lacks_reward
             self._finish(number)
         elif not episode.turns:
             self._open(number, reply)

@@ -67,6 +67,7 @@ def make_score_requests(
                 episode_reward=sum(episode.turn_rewards) if episode and episode.turn_rewards else None,
                 episode_failure=episode.failure if episode else None,
                 messages=episode.messages if episode else (),
+                lacks_reward=episode is not None and episode.lacks_reward,
             )
         )
     return requests

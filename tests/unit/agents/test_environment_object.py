@@ -296,6 +296,58 @@ def test_methods_may_be_async_and_share_a_loop() -> None:
     assert environment.answer(Finish()) == Reply(reward=1.0, is_done=True)
 
 
+class Silent:
+    """Has a tool, which can end the episode, and nothing that is a reward."""
+
+    def reset(self): ...
+
+    def win(self) -> str:
+        """Win."""
+        self.done = True
+        return "won"
+
+
+class LaterReward(Silent):
+    """Sets the attribute in a tool that an episode need not call."""
+
+    def lose(self) -> None:
+        """Lose."""
+        setattr(self, "reward", -1.0)  # noqa: B010 - as classes of others may do
+
+
+class Helped(Silent):
+    """Gets the attribute from elsewhere."""
+
+    def reset(self):
+        vars(self).update(helping())
+
+
+def helping() -> dict[str, float]:
+    return {"reward": 0.0}
+
+
+class RewardTool(Silent):
+    """A method is a tool, whatever its name."""
+
+    def reward(self) -> float:
+        """Return 1."""
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacks_reward"),
+    [(Silent, True), (RewardTool, True), (LaterReward, False), (Helped, False), (Counter, False), (Waiting, False)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_episode_without_any_reward_says_so_at_its_end(kind: type[Any], lacks_reward: bool) -> None:
+    assert begun(kind).answer(Finish()).lacks_reward == lacks_reward
+
+
+def test_an_episode_that_a_tool_ends_says_so_too_if_it_has_no_reward() -> None:
+    assert call(begun(Silent), "win") == Reply(("won",), is_done=True, lacks_reward=True)
+    assert call(begun(LaterReward), "win") == Reply(("won",), is_done=True)
+
+
 class Sums:
     """Takes some columns, one of them with a default."""
 

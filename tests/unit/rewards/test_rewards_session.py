@@ -1,12 +1,15 @@
 """Scoring sessions: responses come one by one, and scores as soon as they can be known."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scoring import WriteFile, asked, config, finished, group, ready_scores, request, score, wait_until
 
 from rlhf_cli.backends.rollout.processes import process_tree
+from rlhf_cli.config.scoring import RemoteScoringConfig
 from rlhf_cli.errors import RunError
 from rlhf_cli.rewards.records import Score
 from rlhf_cli.rewards.scorer import Scorer
@@ -52,6 +55,34 @@ def test_every_score_is_ready_once_before_the_end() -> None:
         wait_until(all_are_seen)
         assert [seen[number] for number in range(4)] == finished(session)
         assert session.ready() == []
+
+
+def test_an_environment_without_a_reward_counts_as_0_unless_it_is_needed() -> None:
+    silent, other = (replace(asked("4", "4"), episode_reward=0.0, lacks_reward=lacks) for lacks in (True, False))
+    settings = config(reward_funcs=["environment"], reward_max_failures=0.5)
+    with Scorer(settings) as scorer:
+        assert [score.value for score in scorer.score([silent, other])] == [0.0, 0.0]
+    with Scorer(settings, needs_environment=True) as scorer:
+        found = scorer.score([silent, other])
+        assert [(score.value, score.failure) for score in found] == [(None, "environment"), (0.0, None)]
+        with pytest.raises(RunError, match=r"^2 of 2 rewards failed, .* allows: the environment has no reward: set "):
+            scorer.score([silent, replace(silent, group="other")])
+
+
+@pytest.mark.parametrize(
+    ("others", "is_alone"),
+    [
+        ({}, True),
+        ({"reward_funcs": ["environment", "exact"]}, False),
+        ({"reward_func": "reward.py"}, False),
+        ({"reward_pretrain": "model"}, False),
+        ({"remote_rm_url": ["http://host:1/get_reward"]}, False),
+    ],
+)
+def test_an_environment_is_alone_without_any_other_reward(others: dict[str, Any], is_alone: bool) -> None:
+    given = {"reward_funcs": ["environment"]} | others
+    assert RemoteScoringConfig.model_validate(given).is_environment_alone == is_alone
+    assert not RemoteScoringConfig().is_environment_alone
 
 
 PLACES = """

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -247,6 +248,45 @@ def test_a_failing_environment_shows_its_traceback(files, model):
     assert sentence in " ".join(text.split())
     assert "Traceback (most recent call last):" in text
     assert "return self.bag[text], 0.0, False" in text
+
+
+SILENT = '''
+class Environment:
+    def reset(self, **row): ...
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+'''
+
+
+def test_an_environment_without_a_reward_is_shown_without_one(files, model):
+    (files / "silent.py").write_text(SILENT)
+    text = " ".join(page(rehearsal_of(model, "silent.py")).split())
+    assert "reward: none, for the environment has no reward: set self.reward in reset or in a tool" in text
+    assert "turn 1: " in text
+
+
+SERVER = '''
+from mcp.server import MCPServer
+
+server = MCPServer("rooms")
+
+@server.tool()
+def look() -> str:
+    """Look around."""
+    return "nothing"
+
+server.run()
+'''
+
+
+def test_a_server_of_mcp_is_shown_without_a_reward(files, model):
+    pytest.importorskip("mcp")
+    (files / "rooms.py").write_text(SERVER)
+    text = " ".join(page(rehearsal_of(model, f"mcp:{sys.executable} rooms.py", environment_timeout=60)).split())
+    assert " turn 1: " in text
+    assert "reward: none, for a server of this kind has no reward: give another one to the run" in text
 
 
 def test_a_turn_ends_at_the_first_end_in_it_and_is_cut_at_its_limit(calculator):

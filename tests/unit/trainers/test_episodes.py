@@ -2,20 +2,21 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
-from episode_fakes import SEPARATOR, FakeDialogue, FakeEnvironments
+from episode_fakes import SEPARATOR, TOOLS, FakeDialogue, FakeEnvironments
 
 from rlhf_cli.agents.records import Action, Calls, Finish, Reply, Reset, Text, late_reply, method_names
 from rlhf_cli.data.formats.conversations import Conversation, Message, plain_message
 from rlhf_cli.data.prompts import Prompt
-from rlhf_cli.data.rollouts import Generation, GenerationRequest, SamplingParams
+from rlhf_cli.data.rollouts import Episode, Generation, GenerationRequest, SamplingParams
 from rlhf_cli.data.templates.text import TemplateFault
 from rlhf_cli.data.templates.turn_bridge import MALFORMED
 from rlhf_cli.trainers.online.episodes import EpisodeEngines, EpisodeLimits
 from rlhf_cli.trainers.online.metrics import length_metrics
 from rlhf_cli.trainers.online.responses import as_sequence
+from rlhf_cli.trainers.online.scoring import GroupPlace, make_score_requests
 
 SAMPLING = SamplingParams(5)
 
@@ -69,6 +70,18 @@ def play(
 ) -> list[Generation]:
     limits = EpisodeLimits(max_turns, max_len)
     return EpisodeEngines(engines, environments, FakeDialogue(), limits).generate(requests, SAMPLING)  # type: ignore[arg-type]
+
+
+def test_an_episode_whose_environment_has_no_reward_says_so_to_the_rewards():
+    environments = FakeEnvironments(lambda episode, turn, action: Reply(lacks_reward=isinstance(action, Finish)))
+    environments.description = replace(environments.description, tools=TOOLS)
+    (found,) = play(environments, ScriptedEngines({"a": ["."]}), [request("a")])
+    assert found.episode is not None
+    assert found.episode.lacks_reward
+    assert Episode.of(json.loads(json.dumps(asdict(found.episode)))).lacks_reward
+    prompt = Prompt([], "", None, "d", 0)
+    (asked,) = make_score_requests([prompt], [found], str, places=[GroupPlace("0", 0, 1)])
+    assert (asked.episode_reward, asked.lacks_reward) == (0.0, True)
 
 
 def game(episode: int, turn: int, action: Action) -> Reply:
