@@ -5,8 +5,6 @@ import json
 import math
 import os
 import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from rlhf_cli.errors import LONGEST_REASON, UsageError
+from rlhf_cli.errors import LONGEST_REASON
 from rlhf_cli.rewards.workers.child import describe_end
 
 _PACKAGE_ROOT = Path(__file__).parents[2]
@@ -27,14 +25,6 @@ _INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "PYTHONPATH", "SHELL"
 """Variables of the run that a program gets: no keys are among them."""
 _TAIL_BYTES = 1 << 16  # of a stream, in which its last line is looked for
 _TRACE_LINES = 12
-
-
-def command_words(command: str) -> list[str]:
-    """Return the words of a command. Raise UsageError if there is no such program."""
-    words = shlex.split(command)
-    if shutil.which(words[0]) is None:
-        raise UsageError(f"--agent_command {command}: there is no program {words[0]!r}")
-    return words
 
 
 @dataclass(frozen=True, slots=True)

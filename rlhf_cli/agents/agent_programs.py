@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from rlhf_cli.agents.agent_process import AgentProcess, ProgramEnd, command_words
+from rlhf_cli.agents.agent_command import command_words
+from rlhf_cli.agents.agent_process import AgentProcess, ProgramEnd
 from rlhf_cli.agents.chat_records import ChatRequest, Completion, Refused
 from rlhf_cli.agents.chat_responses import MODEL
 from rlhf_cli.agents.endpoint import Caller, Endpoint
@@ -73,7 +74,7 @@ class AgentPrograms:
     """
 
     def __init__(self, command: str, *, timeout: float, num_workers: int) -> None:
-        """Check the command. Raise UsageError if there is no such program."""
+        """Check the command. Raise UsageError if there is no such program, or not the file that Python is to run."""
         self._words, self._command = command_words(command), command
         self._timeout, self._num_workers = timeout, num_workers
         self._noticed: set[str] = set()  # settings that were reported

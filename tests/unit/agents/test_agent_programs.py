@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -221,6 +222,43 @@ def test_a_driver_that_is_killed_leaves_no_program_behind(tmp_path):
 def test_a_command_without_a_program_is_refused():
     with pytest.raises(UsageError, match="--agent_command no_such_program --x: there is no program 'no_such_program'"):
         AgentPrograms("no_such_program --x", timeout=1, num_workers=1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["python no.py", "python3 -u -W ignore -Xdev no.py --x a.py", "env A=1 B= python no.py", "python -sEW ignore no"],
+)
+def test_a_command_without_its_python_file_is_refused(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    with pytest.raises(UsageError, match=r"^--agent_command .*: there is no file 'no(\.py)?'$"):
+        AgentPrograms(command, timeout=1, num_workers=1)
+    for name in ("no", "no.py"):
+        (tmp_path / name).touch()
+    AgentPrograms(command, timeout=1, num_workers=1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bash", "-c", "cd there && python no.py"],
+        ["bash", "no.py"],
+        ["env", "-C", "there", "python", "no.py"],
+        ["env", "A=1"],
+        ["env", "A=1", "bash", "-c", "python no.py"],
+        ["timeout", "9", "python", "no.py"],
+        ["python", "-c", "import no", "no.py"],
+        ["python", "-um", "no", "no.py"],
+        ["python", "-", "no.py"],
+        ["python", "--version"],
+        ["python"],
+    ],
+    ids=shlex.join,
+)
+def test_a_command_whose_file_nobody_knows_before_it_runs_is_taken(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    AgentPrograms(shlex.join(words), timeout=1, num_workers=1)
 
 
 AGENT = Path(__file__).parents[3] / "examples" / "agents" / "calculator.py"
