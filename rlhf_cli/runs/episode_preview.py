@@ -84,9 +84,13 @@ class WrittenEngines:
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """An episode as it is shown; `trace` is the traceback of an environment that failed."""
+    """An episode as it is shown.
+
+    `failure` completes a sentence about an environment that failed, and `trace` is the traceback of its error.
+    """
 
     example: ShownExample
+    failure: str | None
     trace: str
 
 
@@ -125,7 +129,8 @@ class Rehearsal:
         episode = generation.episode
         assert episode is not None
         facts = self._facts(generation, episode) | {"end": self._end(generation, episode, is_out=engines.is_out)}
-        return PlayedEpisode(ShownExample(1, self.where, self._parts(generation, episode), facts), episode.trace)
+        example = ShownExample(1, self.where, self._parts(generation, episode), facts)
+        return PlayedEpisode(example, episode.failure, episode.trace)
 
     def play_script(self) -> PlayedEpisode:
         """Return the episode with the turns of the script, or with made-up turns."""

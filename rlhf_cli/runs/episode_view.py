@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from rlhf_cli.errors import RunError
 from rlhf_cli.runs.chat.screen import joined_lines
 from rlhf_cli.runs.data_view import FAINT, LEFT_OUT, Page, visible
 from rlhf_cli.runs.episode_preview import Author, PlayedEpisode, Rehearsal
@@ -40,6 +41,9 @@ def show_episode(
     """Play the episode and print it, with the typed turns of `read_line` if it is given, else with its script.
 
     `environment` is the terminal's, which names its way to draw pictures.
+
+    Raises:
+        RunError: the environment failed; the episode has been printed.
     """
     page = Page(console, special_tokens, environment)
     page.heading(f"Episode with {rehearsal.about}")
@@ -54,6 +58,8 @@ def show_episode(
     for part in parts:
         page.part(part)
     _print_facts(played, page)
+    if played.failure is not None:
+        raise RunError(f"the environment {played.failure}")
 
 
 def _typed(rehearsal: Rehearsal, page: Page, read_line: LineReader) -> Author:

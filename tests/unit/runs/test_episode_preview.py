@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.data.rollouts import Generation, SamplingParams
-from rlhf_cli.errors import UsageError
+from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.data_preview import inspect_data
 from rlhf_cli.runs.episode_preview import Rehearsal, WrittenEngines, read_turns
@@ -241,8 +241,13 @@ def test_an_answer_without_room_is_left_out_at_max_len(files, model):
     assert sum(part.num_tokens for part in played.example.parts) == room - 2  # a digit and the end of the turn
 
 
-def test_a_failing_environment_shows_its_traceback(files, model):
-    text = page(rehearsal_of(model, "broken.py"))
+def test_a_failing_environment_shows_its_traceback_and_fails_the_command(files, model):
+    stream = io.StringIO()
+    with pytest.raises(
+        RunError, match=r"^the environment raised KeyError: 'The answer is 1\.' \(broken\.py, line 7\)$"
+    ):
+        show_episode(rehearsal_of(model, "broken.py"), Console(file=stream), special_tokens=[], read_line=None)
+    text = stream.getvalue()
     assert "  end: the environment failed\n" in text
     sentence = "reward: none, for the environment raised KeyError: 'The answer is 1.' (broken.py, line 7)"
     assert sentence in " ".join(text.split())
