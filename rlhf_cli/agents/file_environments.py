@@ -54,6 +54,8 @@ class FileEnvironments:
             UsageError: the file has no class that can be an environment.
         """
         path, _ = file_and_name(self._source)
+        if path.is_dir():
+            raise UsageError(f"--environment {self._source} is a folder: name the file in it, as {path / 'FILE.py'}")
         if not path.is_file():
             raise UsageError(f"--environment {self._source}: there is no such file")
         self._server = ChildProcess(_SERVER, _ENVIRONMENT)

@@ -55,8 +55,12 @@ class McpServer:
             self.words = shlex.split(command)
         except ValueError as error:
             raise UsageError(f"--environment mcp:{command}: {error}") from None
-        if not self.words or shutil.which(self.words[0]) is None:
-            raise UsageError(f"--environment mcp:{command}: there is no program {''.join(self.words[:1])!r}")
+        if not self.words:
+            raise UsageError(
+                '--environment mcp: has no command behind it: give one like "mcp:python server.py", or a URL'
+            )
+        if shutil.which(self.words[0]) is None:
+            raise UsageError(f"--environment mcp:{command}: there is no program {self.words[0]!r}")
 
     async def describe(self) -> EnvironmentDescription:
         """Start the server once and return its tools.

@@ -388,6 +388,8 @@ def test_a_file_that_is_no_environment_is_refused(tmp_path: Path, source: str, s
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no\.py: there is no such file"), opened(tmp_path / "no.py"):
         pass
+    with pytest.raises(UsageError, match=rf"{tmp_path} is a folder: name the file in it, as {tmp_path}/FILE\.py$"):
+        opened(tmp_path).__enter__()
 
 
 def test_a_class_is_chosen_by_its_name(tmp_path: Path) -> None:

@@ -158,14 +158,16 @@ def test_servers_that_do_not_work_are_refused_at_the_start(tmp_path: Path) -> No
     ("command", "sentence"),
     [
         ("nowhere-to-be-found server.py", "there is no program 'nowhere-to-be-found'"),
-        ("", "there is no program ''"),
+        ("", 'has no command behind it: give one like "mcp:python server.py", or a URL'),
+        (" ", 'has no command behind it: give one like "mcp:python server.py", or a URL'),
         ("python 'server.py", "No closing quotation"),
     ],
 )
 def test_commands_that_cannot_run_are_refused(command: str, sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
         McpServer(command)
-    assert str(caught.value) == f"--environment mcp:{command}: {sentence}"
+    given = f"mcp:{command}:" if command.strip() else "mcp:"
+    assert str(caught.value) == f"--environment {given} {sentence}"
 
 
 @contextmanager
