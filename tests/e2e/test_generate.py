@@ -149,6 +149,7 @@ def test_a_stop_finishes_the_chunk_and_tells_how_to_continue(finished, inputs, i
         wait_for_rows(interrupted, command)
         command.stop(signum)
         printed = command.finish(status=INTERRUPTED)
+    assert "The run ends as soon as a chunk is answered, whose rows are kept; a second Ctrl-C" in printed
     assert "--load_checkpoint" in printed
     written, whole = ((folder / "samples.jsonl").read_bytes() for folder in (interrupted, finished))
     assert num_rows(interrupted) > before
@@ -233,7 +234,9 @@ def test_an_evaluation_finishes_its_chunk_when_it_is_stopped(evaluation, signum)
     with started_rlhf(*words) as command:
         wait_for_rows(output, command)
         command.stop(signum)
-        assert "--load_checkpoint" in command.finish(status=INTERRUPTED)
+        printed = command.finish(status=INTERRUPTED)
+    assert "The run ends as soon as a chunk is answered, whose rows are kept; a second Ctrl-C" in printed
+    assert "--load_checkpoint" in printed
     assert num_rows(output) % CHUNK_ROWS == 0
     assert not (output / "eval.json").exists()
     assert_nothing_left(output)

@@ -260,6 +260,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, model, problems):
     finally:
         process.kill()
     assert process.returncode == INTERRUPTED, printed
+    assert "The run ends as soon as an iteration is done and saved; a second Ctrl-C ends it at once" in printed
     assert_nothing_left(output)
 
 

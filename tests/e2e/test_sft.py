@@ -265,6 +265,7 @@ def stop(place: Place, name: str, *, launcher: str, press: Callable[[Running], N
     press(running)
     assert running.wait() == 130, running.log.read_text()[-3000:]
     assert place.last_checkpoint(name) == place.last_step(name) < STEPS
+    assert running.log.read_text().count("The run ends as soon as a step is done and saved") == 1
     assert "Interrupted" in running.log.read_text()
     assert not (place.folder / name / "model").exists()
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -42,16 +42,23 @@ def children_apart() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def keep_quiet() -> None:
+    """Do nothing."""
+
+
 class StopSignal:
     """True once a stop was asked for. A second Ctrl-C ends the process at once.
 
     Launchers repeat a Ctrl-C, as SIGTERM (deepspeed) or as SIGINT (torchrun), to the processes that already got it from
     the terminal. So a repeated SIGTERM or SIGHUP changes nothing, nor does a SIGINT that follows within `echo_seconds`.
+
+    The first signal calls `on_request`, in the middle of whatever the main thread does.
     """
 
     def __init__(self, *, echo_seconds: float = 0.0) -> None:
         self._echo_seconds = echo_seconds
         self._requested_at: float | None = None
+        self.on_request: Callable[[], None] = keep_quiet
         self._previous = {signum: signal.signal(signum, self._handle) for signum in stop_signals()}
 
     def __call__(self) -> bool:
@@ -66,5 +73,7 @@ class StopSignal:
         now = time.monotonic()
         if self._requested_at is None:
             self._requested_at = now
+            with suppress(RuntimeError):  # a print that the signal has interrupted may refuse to be entered again
+                self.on_request()
         elif signum == signal.SIGINT and now - self._requested_at >= self._echo_seconds:
             os._exit(INTERRUPTED)

@@ -46,6 +46,7 @@ from rlhf_cli.runs.inference.run import (
 from rlhf_cli.runs.inference.turns import in_turns, ways
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
+from rlhf_cli.runs.stop_notice import stop_announced
 from rlhf_cli.tracking.sinks import read_lines
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.terminal.evaluation_table import EvaluatedModel, evaluation_table, print_table
@@ -98,7 +99,9 @@ def run_evaluation(config: EvalConfig) -> None:
             unit="chunk",
         )
         stack.enter_context(tracker)
-        is_answered = _answer(run, root, tracker, stop)
+        kept = "whose rows are kept" if config.out.output else "and nothing is kept without --output"
+        with stop_announced(stop, tracker.message, f"a chunk is answered, {kept}"):
+            is_answered = _answer(run, root, tracker, stop)
         if is_answered:
             results = results_of(run, root)
             tracker.close(facts=_write(run, root, results), has_course=False)

@@ -27,6 +27,7 @@ from rlhf_cli.runs.inference.run import (
 )
 from rlhf_cli.runs.reward_check import check_rewards
 from rlhf_cli.runs.run_directory import LOGS
+from rlhf_cli.runs.stop_notice import stop_announced
 from rlhf_cli.tracking.sinks import read_lines
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import Tracker
@@ -66,7 +67,8 @@ def run_generation(config: GenerateConfig) -> None:
             unit="chunk",
         )
         stack.enter_context(tracker)
-        is_generated = _generate(run, root, tracker, stop)
+        with stop_announced(stop, tracker.message, "a chunk is answered, whose rows are kept"):
+            is_generated = _generate(run, root, tracker, stop)
         if is_generated:
             tracker.close(facts={"Responses": str(root / SAMPLES)} | _select(config, root))
         else:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -54,6 +55,7 @@ from rlhf_cli.runs.run_directory import (
 )
 from rlhf_cli.runs.run_identity import adapter_identity, model_identity, tokenizer_identity
 from rlhf_cli.runs.shared_sequences import sharing, splitting, tokens_of_sequence
+from rlhf_cli.runs.stop_notice import stop_announced
 from rlhf_cli.runs.trained_model import TrainedModel, trained_model
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
@@ -175,6 +177,10 @@ class OfflineTask:
     describe: Callable[[dict[str, float]], dict[str, object]] = lambda evaluated: {}
 
 
+STOP = "a step is done and saved"
+"""When a run ends that is to stop."""
+
+
 def run_offline(config: OfflineConfig, task: OfflineTask) -> None:
     """Train the task from its newest checkpoint, or from the start, to the end; save the model and the report."""
     check_items(config, task.items)
@@ -195,7 +201,10 @@ def _train(config: OfflineConfig, task: OfflineTask) -> Finished:
     stop = StopSignal(echo_seconds=ECHO_SECONDS if is_rank else 0.0)
     if is_rank:
         stop_with_launcher()
-    with quiet_process(begin_log(paths, rank, keep=continues)) as terminal:
+    with (
+        quiet_process(begin_log(paths, rank, keep=continues)) as terminal,
+        stop_announced(stop, partial(terminal.console.print, soft_wrap=True), STOP) if rank == 0 else nullcontext(),
+    ):
         distributed.join_process_group()
         try:
             identity, notices = distributed.by_first_rank(
@@ -363,29 +372,30 @@ class _OfflineRun:
 
     def train(self, tracker: Tracker | SilentTracker, stop: StopSignal, *, start_step: int) -> Finished:
         config = self.config
-        return train(
-            self.engine,
-            self.task.objective,
-            data=self.items.data,
-            eval_data=self.items.eval_data,
-            share=self.share,
-            schedule=Schedule(
-                start_step=start_step,
-                total_steps=total_steps(config, self.task),
-                save_steps=config.checkpoint.save_steps,
-                eval_steps=config.batch.eval_steps,
-                max_skipped_steps=config.optim.max_skipped_steps,
-                stop_eval_loss=config.batch.stop_eval_loss,
-            ),
-            hooks=OfflineHooks(
-                tracker,
-                lambda step: self.save_checkpoint(step, tracker.state()),
-                lambda: distributed.any_rank(stop()),
-                prepare=self.reference.prepare,
-                after_step=self.reference.after_step,
-                finish_metrics=self.task.finish_metrics,
-            ),
-        )
+        with stop_announced(stop, tracker.message, STOP):
+            return train(
+                self.engine,
+                self.task.objective,
+                data=self.items.data,
+                eval_data=self.items.eval_data,
+                share=self.share,
+                schedule=Schedule(
+                    start_step=start_step,
+                    total_steps=total_steps(config, self.task),
+                    save_steps=config.checkpoint.save_steps,
+                    eval_steps=config.batch.eval_steps,
+                    max_skipped_steps=config.optim.max_skipped_steps,
+                    stop_eval_loss=config.batch.stop_eval_loss,
+                ),
+                hooks=OfflineHooks(
+                    tracker,
+                    lambda step: self.save_checkpoint(step, tracker.state()),
+                    lambda: distributed.any_rank(stop()),
+                    prepare=self.reference.prepare,
+                    after_step=self.reference.after_step,
+                    finish_metrics=self.task.finish_metrics,
+                ),
+            )
 
     def save_checkpoint(self, step: int, tracker_state: dict[str, object]) -> None:
         """Write the checkpoint of a step; every rank calls it, rank 0 makes the folder and publishes it."""

@@ -32,6 +32,7 @@ from rlhf_cli.runs.online.start_roles import OnlineCluster, OnlineRoles
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES
 from rlhf_cli.runs.reward_file import REWARD_FILE, reward_file_hash, reward_file_notice
 from rlhf_cli.runs.run_directory import begin_logs, held_output, prepare_run_directory
+from rlhf_cli.runs.stop_notice import stop_announced
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
 from rlhf_cli.tracking.tracker import Tracker
@@ -40,6 +41,9 @@ from rlhf_cli.trainers.online.distilling import Distilling
 from rlhf_cli.trainers.online.loop import OnlineHooks, train_online
 from rlhf_cli.trainers.online.prompt_source import prompt_at
 from rlhf_cli.trainers.online.state import LoopState, first_state
+
+STOP = "an iteration is done and saved"
+"""When a run ends that is to stop."""
 
 
 def run_online(config: OwnResponsesConfig, command: str, *, algorithm: str) -> None:
@@ -73,6 +77,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
     config = run.config
     with ExitStack() as stack:
         terminal = stack.enter_context(quiet_process(run.paths.logs / "driver.log"))
+        stack.enter_context(stop_announced(stop, partial(terminal.console.print, soft_wrap=True), STOP))
         where = _reserve(run, stack)
         for line in [*notices(run), f"Starting on {_placement(run, where)}; logs in {run.paths.logs}"]:
             terminal.console.print(line, markup=False, soft_wrap=True)
@@ -93,7 +98,8 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
         tracker.start(_facts(run, where))
         if run.resume is not None:
             forget_later_best(run.paths, run.resume, tracker.message)
-        finished, best = _train(run, roles, scorer, tracker, stop)
+        with stop_announced(stop, tracker.message, STOP):
+            finished, best = _train(run, roles, scorer, tracker, stop)
         if not finished.interrupted:
             roles.actor.trained.save_model(run.paths.model)
             if config.optim.enable_ema:

@@ -13,6 +13,7 @@ import pytest
 from rlhf_cli.backends.process.launch import launch_command
 from rlhf_cli.backends.process.signals import StopSignal
 from rlhf_cli.errors import UsageError
+from rlhf_cli.runs.stop_notice import stop_announced
 
 
 def devices_of(command: list[str]) -> list[str]:
@@ -55,6 +56,31 @@ def stop():
 def test_a_signal_is_a_request_to_stop(stop, signum):
     assert not stop()
     os.kill(os.getpid(), signum)
+    assert stop()
+
+
+def test_the_first_signal_is_answered_and_a_print_that_it_interrupted_may_refuse(stop):
+    said = []
+
+    def refuse() -> None:
+        said.append("first")
+        raise RuntimeError("reentrant call inside a print")
+
+    stop.on_request = refuse
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), signum)
+    assert said == ["first"]
+    assert stop()
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_signal_is_announced_within_its_block_alone(stop, is_behind):
+    said: list[str] = []
+    with stop_announced(stop, said.append, "a step is done"):
+        if not is_behind:
+            os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert said == ([] if is_behind else ["The run ends as soon as a step is done; a second Ctrl-C ends it at once"])
     assert stop()
 
 
