@@ -1,4 +1,4 @@
-"""The line on the terminal that answers Ctrl-C while a run finishes what it has begun."""
+"""The line on the terminal that answers Ctrl-C while a run finishes its step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
