@@ -58,7 +58,7 @@ def test_a_search_answers_with_titles_and_excerpts_and_an_answer_ends_the_episod
         "Ida Holm",
     )
     names, shown = zip(*texts(played), strict=True)
-    assert names[1:] == ("turn 1, reward 0", "answer", "turn 2, reward 0", "answer", "turn 3, reward 0")
+    assert names[1:] == ("turn 1", "answer", "turn 2", "answer", "turn 3")  # a verifier gives the reward
     assert "<tool_response>\nThe lighthouse of Varn: The lighthouse of Varn stands" in shown[2]
     assert "no text has any of these words" in shown[4]
     assert played.example.facts["end"] == "a turn without calls"
