@@ -13,8 +13,8 @@ from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.requirements import check_loadable, packed_attention
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel
 from rlhf_cli.models.student import StudentModel
-from rlhf_cli.runs.offline.run import OfflineTask, ReferenceHooks, offline_model
 from rlhf_cli.runs.offline.sft import load_sequence_items
+from rlhf_cli.runs.offline.task import OfflineTask, ReferenceHooks, offline_model
 from rlhf_cli.runs.pictured_roles import check_role_pictures
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import model_identity, objective_identity

@@ -11,7 +11,7 @@ from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.runs.offline.frozen_reference import check_reference, pair_reference, reference_identity
 from rlhf_cli.runs.offline.pair_items import load_pair_items
-from rlhf_cli.runs.offline.run import OfflineTask, offline_model
+from rlhf_cli.runs.offline.task import OfflineTask, offline_model
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import objective_identity
 from rlhf_cli.trainers.offline.dpo import DPOObjective

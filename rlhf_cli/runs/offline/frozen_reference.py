@@ -13,7 +13,7 @@ from rlhf_cli.config.preference import FrozenReferenceConfig, ReferenceConfig
 from rlhf_cli.config.train import DeepSpeedConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.models.finding import find_model
-from rlhf_cli.runs.offline.run import Items, ReferenceHooks
+from rlhf_cli.runs.offline.task import Items, ReferenceHooks
 from rlhf_cli.runs.run_identity import model_identity
 from rlhf_cli.runs.trained_model import TrainedModel, find_companion
 from rlhf_cli.trainers.offline import dpo, kto

@@ -11,7 +11,7 @@ from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
 from rlhf_cli.runs.offline.frozen_reference import check_reference, labelled_reference, reference_identity
-from rlhf_cli.runs.offline.run import OfflineTask, load_items, offline_model
+from rlhf_cli.runs.offline.task import OfflineTask, load_items, offline_model
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import objective_identity
 from rlhf_cli.trainers.offline.kto import KTOObjective, LabelledItems, partners_of

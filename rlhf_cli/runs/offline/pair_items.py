@@ -7,7 +7,7 @@ from rlhf_cli.config.train import DeepSpeedConfig, OfflineBatchConfig
 from rlhf_cli.data.pictures.reading import PictureReader
 from rlhf_cli.data.preference_data import load_pairs
 from rlhf_cli.models.sequence_parallel.checks import can_share_prompts
-from rlhf_cli.runs.offline.run import Items, load_items
+from rlhf_cli.runs.offline.task import Items, load_items
 from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers.offline.pairs import PairItems, margins
 from rlhf_cli.trainers.offline.rm import MARGIN

@@ -11,7 +11,7 @@ from rlhf_cli.models.classifiers import refuse_several_labels, refuse_token_clas
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.models.reward_model import STEP_SEPARATOR
-from rlhf_cli.runs.offline.run import OfflineTask, load_items, offline_model
+from rlhf_cli.runs.offline.task import OfflineTask, load_items, offline_model
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.trainers.offline.prm import StepItems, step_objective
 

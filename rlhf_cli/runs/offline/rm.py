@@ -5,7 +5,7 @@ from rlhf_cli.models.classifiers import padding_token, refuse_several_labels
 from rlhf_cli.models.loading import load_value_backbone
 from rlhf_cli.models.policy import ValueModel
 from rlhf_cli.runs.offline.pair_items import load_pair_items
-from rlhf_cli.runs.offline.run import OfflineTask, offline_model
+from rlhf_cli.runs.offline.task import OfflineTask, offline_model
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.run_identity import objective_identity
 from rlhf_cli.trainers.offline.rm import RewardObjective, finish_reward_metrics

@@ -1,16 +1,14 @@
 """The common part of all offline commands: run directory, engine, checkpoints, tracking, model."""
 
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import cast
 
 from pydantic import BaseModel
 from rich.console import Console
-from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_cli.backends.process.launch import stop_with_launcher
@@ -19,36 +17,27 @@ from rlhf_cli.backends.roles.ranks import describe_model, save_whole_model
 from rlhf_cli.backends.training import distributed, distributed_env
 from rlhf_cli.backends.training.checkpoint import Checkpoint, CheckpointStore, check_same_run
 from rlhf_cli.backends.training.checkpoint_layout import continuation_notice
-from rlhf_cli.backends.training.deepspeed_config import check_deepspeed, check_secondary_parts
 from rlhf_cli.backends.training.deepspeed_engine import DeepSpeedEngine, seed_everything
 from rlhf_cli.backends.training.partitioned_loading import partitioned_loading
 from rlhf_cli.backends.training.sequence_ranks import sequence_ranks
 from rlhf_cli.config.base import default_settings
 from rlhf_cli.config.commands.offline import OfflineConfig
-from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.config.plugins import contents_of_plugins
-from rlhf_cli.data.preparing import DataReport
 from rlhf_cli.data.sampling import StepBatches
-from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
 from rlhf_cli.environment import resume_collector
 from rlhf_cli.errors import RunError, UsageError
 from rlhf_cli.models.adapters import load_with_adapter, parameter_counts
 from rlhf_cli.models.attention.table import attention_note
 from rlhf_cli.models.cost import quadratic_cost
 from rlhf_cli.models.dtypes import dtype_note
-from rlhf_cli.models.requirements import check_loadable
-from rlhf_cli.models.routers import check_router_loss
-from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
-from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
-from rlhf_cli.models.tensor_parallel import check_tensor_parallel
-from rlhf_cli.models.vision.freezing import check_trained_parts, frozen_parts_identity
+from rlhf_cli.models.vision.freezing import frozen_parts_identity
 from rlhf_cli.options import to_yaml
 from rlhf_cli.runs.conclusion import conclude
+from rlhf_cli.runs.offline.task import Items, LoadedItems, OfflineTask, ReferenceHooks
 from rlhf_cli.runs.plugin_files import PLUGIN_FILES, plugin_notice
 from rlhf_cli.runs.run_directory import (
     RunDirectory,
     begin_log,
-    check_not_replaced,
     held_output,
     prepare_run_directory,
     run_directory,
@@ -56,126 +45,10 @@ from rlhf_cli.runs.run_directory import (
 from rlhf_cli.runs.run_identity import adapter_identity, model_identity, tokenizer_identity
 from rlhf_cli.runs.shared_sequences import sharing, splitting, tokens_of_sequence
 from rlhf_cli.runs.stop_notice import stop_announced
-from rlhf_cli.runs.trained_model import TrainedModel, trained_model
 from rlhf_cli.tracking.report.page import write_report
 from rlhf_cli.tracking.terminal.console import quiet_process
-from rlhf_cli.tracking.terminal.rows_bar import rows_bar
 from rlhf_cli.tracking.tracker import SilentTracker, Tracker
-from rlhf_cli.trainers.offline.loop import Finished, ItemData, Objective, OfflineHooks, Prepare, Schedule, Share, train
-
-
-class LoadedData(Protocol):
-    """A data set that has been read."""
-
-    @property
-    def report(self) -> DataReport: ...
-
-    @property
-    def fingerprint(self) -> Callable[[], str]: ...
-
-
-class LoadedItems(ItemData, Protocol):
-    """The items of a command, and the data set that they come from."""
-
-    @property
-    def data(self) -> LoadedData: ...
-
-
-LoadedItemsT = TypeVar("LoadedItemsT", bound=LoadedItems, covariant=True)
-
-
-@dataclass(frozen=True)
-class Items(Generic[LoadedItemsT]):
-    """The training items and, if given, the evaluation items."""
-
-    data: LoadedItemsT
-    eval_data: LoadedItemsT | None
-
-
-@dataclass(frozen=True)
-class ReferenceHooks:
-    """The hooks of a reference that an objective compares the trained model with.
-
-    `prepare` is called with the micro-batches of every step, `after_step` (engine, step) after every step; `save` and
-    `load` take the folder of a checkpoint, every rank calls them.
-    """
-
-    prepare: Prepare | None = None
-    after_step: Callable[[Any, int], None] | None = None
-    save: Callable[[Path], None] | None = None
-    load: Callable[[Path], None] | None = None
-
-
-def no_reference(items: Items[LoadedItems], share: Share) -> tuple[Items[LoadedItems], ReferenceHooks]:
-    """Return the items unchanged, for objectives that compare with nothing."""
-    del share
-    return items, ReferenceHooks()
-
-
-def offline_model(config: OfflineConfig) -> TrainedModel:
-    """Return the model of an offline command. Raise UsageError as `trained_model`, or if it cannot be loaded here."""
-    check_deepspeed(config.deepspeed, param_dtype=config.model.param_dtype, optimizer=config.optim.optim)
-    model = trained_model(config.model, config.adapter, seed=config.batch.seed)
-    check_not_replaced(config.checkpoint, config.model.pretrain, model.base.pretrain)
-    check_router_loss(config.optim.aux_loss_coef, model.architecture)
-    check_trained_parts(model.base, config.adapter, model.architecture, is_adapted=model.plan is not None)
-    in_4bit = model.plan is not None and model.plan.in_4bit
-    check_loadable(model.base, model.architecture, in_4bit=in_4bit, partitioned=config.deepspeed.zero_stage == 3)
-    _, num_ranks = distributed_env.rank_and_world_size()
-    check_secondary_parts(config.deepspeed, num_ranks=num_ranks)
-    check_sequence_parallel(model.architecture, config.deepspeed, num_ranks=num_ranks, attention=model.attention)
-    check_tensor_parallel(
-        model.architecture,
-        config.deepspeed,
-        num_ranks=num_ranks,
-        optim=config.optim,
-        adapted=model.plan is not None,
-        compile_model=config.model.compile_model,
-    )
-    check_whole_packs(
-        config.deepspeed, aux_loss_coef=config.optim.aux_loss_coef, compile_model=config.model.compile_model
-    )
-    return model
-
-
-def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[..., LoadedItemsT]) -> Items[LoadedItemsT]:
-    """Return the training and evaluation items; `load(dataset=..., split=..., progress=...)` makes one of them.
-
-    Raises:
-        UsageError: the items have tokens that the model lacks.
-    """
-    rank, _ = distributed_env.rank_and_world_size()
-    with rows_bar(shown=rank == 0) as progress:
-
-        def checked(dataset: str, split: str) -> LoadedItemsT:
-            items = load(dataset=dataset, split=split, progress=progress)
-            check_token_ids(items.data.report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
-            return items
-
-        train = checked(data.dataset, data.dataset_split)
-        return Items(train, None if data.eval_dataset is None else checked(data.eval_dataset, data.eval_split))
-
-
-@dataclass(frozen=True)
-class OfflineTask:
-    """The trained model, its items and its objective."""
-
-    command: str
-    objective: Objective
-    items: Items[LoadedItems]
-    summary: str  # of the data, for the terminal
-    model: TrainedModel
-    load: Callable[..., PreTrainedModel]  # `load_causal_lm` or `load_value_backbone`
-    # (Hugging Face model, ranks that share sequences) -> module that the objective calls
-    wrap: Callable[[PreTrainedModel, SequenceRanks | None], nn.Module]
-    # With ranks joined and before the trained model is loaded: the items, perhaps with more columns, and a reference.
-    begin: Callable[[Items[LoadedItems], Share], tuple[Items[LoadedItems], ReferenceHooks]] = no_reference
-    finish_metrics: Callable[[dict[str, float]], dict[str, float]] = dict
-    # The facts that must be equal for a checkpoint to be continued, besides what every command has; rank 0 calls it.
-    identity: Callable[[], dict[str, object]] = dict
-    # Metrics of the last evaluation -> settings to be saved in the model's configuration.
-    describe: Callable[[dict[str, float]], dict[str, object]] = lambda evaluated: {}
-
+from rlhf_cli.trainers.offline.loop import Finished, OfflineHooks, Schedule, Share, train
 
 STOP = "a step is done and saved"
 """When a run ends that is to stop."""

@@ -9,7 +9,7 @@ from rlhf_cli.data.sft_data import load_sft_sequences
 from rlhf_cli.models.adapters import require_language_model
 from rlhf_cli.models.loading import load_causal_lm
 from rlhf_cli.models.policy import PolicyModel
-from rlhf_cli.runs.offline.run import Items, OfflineTask, load_items, offline_model
+from rlhf_cli.runs.offline.task import Items, OfflineTask, load_items, offline_model
 from rlhf_cli.runs.pictures import picture_reader
 from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers.offline.sft import SequenceItems, sft_objective

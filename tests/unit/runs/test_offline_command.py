@@ -11,7 +11,8 @@ from rlhf_cli.config.commands.sft import SFTConfig
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.offline.rm import reward_statistics
-from rlhf_cli.runs.offline.run import Items, check_items
+from rlhf_cli.runs.offline.run import check_items
+from rlhf_cli.runs.offline.task import Items
 
 
 def settings(**given: str) -> SFTConfig:

@@ -50,7 +50,7 @@ from rlhf_cli.models.tokenizers import load_tokenizer
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.offline.dpo import make_objective
 from rlhf_cli.runs.offline.frozen_reference import check_reference, pair_reference
-from rlhf_cli.runs.offline.run import Items
+from rlhf_cli.runs.offline.task import Items
 from rlhf_cli.runs.trained_model import TrainedModel
 from rlhf_cli.trainers.offline import dpo
 from rlhf_cli.trainers.offline.kto import KTOPreparation, partners_of
