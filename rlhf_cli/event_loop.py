@@ -19,8 +19,8 @@ class LoopThread:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the loop and the thread are gone."""
-        return self.loop.is_closed()
+        """Whether the thread is gone."""
+        return not self._thread.is_alive()
 
     def call_soon(self, function: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
         """Have the loop call a function. Returns at once."""
@@ -43,9 +43,8 @@ class LoopThread:
         Tasks that the last work leaves unfinished are not waited for. If it raises, the error is raised and the loop
         goes on.
         """
-        if self.has_ended:
-            return
-        self.run(last())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
+        if not self.has_ended:
+            self.run(last())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
         self.loop.close()

@@ -10,7 +10,7 @@ from rlhf_cli.errors import UsageError
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _ASSIGNMENT = re.compile(r"\w+=")
 _OPTION = re.compile(r"([cmWX])")  # the first letter of a word of options that takes an argument
-_WITHOUT_SCRIPT = "cm"  # which run something else than a file
+_WITHOUT_SCRIPT = "cm"  # which run something other than a file
 
 
 def command_words(command: str) -> list[str]:
@@ -47,9 +47,7 @@ def _script(words: list[str]) -> str | None:
         if word == "-":
             return None  # the standard input
         if word.startswith("--"):
-            if word == "--check-hash-based-pycs":
-                next(left, None)
-            continue
+            return None  # of another Python, as PyPy's --jit, which takes an argument
         if (option := _OPTION.search(word)) is None:
             continue
         if option[1] in _WITHOUT_SCRIPT:

@@ -3,13 +3,13 @@
 The file itself is imported only in the processes of environments (fork_server.py), never in the driver.
 """
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from rlhf_cli.errors import one_line
 from rlhf_cli.rewards.records import BadResult
@@ -71,6 +71,7 @@ class EnvironmentClass:
     type: type
     tools: tuple[str, ...]
     columns: ResetColumns
+    names_reward: bool
 
     @property
     def has_step(self) -> bool:
@@ -100,7 +101,7 @@ class EnvironmentClass:
         A class that sets the attribute in a tool gives 0 if the model does not call that tool; a class whose code never
         names it, and which has no other way, gives none.
         """
-        return self.owns_reward or self.has_step or _names(self.type, "reward")
+        return self.owns_reward or self.has_step or self.names_reward
 
 
 def load_class(path: Path, name: str | None) -> EnvironmentClass:
@@ -134,7 +135,7 @@ def described(found: type) -> EnvironmentClass:
     tools = () if has_step else _tools(found)
     if not has_step and not tools:
         raise BadResult(f"has class {found.__name__} without tools: give it public methods, or step(text)")
-    return EnvironmentClass(found, tools, _columns(reset))
+    return EnvironmentClass(found, tools, _columns(reset), _names_reward(found))
 
 
 def _first_needed(found: type) -> str | None:
@@ -197,22 +198,34 @@ def _tools(found: type) -> tuple[str, ...]:
     return tuple(name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS)
 
 
-def _names(found: type, attribute: str) -> bool:
-    """Return whether a method of the class or of its bases names an attribute."""
-    members = [member for one in found.__mro__ for member in vars(one).values()]
-    codes = [code for member in members if (code := getattr(_plain(member), "__code__", None)) is not None]
-    while codes:
-        code = codes.pop()
-        if attribute in code.co_names or attribute in code.co_consts:  # a text in setattr or in a dict
+def _names_reward(found: type) -> bool:
+    """Return whether `reward` is named in the code of a class or of its bases, or in their files outside of classes."""
+    bases = [one for one in found.__mro__ if one is not object]
+    names = {one.__name__ for one in bases}
+    return any(
+        _is_reward(node)
+        for one in bases
+        for part in _parts(one)
+        if not isinstance(part, ast.ClassDef) or part.name in names
+        for node in ast.walk(part)
+    )
+
+
+def _parts(one: type) -> list[ast.stmt]:
+    """Return the statements of the file of a class; [] if there is none, as for classes in C."""
+    try:
+        return ast.parse(Path(inspect.getfile(one)).read_text(encoding="utf-8", errors="replace")).body
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return []
+
+
+def _is_reward(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(attr="reward") | ast.Name(id="reward") | ast.keyword(arg="reward"):
             return True
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        case ast.Constant(value=value):
+            return bool(value == "reward")  # in setattr or in a dict
     return False
-
-
-def _plain(member: Any) -> Any:
-    """Return the function of a method, without its decorators if they can be looked through."""
-    member = getattr(member, "fset", None) or member  # of a property
-    return inspect.unwrap(getattr(member, "__func__", member))
 
 
 def _columns(reset: Callable[..., object]) -> ResetColumns:

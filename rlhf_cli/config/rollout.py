@@ -126,8 +126,8 @@ class AsyncConfig(SettingsGroup):
     """Iterations that sampling is ahead of training: iteration k learns on responses of the policy after iteration
     k - 1 - max_staleness. 0 samples before each iteration, as without --async_train."""
     partial_rollout: bool = False
-    """Push weights in the middle of responses, which go on with the new weights, instead of waiting for their end: no
-    token is older than max_staleness updates. Such a run cannot be repeated bit for bit."""
+    """Push weights in the middle of responses, which go on with the new weights, instead of waiting for their end. Such
+    a run cannot be repeated bit for bit."""
 
     @property
     def lag(self) -> int:

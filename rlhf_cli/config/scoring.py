@@ -181,10 +181,9 @@ class RemoteScoringConfig(ModelScoringConfig):
         return any(way not in (None, []) for way in ways)
 
     @property
-    def is_environment_alone(self) -> bool:
-        """Whether the reward of an episode's environment is the only one."""
-        others = (self.reward_func, self.reward_pretrain, self.remote_rm_url)
-        return [call.name for call in self.rewards] == [ENVIRONMENT] and all(way in (None, []) for way in others)
+    def asks_environment(self) -> bool:
+        """Whether the reward of an episode's environment is one of the rewards."""
+        return any(call.name == ENVIRONMENT for call in self.rewards)
 
     @model_validator(mode="after")
     def _settings_of_reward_servers_have_one(self) -> "RemoteScoringConfig":

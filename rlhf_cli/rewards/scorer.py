@@ -62,7 +62,7 @@ class Scorer:
 
     `tell` is called, in a thread of its own, with a sentence about a reward server that goes or comes back. `decode`
     gives the text of tokens with special ones, for reward files that ask for it. With `needs_environment` an episode
-    fails if its environment has no reward, which counts as 0 else.
+    fails if its environment has no reward, which counts as 0 otherwise.
 
     Raises UsageError on construction if the reward file is missing, cannot be imported or has no `reward_func`, if
     code is to be run and this machine has no sandbox for it, or if a reward server does not answer.

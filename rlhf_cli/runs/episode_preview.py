@@ -181,7 +181,7 @@ class Rehearsal:
         if episode.failure is not None:
             return f"none, for the environment {episode.failure}"
         if not self.plan.description.has_rewards:
-            return "none, for a server of this kind has no reward: give another one to the run"
+            return "none, for a server of this kind has none: name a reward with --reward_funcs"
         return f"none, for the environment {UNREWARDED}" if episode.lacks_reward else f"{sum(episode.turn_rewards):g}"
 
     def _end(self, generation: Generation, episode: Episode, *, is_out: bool) -> str:

@@ -3,17 +3,18 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rlhf_cli.backends.process.signals import StopSignal, keep_quiet
+from rlhf_cli.backends.process.signals import StopSignal
 
 
 @contextmanager
 def stop_announced(stop: StopSignal, say: Callable[[str], None], what: str) -> Iterator[None]:
-    """Have the first signal of the block answered by `say`; behind the block a signal is answered by nothing.
+    """Have the first signal of the block answered by `say`; behind the block it is answered as before.
 
     `what` completes "The run ends as soon as ...".
     """
+    before = stop.on_request
     stop.on_request = lambda: say(f"The run ends as soon as {what}; a second Ctrl-C ends it at once")
     try:
         yield
     finally:
-        stop.on_request = keep_quiet
+        stop.on_request = before

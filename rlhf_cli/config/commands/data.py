@@ -24,6 +24,9 @@ class DataCommandConfig(BaseModel):
     @model_validator(mode="after")
     def _episodes_begin_with_prompts(self) -> "DataCommandConfig":
         if self.episodes.environment is not None and self.show.for_ not in EPISODE_COMMANDS:
-            commands = ", ".join(EPISODE_COMMANDS)
-            raise ValueError(f"environment: an episode begins with a prompt of an online command: --for {commands}")
+            *others, last = EPISODE_COMMANDS
+            raise ValueError(
+                "environment: an episode begins with a prompt of an online command: give --for "
+                f"{', '.join(others)} or {last}"
+            )
         return self

@@ -243,7 +243,7 @@ def started_scorer(examinee: ModelUnderTest, hooks: InferenceHooks) -> AbstractC
     if not config.reward.is_given:
         return nullcontext()
     decode = partial(text_of, examinee.model.tokenizer, skip_special_tokens=False)
-    needs_environment = config.needs_scores and config.reward.is_environment_alone
+    needs_environment = config.needs_scores and config.reward.asks_environment
     return Scorer(config.reward, tell=hooks.tracker.message, decode=decode, needs_environment=needs_environment)
 
 

@@ -51,7 +51,7 @@ from rlhf_cli.tracking.tracker import SilentTracker, Tracker
 from rlhf_cli.trainers.offline.loop import Finished, OfflineHooks, Schedule, Share, train
 
 STOP = "a step is done and saved"
-"""When a run ends that is to stop."""
+"""Completes "the run ends as soon as ...", if a stop was asked for."""
 
 
 def run_offline(config: OfflineConfig, task: OfflineTask) -> None:

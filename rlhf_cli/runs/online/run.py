@@ -43,7 +43,7 @@ from rlhf_cli.trainers.online.prompt_source import prompt_at
 from rlhf_cli.trainers.online.state import LoopState, first_state
 
 STOP = "an iteration is done and saved"
-"""When a run ends that is to stop."""
+"""Completes "the run ends as soon as ...", if a stop was asked for."""
 
 
 def run_online(config: OwnResponsesConfig, command: str, *, algorithm: str) -> None:
@@ -89,7 +89,7 @@ def _attempt(run: OnlineRun, stop: StopSignal) -> Finished:
                 config.reward,
                 tell=lambda text: tracker.message(text),
                 decode=partial(text_of, run.tokenizer, skip_special_tokens=False),
-                needs_environment=config.teacher_pretrain is None and config.reward.is_environment_alone,
+                needs_environment=config.teacher_pretrain is None and config.reward.asks_environment,
             )
         )
         resume_collector()

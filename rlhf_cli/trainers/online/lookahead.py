@@ -40,7 +40,7 @@ class Taken:
 class Lookahead:
     """The batches of a run in their order, sampled `lag` iterations ahead; a context manager that ends its thread.
 
-    `partial` stands for pushes that do not wait for the batch in flight.
+    `partial_rollout` stands for pushes that do not wait for the batch in flight.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class Lookahead:
         *,
         lag: int,
         total_iterations: int,
-        partial: bool = False,
+        partial_rollout: bool = False,
     ) -> None:
         self._engines = engines
         self._engine_turns = EngineTurns()
         self._source = replace(
             source,
-            engines=EnginesInTurns(engines, self._engine_turns) if partial else engines,
+            engines=EnginesInTurns(engines, self._engine_turns) if partial_rollout else engines,
             check_wanted=turns.check_wanted,
         )
         self._turns = turns
         self._lag = lag
-        self._partial = partial
+        self._partial_rollout = partial_rollout
         self._total_iterations = total_iterations
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampling")
         self._flights: deque[Future[Sampling]] = deque()  # batches in flight, and finished ones nobody has asked for
@@ -123,7 +123,7 @@ class Lookahead:
         if not self._lag:
             return taken, {}
         self._turns.give(version)
-        if not self._partial:
+        if not self._partial_rollout:
             with self._clock.waiting(), timer("generate"):
                 for flight in self._flights:
                     flight.exception()
@@ -134,7 +134,7 @@ class Lookahead:
 
     def engines(self) -> AbstractContextManager[None]:
         """Keep the engines from the thread for the block, in which weights are pushed."""
-        return self._engine_turns.push() if self._partial else nullcontext()
+        return self._engine_turns.push() if self._partial_rollout else nullcontext()
 
     def rest(self) -> None:
         """Wait for the batch in flight, and begin no other before the next `take`: nobody uses the engines.

@@ -96,7 +96,7 @@ def train_online(
         roles.turns,
         lag=settings.lag,
         total_iterations=total_iterations,
-        partial=settings.partial_rollout,
+        partial_rollout=settings.partial_rollout,
     ) as lookahead:
         return run_iterations(
             Iterations(

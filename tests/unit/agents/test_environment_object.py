@@ -296,56 +296,69 @@ def test_methods_may_be_async_and_share_a_loop() -> None:
     assert environment.answer(Finish()) == Reply(reward=1.0, is_done=True)
 
 
-class Silent:
-    """Has a tool, which can end the episode, and nothing that is a reward."""
+TOOL = """
+import xmlrpc.client
 
-    def reset(self): ...
+class Environment:
+    api = xmlrpc.client.ServerProxy("http://127.0.0.1:1")  # answers every attribute
+
+    def reset(self, **row):
+        self.done = False
+        {reset}
 
     def win(self) -> str:
-        """Win."""
+        \"\"\"Win.\"\"\"
+        {win}
         self.done = True
         return "won"
 
-
-class LaterReward(Silent):
-    """Sets the attribute in a tool that an episode need not call."""
-
-    def lose(self) -> None:
-        """Lose."""
-        setattr(self, "reward", -1.0)  # noqa: B010 - as classes of others may do
-
-
-class Helped(Silent):
-    """Gets the attribute from elsewhere."""
-
+{more}
+"""
+HELPER = """
+def score(environment):
+    environment.reward = 1.0
+"""
+ANOTHER = """
+class Other:
     def reset(self):
-        vars(self).update(helping())
-
-
-def helping() -> dict[str, float]:
-    return {"reward": 0.0}
-
-
-class RewardTool(Silent):
-    """A method is a tool, whatever its name."""
-
-    def reward(self) -> float:
-        """Return 1."""
-        return 1.0
+        self.reward = 1.0
+"""
 
 
 @pytest.mark.parametrize(
-    ("kind", "lacks_reward"),
-    [(Silent, True), (RewardTool, True), (LaterReward, False), (Helped, False), (Counter, False), (Waiting, False)],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ("parts", "lacks_reward"),
+    [
+        ({}, True),
+        ({"more": '    def reward(self) -> float:\n        """Return 1."""\n        return 1.0'}, True),
+        ({"more": ANOTHER}, True),
+        ({"win": "self.reward = 1.0"}, False),
+        ({"win": "setattr(self, 'reward', 1.0)"}, False),
+        ({"win": "vars(self).update(reward=1.0)"}, False),
+        ({"win": "score(self)", "more": HELPER}, False),
+        ({"more": "    reward: float | None = None"}, False),
+        ({"more": "    @property\n    def reward(self):\n        return getattr(self, 'found', None)"}, True),
+        ({"more": "    @property\n    def reward(self):\n        return 0.5"}, False),
+        ({"reset": "self.reward = 0.0"}, False),
+    ],
 )
-def test_an_episode_without_any_reward_says_so_at_its_end(kind: type[Any], lacks_reward: bool) -> None:
-    assert begun(kind).answer(Finish()).lacks_reward == lacks_reward
+def test_an_episode_without_any_reward_says_so_at_its_end(
+    parts: dict[str, str], lacks_reward: bool, tmp_path: Path
+) -> None:
+    """A class whose tool may set the reward gives 0 if the tool is not called."""
+    assert begun_with(tmp_path, **parts).answer(Finish()).lacks_reward == lacks_reward
 
 
-def test_an_episode_that_a_tool_ends_says_so_too_if_it_has_no_reward() -> None:
-    assert call(begun(Silent), "win") == Reply(("won",), is_done=True, lacks_reward=True)
-    assert call(begun(LaterReward), "win") == Reply(("won",), is_done=True)
+def begun_with(folder: Path, **parts: str) -> EnvironmentObject:
+    file = folder / "environment.py"
+    file.write_text(TOOL.format(**{"reset": "", "win": "", "more": ""} | parts))
+    environment = EnvironmentObject(load_class(file, None))
+    assert environment.answer(Reset({}, 0)).failure is None
+    return environment
+
+
+def test_an_episode_that_a_tool_ends_says_so_too_if_it_has_no_reward(tmp_path: Path) -> None:
+    assert call(begun_with(tmp_path), "win") == Reply(("won",), is_done=True, lacks_reward=True)
+    assert call(begun_with(tmp_path, win="self.reward = 1"), "win") == Reply(("won",), reward=1.0, is_done=True)
 
 
 class Sums:

@@ -70,19 +70,17 @@ def test_an_environment_without_a_reward_counts_as_0_unless_it_is_needed() -> No
 
 
 @pytest.mark.parametrize(
-    ("others", "is_alone"),
+    ("given", "is_asked"),
     [
-        ({}, True),
-        ({"reward_funcs": ["environment", "exact"]}, False),
+        ({"reward_funcs": ["environment"]}, True),
+        ({"reward_funcs": ["environment", "exact"]}, True),
+        ({"reward_funcs": ["exact"]}, False),
         ({"reward_func": "reward.py"}, False),
-        ({"reward_pretrain": "model"}, False),
-        ({"remote_rm_url": ["http://host:1/get_reward"]}, False),
     ],
 )
-def test_an_environment_is_alone_without_any_other_reward(others: dict[str, Any], is_alone: bool) -> None:
-    given = {"reward_funcs": ["environment"]} | others
-    assert RemoteScoringConfig.model_validate(given).is_environment_alone == is_alone
-    assert not RemoteScoringConfig().is_environment_alone
+def test_the_reward_of_an_environment_is_asked_for_by_its_name(given: dict[str, Any], is_asked: bool) -> None:
+    assert RemoteScoringConfig.model_validate(given).asks_environment == is_asked
+    assert not RemoteScoringConfig().asks_environment
 
 
 PLACES = """

@@ -291,7 +291,7 @@ def test_a_server_of_mcp_is_shown_without_a_reward(files, model):
     (files / "rooms.py").write_text(SERVER)
     text = " ".join(page(rehearsal_of(model, f"mcp:{sys.executable} rooms.py", environment_timeout=60)).split())
     assert " turn 1: " in text
-    assert "reward: none, for a server of this kind has no reward: give another one to the run" in text
+    assert "reward: none, for a server of this kind has none: name a reward with --reward_funcs" in text
 
 
 def test_a_turn_ends_at_the_first_end_in_it_and_is_cut_at_its_limit(calculator):
