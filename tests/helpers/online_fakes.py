@@ -285,6 +285,7 @@ class Run:
         )
 
     def __call__(self, *, state: LoopState | None = None, total_iterations: int = 4, save_steps: int = -1) -> Finished:
+        self.turns = ActorTurns()  # those of a run that has ended are over
         return train_online(
             self.roles(),
             self.settings,

@@ -10,7 +10,7 @@ thread, right before its iteration.
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -132,9 +132,14 @@ class Lookahead:
             ahead, source = self._with_next(ahead, source)
         return Taken(taken.rollout, ahead, source), self._clock.metrics()
 
-    def engines(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def engines(self, timer: PhaseTimer) -> Iterator[None]:
         """Keep the engines from the thread for the block, in which weights are pushed."""
-        return self._engine_turns.push() if self._partial_rollout else nullcontext()
+        if not self._partial_rollout:
+            yield
+            return
+        with timer("transfer"), self._engine_turns.push():  # it waits for the end of a look
+            yield
 
     def rest(self) -> None:
         """Wait for the batch in flight, and begin no other before the next `take`: nobody uses the engines.

@@ -294,7 +294,7 @@ def _learn(
         updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
         metrics |= updates.metrics
     taken, found = lookahead.wait(batch.taken, timer, version=iteration)
-    with timer("transfer"), lookahead.engines():
+    with lookahead.engines(timer):
         if settings.lag:
             roles.actor.wake()  # a push to an engine that was started again has put it to sleep
         metrics |= found | push_weights(roles, iteration, timer)
