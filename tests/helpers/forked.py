@@ -34,6 +34,10 @@ IMPORTED = (
     "rlhf_cli.runs.offline.run",
     "rlhf_cli.runs.online.run",
 )
+RAYS_MODE = "RAY_AUTH_MODE"
+"""Ray sets it in a process that has started a cluster, as tests do. A forked command, in which Ray is imported already,
+would start a cluster that wants tokens and show none.
+"""
 SECONDS = 600.0
 """After which a command counts as hanging."""
 
@@ -61,9 +65,10 @@ def started_rlhf(
     """
     server = _server()
     with tempfile.TemporaryFile("w+") as output:
+        own = {name: value for name, value in os.environ.items() if name != RAYS_MODE}
         request: dict[str, object] = {
             "words": [str(word) for word in words],
-            "environment": os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(environment or {}),
+            "environment": own | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(environment or {}),
             "output": f"/proc/{os.getpid()}/fd/{output.fileno()}",
             "is_leader": is_leader,
         }
