@@ -9,7 +9,7 @@ thread, right before its iteration.
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Self
@@ -201,8 +201,7 @@ class Lookahead:
     def _give_up_flights(self) -> None:
         """Leave engines at rest after an error, as the push that follows needs them."""
         for flight in self._flights:
-            with suppress(CancelledError):
-                flight.exception()  # each fails with the one before
+            flight.exception()  # each fails with the one before
         self._flights.clear()
         if isinstance(self._failure, ProcessDied) or not self._engines.is_generating:
             return
