@@ -22,7 +22,7 @@ class ActorPlacementConfig(SettingsGroup):
     """Move weights, gradients and optimizer states of idle trainers to host memory."""
 
     def num_ranks(self, role: str) -> int:
-        """Return the ranks of a role: "actor", "critic", "ref", "reward" or "teacher"."""
+        """Return the number of ranks of a role, one of `config.online.ROLES`."""
         ranks: int = getattr(self, f"{role}_num_nodes") * getattr(self, f"{role}_num_gpus_per_node")
         return ranks
 

@@ -10,8 +10,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_cli.backends.cluster.placement import ENGINE
 from rlhf_cli.backends.process.output_lock import model_lock, output_lock
 from rlhf_cli.backends.training.checkpoint import CheckpointStore
+from rlhf_cli.config.online import ROLES
 from rlhf_cli.config.train import CheckpointConfig
 from rlhf_cli.errors import UsageError
 
@@ -32,8 +34,8 @@ OF_A_RUN = (
     "tensorboard",
 )
 OF_A_MODEL = ("config.json", "adapter_config.json")
-OWN_LOG = re.compile(r"(driver|rank\d+|(actor|critic|ref|reward|engine)-\d+)\.log")
-"""Names of the logs that runs write. Others may keep theirs beside them, as Slurm does in `logs/slurm-%j.out`."""
+OWN_LOG = re.compile(rf"(driver|rank\d+|({'|'.join((*ROLES, ENGINE))})-\d+)\.log")
+"""Names of the logs that runs write. Other programs may write into the folder too: Slurm's `logs/slurm-%j.out`."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def plan_layout(
     """Return the places of the trained and frozen roles and of the rollout engines.
 
     Args:
-        roles: the roles this run has, of "actor", "critic", "ref", "reward".
+        roles: the roles of this run, from `config.online.ROLES`.
         node_gpus: free GPUs of each node, largest first.
 
     Raises:
