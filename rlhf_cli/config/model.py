@@ -47,6 +47,11 @@ class ModelConfig(ModelSource):
     freeze_projector: bool = False
     """Leave the projector between vision tower and language part (the merger of Qwen-VL) as it is."""
 
+    @property
+    def trains_with_dropout(self) -> bool:
+        """Whether dropout that the model's own configuration asks for is on in training steps."""
+        return False
+
     @model_validator(mode="after")
     def _inputs_of_layers_are_saved(self) -> "ModelConfig":
         if self.activation_offload and not self.gradient_checkpointing:
@@ -54,6 +59,19 @@ class ModelConfig(ModelSource):
         if self.activation_offload and self.compile_model:
             raise ValueError("activation_offload does not go with compile_model, which decides itself what is saved")
         return self
+
+
+class SFTModelConfig(ModelConfig):
+    """Model"""
+
+    keep_dropout: bool = False
+    """Train with the dropout of the model's config.json (attention_dropout, resid_pdrop, ...), which is off by default.
+    --lora_dropout is another setting."""
+
+    @property
+    def trains_with_dropout(self) -> bool:
+        """Whether dropout that the model's own configuration asks for is on in training steps."""
+        return self.keep_dropout
 
 
 class MovingReferenceConfig(SettingsGroup):

@@ -60,9 +60,9 @@ class OptimConfig(SettingsGroup):
     lr_scheduler: Literal[
         "cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial"
     ] = "cosine_with_min_lr"
-    """Course of the learning rate after warm-up."""
+    """Learning-rate schedule after warm-up. The first step after it has the peak, and no step has rate 0."""
     lr_warmup_ratio: float = Field(0.03, ge=0, le=1)
-    """Share of all steps in which the learning rate rises linearly."""
+    """Share of all steps in which the learning rate rises linearly; the last of them has the peak."""
     warmup_steps: int | None = Field(None, ge=0)
     """Number of these steps, in place of the share."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)

@@ -117,6 +117,12 @@ class DataReport:
             setattr(self, name, value)
         self.lengths = {int(length): count for length, count in self.lengths.items()}  # JSON made words of them
 
+    def longest(self, config: OfflineDataConfig) -> int:
+        """Return the tokens of the longest row that is kept, after truncation."""
+        drops = config.overlong == "drop"
+        kept = (length for length in self.lengths if not drops or length <= config.max_len)
+        return min(max(kept, default=0), config.max_len)
+
     @property
     def summary(self) -> str:
         """The report in one line."""

@@ -168,6 +168,8 @@ def _load(
         )
     if not model.is_backend_compatible():
         raise UsageError(f"{type(model).__name__} cannot be trained on packs: its attention takes no other kernel")
+    if not config.trains_with_dropout:
+        switch_off_dropout(model)
     _complete_weights(model, path, report, has_score_head=has_score_head)
     if processing is not None:
         setattr(model, PROCESSING, processing)
@@ -183,6 +185,20 @@ def _load(
         # In place: no name in the state dict changes. Packs differ in length, so shapes are symbols from the start.
         model.get_decoder().compile(dynamic=True)
     return model
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Make training steps compute the same as evaluation: no dropout, no dropped layers, no jitter.
+
+    The mode itself has to stay `train`, on which recomputed layers depend, and adapters have dropout of their own. The
+    configuration that is saved with the model keeps its values.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):  # F.dropout with p from an attribute, layerdrop, router_jitter
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)
 
 
 def picture_processing(config: ModelSource, found: FoundModel) -> PictureProcessing | None:

@@ -49,6 +49,16 @@ def check_positions(architecture: PretrainedConfig, max_len: int) -> None:
         )
 
 
+def check_row_positions(architecture: PretrainedConfig, longest: int, *, dataset: str) -> None:
+    """Raise UsageError if the longest row of a data set, in tokens, has more than the positions of the model."""
+    known = known_positions(architecture)
+    if known is not None and longest > known[0]:
+        raise UsageError(
+            f"{dataset}: rows have up to {longest} tokens, and the model has {known[0]} positions ({known[1]} in its "
+            f"config.json): give --max_len {known[0]}"
+        )
+
+
 def _stretch(text: PretrainedConfig) -> float:
     """Return how many times the positions of the configuration vLLM takes, for rotary ones that are scaled by a
     factor.
@@ -100,5 +110,5 @@ def packed_attention(config: ModelConfig, architecture: PretrainedConfig) -> str
         config.attn_implementation,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=DTYPES[config.param_dtype],
-        needs=attention_needs(architecture),
+        needs=attention_needs(architecture, with_dropout=config.trains_with_dropout),
     )

@@ -182,10 +182,12 @@ def run_steps(
     layout: Layout,
     *,
     steps: Sequence[Sequence[int]] = STEPS,
-    seed: int = 5,
+    seed: int | None = 5,
     **zero: Any,
 ) -> Trained:
-    """Some steps from the model in the folder, against a reference that is the model with noise on its weights."""
+    """Some steps from the model in the folder, against a reference that is the model with noise on its weights, or
+    without a seed the model itself.
+    """
     if task.is_reward_model:
         source = ModelConfig(pretrain=model, param_dtype="fp32")
         hf_model = load_value_backbone(source, partition=partition(stage))
@@ -209,16 +211,16 @@ def run_steps(
     return Trained(metrics, weights_of(engine, hf_model), engine)
 
 
-def make_reference(model: str, stage: int, seed: int, *, size: int = 1) -> FrozenEngine:
-    """The model of the folder with other weights in its norms, which ZeRO-3 leaves whole in so small a model; `size`
-    ranks share each sequence.
+def make_reference(model: str, stage: int, seed: int | None, *, size: int = 1) -> FrozenEngine:
+    """The model of the folder, with a seed with other weights in its norms, which ZeRO-3 leaves whole in so small a
+    model; `size` ranks share each sequence.
     """
     hf_model, module = load_policy(model, 0)
     module.sequence_ranks = sequence_ranks(DeepSpeedConfig(sequence_parallel_size=size), hf_model.config)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed or 0)
     with torch.no_grad():
         for name, parameter in hf_model.named_parameters():
-            if "norm" in name:
+            if "norm" in name and seed is not None:
                 parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
     return FrozenEngine(module, DeepSpeedConfig(zero_stage=0), param_dtype="fp32")
 

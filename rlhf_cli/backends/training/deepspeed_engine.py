@@ -22,7 +22,7 @@ from rlhf_cli.algorithms.aggregation import Metrics, combine_metrics
 from rlhf_cli.backends.training import distributed
 from rlhf_cli.backends.training.checkpoint_layout import DEEPSPEED, StateLayout, read_layout, write_layout
 from rlhf_cli.backends.training.deepspeed_config import OPTIMIZER_BYTES, deepspeed_config
-from rlhf_cli.backends.training.optimizers import fit_to_partitions, make_optimizer, make_schedule
+from rlhf_cli.backends.training.optimizers import fit_to_partitions, make_optimizer, make_schedule, set_rates
 from rlhf_cli.backends.training.reshaping import layout_of, load_cut_anew
 from rlhf_cli.backends.training.router_loss import RouterLoss
 from rlhf_cli.backends.training.sleep import HostCopies, TrainedStates
@@ -217,6 +217,7 @@ class DeepSpeedEngine:
             assert path is not None, f"{directory} has no DeepSpeed checkpoint"
         else:
             load_cut_anew(self._engine, directory, own)
+        set_rates(self._engine.optimizer, self._engine.lr_scheduler)
         if saved.num_ranks == own.num_ranks:
             set_rng_state(torch.load(directory / f"rng_rank{dist.get_rank()}.pt", weights_only=False))
         else:

@@ -93,16 +93,28 @@ def check_compiler(cuda_home: str | None) -> None:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, optim: OptimConfig, *, total_steps: int) -> LambdaLR:
-    """Return the course of the learning rate, from transformers, begun one step later: there the first step has
-    rate 0.
+    """Return the learning-rate schedule, by transformers' formulas: step k of n has the rate at position k - 1.
+
+    Step k of a warm-up of w steps has k / w of the peak, which transformers gives to the step after it: there the first
+    step has rate 0 and trains nothing. The last step is the last one above the rate that the schedule ends in.
     """
     special = {"min_lr_rate": optim.min_lr_ratio} if optim.lr_scheduler == "cosine_with_min_lr" else None
-    course = get_scheduler(
+    num_warmup_steps = optim.num_warmup_steps(total_steps)
+    schedule = get_scheduler(
         optim.lr_scheduler,
         optimizer,
-        num_warmup_steps=optim.num_warmup_steps(total_steps),
+        num_warmup_steps=num_warmup_steps,
         num_training_steps=total_steps,
         scheduler_specific_kwargs=special,
     )
-    factor_at = course.lr_lambdas[0]
-    return LambdaLR(optimizer, lambda step: factor_at(step + 1))
+    factor_at = schedule.lr_lambdas[0]
+    return LambdaLR(optimizer, lambda position: factor_at(position + (position < num_warmup_steps)))
+
+
+def set_rates(optimizer: torch.optim.Optimizer, schedule: LambdaLR) -> None:
+    """Give the optimizer the schedule's rates for the next step.
+
+    Those in a checkpoint may be of a release with another schedule.
+    """
+    for group, peak, factor_at in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = peak * factor_at(schedule.last_epoch)

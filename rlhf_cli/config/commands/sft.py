@@ -2,6 +2,7 @@
 
 from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import DataConfig
+from rlhf_cli.config.model import SFTModelConfig
 from rlhf_cli.config.pictures import PicturesConfig
 from rlhf_cli.config.train import OfflineBatchConfig
 
@@ -9,6 +10,7 @@ from rlhf_cli.config.train import OfflineBatchConfig
 class SFTConfig(OfflineConfig):
     """Settings of `rlhf sft`."""
 
+    model: SFTModelConfig
     data: DataConfig
     pictures: PicturesConfig = PicturesConfig()
     batch: OfflineBatchConfig = OfflineBatchConfig(max_epochs=2)

@@ -82,14 +82,14 @@ is the only kernel that computes a shared prompt once.
 """
 
 
-def attention_needs(config: PretrainedConfig) -> frozenset[str]:
-    """Return the model's needs beyond causal and sliding-window attention."""
+def attention_needs(config: PretrainedConfig, *, with_dropout: bool = False) -> frozenset[str]:
+    """Return the model's needs beyond causal and sliding-window attention; dropout if it is on in training."""
     text = config.get_text_config()
     needs = set()
     if getattr(text, "attn_logit_softcapping", None):
         needs.add("softcap")
-    if getattr(text, "attention_dropout", None):
-        needs.add("dropout")
+    if with_dropout and any(value for name, value in vars(text).items() if "drop" in name and "att" in name):
+        needs.add("dropout")  # attention_dropout, attn_pdrop, attention_probs_dropout_prob, ...
     if text.model_type == "gpt_oss":
         needs.add("sinks")
     return frozenset(needs) | _head_needs(text)

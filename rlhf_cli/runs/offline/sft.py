@@ -29,6 +29,7 @@ def sft_task(config: SFTConfig) -> OfflineTask:
         model=model,
         load=load_causal_lm,
         wrap=PolicyModel,
+        identity=lambda: {"keep_dropout": config.model.keep_dropout},
     )
 
 

@@ -14,7 +14,7 @@ from rlhf_cli.config.commands.offline import OfflineConfig
 from rlhf_cli.config.data import OfflineDataConfig
 from rlhf_cli.data.preparing import DataReport
 from rlhf_cli.data.tokenizing.tokenizer import check_token_ids
-from rlhf_cli.models.requirements import check_loadable
+from rlhf_cli.models.requirements import check_loadable, check_row_positions
 from rlhf_cli.models.routers import check_router_loss
 from rlhf_cli.models.sequence_parallel.checks import check_sequence_parallel, check_whole_packs
 from rlhf_cli.models.sequence_parallel.shards import SequenceRanks
@@ -104,14 +104,16 @@ def load_items(data: OfflineDataConfig, model: TrainedModel, load: Callable[...,
     """Return the training and evaluation items; `load(dataset=..., split=..., progress=...)` makes one of them.
 
     Raises:
-        UsageError: the items have tokens that the model lacks.
+        UsageError: the items have tokens or positions that the model lacks.
     """
     rank, _ = distributed_env.rank_and_world_size()
     with rows_bar(shown=rank == 0) as progress:
 
         def checked(dataset: str, split: str) -> LoadedItemsT:
             items = load(dataset=dataset, split=split, progress=progress)
-            check_token_ids(items.data.report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
+            report = items.data.report
+            check_token_ids(report, model.tokenizer, model.architecture, pretrain=model.base.pretrain)
+            check_row_positions(model.architecture, report.longest(data), dataset=dataset)
             return items
 
         train = checked(data.dataset, data.dataset_split)

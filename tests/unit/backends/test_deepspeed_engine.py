@@ -22,18 +22,19 @@ from tiny_training import (
     weights_of,
 )
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_cli.algorithms.aggregation import StepTotals, token_mean
 from rlhf_cli.algorithms.objective import value_objective
 from rlhf_cli.backends.training.deepspeed_engine import FrozenEngine, seed_everything
-from rlhf_cli.config.model import ModelConfig
+from rlhf_cli.config.model import ModelConfig, SFTModelConfig
 from rlhf_cli.config.policy import ActorCriticPolicyConfig
 from rlhf_cli.config.train import DeepSpeedConfig, OptimConfig
 from rlhf_cli.data.packing.packs import TokenSequence, pack
 from rlhf_cli.data.packing.samples import Sample, pack_samples
 from rlhf_cli.errors import UsageError
-from rlhf_cli.models.loading import load_value_backbone
-from rlhf_cli.models.policy import ValueModel
+from rlhf_cli.models.loading import load_causal_lm, load_value_backbone
+from rlhf_cli.models.policy import PolicyModel, ValueModel
 from rlhf_cli.trainers.offline.loop import bind
 from rlhf_cli.trainers.offline.sft import sft_objective
 
@@ -262,6 +263,35 @@ def test_the_loss_is_that_of_the_hugging_face_model(tiny_model_dir, items):
     _, module = load_policy(tiny_model_dir, 2)
     metrics = train(make_engine(module, 2), items, STEPS[:1], Layout())
     assert metrics[0]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gpt2_trains_without_its_default_dropout_as_in_evaluation(checkpointing, items, tmp_path):
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(**GPT2)).save_pretrained(tmp_path)
+    hf_model, module = load_policy(str(tmp_path), 2, gradient_checkpointing=checkpointing)
+    assert hf_model.config.attn_pdrop == hf_model.config.resid_pdrop == hf_model.config.embd_pdrop == 0.1  # for saves
+    engine = make_engine(module, 2)
+    micro_batches, totals = Layout().share().micro_batches(items, np.array(STEPS[0]))
+    expected = engine.evaluate(micro_batches, bind(sft_objective, totals))["loss"]
+    before = weights_of(engine, hf_model)
+    assert engine.train_step(micro_batches, bind(sft_objective, totals))["loss"] == pytest.approx(expected, rel=1e-6)
+    assert farthest(before, weights_of(engine, hf_model)) > 0
+
+
+def test_a_model_keeps_its_dropout_where_it_is_asked_for(tmp_path):
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(**GPT2)).save_pretrained(tmp_path)
+    model = load_causal_lm(SFTModelConfig(pretrain=str(tmp_path), param_dtype="fp32", keep_dropout=True))
+    assert model.config._attn_implementation == "sdpa"  # varlen has no dropout
+    policy, batch = PolicyModel(model).train(), pack(make_sequences(3))
+    assert not torch.allclose(policy(batch)[0], policy(batch)[0])
+    varlen = SFTModelConfig(pretrain=str(tmp_path), param_dtype="fp32", attn_implementation="varlen", keep_dropout=True)
+    with pytest.raises(UsageError, match="'varlen' cannot be used here: the model needs attention dropout"):
+        load_causal_lm(varlen)
 
 
 @pytest.mark.parametrize("stage", STAGES)

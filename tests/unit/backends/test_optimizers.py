@@ -6,30 +6,31 @@ import pytest
 import torch
 from tiny_training import LEARNING_RATE, OPTIM, make_engine
 from torch import nn
+from transformers import get_scheduler
 
-from rlhf_cli.backends.training.optimizers import make_schedule
+from rlhf_cli.backends.training.optimizers import make_schedule, set_rates
 from rlhf_cli.config.train import OptimConfig
 
 SCHEDULES: dict[str, list[float]] = {
-    # Ten steps, the first two of warm-up. Step k of the eight after it is (k / 8) of the way down.
-    "cosine_with_min_lr": [0.5, 1.0] + [0.1 + 0.9 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(1, 9)],
-    "cosine": [0.5, 1.0] + [(1 + math.cos(math.pi * k / 8)) / 2 for k in range(1, 9)],
-    "linear": [0.5, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0.0],
+    # Ten steps, the first two of warm-up. The k-th of the eight after it is (k - 1) / 8 of the way down.
+    "cosine_with_min_lr": [0.5, 1.0] + [0.1 + 0.9 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)],
+    "cosine": [0.5, 1.0] + [(1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)],
+    "linear": [0.5, 1.0, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8],
     "constant": [1.0] * 10,
     "constant_with_warmup": [0.5] + [1.0] * 9,
     # 1 / sqrt of the steps in units of the warm-up.
-    "inverse_sqrt": [0.5, 1.0] + [math.sqrt(2 / k) for k in range(3, 11)],
+    "inverse_sqrt": [0.5, 1.0] + [math.sqrt(2 / k) for k in range(2, 10)],
     # Down to 1e-7 by the power 1; the peak is 1e-3.
-    "polynomial": [0.5, 1.0] + [(1 - 1e-4) * (1 - k / 8) + 1e-4 for k in range(1, 9)],
+    "polynomial": [0.5, 1.0] + [(1 - 1e-4) * (1 - k / 8) + 1e-4 for k in range(8)],
 }
 
 
-def rates_of(optim: OptimConfig) -> list[float]:
-    """Shares of the peak in each of ten steps."""
+def rates_of(optim: OptimConfig, *, total_steps: int = 10) -> list[float]:
+    """Shares of the peak in each step."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LEARNING_RATE)
-    schedule = make_schedule(optimizer, optim, total_steps=10)
+    schedule = make_schedule(optimizer, optim, total_steps=total_steps)
     rates = []
-    for _ in range(10):
+    for _ in range(total_steps):
         rates.append(schedule.get_last_lr()[0] / LEARNING_RATE)
         optimizer.step()
         schedule.step()
@@ -44,9 +45,34 @@ def test_the_learning_rate_of_every_step_by_hand(name, warm_up):
 
 
 def test_no_steps_of_warm_up_begin_at_the_peak_and_many_never_reach_it():
-    assert rates_of(OptimConfig(lr_scheduler="linear", warmup_steps=0))[0] == pytest.approx(0.9)
+    assert rates_of(OptimConfig(lr_scheduler="linear", warmup_steps=0)) == pytest.approx(
+        [1 - k / 10 for k in range(10)]
+    )
     rates = rates_of(OptimConfig(lr_scheduler="linear", warmup_steps=20))
     assert rates == pytest.approx([step / 20 for step in range(1, 11)])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_of_one_step_has_the_peak(name):
+    assert rates_of(OptimConfig(lr_scheduler=name), total_steps=1) == pytest.approx([1.0])
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_without_warm_up_the_rates_are_those_of_transformers(name):
+    parameter = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = get_scheduler(name, parameter, num_warmup_steps=0, num_training_steps=10)
+    expected = [schedule.lr_lambdas[0](position) for position in range(10)]
+    assert rates_of(OptimConfig(lr_scheduler=name, warmup_steps=0)) == pytest.approx(expected)
+
+
+def test_rates_of_a_checkpoint_give_way_to_those_of_the_schedule():
+    optim = OptimConfig(lr_scheduler="linear", warmup_steps=0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LEARNING_RATE)
+    schedule = make_schedule(optimizer, optim, total_steps=10)
+    schedule.load_state_dict(schedule.state_dict() | {"last_epoch": 4})
+    optimizer.param_groups[0]["lr"] = LEARNING_RATE * 0.5  # what older releases gave the fifth step
+    set_rates(optimizer, schedule)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(LEARNING_RATE * 0.6)
 
 
 def test_a_warm_up_of_two_lengths_is_refused():

@@ -273,12 +273,15 @@ def test_auto_leaves_kernels_out_that_lack_the_model_s_head_sizes(sizes, expecte
 
 
 def test_needs_are_read_from_the_configuration():
-    def needs(**settings):
+    def needs(*, with_dropout=True, **settings):
         text = SimpleNamespace(model_type="gemma2", **settings)
-        return attention_needs(SimpleNamespace(get_text_config=lambda: text))
+        return attention_needs(SimpleNamespace(get_text_config=lambda: text), with_dropout=with_dropout)
 
     assert needs() == needs(attn_logit_softcapping=None, attention_dropout=0.0) == frozenset()
     assert needs(attn_logit_softcapping=50.0, attention_dropout=0.1) == {"softcap", "dropout"}
+    assert needs(attention_dropout=0.1, with_dropout=False) == needs(resid_pdrop=0.1) == frozenset()
+    for name in ("attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):  # gpt2, mpt, bert
+        assert needs(**{name: 0.1}) == {"dropout"}
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import Qwen2Config
 
 from rlhf_cli.config.commands.sft import SFTConfig
+from rlhf_cli.data.preparing import DataReport
 from rlhf_cli.errors import UsageError
 from rlhf_cli.options import build_config
 from rlhf_cli.runs.offline.rm import reward_statistics
 from rlhf_cli.runs.offline.run import check_items
-from rlhf_cli.runs.offline.task import Items
+from rlhf_cli.runs.offline.task import Items, load_items
 
 
 def settings(**given: str) -> SFTConfig:
@@ -31,6 +33,21 @@ def test_items_that_no_micro_batch_can_hold_are_refused_wherever_they_are():
         check_items(config, items(7, 101))
     with pytest.raises(UsageError, match=r"evaluation data takes 120 tokens .* lower max_len 90"):
         check_items(config, items(7, evaluated=(5, 120)))
+
+
+@pytest.mark.parametrize(
+    ("given", "longest"),
+    [({}, 90), ({"overlong": "drop", "max_len": "80"}, 64), ({"max_len": "40"}, 40), ({"max_len": "100"}, 90)],
+)
+def test_rows_longer_than_the_positions_of_the_model_are_refused(given, longest):
+    config = settings(**{"max_len": "90"} | given)
+    rows = SimpleNamespace(data=SimpleNamespace(report=DataReport("sequences", lengths={7: 3, 64: 1, 90: 1})))
+    model = SimpleNamespace(tokenizer=None, architecture=Qwen2Config(max_position_embeddings=64), base=config.model)
+    if longest <= 64:
+        assert load_items(config.data, model, lambda **_: rows).data is rows
+        return
+    with pytest.raises(UsageError, match=r"x: rows have up to 90 tokens, .* 64 positions .* give --max_len 64"):
+        load_items(config.data, model, lambda **_: rows)
 
 
 @pytest.mark.parametrize(("name", "value"), [("eval_steps", "5"), ("stop_eval_loss", "0.5")])

@@ -141,6 +141,14 @@ def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin(tiny_model_dir):
     assert metrics["reward_margin"].item() == pytest.approx(0, abs=ROUNDING)
 
 
+def test_the_first_loss_of_a_model_with_dropout_is_that_of_a_coin(tiny_model_dir, tmp_path):
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    first = run_steps(str(model), dpo_task("sigmoid"), 2, Layout(), steps=STEPS[:1], seed=None).metrics[0]
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
+
+
 def test_reference_columns_give_the_steps_of_a_reference_that_is_asked(tiny_model_dir):
     task = dpo_task("sigmoid")
     frozen = make_reference(tiny_model_dir, 0, seed=5)
