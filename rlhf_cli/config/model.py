@@ -11,7 +11,7 @@ class TokenizerSource(SettingsGroup):
     """Model"""
 
     pretrain: str
-    """Model to start from: a local folder, a run directory of this program, or a Hugging Face name."""
+    """Model to start from: a local folder, a GGUF file, a run directory of this program, or a Hugging Face name."""
     tokenizer_chat_template: str | None = None
     """Chat template to use instead of the tokenizer's: a Jinja file or the template itself."""
     trust_remote_code: bool = False

@@ -7,15 +7,13 @@ complete.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -205,20 +203,3 @@ def _remove_unused(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > allowed:
                 path.unlink()
-
-
-@contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """Let one process after the other make the file at `path`, so that the next ones find it made.
-
-    If the file system knows no locks, all processes make the file at once, which is slower but as correct.
-    """
-    try:
-        lock = path.with_suffix(".lock").open("w")
-    except OSError:
-        yield
-        return
-    with lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

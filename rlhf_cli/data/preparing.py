@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_cli.config.data import OfflineDataConfig
-from rlhf_cli.data.cache import KeptTableWriter, one_at_a_time, read_kept
+from rlhf_cli.data.cache import KeptTableWriter, read_kept
 from rlhf_cli.data.encoding import Batch, Draft, Encoded, Encoder, Found
 from rlhf_cli.data.formats.conversations import Conversation, Document
 from rlhf_cli.data.pictures.reading import BATCH_ROWS as PICTURE_BATCH_ROWS
@@ -29,6 +29,7 @@ from rlhf_cli.data.templates.turn_spans import Span
 from rlhf_cli.data.tokenizing.control_tokens import controls_phrase, note_controls
 from rlhf_cli.data.tokenizing.tokenizer import Tokens, note_largest
 from rlhf_cli.errors import UsageError
+from rlhf_cli.models.folders import one_at_a_time
 
 BATCH_ROWS = 512
 """Rows tokenised at a time: enough for the tokenizer's threads, little memory."""

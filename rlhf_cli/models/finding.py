@@ -18,6 +18,7 @@ from transformers import (
 
 from rlhf_cli.config.model import ModelSource
 from rlhf_cli.errors import UsageError, one_line
+from rlhf_cli.models.gguf import converted, find_gguf
 from rlhf_cli.models.weight_files import fingerprint, folder_of
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -25,15 +26,20 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def resolve_model_path(pretrain: str) -> str:
-    """Return the folder with a model, or a Hub name. A run directory of this program stands for the model it trained.
+    """Return the folder with a model, or a Hub name.
 
+    A run directory of this program stands for the model it trained, a GGUF file for the folder it is converted to.
     UsageError for a path that is no model, naming the missing file.
     """
     path = Path(pretrain).expanduser()
     if path.is_dir():
-        return str(_model_folder(path))
+        return str(_model_folder(_snapshot(path) or path))
+    if (gguf := find_gguf(path)) is not None:
+        return str(converted(gguf))
     if path.exists():
-        raise UsageError(f"pretrain {pretrain!r} is a file: give the folder of a model, or a Hub name")
+        raise UsageError(
+            f"pretrain {pretrain!r} is a file: give the folder of a model, a file that ends in .gguf, or a Hub name"
+        )
     if pretrain.startswith((".", "/", "~")) or pretrain.endswith("/") or pretrain.count("/") > 1:
         raise UsageError(f"pretrain {pretrain!r}: there is no such folder")
     if not _is_in_hub_cache(pretrain) and not _hub_has_an_address():
@@ -67,9 +73,18 @@ def adapter_folder(pretrain: str) -> Path | None:
     return next((folder for folder in (path, path / "model") if (folder / ADAPTER_FILE).is_file()), None)
 
 
+def _snapshot(repository: Path) -> Path | None:
+    """Return the files of `main` if this is a repository's folder in the Hub's cache, models--owner--name."""
+    main = repository / "refs" / "main"
+    snapshot = repository / "snapshots" / main.read_text().strip() if main.is_file() else None
+    return snapshot if snapshot is not None and snapshot.is_dir() else None
+
+
 def _model_folder(path: Path) -> Path:
     if adapter_folder(str(path)) is not None:
         raise UsageError(f"{str(path)!r} is an adapter, not a whole model: `rlhf merge` folds it into its base")
+    if not _has_weights(path) and (gguf := find_gguf(path)) is not None:
+        return converted(gguf)
     if not (path / "config.json").is_file():
         if (path / "model" / "config.json").is_file():
             path = path / "model"
@@ -79,9 +94,13 @@ def _model_folder(path: Path) -> Path:
             )
         else:
             raise UsageError(f"pretrain {str(path)!r} is no model: it has no config.json")
-    if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
+    if not _has_weights(path):
         raise UsageError(f"pretrain {str(path)!r} has a config.json but no weights (model.safetensors)")
     return path
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""Folders that appear whole or not at all."""
+"""Folders that appear whole or not at all, and a lock for processes that make the same one."""
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,23 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
         _put_in_place(written, path)
     finally:
         shutil.rmtree(written, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Let one process after the other make the file or folder at `path`, so that the next ones find it made.
+
+    If the file system knows no locks, all processes make the file at once, which is slower but as correct.
+    """
+    try:
+        lock = path.with_suffix(".lock").open("w")
+    except OSError:
+        yield
+        return
+    with lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _open_to_readers(folder: Path) -> None:

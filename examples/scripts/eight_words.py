@@ -1,0 +1,50 @@
+"""A reward file for answers of exactly eight words, and the prompts that ask for them.
+
+    python eight_words.py TRAIN.jsonl EVAL.jsonl
+
+A small model rarely hits the number at first, so an answer that misses it by little gets a part of the reward. Without
+that part most groups would have equal rewards, from which nothing is learned.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+WORDS = 8
+THINGS = (
+    "a bridge,a lighthouse,the sea,a winter morning,an old clock,a market,a train,the moon,a garden,a violin,a storm,"
+    "a library,a river,a loaf of bread,a mountain,a cat,a desert,a candle,a school,a harbour,a forest,a bicycle,a kite,"
+    "a castle,a snowflake,a farmer,a doctor,a painter,a whale,an island,a rainbow,a campfire,"
+    "a mirror,a piano,a volcano,a spider,a lantern,a waterfall,a carpenter,a submarine"
+)
+EVAL_THINGS = 8
+"""So many of them, the last ones, are for evaluation."""
+
+
+def num_words(response: str) -> int:
+    """Words between white space that have a letter or a digit."""
+    return sum(any(character.isalnum() for character in word) for word in response.split())
+
+
+def reward_func(responses: list[str]) -> list[dict[str, float]]:
+    """1 for exactly eight words; for others at most one half, less the further they are from eight."""
+    misses = [abs(num_words(response) - WORDS) for response in responses]
+    partial = [0.5 * max(0.0, 1 - miss / (2 * WORDS)) for miss in misses]
+    return [
+        {"reward": 1.0, "exact": 1.0} if miss == 0 else {"reward": part, "exact": 0.0}
+        for miss, part in zip(misses, partial, strict=True)
+    ]
+
+
+def rows(things: list[str]) -> str:
+    """Return one prompt a line about each of these things."""
+    asked = [{"prompt": f"Describe {thing} in one sentence of exactly eight words."} for thing in things]
+    return "".join(json.dumps(row) + "\n" for row in asked)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {sys.argv[0]} TRAIN.jsonl EVAL.jsonl")
+    things = THINGS.split(",")
+    for file, part in zip(sys.argv[1:], (things[:-EVAL_THINGS], things[-EVAL_THINGS:]), strict=True):
+        Path(file).write_text(rows(part), encoding="utf-8")
