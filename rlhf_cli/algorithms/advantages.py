@@ -7,7 +7,7 @@ hole: the value and advantage of the next trained token are the "next" ones. Whe
 import torch
 from torch import Tensor
 
-from rlhf_cli.algorithms.groups import group_normalised
+from rlhf_cli.algorithms.groups import group_normalised, scale_of
 from rlhf_cli.algorithms.ragged import segment_ids, shift_left, suffix_scan
 
 WHITEN_EPS = 1e-8
@@ -60,11 +60,15 @@ def drawn_to_teacher(advantages_N: Tensor, log_ratio_N: Tensor, *, coef: float) 
     return advantages_N - coef * log_ratio_N
 
 
-def whiten(x_N: Tensor) -> Tensor:
-    """Return `(x - mean) / sqrt(var + 1e-8)` with the unbiased variance over all tokens given; one token alone becomes
-    0.
+def whiten(x_N: Tensor, *, scale: float | None = None) -> Tensor:
+    """Return `(x - mean) / sqrt(var + 1e-8 scale^2)` with the unbiased variance over all tokens given; one token alone
+    becomes 0.
+
+    `scale` is that of `x_N` if not given. Give that of the scores if `x_N` contains more than scores: where all scores
+    are equal, KL divergences of nearly 0 must not become advantages of 1.
     """
     if x_N.numel() < 2:
         return torch.zeros_like(x_N)
     variance, mean = torch.var_mean(x_N.double(), correction=1)
-    return ((x_N.double() - mean) / torch.sqrt(variance + WHITEN_EPS)).to(x_N.dtype)
+    eps = WHITEN_EPS * (scale_of(x_N) if scale is None else scale) ** 2
+    return ((x_N.double() - mean) / torch.sqrt(variance + eps)).to(x_N.dtype)

@@ -19,10 +19,9 @@ def normalised_scores(scores_B: Tensor, *, mean: float, std: float) -> Tensor:
     return (scores_B - mean) / std
 
 
-def clip_scores(scores_B: Tensor, clip_range: tuple[float, float]) -> Tensor:
-    """Return the raw scores limited to `clip_range`."""
-    low, high = clip_range
-    return scores_B.clamp(low, high)
+def clip_scores(scores_B: Tensor, clip_range: tuple[float, float] | None) -> Tensor:
+    """Return the raw scores limited to `clip_range`, as they are without one."""
+    return scores_B if clip_range is None else scores_B.clamp(*clip_range)
 
 
 def overlong_penalty(lengths_B: Tensor, *, max_length: int, buffer_len: int, factor: float) -> Tensor:
@@ -42,13 +41,13 @@ def stop_properly(scores_B: Tensor, truncated_B: Tensor, *, coef: float) -> Tens
 
 
 def token_rewards(scores_B: Tensor, kl_N: Tensor | None, cu: Tensor, *, kl_coef: float) -> Tensor:
-    """Return `-kl_coef * kl` at every token and the score on top at the last token of each response, float32 `[N]`.
+    """Return `-kl_coef * kl` at every token and the score on top at the last token of each response, float64 `[N]`.
 
     `kl_N` None means no reference model. A response without a trained token has nowhere to put its score.
     """
-    rewards_N = scores_B.new_zeros(int(cu[-1])).float() if kl_N is None else -kl_coef * kl_N.float()
+    rewards_N = torch.zeros(int(cu[-1]), dtype=torch.float64) if kl_N is None else -kl_coef * kl_N.double()
     occupied, ends = last_index(cu)
-    rewards_N[ends] += scores_B[occupied].float()
+    rewards_N[ends] += scores_B[occupied].double()
     return rewards_N
 
 

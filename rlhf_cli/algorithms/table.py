@@ -29,7 +29,8 @@ class Experience:
     where all count as finished; `cu` int64 `[B+1]` bounds of the responses; `groups_B` int64, which prompt each
     response answers (groups may differ in size if samples failed); `trained_B` bool, which responses are trained
     on; `greedy_B` the reward of the greedy response to the same prompt, None without one; `steps_N` the reward of each
-    step at its last token and NaN elsewhere, None without a process reward model.
+    step at its last token and NaN elsewhere, None without a process reward model; `scale` that of the scores without the
+    KL divergence, None for that of `rewards_N`.
     """
 
     rewards_N: Tensor
@@ -42,6 +43,7 @@ class Experience:
     greedy_B: Tensor | None
     steps_N: Tensor | None = None
     step_weight: float = 1.0
+    scale: float | None = None
 
     @property
     def rewards_B(self) -> Tensor:
@@ -119,7 +121,7 @@ def compute_advantages(
     trained_N = experience.trained_B[segment_ids(experience.cu)]
     chosen = advantages_N[trained_N]
     final_N = torch.zeros_like(advantages_N)
-    final_N[trained_N] = whiten(chosen) if algorithm.whiten else chosen
+    final_N[trained_N] = whiten(chosen, scale=experience.scale) if algorithm.whiten else chosen
     return final_N, returns_N
 
 
@@ -146,11 +148,13 @@ def _centred(experience: Experience, _: object) -> tuple[Tensor, None]:
 def _grpo(experience: Experience, settings: GroupPolicyConfig) -> tuple[Tensor, None]:
     if settings.advantage_std == "none":
         return _centred(experience, settings)
-    return at_every_token(group_normalised(experience.rewards_B, experience.groups_B), experience.cu), None
+    advantages_B = group_normalised(experience.rewards_B, experience.groups_B, scale=experience.scale)
+    return at_every_token(advantages_B, experience.cu), None
 
 
 def _passk(experience: Experience, _: object) -> tuple[Tensor, None]:
-    return at_every_token(best_over_second(experience.rewards_B, experience.groups_B), experience.cu), None
+    advantages_B = best_over_second(experience.rewards_B, experience.groups_B, scale=experience.scale)
+    return at_every_token(advantages_B, experience.cu), None
 
 
 def _gdpo(experience: Experience, _: object) -> tuple[Tensor, None]:

@@ -212,11 +212,13 @@ def _url_problem(url: str) -> str:
 class RewardConfig(ScoringConfig):
     """Reward"""
 
-    reward_clip_range: tuple[float, float] = (-10.0, 10.0)
-    """Scores are clipped to this before anything else is done with them."""
+    reward_clip_range: tuple[float, float] | None = None
+    """Clip scores to this range before shaping, such as -10 10 for a reward model with outliers; by default none."""
 
     @model_validator(mode="after")
     def _clip_range_is_not_empty(self) -> "RewardConfig":
+        if self.reward_clip_range is None:
+            return self
         low, high = self.reward_clip_range
         if not low < high:
             raise ValueError(f"reward_clip_range {low:g} {high:g} is empty: the first must be below the second")

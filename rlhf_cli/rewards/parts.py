@@ -24,6 +24,7 @@ UNREWARDED = (
 
 NO_REWARD = 'the agent program printed no reward: its last line has to be JSON like {"reward": 1.0}'
 
+_SUM_EPS = 1e-14  # rounding of a sum of float64, relative to the sizes of what is added
 _TRACE_LINES = 12  # of a user's traceback kept with a failed score
 
 
@@ -126,7 +127,7 @@ def join(parts: Mapping[str, Part], weights: Mapping[str, float]) -> Score:
         failed = next(part for part in parts.values() if part.value is None)
         return Score(None, "failed", failed.detail, values, failure=failed.failure)
     first = next((part for part in parts.values() if part.status != "scored"), next(iter(parts.values())))
-    total = sum(weights[name] * value for name, value in values.items())
+    total = _total([weights[name] * value for name, value in values.items()])
     if not math.isfinite(total):  # finite rewards may add up to more than a number holds
         return Score(None, "failed", f"the rewards add up to {total}", values, failure="bad_result")
     metrics = {name: value for part in parts.values() for name, value in part.metrics.items()}
@@ -138,9 +139,18 @@ def _filter(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float | 
     """Return the sum for dynamic filtering, None if no reward gives a filter value."""
     if all(part.filter is None for part in parts.values()):
         return None
-    return sum(
-        weights[name] * (part.filter if part.filter is not None else part.value or 0.0) for name, part in parts.items()
+    return _total(
+        [
+            weights[name] * (part.filter if part.filter is not None else part.value or 0.0)
+            for name, part in parts.items()
+        ]
     )
+
+
+def _total(summands: Sequence[float]) -> float:
+    """Return the sum, 0 where only rounding is left of it: 0.1 + 0.2 - 0.3 must not differ from 0 in a group."""
+    total = sum(summands)
+    return 0.0 if abs(total) < sum(_SUM_EPS * abs(value) for value in summands) else total
 
 
 def stop_if_too_many_failed(scores: Sequence[Score], limit: float, *, num_to_come: int = 0) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rlhf_cli.algorithms.advantages import drawn_to_teacher
+from rlhf_cli.algorithms.groups import scale_of
 from rlhf_cli.algorithms.kl import kl_estimate
 from rlhf_cli.algorithms.ragged import segment_ids, segment_lengths, segment_sum
 from rlhf_cli.algorithms.shaping import clip_scores, shaped_scores, token_rewards
@@ -112,13 +113,13 @@ def _moved_to_turns(responses: Responses, reward: OnlineRewardConfig) -> torch.T
     The rewards so far are clipped as the whole score is; else the last token would have to make up for what the score
     has lost.
     """
-    moved_N = torch.zeros(int(responses.cu[-1]))
+    moved_N = torch.zeros(int(responses.cu[-1]), dtype=torch.float64)
     weight = weights_of_all_parts(reward).get(ENVIRONMENT, 0.0)
     for end, generation in zip(responses.cu[1:].tolist(), responses.generations, strict=True):
         if weight and generation.episode is not None:
             lengths = np.array([stop - start for start, stop in generation.turns])
             ends = end - lengths.sum() + lengths.cumsum() - 1
-            so_far = weight * torch.tensor(generation.episode.turn_rewards).cumsum(0)
+            so_far = weight * torch.tensor(generation.episode.turn_rewards, dtype=torch.float64).cumsum(0)
             rewards = clip_scores(so_far, reward.reward_clip_range).diff(prepend=so_far.new_zeros(1))
             moved_N[torch.from_numpy(ends)] += rewards
             moved_N[int(ends[-1])] -= rewards.sum()
@@ -142,11 +143,12 @@ def _experience(
         else _of_groups(_rewards(greedy, settings), greedy.groups_B, responses.groups_B),
         steps_N=None if responses.step_rewards is None else _flat(responses.step_rewards),
         step_weight=settings.step_weight,
+        scale=scale_of(_rewards(responses, settings)),
     )
 
 
 def _rewards(responses: Responses, settings: OnlineSettings) -> torch.Tensor:
-    """Return the shaped scores, float32 [B]."""
+    """Return the shaped scores, float64 [B]."""
     return shaped_scores(
         responses.scores_B,
         segment_lengths(responses.cu),
@@ -218,4 +220,4 @@ def _flat(by_response: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def _split(values_N: torch.Tensor, cu: torch.Tensor) -> list[np.ndarray]:
-    return np.split(values_N.numpy(), cu[1:-1].numpy())
+    return np.split(values_N.float().numpy(), cu[1:-1].numpy())

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf_cli.algorithms.groups import is_alike
 from rlhf_cli.config.rollout import DynamicSamplingConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Generation
@@ -50,7 +51,7 @@ def usefulness(scores: Sequence[Score], config: DynamicSamplingConfig) -> Useful
     judged = [score.status for score in known if score.status in ("correct", "wrong", "invalid")]
     if judged and judged.count("correct") in (0, len(judged)):
         return "too_easy" if "correct" in judged else "too_hard"
-    return "alike" if min(values) == max(values) else "useful"
+    return "alike" if is_alike(min(values), max(values)) else "useful"
 
 
 def longest_needed(groups: Iterable[PromptGroup | None], missing: int, config: DynamicSamplingConfig) -> int | None:

@@ -28,6 +28,8 @@ from rlhf_cli.trainers.online.forward import fill_in_outputs
 from rlhf_cli.trainers.online.interfaces import Actor, RewardModel, Roles, RunTracker, Sampled, awake
 from rlhf_cli.trainers.online.lookahead import Lookahead, Taken
 from rlhf_cli.trainers.online.metrics import (
+    clip_metrics,
+    clipped_flat,
     failure_metrics,
     greedy_metrics,
     iteration_rows,
@@ -283,6 +285,7 @@ def _learn(
     The order of sleeping and waking keeps the memory peak of shared accelerators low.
     """
     iteration, responses = state.iteration + 1, batch.trainable
+    _report_clipping(settings, responses, tracker, iteration=iteration)
     plan = _plan(settings, responses, iteration=iteration)
     on_policy = plan.on_policy and not batch.rollout.num_carried and not settings.lag
     with timer("forward"):
@@ -330,7 +333,20 @@ def batch_metrics(batch: ScoredBatch, reward: OnlineRewardConfig) -> dict[str, f
     if batch.trainable.step_rewards is not None:
         metrics |= step_metrics(batch.trainable.step_rewards)
     metrics |= source_metrics(sampled.score_requests, sampled.scores) | failure_metrics(batch.scores)
-    return metrics | num_tokens
+    return metrics | clip_metrics(sampled.scores, reward.reward_clip_range) | num_tokens
+
+
+def _report_clipping(settings: OnlineSettings, responses: Responses, tracker: RunTracker, *, iteration: int) -> None:
+    """Report that --reward_clip_range leaves nothing to learn: it has made all scores that are compared equal."""
+    clip_range = settings.reward.reward_clip_range
+    groups = responses.groups if settings.algorithm.min_group > 1 else [0] * len(responses)
+    values = responses.scores_B.tolist()
+    if clip_range is not None and clipped_flat(values, groups, clip_range):
+        tracker.message(
+            f"Iteration {iteration}: --reward_clip_range {clip_range[0]:g} {clip_range[1]:g} makes all scores that are "
+            f"compared equal (they go from {min(values):g} to {max(values):g}), so their differences teach nothing: "
+            "widen it, or leave it out"
+        )
 
 
 def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int) -> UpdatePlan:

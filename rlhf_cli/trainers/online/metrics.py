@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rlhf_cli.algorithms.groups import is_alike
 from rlhf_cli.algorithms.importance_correction import mismatch
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.rewards.records import Score, ScoreRequest
@@ -67,8 +68,28 @@ def zero_std_metrics(scores: Sequence[Score], groups: Sequence[int]) -> dict[str
     for score, group in zip(scores, groups, strict=True):
         if score.value is not None:
             values.setdefault(group, []).append(score.value)
-    compared = [min(of_group) == max(of_group) for of_group in values.values() if len(of_group) > 1]
+    compared = [is_alike(min(of_group), max(of_group)) for of_group in values.values() if len(of_group) > 1]
     return {"frac_reward_zero_std": float(np.mean(compared))} if compared else {}
+
+
+def clip_metrics(scores: Sequence[Score], clip_range: tuple[float, float] | None) -> dict[str, float]:
+    """Return the share of scores that --reward_clip_range changes; {} without one."""
+    values = [score.value for score in scores if score.value is not None]
+    if clip_range is None or not values:
+        return {}
+    low, high = clip_range
+    return {"reward_clipped": float(np.mean([not low <= value <= high for value in values]))}
+
+
+def clipped_flat(values_B: Sequence[float], groups: Sequence[int], clip_range: tuple[float, float]) -> bool:
+    """Return whether some groups have different scores, and clipping makes the scores of every group equal."""
+    low, high = clip_range
+    by_group: dict[int, list[float]] = {}
+    for value, group in zip(values_B, groups, strict=True):
+        by_group.setdefault(group, []).append(value)
+    spreads = [(min(values), max(values)) for values in by_group.values()]
+    differing = [spread for spread in spreads if not is_alike(*spread)]
+    return bool(differing) and all(is_alike(*(min(max(v, low), high) for v in spread)) for spread in differing)
 
 
 def failure_metrics(scores: Sequence[Score]) -> dict[str, float]:

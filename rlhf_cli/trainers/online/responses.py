@@ -89,14 +89,14 @@ class Responses:
 
     @cached_property
     def scores_B(self) -> torch.Tensor:
-        """The scores, float32 [B]; no score may have failed."""
-        return torch.tensor([score.value for score in self.scores], dtype=torch.float32)
+        """The scores, float64 [B]; no score may have failed."""
+        return torch.tensor([score.value for score in self.scores], dtype=torch.float64)
 
     @cached_property
     def parts(self) -> dict[str, torch.Tensor]:
-        """The rewards, float32 [B], that make up each score, not weighted; no score may have failed."""
+        """The rewards, float64 [B], that make up each score, not weighted; no score may have failed."""
         names = self.scores[0].parts if self.scores else ()
-        return {name: torch.tensor([score.parts[name] for score in self.scores], dtype=torch.float32) for name in names}
+        return {name: torch.tensor([score.parts[name] for score in self.scores], dtype=torch.float64) for name in names}
 
     @cached_property
     def groups_B(self) -> torch.Tensor:

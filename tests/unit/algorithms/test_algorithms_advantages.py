@@ -157,10 +157,12 @@ def shaped(scores: list[float], lengths: list[int], truncated: list[bool], **set
 
 def test_the_raw_score_is_clipped_before_length_shapes_it() -> None:
     assert clip_scores(torch.tensor([-99.0, 3.0, 99.0]), (-10.0, 10.0)).tolist() == [-10.0, 3.0, 10.0]
-    scores, lengths, truncated = [99.0, 99.0], [10, 100], [False, True]
-    assert shaped(scores, lengths, truncated) == [10.0, 10.0]
-    assert shaped(scores, lengths, truncated, overlong_buffer_len=20, overlong_penalty_factor=3.0) == [10.0, 7.0]
-    assert shaped(scores, lengths, truncated, stop_properly_penalty_coef=0.25) == [10.0, 2.5]
+    scores, lengths, truncated, clip = [99.0, 99.0], [10, 100], [False, True], {"reward_clip_range": (-10.0, 10.0)}
+    assert shaped(scores, lengths, truncated) == [99.0, 99.0]  # nothing is clipped by default
+    assert shaped(scores, lengths, truncated, **clip) == [10.0, 10.0]
+    overlong = {"overlong_buffer_len": 20, "overlong_penalty_factor": 3.0}
+    assert shaped(scores, lengths, truncated, **clip, **overlong) == [10.0, 7.0]
+    assert shaped(scores, lengths, truncated, **clip, stop_properly_penalty_coef=0.25) == [10.0, 2.5]
 
 
 def test_two_penalties_of_length_are_refused() -> None:

@@ -9,16 +9,20 @@ import torch
 from rlhf_cli.algorithms.table import ALGORITHMS
 from rlhf_cli.config.model import MovingReferenceConfig
 from rlhf_cli.config.online import OnlineBatchConfig
-from rlhf_cli.config.policy import ActorCriticPolicyConfig, PolicyConfig
-from rlhf_cli.config.rollout import RolloutConfig
+from rlhf_cli.config.policy import ActorCriticPolicyConfig, GroupPolicyConfig, PolicyConfig, ReinforcePolicyConfig
+from rlhf_cli.config.rollout import DynamicSamplingConfig, RolloutConfig
 from rlhf_cli.config.scoring import OnlineRewardConfig
 from rlhf_cli.config.train import OptimConfig
 from rlhf_cli.data.prompts import Prompt
 from rlhf_cli.data.rollouts import Episode, Generation
 from rlhf_cli.models.vision.pictures import PlacedPicture, picture_of_pixels
+from rlhf_cli.rewards.parts import Part, join
 from rlhf_cli.rewards.records import Score, ScoreRequest
 from rlhf_cli.trainers.online.batch import learning_samples, split_last_values, weighted_parts, with_last_states
+from rlhf_cli.trainers.online.groups import usefulness
 from rlhf_cli.trainers.online.metrics import (
+    clip_metrics,
+    clipped_flat,
     failure_metrics,
     rollout_metrics,
     sample_rows,
@@ -114,7 +118,7 @@ def two_responses(*scores: float) -> Responses:
 def test_samples_of_ppo_by_hand():
     """gamma = lambda = 1: a return is the sum of rewards to come, an advantage is return less value.
 
-    KL (k1) is .3, .1 and -.2 nats at the tokens, weighted .5; scores 2 and 20, the latter clipped to 10.
+    KL (k1) is .3, .1 and -.2 nats at the tokens, weighted .5; scores 2 and 20, the latter clipped to 10 by the setting.
     Rewards: -.15, -.05 + 2, .1 + 10. Returns: 1.8, 1.95, 10.1. Values 1, 2, 3: advantages .8, -.05, 7.1 with mean
     2.6166667 and unbiased variance 15.2558333, whitened -.4651117, -.6827328, 1.1478446.
     """
@@ -122,7 +126,8 @@ def test_samples_of_ppo_by_hand():
     responses.old_logprobs = [floats(-1.0, -2.0), floats(-0.5)]
     responses.ref_logprobs = [floats(-1.3, -2.1), floats(-0.3)]
     responses.values = [floats(1.0, 2.0), floats(3.0)]
-    samples, metrics = learning_samples(responses, None, settings_of("ppo"), kl_coef=0.5)
+    reward = OnlineRewardConfig(reward_funcs=["exact"], reward_clip_range=(-10.0, 10.0))
+    samples, metrics = learning_samples(responses, None, settings_of("ppo", reward=reward), kl_coef=0.5)
     assert samples[0].columns.keys() == {
         "old_logprobs",
         "rollout_logprobs",
@@ -189,11 +194,86 @@ def test_rewards_compared_apart_are_clipped_and_weighted_each():
         [0, 0],
     )
     reward = OnlineRewardConfig(
-        reward_funcs=["exact"], reward_weights=[2.0], reward_pretrain="rm", reward_model_weight=0.5
+        reward_funcs=["exact"],
+        reward_weights=[2.0],
+        reward_pretrain="rm",
+        reward_model_weight=0.5,
+        reward_clip_range=(-10.0, 10.0),
     )
     parts = [(weight, part_B.tolist()) for weight, part_B in weighted_parts(responses, reward)]
     assert parts == [(2.0, [1.0, 0.0]), (0.5, [10.0, -10.0])]
     assert responses.only([False, True]).parts["exact"].tolist() == [0.0]
+
+
+SCALES = (1e-6, 1e-3, 50.0, 1e6)
+
+
+def advantages_at(scale: float, algorithm: str, policy: PolicyConfig, *, kl: float = 0.0) -> np.ndarray:
+    """Advantages of two groups of three responses of one token; the scores differ within both, KL is `kl` nats."""
+    values = [scale * value for value in (0.1, 0.7, 0.3, 1.0, 0.4, 0.2)]
+    prompts, generations = [prompt(n // 3) for n in range(6)], [generation(n) for n in range(6)]
+    groups, scores = [n // 3 for n in range(6)], [scored(value, exact=value) for value in values]
+    responses = responses_of(prompts, generations, scores, groups)
+    responses.values = [floats(0.0)] * 6
+    responses.old_logprobs, responses.ref_logprobs = [floats(-1.0)] * 6, [floats(-1.0 - n * kl) for n in range(6)]
+    greedy = responses_of(prompts[::3], generations[::3], [scored(0.25 * scale), scored(0.5 * scale)], [0, 1])
+    samples, _ = learning_samples(responses, greedy, settings_of(algorithm, policy), kl_coef=0.01)
+    return np.concatenate([sample.columns["advantages"] for sample in samples])
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("algorithm", "policy", "is_normalised"),
+    [
+        ("ppo", ActorCriticPolicyConfig(gamma=1.0, lambd=1.0), True),
+        ("reinforce++", ReinforcePolicyConfig(), True),
+        ("reinforce++_group", PolicyConfig(), True),
+        ("grpo", GroupPolicyConfig(), True),
+        ("grpo", GroupPolicyConfig(advantage_std="none"), False),
+        ("grpo_passk", GroupPolicyConfig(), True),
+        ("gdpo", GroupPolicyConfig(), True),
+        ("rloo", PolicyConfig(), False),
+        ("remax", PolicyConfig(), False),
+    ],
+)
+def test_advantages_do_not_depend_on_the_scale_of_rewards_or_are_proportional_to_it(
+    scale, algorithm, policy, is_normalised
+):
+    one, other = advantages_at(1.0, algorithm, policy), advantages_at(scale, algorithm, policy)
+    assert np.abs(one).max() > 0.1
+    np.testing.assert_allclose(other, one if is_normalised else scale * one, rtol=1e-5, atol=1e-6 * min(scale, 1.0))
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce++", "reinforce++_group", "grpo", "grpo_passk"])
+def test_rounding_of_the_divergence_is_no_advantage_where_all_scores_are_equal(algorithm):
+    policy = ReinforcePolicyConfig() if algorithm == "reinforce++" else GroupPolicyConfig(use_kl_loss=False)
+    assert not policy.has_kl_loss
+    assert np.abs(advantages_at(0.0, algorithm, policy, kl=1e-7)).max() < 0.01
+
+
+def test_groups_that_differ_by_rounding_are_alike_for_the_filter_the_metric_and_advantages():
+    """0.1 + 0.2 and 0.3 differ by 6e-17, 0.1 + 0.2 - 0.3 and 0 likewise."""
+    weights = {"a": 1.0, "b": 1.0, "c": 1.0}
+    sums = [(0.1, 0.2, 0.0), (0.3, 0.0, 0.0), (0.1, 0.2, -0.3), (0.0, 0.0, 0.0)]
+    scores = [join({n: Part(v, "scored", "") for n, v in zip("abc", parts, strict=True)}, weights) for parts in sums]
+    responses = responses_of(
+        [prompt(n // 2) for n in range(4)], [generation(n) for n in range(4)], scores, [0, 0, 1, 1]
+    )
+    for group in (scores[:2], scores[2:]):
+        assert usefulness(group, DynamicSamplingConfig(dynamic_filtering=True)) == "alike"
+    assert zero_std_metrics(scores, [0, 0, 1, 1]) == {"frac_reward_zero_std": 1.0}
+    for algorithm in ("grpo", "grpo_passk", "rloo", "reinforce++_group"):
+        samples, _ = learning_samples(responses, None, settings_of(algorithm, GroupPolicyConfig()), kl_coef=0.0)
+        assert all(not sample.columns["advantages"].any() for sample in samples)
+
+
+def test_clipped_scores_are_counted_and_clipping_that_leaves_no_difference_is_noticed():
+    scores, groups, clip_range = [scored(value) for value in (50.0, 99.0, 5.0)], [0, 0, 1], (-10.0, 10.0)
+    assert clip_metrics(scores, clip_range) == {"reward_clipped": pytest.approx(2 / 3)}
+    assert clip_metrics(scores, None) == clip_metrics([FAILED], clip_range) == {}
+    assert clipped_flat([50.0, 99.0, 5.0], groups, clip_range)
+    assert not clipped_flat([50.0, 99.0, 5.0], [0, 0, 0], clip_range)
+    assert not clipped_flat([50.0, 50.0, 5.0], groups, clip_range)  # equal before
 
 
 def test_without_a_reference_the_score_alone_is_rewarded_and_no_divergence_is_reported():

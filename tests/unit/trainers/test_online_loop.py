@@ -193,6 +193,20 @@ def test_failures_of_graders_and_of_the_reward_model_count_together():
         run(0.49)(total_iterations=1)
 
 
+def test_clipping_that_makes_all_scores_equal_is_reported():
+    def run(**settings: object) -> Run:
+        made = Run(reward=OnlineRewardConfig(reward_funcs=["exact"], **settings))  # type: ignore[arg-type]
+        made(total_iterations=1)
+        return made
+
+    clipped = run(reward_clip_range=(-2.0, 0.5))
+    assert clipped.tracker.logged[0][1]["reward_clipped"] == 1.0
+    expected = "Iteration 1: --reward_clip_range -2 0.5 makes all scores that are compared equal (they go from 1 to 4)"
+    assert clipped.tracker.messages[0].startswith(expected)
+    assert not run(reward_clip_range=(0.0, 3.0)).tracker.messages
+    assert "reward_clipped" not in run().tracker.logged[0][1]
+
+
 def test_an_iteration_whose_rewards_all_failed_ends_the_run_before_anything_is_trained():
     run = Run(fails=lambda index: True)
     with pytest.raises(RunError, match=r"iteration 1: every reward failed \(grader broke\)"):
