@@ -147,6 +147,7 @@ class Encoder:
         tokens = [part for part in parts if isinstance(part, Tokens)]
         if is_checked:
             self._check(draft, tokens)
+        tokens = [part.without_left_out() for part in tokens]
         if self.reader is None:
             return tokens
         try:

@@ -50,6 +50,7 @@ COUNTED = {
     "dropped_equal": "dropped as equal within max_len",
     "merged_starts": "with leading white space that carries no loss",
     "unthought_turns": "earlier turns without the thought they had, which the chat template drops",
+    "marked_rows": "with text that a mark leaves out of the loss",
     "inlined_thoughts": "turns whose reasoning_content became <think> text, as no chat template reads it",
 }
 """Fields of a report that count the fate of rows, in words."""
@@ -87,6 +88,7 @@ class DataReport:
     merged_starts: int = 0
     unthought_turns: int = 0
     inlined_thoughts: int = 0
+    marked_rows: int = 0
     largest_token: int = -1
     largest_token_at: str = ""
     control_rows: int = 0
@@ -104,6 +106,7 @@ class DataReport:
 
     def count_turns(self, *sides: Tokens) -> None:
         """Count the special turns of an item; its sides have all turns but one in common."""
+        self.marked_rows += any(bool(side.left_out) for side in sides)
         self.merged_starts += any(side.merged for side in sides)
         self.unthought_turns += max(side.num_unthought for side in sides)
         self.inlined_thoughts += max(side.num_inlined for side in sides)
@@ -252,12 +255,21 @@ class Preparation(Generic[T]):
             for part in tokens:
                 note_largest(report, part.ids, draft.row)
             note_controls(report, draft.controls, draft.row)
+            for key in _unread_keys(draft):
+                what = f"with the key {key!r} in messages, which may be a mark and is not known"
+                report.details[what] = report.details.get(what, 0) + 1
             return self.make(Encoded(draft.row, draft.read, tokens), report)
         except RowFault as fault:
             if not self.drops_invalid:
                 raise RowFault(f"{fault}; --invalid_rows drop leaves such rows out") from fault
             report.note("dropped_invalid", str(fault))
             return []
+
+
+def _unread_keys(draft: Draft) -> list[str]:
+    """Return the keys of a row's messages that may be marks and are not known, each once."""
+    conversations = (example for example in draft.examples if isinstance(example, Conversation))
+    return sorted({key for talk in conversations for message in talk.messages for key in message.unread})
 
 
 def fitting(row: Row, tokens: list[Tokens], config: OfflineDataConfig, report: DataReport) -> list[Tokens] | None:

@@ -15,6 +15,7 @@ from rlhf_cli.data.cache import kept_path
 from rlhf_cli.data.data_sets import not_empty, rows_of, with_tried_template
 from rlhf_cli.data.encoding import Encoded, Encoder
 from rlhf_cli.data.formats.conversations import Conversation, Document
+from rlhf_cli.data.formats.marks import fault_of_marks
 from rlhf_cli.data.formats.table import choose_format
 from rlhf_cli.data.packing.packs import TokenSequence
 from rlhf_cli.data.pictures.reading import PictureReader, check_image_key
@@ -100,7 +101,10 @@ def load_sft_sequences(
         encoder = with_tried_template(encoder, config, report)
 
     def read(row: Row) -> tuple[None, list[Conversation | Document]]:
-        return None, [formats[row.source.name].read(row)]
+        example = formats[row.source.name].read(row)
+        if config.pretrain_mode and isinstance(example, Conversation) and fault_of_marks(example.messages):
+            raise row.error("a mark leaves text out of the loss, and --pretrain_mode trains all of it: drop one")
+        return None, [example]
 
     def make(encoded: Encoded[None], report: DataReport) -> list[dict[str, object]]:
         return _sequence(encoded, config, report)

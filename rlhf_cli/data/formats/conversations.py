@@ -20,6 +20,9 @@ MARK = "\ufffc"
 """Unicode's object replacement character: stands for a picture in the content of a message."""
 
 
+Span = tuple[int, int]
+"""Two places in a text: its first character, and the one behind its last."""
+
 Tool = dict[str, Any]
 """A function that may be called, as {"type": "function", "function": {...}}."""
 
@@ -38,9 +41,11 @@ class Message:
     """One turn of a conversation. An assistant's turn may be tool calls with or without text; a tool's turn may name
     its call.
 
-    `reasoning` is the assistant's thought, if the row has it apart from the content. `weight` is the row's value for
-    the share of the turn in the loss, None without a value; it makes no other message. `pictures` are the pictures of
-    the message as the row has them, one for each `MARK` in the content (`pictures/marks`).
+    `reasoning` is the assistant's thought, if the row has it apart from the content. `pictures` are the pictures of the
+    message as the row has them, one for each `MARK` in the content (`pictures/marks`).
+
+    Marks of the row (`formats/marks`) make no other message: a turn that is not trained carries no loss, `left_out` are
+    the characters of the content that carry none, and `unread` are keys that may be marks and are not known.
     """
 
     role: Role
@@ -49,8 +54,10 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str = ""
-    weight: object = field(default=None, compare=False)
     pictures: tuple[object, ...] = ()
+    is_trained: bool = field(default=True, compare=False)
+    left_out: tuple[Span, ...] = field(default=(), compare=False)
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def pieces(self) -> tuple[str, ...]:
@@ -61,7 +68,9 @@ class Message:
         """Return the message with its reasoning before the content, in the tags of reasoning models."""
         if not self.reasoning:
             return self
-        return replace(self, content=f"<think>\n{self.reasoning.strip()}\n</think>\n\n{self.content}", reasoning="")
+        thought = f"<think>\n{self.reasoning.strip()}\n</think>\n\n"
+        left_out = tuple((start + len(thought), stop + len(thought)) for start, stop in self.left_out)
+        return replace(self, content=thought + self.content, reasoning="", left_out=left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +163,9 @@ def fault_of_example(messages: tuple[Message, ...]) -> str | None:
     return f"the conversation ends with {last}, expected an assistant turn at its end" if last != "assistant" else None
 
 
-def fault_of_weights(trained: tuple[Message, ...]) -> str | None:
-    """Return the fault if a turn asks for a weight that training does not give, None if no turn does.
-
-    OpenAI's fine-tuning leaves turns of weight 0 out of the loss; here every trained turn of the assistant counts
-    alike.
-    """
-    for message in trained:
-        if message.role == "assistant" and message.weight not in (None, 1):
-            return f"a turn has weight {message.weight!r}, but every turn that is trained has weight 1"
-    return None
+def unmarked(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return the messages without their marks, for prompts: nothing of them is trained in any case."""
+    return tuple(replace(message, is_trained=True, left_out=()) for message in messages)
 
 
 def num_common(first: tuple[Message, ...], second: tuple[Message, ...]) -> int:
@@ -182,7 +184,7 @@ def fault_of_prompt(messages: tuple[Message, ...]) -> str | None:
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """Return a message as JSON, without its pictures and weight."""
+    """Return a message as JSON, without its pictures and marks."""
     calls = [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in message.tool_calls]
     kept = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning": message.reasoning}
     return {"role": message.role, "content": message.content, "tool_calls": calls, **kept}

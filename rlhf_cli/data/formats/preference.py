@@ -14,9 +14,10 @@ from rlhf_cli.data.formats.conversations import (
     Preference,
     fault_of_example,
     fault_of_prompt,
-    fault_of_weights,
     num_common,
+    unmarked,
 )
+from rlhf_cli.data.formats.marks import fault_of_marks, fault_of_row_marks, marked_by_row
 from rlhf_cli.data.formats.tools import tools_of
 from rlhf_cli.data.formats.transcripts import is_transcript, prompt_of_transcript, turns_of_transcript
 from rlhf_cli.data.reading.columns import (
@@ -124,6 +125,7 @@ def _pairs(present: Present, wanted: PairColumns, data_format: str) -> PairForma
     def read(row: Row) -> Preference:
         for column in (chosen, rejected) if apart is not None else ():
             refuse(row, _fault_of_side(row, column, data_format))
+        refuse(row, fault_of_row_marks(row, (chosen, rejected, prompt or chosen)))
         sides = [_conversation(row, column, read_prompt) for column in (chosen, rejected)]
         return _preference(row, sides[0], sides[1], (chosen, rejected))
 
@@ -156,8 +158,10 @@ def _unpaired(present: Present, wanted: PairColumns) -> LabelledFormat:
 
     def read(row: Row) -> list[Labelled]:
         turns = _conversation(row, response, read_prompt)
-        refuse(row, fault_of_example(turns) or fault_of_weights(turns[-1:]))
-        return [Labelled(turns[:-1], turns[-1:], _truth(row, label), tools_of(row))]
+        refuse(row, fault_of_example(turns))
+        turns = marked_by_row(row, turns, (response, label))
+        refuse(row, fault_of_marks(turns[-1:]))
+        return [Labelled(unmarked(turns[:-1]), turns[-1:], _truth(row, label), tools_of(row))]
 
     columns = response if prompt is None else f"{prompt} -> {response}"
     return LabelledFormat("unpaired", f"{columns}, label {label}", read)
@@ -247,9 +251,9 @@ def _preference(row: Row, chosen: Turns, rejected: Turns, columns: tuple[str, st
     if all(message.role == "system" for message in chosen[:common]):
         raise row.error(f"{columns[0]} and {columns[1]} have no prompt in common: they begin with different questions")
     for turns, column in zip((chosen, rejected), columns, strict=True):
-        fault = fault_of_weights(turns[common:])
+        fault = fault_of_marks(turns[common:])
         refuse(row, f"{column}: {fault}" if fault else None)
-    return Preference(chosen[:common], chosen[common:], rejected[common:], _margin(row), tools_of(row))
+    return Preference(unmarked(chosen[:common]), chosen[common:], rejected[common:], _margin(row), tools_of(row))
 
 
 def _margin(row: Row) -> float | None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_cli.data.formats.conversations import Message, Solution, fault_of_prompt
+from rlhf_cli.data.formats.conversations import Message, Solution, fault_of_prompt, unmarked
+from rlhf_cli.data.formats.marks import fault_of_row_marks
 from rlhf_cli.data.reading.columns import (
     PROMPT_COLUMNS,
     Present,
@@ -318,6 +319,7 @@ def _number(label: object) -> float | None:
 
 
 def _solution(row: Row, prompt: tuple[Message, ...], steps: Sequence[str], labels: Sequence[float | None]) -> Solution:
+    refuse(row, fault_of_row_marks(row))
     if len(steps) != len(labels):
         raise row.error(f"{len(steps)} steps have {len(labels)} labels")
     if not steps:
@@ -331,7 +333,7 @@ def _solution(row: Row, prompt: tuple[Message, ...], steps: Sequence[str], label
     texts = list(steps)
     texts[0] = texts[0].lstrip()
     texts[-1] = texts[-1].rstrip()
-    return Solution(prompt, tuple(texts), tuple(labels))
+    return Solution(unmarked(prompt), tuple(texts), tuple(labels))
 
 
 STEP_READERS: dict[str, Callable[[Present, StepColumns], StepFormat]] = {

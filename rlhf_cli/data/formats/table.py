@@ -14,8 +14,9 @@ from rlhf_cli.data.formats.conversations import (
     Document,
     fault_of_example,
     fault_of_prompt,
-    fault_of_weights,
+    unmarked,
 )
+from rlhf_cli.data.formats.marks import fault_of_row_marks, marked_by_row
 from rlhf_cli.data.formats.tools import tools_of
 from rlhf_cli.data.formats.transcripts import is_transcript, prompt_of_transcript, without_answer
 from rlhf_cli.data.reading.columns import (
@@ -102,8 +103,8 @@ def choose_prompt_format(
         refuse(row, _fault_of_prompt_cell(row, prompt, data_format))
         text = row.get(prompt)
         messages = with_system(without_answer(text), row) if is_transcript(text) else read(row)
-        refuse(row, fault_of_prompt(messages))
-        return Conversation(messages, tools_of(row))
+        refuse(row, fault_of_prompt(messages) or fault_of_row_marks(row, (prompt, *labels)))
+        return Conversation(unmarked(messages), tools_of(row))
 
     def read_label(row: Row) -> str | None:
         return _label_text(row, labels, required=named is not None, verifiers=verifiers)
@@ -169,8 +170,8 @@ def _prompt_response(present: Present, wanted: Columns) -> Format:
     def read(row: Row) -> Example:
         refuse(row, _fault_of_undesirable(row))
         messages = read_prompt(row) + response_turn(row, response)
-        refuse(row, fault_of_example(messages) or fault_of_weights(messages))
-        return Conversation(messages, tools_of(row))
+        refuse(row, fault_of_example(messages))
+        return Conversation(marked_by_row(row, messages, (prompt, response)), tools_of(row))
 
     return Format("prompt_response", f"{prompt} -> {response}", read)
 
@@ -197,10 +198,9 @@ def _messages_in(name: str) -> Callable[[Present, Columns], Format]:
         def read(row: Row) -> Example:
             refuse(row, _fault_of_undesirable(row))
             turns = messages_of(row, column, MESSAGE_KEYS[name])
-            refuse(row, fault_of_weights(turns))
             messages = with_system(turns, row)
             refuse(row, fault_of_example(messages))
-            return Conversation(messages, tools_of(row))
+            return Conversation(marked_by_row(row, messages, (column,)), tools_of(row))
 
         return Format(name, column, read)
 
@@ -210,7 +210,12 @@ def _messages_in(name: str) -> Callable[[Present, Columns], Format]:
 def _text(present: Present, wanted: Columns) -> Format:
     column = present.named(wanted.input_key, "input_key") or present.named("text", "input_key")
     assert column is not None
-    return Format("text", column, lambda row: Document(text_of(row, column)))
+
+    def read(row: Row) -> Example:
+        refuse(row, fault_of_row_marks(row, (column,)))
+        return Document(text_of(row, column))
+
+    return Format("text", column, read)
 
 
 FORMATS: dict[str, Callable[[Present, Columns], Format]] = {

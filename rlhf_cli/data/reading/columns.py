@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from rlhf_cli.data.formats.conversations import Message, Role
+from rlhf_cli.data.formats.marks import marks_of_message, unread_marks
 from rlhf_cli.data.formats.tools import tool_calls_of
 from rlhf_cli.data.pictures.marks import IMAGE_COLUMNS, content_of_parts
 from rlhf_cli.data.reading.sources import COLUMN_ROWS, Row, Source
@@ -47,6 +48,9 @@ MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 """Keys of role and text in the formats that hold a list of messages."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant's thought, in messages of reasoning models' servers and of gpt-oss, and for chat templates."""
+
+OTHER_KEYS = ("tool_calls", "tool_call_id", "name", *REASONING_KEYS)
+"""Keys of a message that are read besides its role, its text and its marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +195,19 @@ def _message(row: Row, number: int, entry: object, keys: tuple[str, str]) -> Mes
         raise row.error(f"message {number} from {role} has null content")
     named = {key: str(entry[key]) for key in ("tool_call_id", "name") if role == "tool" and entry.get(key)}
     reasoning = _reasoning(row, number, role, entry)
-    weight = 0 if entry.get("train") is False else entry.get("weight")  # Axolotl's spelling, and OpenAI's
-    return Message(role, content or "", calls, reasoning=reasoning, weight=weight, pictures=pictures, **named)
+    is_trained, left_out = marks_of_message(row, number, role, entry, text_key=text_key, length=len(content or ""))
+    unread = unread_marks(row, number, entry, (*keys, *OTHER_KEYS)) if role == "assistant" else ()
+    return Message(
+        role,
+        content or "",
+        calls,
+        reasoning=reasoning,
+        pictures=pictures,
+        is_trained=is_trained,
+        left_out=left_out,
+        unread=unread,
+        **named,
+    )
 
 
 def _reasoning(row: Row, number: int, role: Role, entry: dict[str, object]) -> str:

@@ -34,7 +34,8 @@ class Rendered:
 
     `prompt` is the start of a rollout of the first turn if the text continues exactly this prompt, else None.
     `num_unthought` counts the turns whose thought the template drops, as it does for turns before the last.
-    `num_inlined` counts the turns whose `reasoning` became part of the content.
+    `num_inlined` counts the turns whose `reasoning` became part of the content. `left_out` bound the characters in the
+    spans that carry no loss after all, by marks of the row.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Rendered:
     prompt: str | None
     num_unthought: int = 0
     num_inlined: int = 0
+    left_out: tuple[Span, ...] = ()
 
 
 class ChatTemplate:

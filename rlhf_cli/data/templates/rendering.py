@@ -11,7 +11,7 @@ from functools import cached_property
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_cli.config.data import RESERVED, RenderingConfig
-from rlhf_cli.data.formats.conversations import Conversation, Document, Message
+from rlhf_cli.data.formats.conversations import Conversation, Document, Message, Span
 from rlhf_cli.data.templates.chat_template import ChatTemplate, Rendered
 from rlhf_cli.data.templates.text import TemplateFault
 
@@ -71,10 +71,14 @@ class Renderer:
             return Pieces((_whole(example.text),), plain=True)
         if self._config.apply_chat_template:
             conversation = example.with_system_prompt(self._config.system_prompt)
-            return Pieces((self._template_for(row_kwargs or {}).example(conversation),), plain=False)
+            rendered = self._template_for(row_kwargs or {}).example(conversation)
+            return Pieces((_with_marks(rendered, conversation.messages),), plain=False)
         *before, response = example.messages
         _refuse_tools(example)
-        answer = replace(_whole(response.with_reasoning_in_text().content), num_inlined=int(bool(response.reasoning)))
+        whole = response.with_reasoning_in_text()
+        answer = replace(_whole(whole.content), num_inlined=int(bool(response.reasoning)), left_out=whole.left_out)
+        if not response.is_trained:  # without a span the end of sequence carries no loss either
+            answer = replace(answer, spans=(), left_out=((0, len(answer.text)),))
         return Pieces((Rendered(self._around(tuple(before)), (), None), answer), plain=True)
 
     def prompt(self, conversation: Conversation, row_kwargs: Mapping[str, object] | None = None) -> str:
@@ -98,6 +102,30 @@ class Renderer:
 def in_input_template(text: str, input_template: str | None) -> str:
     """Return a prompt in the input template, in which a typed \\n means a line break; without one, the text itself."""
     return (input_template or "{}").replace("\\n", "\n").replace("{}", text)
+
+
+def _with_marks(rendered: Rendered, messages: tuple[Message, ...]) -> Rendered:
+    """Return the text with the characters that marks of the row leave out: whole turns, or parts of their content."""
+    answers = [message for message in messages if message.role == "assistant"]
+    left_out: list[Span] = []
+    for (start, stop), answer in zip(rendered.spans, answers, strict=True):
+        if not answer.is_trained:
+            left_out.append((start, stop))
+        elif answer.left_out:
+            place = _place_of(answer.content, rendered.text, start, stop)
+            left_out += [(max(place + begin, start), min(place + end, stop)) for begin, end in answer.left_out]
+    return replace(rendered, left_out=tuple(left_out)) if left_out else rendered
+
+
+def _place_of(content: str, text: str, start: int, stop: int) -> int:
+    """Return where the first character of the content stands, or would stand: templates drop space around it."""
+    kept = content.strip()
+    if text.count(kept, start, stop) != 1:
+        raise TemplateFault(
+            f"a mark leaves out characters of the assistant's {content[:40]!r}, but the chat template does not write "
+            "this text once and as it is"
+        )
+    return text.find(kept, start, stop) - (len(content) - len(content.lstrip()))
 
 
 def _whole(text: str) -> Rendered:

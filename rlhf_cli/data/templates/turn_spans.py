@@ -9,9 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rlhf_cli.data.formats.conversations import Message, ToolCall
-
-Span = tuple[int, int]
+from rlhf_cli.data.formats.conversations import Message, Span, ToolCall
 
 SPACE = re.compile(r"\s*")
 EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")

@@ -12,6 +12,7 @@ from typing import Protocol
 from tokenizers import Encoding
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from rlhf_cli.data.formats.marks import runs_of
 from rlhf_cli.data.pictures.sources import StandingPicture
 from rlhf_cli.data.reading.sources import Row
 from rlhf_cli.data.templates.chat_template import Rendered
@@ -59,7 +60,8 @@ class Tokens:
 
     `merged` is true if white space at the start of an assistant's text is in one token with the end of the template's
     text before it: that token carries no loss. `num_unthought` counts turns without the thought they had, `num_inlined`
-    turns whose reasoning was put into the content. `pictures` are in order; no token of their runs carries loss.
+    turns whose reasoning was put into the content. `pictures` are in order; no token of their runs carries loss. Marks
+    of the row leave the tokens of `left_out` out of the loss; spans are without them after `without_left_out`.
     """
 
     ids: list[int]
@@ -68,6 +70,7 @@ class Tokens:
     num_unthought: int = 0
     num_inlined: int = 0
     pictures: tuple[StandingPicture, ...] = ()
+    left_out: tuple[Span, ...] = ()
 
     @property
     def num_trained(self) -> int:
@@ -83,6 +86,17 @@ class Tokens:
         pictures = tuple(picture for picture in self.pictures if picture.stop <= stop)
         spans = [(start, min(end, stop)) for start, end in self.spans if start < stop]
         return replace(self, ids=self.ids[:stop], spans=spans, pictures=pictures)
+
+    def without_left_out(self) -> "Tokens":
+        """Return the same ids without loss on the tokens that marks of the row leave out."""
+        if not self.left_out:
+            return self
+        out = {place for start, stop in self.left_out for place in range(start, stop)}
+        spans = []
+        for start, stop in self.spans:
+            runs = runs_of([place not in out for place in range(start, stop)])
+            spans += [(start + begin, start + end) for begin, end in runs]
+        return replace(self, spans=spans)
 
     def all_trained(self) -> "Tokens":
         """Return the same ids, all but the first and pictures with loss, if any had loss."""
@@ -173,19 +187,43 @@ class Tokeniser:
         ids: list[int] = []
         spans: list[Span] = []
         merged = False
+        left_out: list[Span] = []
         for piece, encoding in zip(pieces.texts, encodings, strict=False):
             try:
                 part = self._tokens(encoding, piece)
             except TemplateFault as fault:
                 return fault
             spans += [(start + len(ids), stop + len(ids)) for start, stop in part.spans]
+            left_out += [(start + len(ids), stop + len(ids)) for start, stop in self._left_out(piece, part)]
             ids += part.ids
             merged |= part.merged
         if pieces.plain:
+            shift = len(self._started(ids)) - len(ids)
+            left_out = [(start + shift, stop + shift) for start, stop in left_out]
             ids, spans = self._closed(ids, spans)
         spans = [(max(start, 1), stop) for start, stop in spans if stop > 1]
         num_unthought = sum(piece.num_unthought for piece in pieces.texts)
-        return Tokens(ids, spans, merged, num_unthought, sum(piece.num_inlined for piece in pieces.texts))
+        num_inlined = sum(piece.num_inlined for piece in pieces.texts)
+        return Tokens(ids, spans, merged, num_unthought, num_inlined, left_out=tuple(left_out))
+
+    def _left_out(self, piece: Rendered, part: Tokens) -> list[Span]:
+        """Return the tokens that marks leave out: those of whole turns, and those with any character of a part.
+
+        White space that a token shares with a trained word is no reason, because many tokens begin with the space
+        before their word.
+        """
+        turns = dict(zip(piece.spans, part.spans, strict=True))
+        found = [turns[span] for span in piece.left_out if span in turns]
+        within = [span for span in piece.left_out if span not in turns]
+        if within:
+            (encoding,) = self._encodings([piece.text], with_offsets=True)
+            out = {place for start, stop in within for place in range(start, stop)}
+            for place, bounds in enumerate(encoding.offsets):
+                hidden = [character in out for character in range(*bounds)]
+                words = [character in out for character in range(*bounds) if not piece.text[character].isspace()]
+                if any(words) or (hidden and all(hidden)):
+                    found.append((place, place + 1))
+        return found
 
     def _tokens(self, encoding: Encoding, piece: Rendered) -> Tokens:
         """Return the tokens of an example. Raise TemplateFault if a span does not start with a token of its own."""

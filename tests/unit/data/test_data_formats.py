@@ -303,7 +303,10 @@ BAD_ROWS = {
         said(("assistant", "A"), ("user", "Q")),
         "message 1 is from assistant at the start, expected system or user",
     ),
-    "weight 0": ({"messages": [OPENAI[0], OPENAI[1] | {"weight": 0}]}, "a turn has weight 0, but every turn"),
+    "weight 0.5": (
+        {"messages": [OPENAI[0], OPENAI[1] | {"weight": 0.5}]},
+        "message 2 has weight 0.5, but loss is not scaled: a mark is 1 or 0",
+    ),
     "late system": (said(("user", "Q"), ("system", "S")), "message 2 is from system after user"),
     "unknown role": (said(("user", "Q"), ("narrator", "A")), "unknown role 'narrator'; known: system"),
     "no role": ({"messages": [{"content": "Q"}]}, "message 1 has content, expected 'role' and 'content'"),
@@ -326,7 +329,7 @@ def test_bad_row_is_named_by_file_and_line(name, tmp_path):
         ({"prompt": "Q", "answer": ""}, "the response is empty"),
         (
             {"prompt": "Q", "answer": [OPENAI[1] | {"weight": 0.5}]},
-            "a turn has weight 0.5, but every turn that is tr",
+            "message 1 has weight 0.5, but loss is not scaled",
         ),
         ({"prompt": "Q", "answer": None}, "column 'answer' is not text but null"),
         ({"prompt": None, "answer": "A"}, "column 'prompt' is not text but null"),

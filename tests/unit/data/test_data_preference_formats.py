@@ -217,11 +217,11 @@ UNWEIGHED = [openai("Q", "A")[0], openai("Q", "A")[1] | {"weight": 0}]
 BAD_PAIRS = {
     "weight 0": (
         {"chosen": UNWEIGHED, "rejected": openai("Q", "B")},
-        "chosen: a turn has weight 0, but every turn that is trained has weight 1",
+        "chosen: a turn of the assistant is marked: this mark leaves text out",
     ),
     "weight 0 beside a prompt": (
         GOOD | {"rejected": UNWEIGHED[1] | {"content": "B"}},
-        "rejected: a turn has weight 0, but every turn that is trained",
+        "rejected: a turn of the assistant is marked: this mark leaves text out",
     ),
     "identical sides": (GOOD | {"rejected": "A"}, "chosen and rejected are the same"),
     "identical conversations": (
@@ -353,7 +353,10 @@ BAD_LABELLED = {
     "word as label": (ROW | {"label": "good"}, "column 'label' is neither true nor false .* but a str: 'good'"),
     "list as label": (ROW | {"label": [True]}, "column 'label' is neither true nor false .* but a list"),
     "empty response": (ROW | {"completion": ""}, "the response is empty"),
-    "weight 0": (ROW | {"completion": UNWEIGHED[1:]}, "a turn has weight 0, but every turn that is trained"),
+    "weight 0": (
+        ROW | {"completion": UNWEIGHED[1:]},
+        "a turn of the assistant is marked: this mark leaves text out",
+    ),
 }
 
 

@@ -1,0 +1,240 @@
+"""Marks of other tools that take a turn, a part of its text, or a row out of the loss: one table for all commands.
+
+A mark is honoured or refused, never ignored: a row that says "do not learn this" would be learned otherwise.
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from rlhf_cli.data.formats.conversations import Message, Role, Span
+from rlhf_cli.data.reading.sources import Row
+
+MARKS = {
+    "weight": True,
+    "loss_weight": True,
+    "sample_weight": True,
+    "train": True,
+    "training": True,
+    "trainable": True,
+    "loss": True,
+    "loss_mask": True,
+    "loss_scale": True,
+    "masked": False,
+    "mask": False,
+}
+"""Known marks, and whether 1 (or true) trains; the others leave out. OpenAI has `weight`, Axolotl `train` and
+`training`, ms-swift `loss` and `loss_scale`, verl and LLaMA-Factory `loss_mask`, torchtune `masked`."""
+DETAIL = "train_detail"
+"""Axolotl's list of characters with and without loss; both offsets are of characters that belong to it."""
+MASK_HISTORY = "mask_history"
+"""LLaMA-Factory's word for training on the last turn only."""
+EITHER_WAY = "mask"
+"""Some tools train where it is 1, others where it is 0; true and false have one meaning."""
+SUSPICIOUS = re.compile(r"train|loss|mask|weight|learn|supervis|ignore|exclude|skip")
+"""Parts of unknown keys that are too close to a mark to go on."""
+
+
+def is_trained(row: Row, where: str, entry: Mapping[str, Any]) -> bool | None:
+    """Return whether the marks of a message or a row ask for loss: None without a mark, False if one leaves it out.
+
+    Raises:
+        RowFault: a mark has a value that training cannot give.
+    """
+    found = [_is_trained(row, where, key, entry[key]) for key in MARKS if entry.get(key) is not None]
+    return all(found) if found else None
+
+
+def _is_trained(row: Row, where: str, key: str, value: object) -> bool:
+    number = _number(value)
+    if key == EITHER_WAY and not isinstance(value, bool):
+        raise row.error(
+            f"{where} has {key} {value!r:.40}, which leaves out in some tools and trains in others: rename it to "
+            "loss_mask (1 trains) or masked (1 leaves out)"
+        )
+    if number not in (0, 1):
+        raise row.error(
+            f"{where} has {key} {value!r:.40}, but loss is not scaled: a mark is 1 or 0, true or false; drop "
+            f"{key}, or rename it if it is no mark"
+        )
+    return bool(number) == MARKS[key]
+
+
+def _number(value: object) -> float | None:
+    """Return a mark as a number: also of a CSV file's text; None for anything else."""
+    if isinstance(value, str):
+        value = {"true": 1, "false": 0}.get(value.strip().lower(), value)
+    try:
+        number = float(value) if isinstance(value, bool | int | float | str) else math.nan
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def marks_of_message(
+    row: Row, number: int, role: Role, entry: Mapping[str, Any], *, text_key: str, length: int
+) -> tuple[bool, tuple[Span, ...]]:
+    """Return whether message `number` may carry loss, and the characters of its content, `length` long, that do not.
+
+    The content stands under `text_key`, as text or as parts, which may have marks of their own.
+
+    Raises:
+        RowFault: a mark asks for loss on a message that is not the assistant's, or cannot be honoured.
+    """
+    where = f"message {number}"
+    found = is_trained(row, where, entry)
+    detail = entry.get(DETAIL)
+    if role != "assistant":
+        if found or _asks_for_loss(detail):
+            key = DETAIL if not found else next(key for key in MARKS if entry.get(key) is not None)
+            raise row.error(
+                f"{where} from {role} has {key} {entry[key]!r:.40}, but only the assistant's turns are trained"
+            )
+        return True, ()
+    is_out = _by_detail(row, where, detail, length) if detail else [False] * length
+    parts = entry.get(text_key)
+    if isinstance(parts, list):
+        is_out = [old or new for old, new in zip(is_out, _by_part(row, where, parts), strict=True)]
+    if all(is_out) and is_out:
+        return False, ()
+    return found is not False, runs_of(is_out)
+
+
+def _by_part(row: Row, where: str, parts: list[Any]) -> list[bool]:
+    """Return for each character of a content in parts of text whether its part is left out."""
+    return [out for part in parts for out in [is_trained(row, where, part) is False] * len(part["text"])]
+
+
+def _asks_for_loss(detail: object) -> bool:
+    return isinstance(detail, list) and any(isinstance(part, dict) and part.get("train") for part in detail)
+
+
+def _by_detail(row: Row, where: str, detail: object, length: int) -> list[bool]:
+    """Return for each character whether Axolotl's list leaves it out; characters that it does not name are trained."""
+    is_out = [False] * length
+    for part in detail if isinstance(detail, list) else [detail]:
+        begin, end, kept = (
+            part.get(key) if isinstance(part, dict) else None for key in ("begin_offset", "end_offset", "train")
+        )
+        if not (isinstance(begin, int) and isinstance(end, int) and isinstance(kept, bool)):
+            raise row.error(
+                f"{where} has {DETAIL} {part!r:.80}, expected "
+                '{"begin_offset": ..., "end_offset": ..., "train": true or false}'
+            )
+        if not 0 <= begin <= end < length:
+            raise row.error(
+                f"{where} has {DETAIL} from character {begin} to {end}, but its text has the characters 0 to "
+                f"{length - 1}"
+            )
+        is_out[begin : end + 1] = [not kept] * (end + 1 - begin)
+    return is_out
+
+
+def runs_of(truths: Sequence[bool]) -> tuple[Span, ...]:
+    """Return the runs of true places."""
+    bounded = [False, *truths, False]
+    edges = [place for place, (before, after) in enumerate(pairwise(bounded)) if before != after]
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def unread_marks(row: Row, number: int, entry: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
+    """Return the unknown keys of a message that may be marks, by their values: true, false, 1 or 0.
+
+    Raises:
+        RowFault: the name of one is that of a mark, too.
+    """
+    unknown = {key: value for key, value in entry.items() if key not in MARKS and key not in known and key != DETAIL}
+    for key, value in unknown.items():
+        if SUSPICIOUS.search(key.lower()) and _is_like_a_mark(value):
+            raise row.error(
+                f"message {number} has {key!r} {value!r:.40}, which looks like a mark that leaves text out of the loss "
+                f"and is not known: use {', '.join(MARKS)} or {DETAIL}, or rename or drop the key"
+            )
+    return tuple(key for key, value in unknown.items() if isinstance(value, bool | int | float) and value in (0, 1))
+
+
+def _is_like_a_mark(value: object) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(_is_like_a_mark(entry) for entry in value)
+    return isinstance(value, bool | int | float) and 0 <= value <= 1
+
+
+def marked_by_row(row: Row, messages: tuple[Message, ...], used: Collection[str] = ()) -> tuple[Message, ...]:
+    """Return the messages with the marks of the row's columns: one for the row, or a list with one for each turn.
+
+    A list has an entry for each message, with or without the system message, or for each turn of the assistant.
+    Columns that are `used` are no marks.
+    """
+    kept = [True] * len(messages)
+    answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
+    for key, value in _marks_of_row(row, used).items():
+        if isinstance(value, list):
+            shown = _by_message(row, key, value, messages)
+            kept = [old and new for old, new in zip(kept, shown, strict=True)]
+        elif not _is_trained(row, "the row", key, value):
+            kept = [False] * len(messages)
+    history = _number(row.get(MASK_HISTORY)) if MASK_HISTORY not in used else None
+    if history:
+        kept = [is_kept and place == answers[-1] for place, is_kept in enumerate(kept)]
+    return tuple(
+        message if kept[place] or message.role != "assistant" else replace(message, is_trained=False)
+        for place, message in enumerate(messages)
+    )
+
+
+def _by_message(row: Row, key: str, value: list[object], messages: tuple[Message, ...]) -> list[bool]:
+    """Return a truth for each message; those of others than the assistant mean nothing."""
+    every = list(range(len(messages)))
+    spoken = [place for place in every if messages[place].role != "system"]
+    answers = [place for place in every if messages[place].role == "assistant"]
+    places = next((listed for listed in (every, spoken, answers) if len(listed) == len(value)), None)
+    if places is None:
+        raise row.error(
+            f"column {key!r} has {len(value)} marks, but the row has {len(messages)} messages, {len(answers)} of them "
+            "from the assistant: one for each of either is needed"
+        )
+    kept = [True] * len(messages)
+    for place, mark in zip(places, value, strict=True):
+        if messages[place].role == "assistant" and mark is not None:
+            kept[place] = _is_trained(row, f"message {place + 1}", key, mark)
+    return kept
+
+
+def _marks_of_row(row: Row, used: Collection[str]) -> dict[str, object]:
+    """Return the columns that are marks: numbers, truths and lists of these, also as text; other text is none."""
+    found = {}
+    for key in MARKS:
+        value = row.get(key) if key in row and key not in used else None
+        if isinstance(value, str) and value.strip().startswith("["):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                continue
+        if isinstance(value, list) or _number(value) is not None:
+            found[key] = value
+    return found
+
+
+def fault_of_row_marks(row: Row, used: Collection[str] = ()) -> str | None:
+    """Return why a row cannot be used where no turn can be left out, None if its columns leave nothing out."""
+    for key, value in _marks_of_row(row, used).items():
+        marks = value if isinstance(value, list) else [value]
+        if not all(_is_trained(row, "the row", key, mark) for mark in marks if mark is not None):
+            return f"column {key!r} is {value!r:.40}: {ONLY_SFT}"
+    return None
+
+
+ONLY_SFT = (
+    "this mark leaves text out of the loss, which only sft, distill and gkd do; drop the row, or the mark if all of it "
+    "is to be trained"
+)
+
+
+def fault_of_marks(trained: tuple[Message, ...]) -> str | None:
+    """Return the fault if a mark leaves something of these turns out of the loss, None if no mark does."""
+    marked = any(message.role == "assistant" and (message.left_out or not message.is_trained) for message in trained)
+    return f"a turn of the assistant is marked: {ONLY_SFT}" if marked else None

@@ -1,0 +1,246 @@
+"""Marks of other tools that leave turns, characters or rows out of the loss: honoured by sft, refused elsewhere."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from chat_tokenizers import CHATML, GENERATION, make_tokenizer
+
+from rlhf_cli.config.data import DataConfig, LabelledDataConfig, PreferenceDataConfig, PromptConfig, StepDataConfig
+from rlhf_cli.data.preference_data import load_labelled, load_pairs
+from rlhf_cli.data.prompts import load_prompts
+from rlhf_cli.data.sft_data import load_sft_sequences
+from rlhf_cli.data.step_data import load_steps
+from rlhf_cli.errors import UsageError
+
+WHERE: dict[str, Any] = {"split": "train", "seed": 0}
+TURNS = [("user", "one"), ("assistant", "first answer"), ("user", "two"), ("assistant", "second answer")]
+
+OUT: dict[str, dict[str, Any]] = {
+    "OpenAI": {"weight": 0},
+    "OpenAI in a CSV file's words": {"weight": "0"},
+    "Axolotl": {"train": False},
+    "Axolotl, a number": {"train": 0},
+    "Axolotl's other word": {"training": False},
+    "Axolotl's characters, all": {"train_detail": [{"begin_offset": 0, "end_offset": 11, "train": False}]},
+    "ms-swift": {"loss": False},
+    "ms-swift's scale": {"loss_scale": 0.0},
+    "verl": {"loss_mask": 0},
+    "torchtune": {"masked": True},
+    "mask": {"mask": True},
+    "trainable": {"trainable": False},
+}
+KEPT: dict[str, dict[str, Any]] = {
+    "OpenAI": {"weight": 1},
+    "Axolotl": {"train": True},
+    "ms-swift": {"loss": True},
+    "verl": {"loss_mask": 1},
+    "torchtune": {"masked": False},
+    "mask": {"mask": False},
+    "null": {"weight": None, "train_detail": []},
+}
+ROW_OUT: dict[str, dict[str, Any]] = {
+    "weight": {"weight": 0},
+    "loss_mask": {"loss_mask": 0},
+    "train": {"train": False},
+    "masked": {"masked": True},
+    "trainable": {"trainable": "false"},
+}
+
+
+def talk(mark: dict[str, Any] | None = None, place: int = 1) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in TURNS]
+    messages[place] |= mark or {}
+    return messages
+
+
+def written(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def trained(tmp_path, *rows, template=CHATML, **settings):
+    """Return the trained text of each sequence, and the report."""
+    path = written(tmp_path, *rows)
+    tokenizer = make_tokenizer(template)
+    data = load_sft_sequences(DataConfig(dataset=path, **settings), tokenizer, dataset=path, **WHERE)
+    return [tokenizer.decode(s.token_ids[s.loss_mask]) for s in data.sequences], data.report
+
+
+def plain(texts):
+    return ["".join(text.replace("<|im_end|>", "|").split()) for text in texts]
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+@pytest.mark.parametrize("mark", OUT)
+def test_sft_leaves_the_marked_turn_out_and_trains_the_other(mark, template, tmp_path) -> None:
+    texts, report = trained(tmp_path, {"messages": talk(OUT[mark])}, template=template)
+    assert plain(texts) == ["secondanswer|"]
+    assert report.marked_rows == 1
+    assert "1 with text that a mark leaves out of the loss" in report.summary
+
+
+@pytest.mark.parametrize("mark", KEPT)
+def test_a_mark_that_trains_changes_nothing(mark, tmp_path) -> None:
+    texts, report = trained(tmp_path, {"messages": talk(KEPT[mark])})
+    assert plain(texts) == ["firstanswer|secondanswer|"]
+    assert report.marked_rows == 0
+
+
+@pytest.mark.parametrize("mark", ROW_OUT)
+def test_a_mark_of_the_row_leaves_all_of_it_out(mark, tmp_path) -> None:
+    rows = [{"messages": talk()} | ROW_OUT[mark], {"messages": talk()}, {"messages": talk(), "weight": 1}]
+    texts, report = trained(tmp_path, *rows)
+    assert plain(texts) == ["firstanswer|secondanswer|"] * 2
+    assert report.dropped_untrained == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"loss_mask": [0, 0, 0, 1]}, "secondanswer|"),
+        ({"loss_mask": [1, 1, 1, 0]}, "firstanswer|"),
+        ({"loss_mask": [False, True]}, "secondanswer|"),
+        ({"masked": [True, False, True, True]}, "firstanswer|"),
+        ({"loss_mask": "[0, 1]"}, "secondanswer|"),
+        ({"mask_history": True}, "secondanswer|"),
+        ({"system": "S", "loss_mask": [0, 0, 0, 1]}, "secondanswer|"),
+    ],
+)
+def test_lists_of_marks_are_by_message_or_by_turn_of_the_assistant(columns, expected, tmp_path) -> None:
+    assert plain(trained(tmp_path, {"messages": talk()} | columns)[0]) == [expected]
+
+
+def test_characters_of_train_detail_carry_no_loss_and_both_ends_belong_to_them(tmp_path) -> None:
+    detail = [
+        {"begin_offset": 0, "end_offset": 4, "train": False},
+        {"begin_offset": 5, "end_offset": 11, "train": True},
+    ]
+    texts, _ = trained(tmp_path, {"messages": talk({"train_detail": detail})})
+    assert plain(texts) == ["answer|secondanswer|"]
+
+
+def test_parts_of_a_content_may_have_marks(tmp_path) -> None:
+    messages = talk()
+    hidden, shown = {"type": "text", "text": "first ", "train": False}, {"type": "text", "text": "answer", "weight": 1}
+    messages[1]["content"] = [hidden, shown]
+    assert plain(trained(tmp_path, {"messages": messages})[0]) == ["answer|secondanswer|"]
+
+
+def test_a_token_with_a_character_that_is_left_out_carries_no_loss(tmp_path) -> None:
+    detail = [{"begin_offset": 8, "end_offset": 8, "train": False}]
+    path = written(tmp_path, {"messages": talk({"train_detail": detail})})
+    tokenizer = make_tokenizer(CHATML)
+    data = load_sft_sequences(DataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
+    (sequence,) = data.sequences
+    text = tokenizer.decode(sequence.token_ids)
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    hidden = text.index("first answer") + 8
+    covering = [start <= hidden < stop for start, stop in offsets]
+    assert sum(covering) == 1
+    assert not sequence.loss_mask[np.array(covering)].any()
+    assert sequence.loss_mask[np.flatnonzero(covering)[0] - 1]
+
+
+def test_marks_hold_without_a_chat_template_too(tmp_path) -> None:
+    rows = [{"prompt": "Q", "response": "left"}, {"prompt": "Q", "response": "left", "weight": 0}]
+    texts, report = trained(tmp_path, *rows, apply_chat_template=False)
+    assert len(texts) == 1
+    assert report.dropped_untrained == 1
+
+
+def test_marks_of_a_parquet_file_count_and_its_filled_in_nulls_do_not(tmp_path) -> None:
+    path = tmp_path / "rows.parquet"
+    pa.parquet.write_table(pa.Table.from_pylist([{"messages": talk({"loss": False})}, {"messages": talk()}]), path)
+    tokenizer = make_tokenizer(CHATML)
+    data = load_sft_sequences(DataConfig(dataset=str(path)), tokenizer, dataset=str(path), **WHERE)
+    texts = [tokenizer.decode(s.token_ids[s.loss_mask]) for s in data.sequences]
+    assert plain(texts) == ["secondanswer|", "firstanswer|secondanswer|"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": talk({"weight": 0.5})}, "message 2 has weight 0.5, but loss is not scaled"),
+        (
+            {"messages": talk({"loss_scale": [1.0, 0.5]})},
+            r"message 2 has loss_scale \[1.0, 0.5\], but loss",
+        ),
+        ({"messages": talk({"mask": 1})}, "message 2 has mask 1, which leaves out in some tools and trains in others"),
+        ({"messages": talk({"train": True}, 0)}, "message 1 from user has train True, but only the assistant's turns"),
+        ({"messages": talk({"ignore_loss": True})}, "message 2 has 'ignore_loss' True, which looks like a mark"),
+        ({"messages": talk({"no_train": 1})}, "message 2 has 'no_train' 1, which looks like a mark"),
+        ({"messages": talk({"train_detail": [{"begin_offset": 0, "end_offset": 12, "train": False}]})}, "0 to 11"),
+        ({"messages": talk({"train_detail": "all"})}, "message 2 has train_detail 'all', expected"),
+        ({"messages": talk(), "weight": 0.5}, "the row has weight 0.5, but loss is not scaled"),
+        ({"messages": talk(), "loss_mask": [0, 1, 0]}, "column 'loss_mask' has 3 marks, but the row has 4 messages"),
+        ({"text": "all of it", "loss_mask": 0}, "column 'loss_mask' is 0: this mark leaves text out of the loss"),
+    ],
+)
+def test_a_mark_that_cannot_be_honoured_is_refused_by_name(row, reason, tmp_path) -> None:
+    with pytest.raises(UsageError, match=f"line 1: .*{reason}"):
+        trained(tmp_path, row)
+
+
+def test_pretrain_mode_and_a_mark_contradict_each_other(tmp_path) -> None:
+    with pytest.raises(UsageError, match="a mark leaves text out of the loss, and --pretrain_mode trains all of it"):
+        trained(tmp_path, {"messages": talk({"weight": 0})}, pretrain_mode=True)
+
+
+def test_other_unknown_truths_of_a_turn_are_named_in_the_report(tmp_path) -> None:
+    texts, report = trained(tmp_path, {"messages": talk({"is_good": False})})
+    assert plain(texts) == ["firstanswer|secondanswer|"]
+    assert "1 with the key 'is_good' in messages, which may be a mark and is not known" in report.summary
+
+
+def load(command, path):
+    tokenizer = make_tokenizer(CHATML)
+    if command == "dpo and rm":
+        load_pairs(PreferenceDataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
+    elif command == "kto":
+        load_labelled(LabelledDataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
+    elif command == "prm":
+        load_steps(StepDataConfig(dataset=path), tokenizer, dataset=path, **WHERE)
+    else:
+        load_prompts(PromptConfig(prompt_data=path), tokenizer, max_new_tokens=9, seed=0)
+
+
+@pytest.mark.parametrize("mark", OUT)
+@pytest.mark.parametrize("command", ["dpo and rm", "kto"])
+def test_commands_that_cannot_leave_a_trained_turn_out_refuse_the_row(command, mark, tmp_path) -> None:
+    marked = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "first answer"} | OUT[mark]]
+    pair = {"chosen": marked, "rejected": [marked[0], {"role": "assistant", "content": "worse"}]}
+    path = written(tmp_path, {"messages": marked, "label": True} if command == "kto" else pair)
+    with pytest.raises(
+        UsageError, match="marked: this mark leaves text out of the loss, which only sft, distill and g"
+    ):
+        load(command, path)
+
+
+@pytest.mark.parametrize("mark", ROW_OUT)
+@pytest.mark.parametrize("command", ["dpo and rm", "kto", "prm", "online"])
+def test_commands_that_cannot_leave_a_row_out_refuse_it(command, mark, tmp_path) -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "dpo and rm": {"prompt": "Q", "chosen": "A", "rejected": "B"},
+        "kto": {"prompt": "Q", "response": "A", "label": True},
+        "prm": {"prompt": "Q", "completions": ["A"], "labels": [True]},
+        "online": {"prompt": "Q", "answer": "A"},
+    }
+    path = written(tmp_path, rows[command] | ROW_OUT[mark])
+    with pytest.raises(UsageError, match=r"line 1: .*this mark leaves text out of the loss"):
+        load(command, path)
+
+
+@pytest.mark.parametrize("mark", OUT)
+def test_marks_in_a_prompt_change_nothing(mark, tmp_path) -> None:
+    tokenizer = make_tokenizer(CHATML)
+    last = [{"role": "user", "content": "two"}]
+    path = written(tmp_path, {"prompt": [*talk(OUT[mark])[:2], *last], "chosen": "A", "rejected": "B"})
+    (pair,) = load_pairs(PreferenceDataConfig(dataset=path), tokenizer, dataset=path, **WHERE).pairs
+    assert plain([tokenizer.decode(pair.chosen.token_ids[pair.chosen.loss_mask])]) == ["A|"]
+    (prompt,) = load_prompts(PromptConfig(prompt_data=path), tokenizer, max_new_tokens=9, seed=0).prompts
+    assert "first answer" in prompt.text
