@@ -29,8 +29,8 @@ class Experience:
     where all count as finished; `cu` int64 `[B+1]` bounds of the responses; `groups_B` int64, which prompt each
     response answers (groups may differ in size if samples failed); `trained_B` bool, which responses are trained
     on; `greedy_B` the reward of the greedy response to the same prompt, None without one; `steps_N` the reward of each
-    step at its last token and NaN elsewhere, None without a process reward model; `scale` that of the scores without the
-    KL divergence, None for that of `rewards_N`.
+    step at its last token and NaN elsewhere, None without a process reward model; `scale` that of the scores without
+    the KL divergence, None for that of `rewards_N`.
     """
 
     rewards_N: Tensor

@@ -1,8 +1,10 @@
 r"""The verifier `math`: answers that are numbers, formulas, tuples, sets, intervals or equations.
 
-Numbers are compared by number_parsing.py, lists part by part, equations by their sides, units with each other; only two
-formulas that remain go to math-verify. It parses LaTeX with a grammar and never evaluates code; its limits of time are
-off, because they are signals: what takes too long is killed with the worker.
+Numbers are compared by number_parsing.py, lists part by part, equations by their sides, units with each other. Two
+formulas that remain are parsed by math-verify. If both are constants, they are compared here, exactly; its own
+comparison has absolute tolerances, for which all small numbers are equal. Others are compared by it. It parses LaTeX
+with a grammar and never evaluates code; its limits of time are off, because they are signals: what takes too long is
+killed with the worker.
 """
 
 import logging
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
+import sympy
 from math_verify import LatexExtractionConfig, parse, verify
 
 from rlhf_cli.rewards.verifiers.answers import after_marker, last_boxed, tagged_answer
@@ -21,6 +24,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its li
 
 # Characters of an answer that algebra is tried on; of longer ones only equal texts are equal.
 MAX_FORMULA_LENGTH = MAX_NUMBER_LENGTH
+
+_DIGITS = 100  # to which irrational numbers are compared
+_LEAST_DIGITS = 6  # of a decimal that may stand for an irrational number: 3.14 is not pi, 3.14159 is
 
 _FORMULA = [LatexExtractionConfig()]
 _IN_SENTENCE = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)", re.DOTALL)
@@ -148,7 +154,59 @@ def _same_formula(answer: str, expected: str) -> bool:
         parse(f"${text}$", _FORMULA, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
         for text in (expected, answer)
     ]
-    return all(parsed) and verify(*parsed, timeout_seconds=None)
+    if not all(parsed):
+        return False
+    parsed = [[_with_exact_decimals(form) for form in forms] for forms in parsed]
+    constants = [_constant(forms[0]) for forms in parsed]
+    if constants[0] is None or constants[1] is None:
+        return bool(verify(*parsed, timeout_seconds=None, numeric_precision=_DIGITS))
+    return _same_constant(constants[0], expected, constants[1], answer)
+
+
+def _with_exact_decimals(form: object) -> object:
+    """Return a parsed formula whose decimals are fractions, so that no comparison rounds them."""
+    if not isinstance(form, sympy.Basic) or not form.has(sympy.Float):
+        return form
+    return form.replace(lambda part: part.is_Float, lambda part: sympy.Rational(str(part)))
+
+
+def _constant(form: object) -> sympy.Expr | None:
+    """Return the formula if it is a finite number, with all that can be computed in it computed; else None."""
+    if not isinstance(form, sympy.Expr) or form.free_symbols or form.has(sympy.UnevaluatedExpr):
+        return None
+    value = form.doit()
+    return value if value.is_Rational or (value.is_number and value.evalf(_DIGITS).is_finite) else None
+
+
+def _same_constant(one: sympy.Expr, text: str, other: sympy.Expr, other_text: str) -> bool:
+    """Return whether two numbers are equal.
+
+    Rational numbers are compared exactly, others by 100 digits. A decimal equals an irrational number if it is that
+    number, rounded or truncated, and has six significant digits or more.
+    """
+    if one.is_Rational and other.is_Rational:
+        return bool(one == other)
+    values = [side.evalf(_DIGITS + 20, maxn=4 * _DIGITS) for side in (one, other)]
+    size = max(map(abs, values))
+    if abs(values[0] - values[1]) <= size * sympy.Float(10) ** -_DIGITS or size < sympy.Float(10) ** (-3 * _DIGITS):
+        return True
+    return (one.is_Rational and "." in text and _is_rounded(one, values[1])) or (
+        other.is_Rational and "." in other_text and _is_rounded(other, values[0])
+    )
+
+
+def _is_rounded(decimal: sympy.Expr, value: sympy.Expr) -> bool:
+    """Return whether a number of six significant digits or more is `value`, rounded or truncated at its last digit."""
+    digits, places = sympy.Integer(decimal.p), 0
+    denominator = sympy.Integer(decimal.q)
+    while denominator != 1 and places < MAX_NUMBER_LENGTH:
+        digits, places = digits * 10, places + 1
+        common = sympy.gcd(digits, denominator)
+        digits, denominator = digits / common, denominator / common
+    if denominator != 1 or abs(digits) < 10 ** (_LEAST_DIGITS - 1) or not value.is_real:
+        return False
+    excess = (abs(value) - abs(decimal)) * sympy.Integer(10) ** places  # in units of the last digit
+    return bool(value * decimal > 0 and -0.5 <= excess < 1)
 
 
 def _label_answer(label: str) -> str:

@@ -1,8 +1,8 @@
 """Plain numbers in text, compared as numbers.
 
-Knows signs, thousands separators, decimals, simple fractions, percent, currency signs and a unit behind the number.
-Algebra is in mathematics.py. Text of a model is matched, never evaluated, and every step is linear in its
-length.
+Knows signs, thousands separators, decimals, powers of ten in all spellings, simple fractions, percent, currency signs
+and a unit behind the number. Values are exact. Algebra is in mathematics.py. Text of a model is matched, never
+evaluated, and every step is linear in its length.
 """
 
 import re
@@ -15,10 +15,14 @@ MAX_NUMBER_LENGTH = 1_000
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{{1,3}}(?![\d.]))?"
+# 3 digits, because Python refuses to write integers of more than 4,300 digits. Latin x is a sign of multiplication too.
+_POWER = r"10\s*(?:\^|\*\*)\s*(?:\{\s*(?:[+-]\s*)?\d{1,3}\s*\}|[+-]?\d{1,3}(?!\d))"
+_TIMES = r"\s*(?:\\times|\\cdot|\\ast|[*\u00d7\u00b7\u22c5xX])\s*"
 _NUMBER = re.compile(
     rf"""(?P<sign>[+-]?) \s* [$€£]? \s* (?P<sign_after>[+-]?) \s*
     (?: \\[dt]?frac \s* (?P<above>\d|\{{\s*-?\d+\s*\}}) \s* (?P<under>\d|\{{\s*\d+\s*\}})
-      | (?P<whole>{_DECIMAL}) (?: \s*/\s* (?P<below>{_DIGITS}) )? )
+      | (?P<bare>{_POWER})
+      | (?P<whole>{_DECIMAL}) (?: {_TIMES} (?P<power>{_POWER}) | \s*/\s* (?P<below>{_DIGITS}) )? )
     (?! [.,]?\d | \s*(?:[\^*/+=]|-\s*\d) | [\\({{] | [A-Za-z](?![A-Za-z]) )
     (?P<percent> \s*% )?""",
     re.VERBOSE,
@@ -26,6 +30,10 @@ _NUMBER = re.compile(
 _NUMBER_IN_TEXT = re.compile(rf"(?<![\w.^\\])(?=\S){_NUMBER.pattern}", re.VERBOSE)
 _AFTER_NUMBER = 10  # characters behind the last digit that may belong to its number: braces, a percent sign
 _UNIT = re.compile(r"(?: (?:[A-Za-z]{2,}|[mgshlLNJWV])(?:\^?\{?[23]\}?)?(?:[ /][A-Za-z]+(?:\^?\{?[23]\}?)?){0,3})?")
+_SUPERSCRIPT = re.compile("10([\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+)")
+_FROM_SUPERSCRIPT = str.maketrans(
+    "\u207a\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "+-0123456789"
+)
 _STYLE = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _REPLACED = (
     ("\u2212", "-"), ("{,}", ","), (",\\! ", ","), ("\\!", ""), ("\\,", ""), ("\\ ", " "), ("~", " "), ("\\$", "$"),
@@ -96,7 +104,8 @@ def _clean(text: str) -> str:
     text = text.strip()
     if len(text) > MAX_NUMBER_LENGTH:
         return ""
-    text = _STYLE.sub(r" \1 ", text)
+    text = _STYLE.sub(r" \1 ", text).replace(" ^", "^")  # of a unit, as in \text{ m/s}^2
+    text = _SUPERSCRIPT.sub(lambda match: f"10^{{{match[1].translate(_FROM_SUPERSCRIPT)}}}", text)
     for written, plain in _REPLACED:
         text = text.replace(written, plain)
     text = " ".join(text.split()).strip("* ")
@@ -105,9 +114,17 @@ def _clean(text: str) -> str:
 
 def _number(match: re.Match[str], *, unit: str) -> Number | None:
     above, below = (match["whole"], match["below"] or "1") if match["whole"] else (match["above"], match["under"])
-    numerator, denominator = (Fraction(part.strip("{} ").replace(",", "").rstrip(".")) for part in (above, below))
+    numerator, denominator = (
+        Fraction((part or "1").strip("{} ").replace(",", "").rstrip(".")) for part in (above, below)
+    )
     signs = match["sign"] + match["sign_after"]  # -$5 and $-5
     if denominator == 0 or len(signs) > 1:
         return None
-    value = numerator / denominator
+    value = numerator / denominator * _power_of_ten(match["bare"] or match["power"])
     return Number(-value if signs == "-" else value, percent=match["percent"] is not None, unit=unit)
+
+
+def _power_of_ten(written: str | None) -> Fraction:
+    """Return the value of a text such as `10^{-19}` or `10**5`, 1 for none."""
+    exponent = re.sub(r"[^0-9+-]", "", written[2:]) if written else "0"
+    return Fraction(10) ** int(exponent)
