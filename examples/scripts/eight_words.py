@@ -27,13 +27,9 @@ def num_words(response: str) -> int:
 
 
 def reward_func(responses: list[str]) -> list[dict[str, float]]:
-    """1 for exactly eight words; for others at most one half, less the further they are from eight."""
+    """1 for exactly eight words, a half for one more or less, a third for two, and so on."""
     misses = [abs(num_words(response) - WORDS) for response in responses]
-    partial = [0.5 * max(0.0, 1 - miss / (2 * WORDS)) for miss in misses]
-    return [
-        {"reward": 1.0, "exact": 1.0} if miss == 0 else {"reward": part, "exact": 0.0}
-        for miss, part in zip(misses, partial, strict=True)
-    ]
+    return [{"reward": 1 / (1 + miss), "exact": float(miss == 0)} for miss in misses]
 
 
 def rows(things: list[str]) -> str:

@@ -4,6 +4,7 @@
 """
 
 import copy
+import logging
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,15 @@ from rlhf_cli.models.classifiers import set_padding
 from rlhf_cli.models.folders import whole_folder
 from rlhf_cli.models.vision.tower import PROCESSING
 from rlhf_cli.models.weight_files import folder_of
+
+logger = logging.getLogger(__name__)
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+OF_BEAMS = ("early_stopping", "length_penalty")
+OF_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Settings of generation: without effect on greedy search, on a single beam, on output as tokens only; and those that
+every model keeps."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a vision-language model from which transformers makes its processor, besides its tokenizer."""
@@ -102,12 +112,39 @@ def make_generation_valid(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         ends = [tokenizer.eos_token_id, *ends]
     if ends:
         generation.eos_token_id = ends if len(ends) > 1 else ends[0]
-    if generation.pad_token_id is None:
+    if generation.pad_token_id is None or generation.pad_token_id < 0:
         generation.pad_token_id = (
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         )
+    if not _is_valid(generation):
+        model.generation_config = _settled(generation)
+
+
+def _settled(generation: GenerationConfig) -> GenerationConfig:
+    """Return the settings without those that `generate` ignores: transformers would refuse to save them, and the
+    trained model would be lost at the end of a run.
+    """
+    if generation.do_sample is False:
+        _unset(generation, SAMPLING)
+    elif any(getattr(generation, name) is not None for name in SAMPLING):
+        generation.do_sample = True  # published models often have a temperature, and leave this away
+    if generation.num_beams in (None, 1):
+        _unset(generation, OF_BEAMS)
+    if not generation.return_dict_in_generate:
+        _unset(generation, OF_OUTPUT)
+    logger.warning("generation_config.json contradicts itself: its settings without effect are not saved")
+    tokens = {name: getattr(generation, name) for name in TOKENS}
+    return generation if _is_valid(generation) else GenerationConfig(**tokens)
+
+
+def _unset(generation: GenerationConfig, names: tuple[str, ...]) -> None:
+    for name in names:
+        setattr(generation, name, None)
+
+
+def _is_valid(generation: GenerationConfig) -> bool:
     try:
         generation.validate(strict=True)
     except ValueError:
-        # Published models carry a temperature without sampling, which transformers refuses to save.
-        generation.do_sample = True
+        return False
+    return True

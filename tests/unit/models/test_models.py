@@ -481,6 +481,30 @@ def test_saved_model_stops_at_the_end_of_a_turn_and_generates(tiny_model_dir, tm
     assert loaded.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False).shape[1] <= 7
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"do_sample": False}),
+        ({"temperature": 0.6, "top_k": 20}, {"do_sample": True, "temperature": 0.6, "top_k": 20}),
+        ({"do_sample": True, "temperature": 0.6, "early_stopping": True}, {"do_sample": True, "temperature": 0.6}),
+        ({"num_beams": 1, "length_penalty": 0.5}, {"num_beams": 1}),
+        ({"output_scores": True, "max_new_tokens": 9}, {"max_new_tokens": 9}),
+        ({"num_beams": 2, "length_penalty": 0.5}, {"num_beams": 2, "length_penalty": 0.5}),
+        ({"use_cache": False, "cache_implementation": "static"}, {}),  # nothing says which of the two is meant
+        ({"pad_token_id": -1, "repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+    ],
+)
+def test_a_model_whose_generation_settings_contradict_each_other_is_saved(given, kept, tiny_model_dir, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, **given}))
+    model, tokenizer = load_causal_lm(settings(folder)), load_tokenizer(settings(folder))
+    save_hf(model, tokenizer, tmp_path / "saved")
+    written = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    always = {"eos_token_id": [tokenizer.eos_token_id, 7], "pad_token_id": tokenizer.pad_token_id}
+    unset = {"transformers_version", "_from_model_config", "output_attentions", "output_hidden_states", "use_cache"}
+    assert {name: value for name, value in written.items() if name not in unset and value is not None} == always | kept
+
+
 def test_saving_replaces_an_older_model_and_leaves_nothing_beside_it(tiny_model_dir, tmp_path):
     model, tokenizer = load_causal_lm(settings(tiny_model_dir)), load_tokenizer(settings(tiny_model_dir))
     target = tmp_path / "run" / "model"
