@@ -27,7 +27,7 @@ from rlhf_cli.data.pictures.sources import SourcePicture
 from rlhf_cli.data.pictures.storing import pictures_at, schema_with_pictures, stored_pictures
 from rlhf_cli.data.prompt_report import PromptReport
 from rlhf_cli.data.prompt_words import PromptWords, words_of
-from rlhf_cli.data.reading.columns import described, is_dialogue, refuse_half_characters, refuse_images
+from rlhf_cli.data.reading.columns import described, dialogue_of, refuse_half_characters, refuse_images
 from rlhf_cli.data.reading.sources import Row, RowFault, Source, batches, load_rows, read_sources
 from rlhf_cli.data.store import StoredItems, StoredTable, TableWriter
 from rlhf_cli.data.templates.kwargs import template_kwargs_of
@@ -298,7 +298,7 @@ class _Steps:
         form = self.words.formats[row.source.name]
         messages = form.read_prompt(row).messages
         listed = [{"role": message.role, "content": TEXT_MARK.join(message.pieces)} for message in messages]
-        prompt = listed if is_dialogue(row.get(form.prompt_column)) else messages[-1].content
+        prompt = listed if dialogue_of(row.get(form.prompt_column)) else messages[-1].content
         columns = row if self.reader is None else self.reader.without_pictures(row)
         kept = {"prompt": prompt, "columns": columns}
         if self.words.environment is not None:

@@ -28,9 +28,4 @@ def row_of_numbered(row: dict[str, Any]) -> dict[str, object]:
     places = [str(place) for place in range(len(row))]
     if not row or list(row) != places or not all(isinstance(message, dict) for message in row.values()):
         return row
-    return row_of_dialogue([_filled(message) for message in row.values()])
-
-
-def _filled(message: dict[str, object]) -> dict[str, object]:
-    """Return the message without the keys that only other messages have, which are null in a table."""
-    return {key: value for key, value in message.items() if value is not None}
+    return row_of_dialogue(list(row.values()))

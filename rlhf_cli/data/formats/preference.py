@@ -27,7 +27,7 @@ from rlhf_cli.data.reading.columns import (
     ROLES,
     Present,
     described,
-    is_dialogue,
+    dialogue_of,
     keys_of,
     messages_of,
     prompt_reader,
@@ -207,10 +207,10 @@ def _are_whole(present: Present, wanted: PairColumns, columns: tuple[str, ...]) 
 
 def _is_whole(value: object) -> bool:
     """Return whether a cell is a conversation with its prompt, instead of the response alone."""
-    if isinstance(value, str):
-        return is_transcript(value)
-    first = value[0] if is_dialogue(value) else value if isinstance(value, dict) else {}
-    role = str(first.get("role", first.get("from", "assistant")))
+    if is_transcript(value):
+        return True
+    dialogue = dialogue_of(value)
+    role = str(dialogue[0].get("role", dialogue[0].get("from", "assistant"))) if dialogue else "assistant"
     return ROLES.get(role.lower()) != "assistant"
 
 
@@ -234,10 +234,8 @@ def _conversation(row: Row, column: str, read_prompt: Callable[[Row], Turns]) ->
 
 def _turns(row: Row, column: str) -> Turns:
     value = row.get(column)
-    if isinstance(value, dict):  # LLaMA-Factory writes a single message so
-        row, value = Row({**row, column: [value]}, row.source, row.index), [value]
-    if is_dialogue(value):
-        return messages_of(row, column, keys_of(value))
+    if dialogue := dialogue_of(value):
+        return messages_of(row, column, keys_of(dialogue))
     return turns_of_transcript(value) if is_transcript(value) else (Message("assistant", text_of(row, column)),)
 
 

@@ -22,6 +22,7 @@ from rlhf_cli.data.reading.columns import (
     truth,
     with_system,
 )
+from rlhf_cli.data.reading.json_cells import parsed
 from rlhf_cli.data.reading.sources import Row, Source
 
 STEP_COLUMNS = ("completions", "steps")
@@ -69,12 +70,12 @@ def choose_step_format(source: Source, wanted: StepColumns, *, data_format: str)
 
 def _detected(present: Present, wanted: StepColumns) -> str:
     first = present.source.row(0)
-    label = first.get(wanted.label_key or "label")
+    label = parsed(first.get(wanted.label_key or "label"))
     if isinstance(label, dict) and "steps" in label:
         return "prm800k"
     steps = wanted.output_key or present.first(STEP_COLUMNS)
-    if steps is not None and isinstance(first.get(steps), list):
-        return "processbench" if _is_place(first.get(wanted.label_key or "label")) else "stepwise"
+    if steps is not None and isinstance(parsed(first.get(steps)), list):
+        return "processbench" if _is_place(label) else "stepwise"
     marked = wanted.input_key or present.first(MARKED_COLUMNS)
     if marked is not None and wanted.placeholder_token in str(first.get(marked)):
         return "placeholder"
@@ -94,7 +95,7 @@ def _stepwise(present: Present, wanted: StepColumns) -> StepFormat:
 
     def read(row: Row) -> list[Solution]:
         texts = _texts(row, steps)
-        given = row.get(label)
+        given = parsed(row.get(label))
         if not isinstance(given, list):
             raise row.error(f"column {label!r} is not a list of labels but {described(given, row, label)}")
         return [_solution(row, read_prompt(row), texts, _labels(row, given, wanted.reward_tokens))]
@@ -111,7 +112,7 @@ def _processbench(present: Present, wanted: StepColumns) -> StepFormat:
     read_prompt = _prompt_reader(prompt, joined=wanted.input_key is None)
 
     def read(row: Row) -> list[Solution]:
-        texts, place = _texts(row, steps), row.get(label)
+        texts, place = _texts(row, steps), parsed(row.get(label))
         if not isinstance(place, int) or not _is_place(place) or not -1 <= place < len(texts):
             raise row.error(
                 f"column {label!r} is not the place of a step, 0 to {len(texts) - 1}, nor -1 but "
@@ -158,7 +159,7 @@ def _prm800k(present: Present, wanted: StepColumns) -> StepFormat:
 
     def read(row: Row) -> list[Solution]:
         prompt = with_system((Message("user", text_of(row, problem)),), row)
-        rated = row.get(label)
+        rated = parsed(row.get(label))
         steps = rated.get("steps") if isinstance(rated, dict) else None
         if not isinstance(steps, list) or not steps:
             raise row.error(f"column {label!r} is not an object with rated steps but {described(rated, row, label)}")
@@ -248,7 +249,7 @@ def _placeholder(present: Present, wanted: StepColumns) -> StepFormat:
         if pieces[-1].strip():
             raise row.error(f"column {text!r} has text behind its last {wanted.placeholder_token!r}")
         prompt, first = _parted(row, pieces[0])
-        given = row.get(label)
+        given = parsed(row.get(label))
         listed = given if isinstance(given, list) else _tokens_between(row, label, pieces, wanted)
         steps = [step.strip() for step in (first, *pieces[1:-1])]
         messages = with_system((Message("user", prompt),), row)
@@ -286,7 +287,7 @@ def _tokens_between(row: Row, column: str, pieces: Sequence[str], wanted: StepCo
 
 
 def _texts(row: Row, column: str) -> list[str]:
-    listed = row.get(column)
+    listed = parsed(row.get(column))
     if not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
         raise row.error(f"column {column!r} is not a list of texts but {described(listed, row, column)}")
     return listed

@@ -27,8 +27,8 @@ from rlhf_cli.data.reading.columns import (
     Columns,
     Present,
     described,
+    dialogue_of,
     format_of,
-    is_dialogue,
     messages_of,
     prompt_reader,
     refuse,
@@ -133,7 +133,8 @@ def _prompt_column(present: Present, wanted: Columns, data_format: str) -> str:
 def _fault_of_prompt_cell(row: Row, column: str, data_format: str) -> str | None:
     """Return the reason why the cell does not have the format of the settings, None if it has."""
     value = row.get(column)
-    if data_format in ("auto", format_of(value) if is_dialogue(value) else "prompt"):
+    dialogue = dialogue_of(value)
+    if data_format in ("auto", format_of(dialogue) if dialogue else "prompt"):
         return None
     return f"column {column!r} is read as {data_format} (--data_format), but is {described(value, row, column)}"
 
@@ -141,9 +142,9 @@ def _fault_of_prompt_cell(row: Row, column: str, data_format: str) -> str | None
 def _detected(present: Present, wanted: Columns) -> str:
     """Return the name of the format that the columns have."""
     listed = present.named(wanted.input_key, "input_key") or present.first(MESSAGE_COLUMNS)
-    value = present.source.row(0).get(listed) if listed else None
-    if wanted.output_key is None and (is_dialogue(value) or listed in MESSAGE_COLUMNS):
-        return format_of(value) if is_dialogue(value) else "messages"
+    dialogue = dialogue_of(present.source.row(0).get(listed)) if listed else None
+    if wanted.output_key is None and (dialogue or listed in MESSAGE_COLUMNS):
+        return format_of(dialogue) if dialogue else "messages"
     if wanted.input_key or wanted.output_key or (present.first(PROMPT_COLUMNS) and present.first(RESPONSE_COLUMNS)):
         return "prompt_response"
     if "text" in present.names:

@@ -3,11 +3,11 @@
 Templates render both (`templates`). ShareGPT's `function_call` is text like any other.
 """
 
-import json
 from dataclasses import replace
 from typing import Any
 
 from rlhf_cli.data.formats.conversations import Conversation, Role, Tool, ToolCall
+from rlhf_cli.data.reading.json_cells import parsed, records
 from rlhf_cli.data.reading.sources import Row
 
 TOOLS_COLUMN = "tools"
@@ -15,26 +15,26 @@ TOOLS_COLUMN = "tools"
 
 def tool_calls_of(row: Row, number: int, role: Role, value: object) -> tuple[ToolCall, ...]:
     """Return the calls in `tool_calls` of message `number`. Raise UsageError that names the row and the fault."""
-    value = _parsed(value)
+    value = records(value)
     if not value:
         return ()
     if role != "assistant":
         raise row.error(f"message {number} from {role} has tool calls, which are the assistant's")
     if not isinstance(value, list):
         raise row.error(f"message {number} has tool_calls that are not a list: {value!r:.60}")
-    return tuple(_tool_call(row, number, _parsed(call)) for call in value)
+    return tuple(_tool_call(row, number, parsed(call)) for call in value)
 
 
 def tools_of(row: Row) -> tuple[dict[str, object], ...]:
     """Return the functions in a row's column `tools`: a list of JSON schemas, as a list or as JSON text; none without
     it.
     """
-    value = _parsed(row.get(TOOLS_COLUMN))
+    value = records(row.get(TOOLS_COLUMN))
     if not value:
         return ()
     if not isinstance(value, list):
         raise row.error(f"column {TOOLS_COLUMN!r} is not a list of functions but {value!r:.60}")
-    return tuple(_tool(row, number, _parsed(tool)) for number, tool in enumerate(value, start=1))
+    return tuple(_tool(row, number, parsed(tool)) for number, tool in enumerate(value, start=1))
 
 
 def with_tools(conversation: Conversation, tools: tuple[Tool, ...], row: Row) -> Conversation:
@@ -47,13 +47,13 @@ def with_tools(conversation: Conversation, tools: tuple[Tool, ...], row: Row) ->
 
 
 def _tool_call(row: Row, number: int, call: Any) -> ToolCall:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    function = parsed(call.get("function", call)) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
         raise row.error(
             f"message {number} has the tool call {call!r:.60}, expected "
             '{"type": "function", "function": {"name": ..., "arguments": ...}}'
         )
-    arguments = _parsed(function.get("arguments"))
+    arguments = parsed(function.get("arguments"))
     if arguments is None or arguments == "":
         arguments = {}
     if not isinstance(arguments, dict):
@@ -66,20 +66,12 @@ def _tool_call(row: Row, number: int, call: Any) -> ToolCall:
 
 def _tool(row: Row, number: int, tool: Any) -> dict[str, object]:
     """Return one function in the wrapping that templates expect."""
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    function = parsed(tool.get("function", tool)) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise row.error(
             f"column {TOOLS_COLUMN!r} has {tool!r:.60} as tool {number}, expected "
             '{"type": "function", "function": {"name": ..., "parameters": ...}}'
         )
-    return tool if "function" in tool else {"type": "function", "function": tool}
-
-
-def _parsed(value: object) -> object:
-    """Return the value of JSON text; return anything else, and other text, unchanged."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):  # Python refuses some valid JSON: too many digits, too deep
-        return value
+    if isinstance(function.get("parameters"), str):  # as in Parquet, whose rows have one schema for all tools
+        function = function | {"parameters": parsed(function["parameters"])}
+    return tool | {"function": function} if "function" in tool else {"type": "function", "function": function}

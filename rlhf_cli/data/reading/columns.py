@@ -3,15 +3,16 @@
 Which columns make a format is the business of `formats` and `preference_formats`.
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from rlhf_cli.data.formats.conversations import Message, Role
 from rlhf_cli.data.formats.marks import marks_of_message, unread_marks
 from rlhf_cli.data.formats.tools import tool_calls_of
 from rlhf_cli.data.pictures.marks import IMAGE_COLUMNS, content_of_parts
+from rlhf_cli.data.reading.json_cells import parsed, records
 from rlhf_cli.data.reading.sources import COLUMN_ROWS, Row, Source
 from rlhf_cli.errors import UsageError
 
@@ -106,9 +107,26 @@ class Present:
         return found[0] if found else None
 
 
-def is_dialogue(value: object) -> TypeGuard[list[dict[str, object]]]:
-    """Return whether a cell is a list of messages."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+def dialogue_of(value: object) -> list[dict[str, object]] | None:
+    """Return the list of messages in a cell, in any form that a file may give it, also a single message; None for
+    another cell.
+    """
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return value
+    listed = records(value)
+    single = parsed(listed)
+    listed = [single] if isinstance(single, dict) else listed
+    if not isinstance(listed, list) or not listed:
+        return None
+    return listed if all(map(_is_message, listed)) else None
+
+
+def _is_message(entry: object) -> bool:
+    """Return whether JSON of a text is a message, as text that is to be learned may be JSON, too."""
+    if not isinstance(entry, dict):
+        return False
+    role_key, text_key = keys_of([entry])
+    return str(entry.get(role_key)).lower() in ROLES and (text_key in entry or "tool_calls" in entry)
 
 
 def format_of(listed: list[dict[str, object]]) -> str:
@@ -129,12 +147,12 @@ def prompt_reader(column: str, *, joined: bool) -> Callable[[Row], tuple[Message
     contexts = CONTEXT_COLUMNS if joined and column == "instruction" else ()
 
     def read(row: Row) -> tuple[Message, ...]:
-        whole = is_dialogue(row.get(column))
-        context = None if whole else _filled(row, contexts)
+        dialogue = dialogue_of(row.get(column))
+        context = None if dialogue else _filled(row, contexts)
         if joined:
             _refuse_unread(row, column, context)
-        if whole:
-            messages = messages_of(row, column, keys_of(row[column]))
+        if dialogue:
+            messages = messages_of(row, column, keys_of(dialogue))
         else:
             texts = [text_of(row, name) for name in (column, context) if name is not None]
             messages = (Message("user", "\n\n".join(texts)),)
@@ -154,8 +172,8 @@ def _refuse_unread(row: Row, column: str, context: str | None) -> None:
 
 def response_turn(row: Row, column: str) -> tuple[Message, ...]:
     """Return the assistant's turn; TRL's data have it as a list of messages."""
-    if is_dialogue(row.get(column)):
-        return messages_of(row, column, keys_of(row[column]))
+    if dialogue := dialogue_of(row.get(column)):
+        return messages_of(row, column, keys_of(dialogue))
     return (Message("assistant", text_of(row, column)),)
 
 
@@ -174,10 +192,24 @@ def _filled(row: Row, columns: tuple[str, ...]) -> str | None:
 
 def messages_of(row: Row, column: str, keys: tuple[str, str]) -> tuple[Message, ...]:
     """Return the messages in a cell. Raise UsageError that names the row and the fault."""
-    listed = row.get(column)
+    cell = row.get(column)
+    listed = dialogue_of(cell) or cell
     if not isinstance(listed, list):
-        raise row.error(f"column {column!r} is not a list of messages but {described(listed, row, column)}")
+        raise row.error(
+            f"column {column!r} is not a list of messages but {described(cell, row, column)}{_fault_of_text(cell)}"
+        )
     return tuple(_message(row, number, entry, keys) for number, entry in enumerate(listed, start=1))
+
+
+def _fault_of_text(cell: object) -> str:
+    """Return why a text that begins like a list of messages is none, as the end of a sentence."""
+    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
+        return ""
+    try:
+        json.loads(cell)
+    except ValueError as error:
+        return f", which is not valid JSON ({error}): write the column with json.dumps"
+    return ", whose entries are no messages"
 
 
 def _message(row: Row, number: int, entry: object, keys: tuple[str, str]) -> Message:

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
+from rlhf_cli.data.reading.json_cells import row_reader
 from rlhf_cli.data.reading.json_lists import DECODER, beyond_limits, blocks, checked_object, element_bounds
 from rlhf_cli.data.store import TableWriter
 from rlhf_cli.errors import UsageError, first_line
@@ -213,7 +214,8 @@ def _stored(batches: Any, schema: pa.Schema, path: str) -> Table:
         for start in range(0, batch.num_rows, BATCH_ROWS):
             writer.append(batch.slice(start, BATCH_ROWS))
     stored = writer.finish()
-    return Table(path, len(stored), stored.row, lambda index: f"row {index + 1}")
+    read = row_reader(schema)
+    return Table(path, len(stored), lambda index: read(stored.row(index)), lambda index: f"row {index + 1}")
 
 
 READERS: dict[str, Callable[[IO[bytes], str], Table]] = {

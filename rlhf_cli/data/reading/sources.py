@@ -17,6 +17,7 @@ import numpy as np
 from rlhf_cli.config.plugins import is_target, load_target
 from rlhf_cli.data.formats.dialogues import row_of_numbered
 from rlhf_cli.data.reading.files import Table, kind_of_file, read_file
+from rlhf_cli.data.reading.json_cells import row_reader
 from rlhf_cli.data.sampling import SEED_MASK
 from rlhf_cli.errors import UsageError, one_line
 
@@ -319,10 +320,12 @@ def _table_of(loaded: Any, path: str) -> Table:
     if len(loaded) == 0:
         raise UsageError(f"{path} is empty: it has no rows")
 
-    loaded = _with_encoded_pictures(loaded)
+    loaded = _with_encoded_pictures(loaded).with_format("arrow")
+    read_row = row_reader(loaded.data.schema)
 
     def read(index: int) -> dict[str, object]:
-        return row_of_numbered(loaded[index])
+        (row,) = loaded[index].to_pylist()
+        return row_of_numbered(read_row(row))
 
     return Table(path, len(loaded), read, lambda index: f"row {index + 1}", lambda: str(loaded._fingerprint))
 

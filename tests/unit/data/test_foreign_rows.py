@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -139,11 +140,11 @@ def test_files_of_open_reasoner_zero_are_prompts_with_ground_truth(tmp_path):
     assert "Find 2." in data.prompts[2].text
 
 
-def test_the_same_pairs_as_datasets_reads_them_are_the_same_rows():
-    human, assistant = ORZ[1]
-    numbered = {"0": {**human, "ground_truth": None}, "1": {**assistant, "value": None}}
-    assert row_of_numbered(numbered) == {"prompt": [human], "ground_truth": "1"}
-    for other in ({}, {"0": "text"}, {"question": human}):
+def test_the_same_pairs_as_datasets_reads_them_are_the_same_rows(tmp_path):
+    rows = [{"0": human, "1": assistant} for human, assistant in ORZ]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    assert [prompt.label for prompt in prompts(str(tmp_path / "saved")).prompts] == ["0", "1", "2"]
+    for other in ({}, {"0": "text"}, {"question": ORZ[0][0]}):
         assert row_of_numbered(other) is other
 
 

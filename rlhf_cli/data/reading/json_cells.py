@@ -1,0 +1,81 @@
+"""Cells that hold JSON in the ways of Parquet, Arrow, CSV and `datasets`: as text, as a column of structs, as maps.
+
+A file's own nulls are told from those that Arrow adds: a struct has the keys of all rows, so a key without a value in a
+row comes back as null. These are removed. Nulls in lists, maps and JSON text were written by somebody, and stay.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+Reader = Callable[[Any], Any]
+
+_LISTS = (
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
+
+
+def row_reader(schema: pa.Schema) -> Reader:
+    """Return the function from a row as Arrow returns it to the row that was written; a column may be null."""
+    readers = {field.name: _reader(field.type) for field in schema}
+
+    def read(row: dict[str, object]) -> dict[str, object]:
+        return {name: reader(row[name]) for name, reader in readers.items()}
+
+    return read
+
+
+def _reader(kind: pa.DataType) -> Reader:
+    if isinstance(kind, pa.JsonType):
+        return parsed
+    if pa.types.is_struct(kind):
+        return _struct_reader({field.name: _reader(field.type) for field in kind})
+    if pa.types.is_map(kind):
+        item = _reader(kind.item_type)
+        return lambda value: None if value is None else {key: item(entry) for key, entry in value}
+    if any(is_kind(kind) for is_kind in _LISTS):
+        entry_of = _reader(kind.value_type)
+        return lambda value: None if value is None else [entry_of(entry) for entry in value]
+    return lambda value: value
+
+
+def _struct_reader(readers: dict[str, Reader]) -> Reader:
+    def read(value: dict[str, object] | None) -> dict[str, object] | None:
+        if value is None:
+            return None
+        return {name: reader(value[name]) for name, reader in readers.items() if value[name] is not None}
+
+    return read
+
+
+def parsed(value: object) -> Any:
+    """Return the value of JSON text; return anything else, and other text, unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):  # Python refuses some valid JSON: too many digits, too deep
+        return value
+
+
+def records(value: object) -> object:
+    """Return a list of objects in any of its forms: as JSON text, each entry as JSON text, or an object of lists.
+
+    Older versions of `datasets` make one object of lists of a list of objects. Anything else is returned unchanged.
+    """
+    found = parsed(value)
+    if isinstance(found, list):
+        found = [parsed(entry) for entry in found]
+    elif isinstance(found, dict) and found and all(isinstance(entry, list) for entry in found.values()):
+        length = max(map(len, found.values()))
+        if any(len(entry) != length for entry in found.values()):
+            return value
+        found = [{key: entry[place] for key, entry in found.items()} for place in range(length)]
+    are_objects = isinstance(found, list) and all(isinstance(entry, dict) for entry in found)
+    return found if are_objects else value
