@@ -54,7 +54,8 @@ class OptimConfig(SettingsGroup):
     max_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 turns clipping off."""
     max_skipped_steps: int = Field(5, ge=0)
-    """Steps in a row that are skipped because loss or gradient is not finite; one more ends the run."""
+    """Optimizer steps in a row that may be skipped because loss or gradient is not finite, or iterations because no
+    response can be trained on; one more ends the run."""
     aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the load-balancing loss of a mixture of experts; above 0 a step takes one more forward pass."""
     lr_scheduler: Literal[

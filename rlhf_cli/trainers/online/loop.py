@@ -150,9 +150,9 @@ def run_iterations(
     The last iteration is number `total_iterations`.
 
     Raises:
-        RunError: an iteration gives nothing to train on, or an evaluation or its rewards fail; the state before it is
-            saved. Or too many optimizer steps in a row were skipped; then the state after the iteration is saved, as
-            other steps may have changed weights, and models, controllers and prompts agree only at its end.
+        RunError: an evaluation or the rewards of an iteration fail; the state before it is saved. Or too many
+            optimizer steps or iterations in a row were skipped; then the state after the iteration is saved, as other
+            steps may have changed weights, and models, controllers and prompts agree only at its end.
     """
     checkpoints = _Checkpoints(iterations.leave_engines, hooks, saved=state.iteration)
     is_last = state.iteration >= total_iterations or iterations.is_used_up(state)
@@ -167,7 +167,9 @@ def run_iterations(
         is_last = after is None or after.iteration == total_iterations or iterations.is_used_up(after)
         state = after or state
         with checkpoints.saved_on_failure(state):
-            if reason := too_many_skipped(metrics, max_skipped_steps):
+            if reason := too_many_skipped(metrics, max_skipped_steps) or _nothing_trained(
+                state, max_skipped_steps, is_last=is_last
+            ):
                 raise RunError(f"{reason}; --load_checkpoint goes on after iteration {state.iteration}, which is saved")
             hooks.evaluate(state.iteration, is_last)
         stop = hooks.should_stop() and not is_last
@@ -176,6 +178,16 @@ def run_iterations(
         if stop:
             return Finished(state.iteration, interrupted=True)
     return Finished(state.iteration, interrupted=False)
+
+
+def _nothing_trained(state: LoopState, limit: int, *, is_last: bool) -> str | None:
+    """Return a sentence if too many iterations in a row, or all of a run, had no response to train on; else None."""
+    if state.skipped_in_a_row <= limit and not (is_last and state.skipped == state.iteration > 0):
+        return None
+    return (
+        f"the last {state.skipped_in_a_row} iterations had no response to train on (--max_skipped_steps {limit}): "
+        "raise max_new_tokens if responses are truncated, and choose prompts that the model solves sometimes"
+    )
 
 
 class _Checkpoints:
@@ -224,6 +236,10 @@ class ScoredBatch:
         """The groups of the iteration."""
         return self.taken.rollout
 
+    def is_empty(self, policy: PolicyConfig) -> bool:
+        """Return whether no response can be trained on: all are truncated and masked, or dynamic sampling left none."""
+        return not self.trainable.trained_B(policy).any()
+
 
 def scored_batch(
     roles: Roles[Sampled], settings: OnlineSettings, lookahead: Lookahead, state: LoopState, timer: PhaseTimer
@@ -236,7 +252,7 @@ def scored_batch(
     rollout = taken.rollout
     with lookahead.ended_on_failure(), timer("reward"):
         sampled, greedy = of_groups(rollout.groups), of_groups(rollout.greedy)
-        if roles.reward_model is not None:
+        if roles.reward_model is not None and len(sampled):
             sampled, greedy = _with_model_scores(roles.reward_model, settings.reward, sampled, greedy)
         scores = [*sampled.scores, *greedy.scores, *of_groups(rollout.filtered).scores]
         stop_if_too_many_failed(scores, settings.reward.reward_max_failures)
@@ -244,8 +260,9 @@ def scored_batch(
         if settings.algorithm.greedy:
             greedy = greedy.scored()
             trainable = trainable.in_groups_of(greedy)
-        _check_trainable(trainable, scores, settings.policy, iteration=state.iteration + 1)
-        if roles.steps is not None:
+        if len(sampled) and not len(trainable):
+            stop_if_all_failed([score for score in scores if score.value is None], iteration=state.iteration + 1)
+        if roles.steps is not None and len(trainable):
             trainable.step_rewards = roles.steps.rewards(trainable.prompts, trainable.generations)
     return ScoredBatch(taken, sampled, trainable, greedy if settings.algorithm.greedy else None, scores)
 
@@ -257,17 +274,6 @@ def _with_model_scores(
     prompts, generations = [*sampled.prompts, *greedy.prompts], [*sampled.generations, *greedy.generations]
     scores = add_model_scores(model, reward, prompts, generations, [*sampled.scores, *greedy.scores])
     return replace(sampled, scores=scores[: len(sampled)]), replace(greedy, scores=scores[len(sampled) :])
-
-
-def _check_trainable(trainable: Responses, scores: Sequence[Score], policy: PolicyConfig, *, iteration: int) -> None:
-    """Raise RunError if no response can be trained on."""
-    if not len(trainable):
-        stop_if_all_failed([score for score in scores if score.value is None], iteration=iteration)
-    if not trainable.trained_B(policy).any():
-        raise RunError(
-            f"iteration {iteration}: every response was cut and mask_truncated leaves those out, nothing can be "
-            "learned: raise max_new_tokens"
-        )
 
 
 def _learn(
@@ -285,17 +291,17 @@ def _learn(
     The order of sleeping and waking keeps the memory peak of shared accelerators low.
     """
     iteration, responses = state.iteration + 1, batch.trainable
-    _report_clipping(settings, responses, tracker, iteration=iteration)
-    plan = _plan(settings, responses, iteration=iteration)
-    on_policy = plan.on_policy and not batch.rollout.num_carried and not settings.lag
-    with timer("forward"):
-        fill_in_outputs(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
-    with timer("advantage"):
-        samples, metrics = learning_samples(responses, batch.greedy, settings, kl_coef=state.kl_coef)
-    with timer("train"):
-        plan = plan_over_samples(plan, responses, settings.policy)
-        updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
-        metrics |= updates.metrics
+    is_skipped = batch.is_empty(settings.policy)
+    if is_skipped:
+        metrics, updates = dict[str, float](), _Updates({}, [])
+        if len(batch.sampled):  # else the source has reported that no group is left
+            tracker.message(
+                f"Iteration {iteration} is skipped: every scored response was truncated, and mask_truncated leaves "
+                "those out: raise max_new_tokens"
+            )
+        roles.actor.wake()  # as after an update: engines that slept have no weights
+    else:
+        metrics, updates = _train(roles, settings, batch, state=state, tracker=tracker, timer=timer)
     taken, found = lookahead.wait(batch.taken, timer, version=iteration)
     with lookahead.engines(timer):
         if settings.lag:
@@ -305,12 +311,40 @@ def _learn(
             with timer("transfer"), awake(roles.moving_reference):
                 roles.moving_reference.move()
     metrics |= batch_metrics(batch, settings.reward)
-    if settings.lag:
+    if settings.lag and len(responses):
         metrics |= staleness_metrics(responses, iteration=iteration)
     after = _next_state(settings, metrics, updates, state=state, taken=taken, num_sequences=len(responses))
+    if is_skipped:
+        after = replace(after, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
+    if after.skipped:
+        metrics["skipped_iterations"] = float(after.skipped)
     tracker.log(iteration, metrics | controlled(settings.policy, state, metrics), timer.take())
     tracker.samples(iteration, iteration_rows(batch.sampled, responses, has_reward=settings.reward.is_given))
     return after, metrics
+
+
+def _train(
+    roles: Roles[Actor],
+    settings: OnlineSettings,
+    batch: ScoredBatch,
+    *,
+    state: LoopState,
+    tracker: RunTracker,
+    timer: PhaseTimer,
+) -> tuple[dict[str, float], "_Updates"]:
+    """Return (metrics, updates) of the models' forward passes and updates; the actor is awake after them."""
+    iteration, responses = state.iteration + 1, batch.trainable
+    _report_clipping(settings, responses, tracker, iteration=iteration)
+    plan = _plan(settings, responses, iteration=iteration, num_sampled=len(batch.sampled))
+    on_policy = plan.on_policy and not batch.rollout.num_carried and not settings.lag
+    with timer("forward"):
+        fill_in_outputs(roles, settings, responses, needs_old=not on_policy or settings.needs_old)
+    with timer("advantage"):
+        samples, metrics = learning_samples(responses, batch.greedy, settings, kl_coef=state.kl_coef)
+    with timer("train"):
+        plan = plan_over_samples(plan, responses, settings.policy)
+        updates = _update(roles, samples, plan, on_policy=on_policy, weights=state.weights)
+    return metrics | updates.metrics, updates
 
 
 def push_weights(roles: Roles[Sampled], iteration: int, timer: PhaseTimer) -> dict[str, float]:
@@ -326,6 +360,8 @@ def batch_metrics(batch: ScoredBatch, reward: OnlineRewardConfig) -> dict[str, f
     """Return the metrics of the iteration's responses; without a reward there is none of scores."""
     sampled = batch.sampled
     num_tokens = {"num_tokens": float(sum(len(sequence) for sequence in batch.trainable.sequences))}
+    if not len(sampled):  # dynamic sampling has left no group
+        return batch.rollout.metrics | num_tokens
     if not reward.is_given:
         return length_metrics(sampled.generations) | num_tokens
     metrics = rollout_metrics(sampled.generations, sampled.scores) | greedy_metrics(batch.greedy)
@@ -349,11 +385,13 @@ def _report_clipping(settings: OnlineSettings, responses: Responses, tracker: Ru
         )
 
 
-def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int) -> UpdatePlan:
+def _plan(settings: OnlineSettings, responses: Responses, *, iteration: int, num_sampled: int) -> UpdatePlan:
     """Return the optimizer steps over the trained responses; groups stay whole if their responses are compared."""
     trained_B = responses.trained_B(settings.policy)
     groups_B = responses.groups_B[trained_B].numpy() if settings.algorithm.min_group > 1 else None
-    return plan_updates(int(trained_B.sum()), settings.batch, iteration=iteration, groups_B=groups_B)
+    return plan_updates(
+        int(trained_B.sum()), settings.batch, iteration=iteration, groups_B=groups_B, num_sampled=num_sampled
+    )
 
 
 @dataclass(frozen=True)
@@ -424,6 +462,7 @@ def _next_state(
         weights.entropy.applied,
         source=taken.source,
         ahead=taken.ahead,
+        skipped=state.skipped,
     )
 
 

@@ -68,10 +68,11 @@ class RolloutSource:
         return self.settings.dynamic is not None and is_taken
 
     def sample(self, state: SourceState, timer: PhaseTimer) -> tuple[Rollout | None, SourceState]:
-        """Return (groups to train on, state after them); None for the groups if the last prompts gave none.
+        """Return (groups to train on, state after them); None for the groups if the last prompts gave none. A batch of
+        no groups is an iteration that is skipped.
 
         Raises:
-            RunError: earlier prompts gave no group, or too many rewards failed.
+            RunError: no prompt of the run gave a group, or too many rewards failed.
         """
         if self.settings.dynamic is None:
             rollout = sample_once(self._sampler, self._asked_once(state), timer)
@@ -92,7 +93,7 @@ class RolloutSource:
         )
         left = batch.left(state)
         self._report_shortage(rollout, left)
-        if not rollout.groups:
+        if not rollout.groups and self.is_used_up(left):
             return None, replace(left, iteration=state.iteration + 1, postponed=(), surplus=())
         return rollout, self._after(left, rollout)
 
@@ -150,11 +151,15 @@ class RolloutSource:
             for name, words in (("too_easy", "all right"), ("too_hard", "all wrong"), ("alike", "all alike"))
         )
         asked = f"{rollout.metrics['dynamic/prompts']:.0f} prompts in {rollout.metrics['dynamic/rounds']:.0f} rounds"
-        if not rollout.groups and (left.num_taken < self._num_places or not left.iteration):
+        used_up = left.num_taken == self._num_places and not left.postponed
+        if not rollout.groups and used_up and not left.iteration:
             raise RunError(
                 f"iteration {iteration}: {asked} gave no group to learn from ({shares}); choose prompts that the model "
                 "solves sometimes, raise n_samples_per_prompt, or train without --dynamic_filtering"
             )
-        used_up = left.num_taken == self._num_places and not left.postponed
         reason = "no prompt is left" if used_up else "dynamic_max_rounds is reached"
+        if not rollout.groups and not used_up:
+            reason += (
+                ", so it is skipped: choose prompts that the model solves sometimes, or raise n_samples_per_prompt"
+            )
         self.tell(f"Iteration {iteration}: {asked} gave {len(rollout.groups)} of {size} groups ({shares}); {reason}")

@@ -93,7 +93,8 @@ class LoopState:
     """The state of the loop from one iteration to the next besides the models.
 
     `iteration` counts the iterations of training so far. `ahead` are batches of the next iterations, which are sampled
-    already; `source` is the state after the last of them.
+    already; `source` is the state after the last of them. `skipped` counts the iterations that had no response to train
+    on, `skipped_in_a_row` those since the last that had one.
     """
 
     iteration: int
@@ -102,6 +103,8 @@ class LoopState:
     entropy_applied: bool = True
     source: SourceState = field(default_factory=SourceState)
     ahead: Sequence[Rollout] = ()
+    skipped: int = 0
+    skipped_in_a_row: int = 0
 
     def plain(self) -> dict[str, object]:
         """Return all but the groups, as it goes into JSON."""

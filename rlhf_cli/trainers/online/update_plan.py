@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhf_cli.config.online import OnlineBatchConfig
-from rlhf_cli.data.sampling import StepBatches, epoch_order
+from rlhf_cli.data.sampling import epoch_order
 
 Steps = list[np.ndarray]
 """Sample indices of every optimizer step."""
@@ -26,38 +26,48 @@ class UpdatePlan:
 
 
 def plan_updates(
-    num_samples: int, batch: OnlineBatchConfig, *, iteration: int, groups_B: np.ndarray | None = None
+    num_samples: int,
+    batch: OnlineBatchConfig,
+    *,
+    iteration: int,
+    groups_B: np.ndarray | None = None,
+    num_sampled: int | None = None,
 ) -> UpdatePlan:
     """Return the steps over that many samples; epochs have the same orders for actor and critic.
+
+    The number of steps is that of all `num_sampled` responses, `num_samples` if not given. Those that are left out make
+    all steps smaller alike: Adam moves as far by a step of one response as by a full one, and the schedule of the
+    learning rate counts the same steps in each iteration.
 
     With `groups_B`, int [num_samples], groups are shuffled instead of samples, so that a group is in one step, or in
     two if it does not fit: its prompt is computed once there.
     """
+    count = min(-(-(num_sampled or num_samples) // batch.train_batch_size), num_samples)
     if groups_B is not None:
-        steps = _steps_of_groups(groups_B, batch, iteration=iteration)
-        return UpdatePlan(actor=steps, critic=[])
-    steps = critic = _steps(num_samples, batch.train_batch_size, batch, iteration=iteration)
+        return UpdatePlan(_steps_of_groups(groups_B, batch, count=count, iteration=iteration), critic=[])
+    steps = critic = _steps(num_samples, batch, count=count, iteration=iteration)
     if batch.critic_steps is not None:
-        epochs = _steps(num_samples, num_samples, batch, iteration=iteration)
-        count = min(batch.critic_steps, num_samples)
-        critic = [step for epoch in epochs for step in np.array_split(epoch, count)]
+        critic = _steps(num_samples, batch, count=min(batch.critic_steps, num_samples), iteration=iteration)
     return UpdatePlan(actor=[] if iteration <= batch.critic_only_iterations else steps, critic=critic)
 
 
-def _steps(num_samples: int, size: int, batch: OnlineBatchConfig, *, iteration: int) -> Steps:
-    seed = _seed(batch, iteration)
-    return list(StepBatches(num_samples, batch_size=size, epochs=batch.max_epochs, seed=seed))
+def _steps(num_samples: int, batch: OnlineBatchConfig, *, count: int, iteration: int) -> Steps:
+    orders = _orders(num_samples, batch, iteration=iteration)
+    return [step for order in orders for step in np.array_split(order, count)]
 
 
-def _steps_of_groups(groups_B: np.ndarray, batch: OnlineBatchConfig, *, iteration: int) -> Steps:
+def _steps_of_groups(groups_B: np.ndarray, batch: OnlineBatchConfig, *, count: int, iteration: int) -> Steps:
     by_group = np.argsort(groups_B, kind="stable")
     members = np.split(by_group, np.flatnonzero(np.diff(groups_B[by_group])) + 1)
-    steps: Steps = []
-    for epoch in range(batch.max_epochs):
-        order = epoch_order(len(members), epoch=epoch, seed=_seed(batch, iteration))
-        samples = np.concatenate([members[group] for group in order])
-        steps += np.split(samples, range(batch.train_batch_size, samples.size, batch.train_batch_size))
-    return steps
+    orders = _orders(len(members), batch, iteration=iteration)
+    samples = [np.concatenate([members[group] for group in order]) for order in orders]
+    return [step for epoch in samples for step in np.array_split(epoch, count)]
+
+
+def _orders(number: int, batch: OnlineBatchConfig, *, iteration: int) -> list[np.ndarray]:
+    """Return the order of each epoch."""
+    seed = _seed(batch, iteration)
+    return [epoch_order(number, epoch=epoch, seed=seed) for epoch in range(batch.max_epochs)]
 
 
 def _seed(batch: OnlineBatchConfig, iteration: int) -> int:

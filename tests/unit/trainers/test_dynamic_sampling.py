@@ -280,7 +280,7 @@ def test_failures_of_groups_that_were_replaced_are_counted():
 
 def test_rewards_that_failed_are_a_share_of_those_of_all_rounds():
     # A third of the first round's six, which is a sixth of the iteration's twelve.
-    with pytest.raises(RunError, match="gave no group to learn from"):
+    with pytest.raises(RunError, match="no response to train on"):
         failing(limit=2 / 12, rounds=2, fails_in=1, fails=2)()
     with pytest.raises(RunError, match=r"^2 of 6 rewards failed, more than --reward_max_failures 0\.16 allows: grader"):
         failing(limit=0.16, rounds=2, fails_in=1, fails=2)()
@@ -294,8 +294,29 @@ def test_a_run_ends_with_the_round_that_later_ones_cannot_make_up_for(limit, num
     assert len(made.engines.requests) == num_rounds
 
 
+def test_an_iteration_without_a_useful_group_is_skipped_with_a_line_and_counted():
+    made = run(oversample=0.0, rounds=2)
+    made.scorer.judge = lambda request: RIGHT if len(made.tracker.logged) == 1 else even(request)  # type: ignore[method-assign]
+    made(total_iterations=3, save_steps=1)
+    assert len(made.actor.updates) == 2
+    second, third = (metrics for _, metrics in made.tracker.logged[1:])
+    assert (second["skipped_iterations"], third["skipped_iterations"]) == (1.0, 1.0)
+    assert (second["dynamic/too_easy"], second["num_tokens"]) == (1.0, 0.0)
+    assert made.tracker.rows[1] == (2, [])
+    (line,) = [message for message in made.tracker.messages if "skipped" in message]
+    assert line.startswith(
+        "Iteration 2: 6 prompts in 2 rounds gave 0 of 3 groups (100% all right, 0% all wrong, 0% all"
+    )
+    assert "dynamic_max_rounds is reached, so it is skipped: choose prompts" in line
+    assert [LoopState.of(state.plain()).skipped_in_a_row for state in made.saved] == [0, 1, 0]
+
+
 def test_without_any_useful_group_the_run_stops_and_says_what_the_prompts_were():
-    with pytest.raises(RunError, match=r"iteration 1: 6 prompts in 2 rounds .* \(100% all right, 0% all wrong, 0% all"):
-        run(judge=lambda request: RIGHT, oversample=0.0, rounds=2)()
+    made = run(judge=lambda request: RIGHT, oversample=0.0, rounds=2)
+    with pytest.raises(RunError, match="the last 4 iterations had no response to train on"):
+        made()
+    assert [message.partition(" (")[2][:42] for message in made.tracker.messages[:4]] == [
+        "100% all right, 0% all wrong, 0% all alike"
+    ] * 4
     with pytest.raises(RunError, match="0% all right, 100% all wrong"):
         run(judge=lambda request: NONE)()

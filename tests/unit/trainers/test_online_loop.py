@@ -372,12 +372,57 @@ def test_cut_responses_are_left_out_of_both_updates_where_that_is_asked_for():
     assert run.tracker.logged[0][1]["reward"] == pytest.approx(np.mean([row["reward"] for row in rows]))
 
 
-def test_an_iteration_whose_responses_were_all_cut_says_what_to_change():
-    run = Run(policy=ActorCriticPolicyConfig(init_kl_coef=0.0, mask_truncated=True))
+MASKED = ActorCriticPolicyConfig(init_kl_coef=0.0, mask_truncated=True)
+
+
+def truncated_in(run: Run, iterations: range) -> Run:
+    """All responses of these iterations are truncated, and no other."""
     answer = run.engines._answer
-    run.engines._answer = lambda request: dataclasses.replace(answer(request), finish_reason="length")  # type: ignore[method-assign]
-    with pytest.raises(RunError, match=r"every response was cut and mask_truncated leaves those out.*max_new_tokens"):
+
+    def truncated(request: object) -> object:
+        is_truncated = len(run.engines.requests) in iterations
+        return dataclasses.replace(answer(request), finish_reason="length" if is_truncated else "stop")  # type: ignore[arg-type]
+
+    run.engines._answer = truncated  # type: ignore[assignment,method-assign]
+    return run
+
+
+def test_an_iteration_whose_responses_are_all_truncated_is_skipped_and_counted():
+    run = truncated_in(Run(policy=MASKED), range(2, 4))
+    run(save_steps=1)
+    skipped = "is skipped: every scored response was truncated, and mask_truncated leaves those out: raise max_new"
+    assert [message[: len(skipped) + 12] for message in run.tracker.messages] == [
+        f"Iteration 2 {skipped}",
+        f"Iteration 3 {skipped}",
+    ]
+    assert len(run.actor.updates) == len(run.critic.updates) == 2
+    assert [number for number, _ in run.tracker.logged] == [1, 2, 3, 4]
+    metrics = [metrics for _, metrics in run.tracker.logged]
+    assert [one.get("skipped_iterations") for one in metrics] == [None, 1.0, 2.0, 2.0]
+    assert metrics[1]["truncated"] == 1.0
+    assert "loss" not in metrics[1]
+    assert [state.skipped_in_a_row for state in run.saved] == [0, 1, 2, 0]
+    # Engines that slept have lost their weights and get them back.
+    third = run.journal.index("engines.receive_weights 2")
+    assert run.journal[third - 2 : third + 2] == [
+        *("actor.wake", "actor.sleep_optimizer", "engines.receive_weights 2", "actor.sleep")
+    ]
+
+
+def test_too_many_skipped_iterations_end_the_run_which_is_saved():
+    run = truncated_in(Run(policy=MASKED, optim=OptimConfig(max_skipped_steps=1)), range(2, 9))
+    with pytest.raises(RunError, match=r"the last 2 iterations had no response to train on \(--max_skipped_steps 1\)"):
         run()
+    assert [state.iteration for state in run.saved] == [3]
+    assert run.tracker.messages[-1] == "Saved iteration 3: --load_checkpoint continues there"
+    assert LoopState.of(run.saved[0].plain()).skipped_in_a_row == 2
+
+
+def test_a_run_that_has_trained_on_nothing_does_not_end_well():
+    run = truncated_in(Run(policy=MASKED), range(9))
+    with pytest.raises(RunError, match=r"the last 4 iterations had no response to train on.*raise max_new_tokens"):
+        run()
+    assert [state.iteration for state in run.saved] == [4]
 
 
 def test_metrics_of_several_steps_are_means_and_maxima():
