@@ -12,6 +12,17 @@ import pytest
 from forked import run_rlhf
 
 
+def pytest_configure() -> None:
+    """Let Python's collector of cycles rest while a thousand modules are imported, none of which ever goes away."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Start the collector, which never looks at the modules and tests that are there by now."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Repeat an end-to-end test once if it fails, with another try's fresh folders.
 

@@ -1,6 +1,7 @@
 """The documentation site builds strictly, needs nothing from other servers, and its tables match the code."""
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -79,6 +80,7 @@ def test_cells_of_a_table_show_characters_of_markdown_as_they_are():
     assert table.splitlines()[2] == r"| `--a` | one \| two &lt;b\> \*c\* \{d\} `--max_len` `x_y` |"
 
 
+@functools.cache
 def words_of_the_code() -> set[str]:
     """Return every text in the code, and its parts between slashes, so that `critic/` and `lr` make `critic/lr`."""
     found: set[str] = set()

@@ -58,6 +58,8 @@ def test_a_mixture_of_experts_goes_on_at_another_stage(tiny_moe_dir, tmp_path, s
     assert_goes_on(tiny_moe_dir, tmp_path, stage, begun(tiny_moe_dir, tmp_path, saved))
 
 
+@pytest.mark.e2e  # compiles DeepSpeed's optimizer on first use, a minute of two idle cores
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
 @pytest.mark.parametrize(("saved", "stage"), [(2, 2), (1, 3)])
 def test_an_optimizer_in_host_memory_takes_over_from_one_that_is_not_and_back(

@@ -16,6 +16,7 @@ from rlhf_cli.rewards.verifiers.code_tests import AssertTests, FunctionTests, St
 
 LIMITS = CodeLimits(timeout=30.0, memory_mb=200, total_seconds=120.0)
 OF_HANGING = CodeLimits(timeout=2.0, memory_mb=200, total_seconds=60.0)
+HANGS = "__import__('time').sleep(60)"  # and takes no processor from the tests beside it; one below does
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def judged(code, label, limits=None, *, sandboxed):
     except UsageError as error:
         pytest.skip(f"CODE IS NOT RUN IN THE SANDBOX: {error}")
     label = label if isinstance(label, str) else json.dumps(label)
-    limits = limits or (OF_HANGING if "while" in code else LIMITS)
+    limits = limits or (OF_HANGING if "while" in code or HANGS in code else LIMITS)
     verdict = grade(f"Thus:\n```python\n{code}\n```", label, limits=limits, sandboxed=sandboxed)
     return verdict.status, verdict.value, verdict.detail
 
@@ -172,14 +173,14 @@ SQUARES = {"fn_name": "square", "inputs": [[2], [3], [4], [5]], "outputs": [4, 9
         ("def square(x):\n    print('noise')\n    return x * x", "correct", 1.0),
         ("class Solution:\n    def square(self, x):\n        return x ** 2", "correct", 1.0),
         ("def square(x):\n    return 4", "wrong", 0.25),
-        ("def square(x):\n    while x == 3: pass\n    return x * x", "wrong", 0.75),
+        (f"def square(x):\n    x == 3 and {HANGS}\n    return x * x", "wrong", 0.75),
         ("import os\ndef square(x):\n    x == 3 and os._exit(0)\n    return x * x", "wrong", 0.75),
         ("import sys\ndef square(x):\n    x == 3 and sys.exit(0)\n    return x * x", "wrong", 0.75),
         ("def square(x):\n    if x > 3: raise ValueError\n    return x * x", "wrong", 0.5),
         ("def square(x):\n    return {x}", "wrong", 0.0),
         ("def other(x):\n    return x * x", "wrong", 0.0),
         ("1 / 0", "wrong", 0.0),
-        ("while True: pass", "wrong", 0.0),
+        (HANGS, "wrong", 0.0),
         ("def square(x):\n    return x * x\nimport sys\nsys.exit(0)", "correct", 1.0),
         # An answer cannot claim to be right, nor look up the right answer.
         ("class Any:\n    def __eq__(self, other): return True\ndef square(x):\n    return Any()", "wrong", 0.0),
@@ -204,7 +205,7 @@ ASSERTIONS = [
     [
         ("def add(a, b):\n    return a + b", "correct", 1.0),
         ("def add(a, b):\n    return 0", "wrong", 0.5),
-        ("def add(a, b):\n    while a == 0: pass\n    return a + b", "wrong", 0.75),
+        (f"def add(a, b):\n    a == 0 and {HANGS}\n    return a + b", "wrong", 0.75),
         ("import os\ndef add(a, b):\n    os._exit(0)", "wrong", 0.0),
         ("import sys\nsys.exit(0)", "wrong", 0.0),
     ],
@@ -223,7 +224,7 @@ def test_what_prepares_assertions_is_no_test(judge):
 def test_an_answer_that_hangs_everywhere_ends_with_the_seconds_of_all(judge):
     label = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
     limits = CodeLimits(timeout=0.3, memory_mb=200, total_seconds=0.8)
-    status, share, detail = judge("while True: pass", label, limits)
+    status, share, detail = judge(HANGS, label, limits)
     assert (status, share) == ("wrong", 0.0)
     assert detail == "0 of 50 tests passed; one took too long"
 
@@ -266,7 +267,7 @@ def test_the_reward_of_a_run_is_the_share_of_tests(judge):
 
 def test_what_hangs_is_wrong_and_does_not_fail(judge):
     label = json.dumps({"inputs": ["1"] * 50, "outputs": ["1"] * 50})
-    (score,) = scores(["```python\nwhile True: pass\n```"], label=label, reward_timeout=4.0)
+    (score,) = scores([f"```python\n{HANGS}\n```"], label=label, reward_timeout=4.0)
     assert (score.value, score.status) == (0.0, "wrong")
 
 

@@ -3,8 +3,6 @@
 import io
 import json
 import re
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 from chat_tokenizers import CHATML, make_tokenizer
 from rich.console import Console
 
+from rlhf_cli import cli
 from rlhf_cli.config.commands.data import DataCommandConfig
 from rlhf_cli.config.commands.distill import DistillConfig
 from rlhf_cli.config.commands.dpo import DPOConfig
@@ -348,21 +347,21 @@ def test_data_that_training_refuses_are_refused_in_the_same_words(write, model, 
     assert str(shown.value) == str(training.value)
 
 
-def test_the_program_shows_data_and_writes_nothing(write, model, tmp_path):
+def test_the_program_shows_data_and_writes_nothing(write, model, tmp_path, capfd):
     write([*ASKED, {"prompt": "none", "answer": ""}])
     before = sorted(tmp_path.rglob("*"))
 
     def run(*args):
-        words = [sys.executable, "-m", "rlhf_cli", "data", "rows.jsonl", "--for", "sft", "--pretrain", model, *args]
-        return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+        status = cli.main(["data", "rows.jsonl", "--for", "sft", "--pretrain", model, *args])
+        return status, *capfd.readouterr()
 
-    done = run("--invalid-rows", "drop", "--num_rows=1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("Training data as rlhf sft reads it\n  rows.jsonl\n    10 rows; prompt_response: ")
-    assert marked(done.stdout) == ["It is 0.<|im_end|>"]
-    refused = run()
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == (
+    status, shown, errors = run("--invalid-rows", "drop", "--num_rows=1")
+    assert (status, errors) == (0, "")
+    assert shown.startswith("Training data as rlhf sft reads it\n  rows.jsonl\n    10 rows; prompt_response: ")
+    assert marked(shown) == ["It is 0.<|im_end|>"]
+    status, shown, errors = run()
+    assert (status, shown) == (2, "")
+    assert errors == (
         "rlhf data: rows.jsonl line 10: the response is empty; --invalid_rows drop leaves such rows out\n"
     )
     assert sorted(tmp_path.rglob("*")) == before
